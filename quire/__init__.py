@@ -1,0 +1,58 @@
+"""quire: a small, deterministic inference and serving engine for large language models."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from quire.version import __version__
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.engine.async_llm import AsyncLLM
+    from quire.engine.async_llm import AsyncLLM as AsyncLLMEngine
+    from quire.engine.llm_engine import LLMEngine
+    from quire.entrypoints.llm import LLM
+    from quire.inputs import PromptType, TextPrompt, TokensPrompt
+    from quire.models.registry import ModelRegistry
+    from quire.outputs import CompletionOutput, RequestOutput
+    from quire.sampling_params import SamplingParams
+
+_LAZY = {
+    "LLM": "quire.entrypoints.llm",
+    "LLMEngine": "quire.engine.llm_engine",
+    "AsyncLLM": "quire.engine.async_llm",
+    "AsyncLLMEngine": "quire.engine.async_llm:AsyncLLM",
+    "EngineConfig": "quire.config",
+    "ModelRegistry": "quire.models.registry",
+    "SamplingParams": "quire.sampling_params",
+    "PromptType": "quire.inputs",
+    "TextPrompt": "quire.inputs",
+    "TokensPrompt": "quire.inputs",
+    "RequestOutput": "quire.outputs",
+    "CompletionOutput": "quire.outputs",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "CompletionOutput",
+    "EngineConfig",
+    "LLMEngine",
+    "ModelRegistry",
+    "PromptType",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `import quire` costs nothing."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    module, _, attribute = _LAZY[name].partition(":")
+    return getattr(importlib.import_module(module), attribute or name)

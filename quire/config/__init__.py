@@ -1,0 +1,29 @@
+"""Configuration: one frozen, validated dataclass per owner, bundled in `EngineConfig`."""
+
+from quire.config.arch import ModelArch, RopeScaling
+from quire.config.cache import CacheConfig
+from quire.config.device import DeviceConfig
+from quire.config.engine import EngineConfig, child_configs, engine_fields
+from quire.config.load import LoadConfig
+from quire.config.model import DEMO_MODEL, ModelConfig
+from quire.config.observability import ObservabilityConfig
+from quire.config.parallel import ParallelConfig
+from quire.config.scheduler import SchedulerConfig
+from quire.config.server import ServerConfig
+
+__all__ = [
+    "DEMO_MODEL",
+    "CacheConfig",
+    "DeviceConfig",
+    "EngineConfig",
+    "LoadConfig",
+    "ModelArch",
+    "ModelConfig",
+    "ObservabilityConfig",
+    "ParallelConfig",
+    "RopeScaling",
+    "SchedulerConfig",
+    "ServerConfig",
+    "child_configs",
+    "engine_fields",
+]

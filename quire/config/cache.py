@@ -1,0 +1,25 @@
+"""The KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.fields import Config, option
+
+
+@dataclass(frozen=True)
+class CacheConfig(Config):
+    """Size and sharing of the KV cache."""
+
+    block_size: int = option(16, "Tokens per KV cache block.", ge=1, le=1024)
+    gpu_memory_utilization: float = option(
+        0.92, "Share of the free memory of the device (or host, on a CPU) that quire may use.", gt=0.0, le=1.0
+    )
+    kv_cache_memory_bytes: int = option(0, "Exact size of the KV cache in bytes; 0: measured.", ge=0)
+    num_gpu_blocks_override: int = option(0, "Exact number of KV cache blocks; 0: measured.", ge=0)
+    enable_prefix_caching: bool = option(True, "Reuse the cache of a common prefix between requests.")
+    kv_cache_dtype: str = option(
+        "auto",
+        "Precision of the KV cache; auto: the model's.",
+        choices=("auto", "float32", "float16", "bfloat16"),
+    )

@@ -1,0 +1,114 @@
+"""`EngineConfig`: all configuration of one engine, one frozen child per owner."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.config.arch import ModelArch
+from quire.config.cache import CacheConfig
+from quire.config.device import DeviceConfig
+from quire.config.fields import Config, field_types
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.config.observability import ObservabilityConfig
+from quire.config.parallel import ParallelConfig
+from quire.config.scheduler import SchedulerConfig
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Configuration of one engine.
+
+    As the user gives it, fields may say 0 or "auto". `quire.engine.startup.prepare` returns a copy in which
+    every such field has a value and `arch` and `model_dir` are set; the core and the worker only see that copy.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    model_dir: str = ""
+    model_arch: ModelArch | None = None
+
+    @property
+    def arch(self) -> ModelArch:
+        """The model's shape; only a prepared config has one."""
+        assert self.model_arch is not None, "EngineConfig was used before prepare()"
+        return self.model_arch
+
+    @staticmethod
+    def from_args(**args: Any) -> EngineConfig:
+        """Build a config from flat names, as `LLM(...)` and the command line give them; None means the default.
+
+        Raises:
+            TypeError: a name is no config field; the message suggests the nearest one.
+            ConfigError: a value is out of range.
+        """
+        by_child: dict[str, dict[str, Any]] = {}
+        for name, value in args.items():
+            if name not in engine_fields():
+                raise TypeError(_unknown_field(name))
+            if value is not None:
+                child, owner = engine_fields()[name]
+                by_child.setdefault(child, {})[name] = _coerced(value, field_types(owner)[name])
+        return EngineConfig(**{child: _CHILDREN[child](**values) for child, values in by_child.items()})
+
+    def evolve(self, **args: Any) -> EngineConfig:
+        """A copy with some fields, named flat, replaced."""
+        changed = self
+        for name, value in args.items():
+            child, _ = engine_fields()[name]
+            new_child = dataclasses.replace(getattr(changed, child), **{name: value})
+            changed = dataclasses.replace(changed, **{child: new_child})
+        return changed
+
+
+_CHILDREN: dict[str, type[Config]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+    "device": DeviceConfig,
+    "load": LoadConfig,
+    "observability": ObservabilityConfig,
+}
+
+
+@functools.cache
+def engine_fields() -> dict[str, tuple[str, type[Config]]]:
+    """Flat field name -> (child's name in EngineConfig, child's class); names are unique over all children."""
+    owners: dict[str, tuple[str, type[Config]]] = {}
+    for child, owner in _CHILDREN.items():
+        for config_field in dataclasses.fields(owner):
+            assert config_field.name not in owners, f"two configs have a field {config_field.name}"
+            owners[config_field.name] = (child, owner)
+    return owners
+
+
+def child_configs() -> dict[str, type[Config]]:
+    """Child name -> class, in the order in which help and docs show them."""
+    return dict(_CHILDREN)
+
+
+def _coerced(value: Any, expected: Any) -> Any:
+    """Accept the spellings Python callers use: lists for tuples, one string for a list, torch dtypes for names."""
+    if expected == tuple[str, ...]:
+        return (value,) if isinstance(value, str) else tuple(value)
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    if hasattr(value, "__fspath__"):
+        return value.__fspath__()
+    return value
+
+
+def _unknown_field(name: str) -> str:
+    near = difflib.get_close_matches(name, engine_fields(), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown engine argument {name!r}{hint}"

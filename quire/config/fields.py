@@ -1,0 +1,124 @@
+"""The one way a configuration field is declared, documented and checked.
+
+Invariant: every field of every config class is declared with `option`, so it has a default and a sentence of
+documentation; flags, `--help` and the docs page are generated from these declarations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OptionInfo:
+    """Documentation and limits of one field; `metavar` is shown in `--help`."""
+
+    doc: str
+    choices: tuple[str, ...] = ()
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    metavar: str | None = None
+    short: str | None = None
+    hidden: bool = False
+
+
+def option(default: Any, doc: str, **limits: Any) -> Any:
+    """A dataclass field with documentation and limits (see `OptionInfo`)."""
+    metadata = {"option": OptionInfo(doc=doc, **limits)}
+    if isinstance(default, dict | list):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Base of all config classes: checks its own fields when it is made.
+
+    Raises:
+        ConfigError: names the flag, the bad value and what is allowed.
+    """
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_value(
+                field.name, getattr(self, field.name), field_types(type(self))[field.name], info_of(field)
+            )
+
+
+def info_of(field: dataclasses.Field[Any]) -> OptionInfo:
+    """The declaration of one field."""
+    info = field.metadata["option"]
+    assert isinstance(info, OptionInfo)
+    return info
+
+
+def field_types(owner: type) -> dict[str, Any]:
+    """Field name -> resolved type of a config class."""
+    return _resolved_types(owner)
+
+
+@functools.cache
+def _resolved_types(owner: type) -> dict[str, Any]:
+    return typing.get_type_hints(owner)
+
+
+def flag_of(name: str) -> str:
+    """The command-line flag of a field name."""
+    return "--" + name.replace("_", "-")
+
+
+def check_value(name: str, value: Any, expected: Any, info: OptionInfo) -> None:
+    """Raise ConfigError unless `value` has the declared type and lies within the declared limits."""
+    if value is None and _is_optional(expected):
+        return
+    kind = plain_type(expected)
+    if not _has_type(value, kind):
+        raise ConfigError(f"{flag_of(name)} must be {_type_name(kind)}, got {value!r}")
+    if info.choices and value not in info.choices:
+        raise ConfigError(f"{flag_of(name)} must be one of {', '.join(info.choices)}, got {value!r}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        _check_range(name, value, info)
+
+
+def _check_range(name: str, value: float, info: OptionInfo) -> None:
+    if not math.isfinite(value):
+        raise ConfigError(f"{flag_of(name)} must be finite, got {value}")
+    if info.ge is not None and value < info.ge:
+        raise ConfigError(f"{flag_of(name)} must be at least {info.ge:g}, got {value}")
+    if info.gt is not None and value <= info.gt:
+        raise ConfigError(f"{flag_of(name)} must be greater than {info.gt:g}, got {value}")
+    if info.le is not None and value > info.le:
+        raise ConfigError(f"{flag_of(name)} must be at most {info.le:g}, got {value}")
+
+
+def _is_optional(expected: Any) -> bool:
+    return isinstance(expected, types.UnionType) and type(None) in typing.get_args(expected)
+
+
+def plain_type(expected: Any) -> Any:
+    """A field's type without `| None` and without type arguments: `tuple[str, ...] | None` -> `tuple`."""
+    if _is_optional(expected):
+        expected = next(arg for arg in typing.get_args(expected) if arg is not type(None))
+    return typing.get_origin(expected) or expected
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _type_name(kind: Any) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple: "a list"}
+    return names.get(kind, "a JSON object" if kind is dict else str(kind))

@@ -1,0 +1,41 @@
+"""Which model, in which precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config.fields import Config, option
+
+DEMO_MODEL = "quire-demo"
+
+
+@dataclass(frozen=True)
+class ModelConfig(Config):
+    """The model and what bounds its requests."""
+
+    model: str = option(
+        DEMO_MODEL, "Local directory, Hugging Face id, or quire-demo, the toy model in the box."
+    )
+    tokenizer: str | None = option(None, "Directory or id of the tokenizer; default: the model's own.")
+    revision: str | None = option(None, "Branch, tag or commit of a Hugging Face id.")
+    served_model_name: tuple[str, ...] = option((), "Names under which the server offers the model.")
+    dtype: str = option(
+        "auto",
+        "Precision of weights and activations; auto: the checkpoint's on CUDA, float32 on a CPU.",
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+    )
+    seed: int = option(0, "Seeds requests that bring no seed of their own, in order of arrival.", ge=0)
+    max_model_len: int = option(
+        0, "Longest prompt plus output, in tokens; 0: what the model was made for.", ge=0
+    )
+    max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: the whole vocabulary.", ge=-1)
+    skip_tokenizer_init: bool = option(False, "Work on token ids only: no tokenizer is loaded.")
+    hf_overrides: dict[str, Any] = option({}, "JSON object merged over the model's config.json.")
+    generation_config: str = option(
+        "auto",
+        "Where default sampling parameters come from: auto (the model's), quire (ours), or a directory.",
+    )
+    override_generation_config: dict[str, Any] = option(
+        {}, 'JSON object merged over the generation config, e.g. {"temperature": 0.5}.'
+    )

@@ -1,0 +1,43 @@
+"""The HTTP server; read by the API process alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.fields import Config, option
+
+
+@dataclass(frozen=True)
+class ServerConfig(Config):
+    """Address, access and limits of the HTTP server."""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.")
+    port: int = option(8000, "Port to listen on; 0: any free one.", ge=0, le=65535)
+    api_key: tuple[str, ...] = option(
+        (), "Key that requests must bring as a bearer token; may be given several times (or QUIRE_API_KEY)."
+    )
+    root_path: str = option("", "Path prefix under which a proxy offers the server.")
+    allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
+    chat_template: str | None = option(
+        None, "File with (or text of) the chat template; default: the model's."
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "How tool calls are found in the model's text; auto: hermes if the chat template speaks of <tool_call>.",
+        choices=("auto", "none", "hermes"),
+    )
+    unknown_fields: str = option(
+        "reject",
+        "What to do with request fields quire does not know: reject (400), or ignore and name them in a header.",
+        choices=("reject", "ignore"),
+    )
+    max_request_bytes: int = option(16 * 2**20, "Largest request body in bytes.", ge=1024)
+    shutdown_timeout: float = option(30.0, "Seconds that SIGTERM leaves running requests to finish.", ge=0.0)
+    uvicorn_log_level: str = option(
+        "info",
+        "Log level of the HTTP server.",
+        choices=("critical", "error", "warning", "info", "debug", "trace"),
+    )
+    disable_uvicorn_access_log: bool = option(False, "No log line per HTTP request.")
+    disable_fastapi_docs: bool = option(False, "No /docs, /redoc and /openapi.json.")
+    enable_force_include_usage: bool = option(False, "Send usage with every stream, asked for or not.")

@@ -1,0 +1,1 @@
+"""The engine: front end (input, output, clients) and core (the step loop)."""

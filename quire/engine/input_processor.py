@@ -1,0 +1,195 @@
+"""From a caller's prompt and parameters to requests the core can run.
+
+Invariant: what leaves here has been checked against the model: every id is in the vocabulary, the prompt leaves
+room for at least one token, a random request has a seed. All entry points pass through `InputProcessor`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.messages import EngineCoreRequest
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import ValidationError
+from quire.inputs import PromptType
+from quire.sampling_params import SamplingParams
+
+MAX_SALT_CHARS = 128
+INT64_RANGE = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt in its one internal form; `text` is only for the output."""
+
+    token_ids: list[int]
+    text: str | None
+    cache_salt: str | None = None
+
+
+class InputProcessor:
+    """Tokenizes and validates; owns the sequence of seeds for requests that bring none.
+
+    Args:
+        strict_length: refuse prompt + max_tokens beyond the context (a server) instead of ending with "length".
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, *, strict_length: bool) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.default_sampling_params: dict[str, Any] = dict(config.arch.generation)
+        self._strict_length = strict_length
+        self._seeds = random.Random(config.model.seed)
+        self._eos_token_ids = _eos_token_ids(config, tokenizer)
+
+    def tokenize(self, prompt: PromptType) -> TokenizedPrompt:
+        """Bring any form of prompt to token ids; safe to call from several threads.
+
+        Raises:
+            ValidationError: the prompt has no valid form, is empty, or is text without a tokenizer.
+        """
+        if isinstance(prompt, str):
+            return TokenizedPrompt(self._encode(prompt), prompt)
+        if isinstance(prompt, list):
+            return TokenizedPrompt(prompt, None)
+        if not isinstance(prompt, dict):
+            raise ValidationError(
+                f"a prompt must be text or token ids, got {type(prompt).__name__}", param="prompt"
+            )
+        return self._tokenize_dict(dict(prompt))
+
+    def _tokenize_dict(self, prompt: dict[str, Any]) -> TokenizedPrompt:
+        salt = prompt.pop("cache_salt", None)
+        token_ids, text = prompt.pop("prompt_token_ids", None), prompt.pop("prompt", None)
+        if prompt:
+            raise ValidationError(f"unknown prompt field {next(iter(prompt))!r}", param="prompt")
+        if text is not None and not isinstance(text, str):
+            raise ValidationError(f"'prompt' must be text, got {type(text).__name__}", param="prompt")
+        if token_ids is None:
+            if text is None:
+                raise ValidationError("a prompt needs 'prompt' or 'prompt_token_ids'", param="prompt")
+            token_ids = self._encode(text)
+        return TokenizedPrompt(token_ids, text, salt)
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValidationError("text prompts need a tokenizer; pass token ids", param="prompt")
+        if not text:
+            raise ValidationError("the prompt must not be empty", param="prompt")
+        return self.tokenizer.encode(text)
+
+    def process(
+        self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, *, priority: int = 0
+    ) -> list[EngineCoreRequest]:
+        """One core request per completion, after all checks against the model.
+
+        Raises:
+            ValidationError: names the field, its value's problem and the limit.
+        """
+        self._check_prompt(prompt)
+        self._check_priority(priority)
+        params = self._settle(params, len(prompt.token_ids))
+        self._check_params(params)
+        arrival = time.monotonic()
+        return [
+            EngineCoreRequest(
+                request_id=f"{request_id}.{index}" if params.n > 1 else request_id,
+                prompt_token_ids=prompt.token_ids,
+                sampling_params=child,
+                arrival_time=arrival,
+                eos_token_ids=self._eos_token_ids,
+                priority=priority,
+                cache_salt=prompt.cache_salt,
+            )
+            for index, child in enumerate(_children(params))
+        ]
+
+    def _check_prompt(self, prompt: TokenizedPrompt) -> None:
+        ids, limit = prompt.token_ids, self.config.model.max_model_len
+        if not ids:
+            raise ValidationError("the prompt must not be empty", param="prompt")
+        self._check_ids("prompt", ids)
+        if len(ids) >= limit:
+            raise ValidationError(
+                f"the prompt has {len(ids)} tokens; with room for one more, the model's context of {limit} tokens "
+                f"allows {limit - 1}",
+                param="prompt",
+            )
+        budget = self.config.scheduler.max_num_batched_tokens
+        if not self.config.scheduler.enable_chunked_prefill and len(ids) > budget:
+            raise ValidationError(
+                f"the prompt has {len(ids)} tokens; without chunked prefill a step takes {budget}",
+                param="prompt",
+            )
+        salt = prompt.cache_salt
+        if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARS):
+            raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
+
+    def _check_priority(self, priority: int) -> None:
+        if priority != 0 and self.config.scheduler.scheduling_policy == "fcfs":
+            raise ValidationError(
+                "priority has no effect under the fcfs policy; leave it 0", param="priority"
+            )
+
+    def _settle(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        room = self.config.model.max_model_len - num_prompt_tokens
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = max(room, params.min_tokens)
+        elif max_tokens > room and self._strict_length:
+            raise ValidationError(
+                f"max_tokens is {max_tokens}, but after {num_prompt_tokens} prompt tokens the model's context of "
+                f"{self.config.model.max_model_len} tokens has room for {room}",
+                param="max_tokens",
+            )
+        seed = params.seed
+        if seed is None and not params.greedy:
+            seed = self._seeds.getrandbits(62)
+        return params.clone(max_tokens=max_tokens, seed=seed)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        limit = self.config.model.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            if wanted is not None and limit >= 0 and not 0 <= wanted <= limit:
+                raise ValidationError(
+                    f"{name} is {wanted}, the limit is {limit} (--max-logprobs)", param=name
+                )
+        if params.stop and self.tokenizer is None:
+            raise ValidationError("stop strings need a tokenizer", param="stop")
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or [])
+        self._check_ids("logit_bias", params.logit_bias or {})
+
+    def _check_ids(self, name: str, ids: Iterable[Any]) -> None:
+        vocab_size = self.config.arch.vocab_size
+        for token_id in ids:
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise ValidationError(
+                    f"{name} has {token_id!r}, but token ids are integers in [0, {vocab_size - 1}]",
+                    param=name,
+                )
+
+
+def _children(params: SamplingParams) -> list[SamplingParams]:
+    if params.n == 1:
+        return [params]
+    seeds = [None if params.seed is None else _wrapped(params.seed + index) for index in range(params.n)]
+    return [params.clone(n=1, seed=seed) for seed in seeds]
+
+
+def _wrapped(seed: int) -> int:
+    return seed if seed in INT64_RANGE else seed - 2**64
+
+
+def _eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> list[int]:
+    ids = list(config.arch.eos_token_ids)
+    own = tokenizer.eos_token_id if tokenizer else None
+    if own is not None and own not in ids and own < config.arch.vocab_size:
+        ids.append(own)
+    return ids

@@ -1,0 +1,167 @@
+"""One sequence as its caller sees it: tokens, text, logprobs and times so far.
+
+Invariant: text is only ever appended; once `finished` is set nothing changes any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.engine.detokenizer import IncrementalDetokenizer, StopChecker
+from quire.engine.messages import EngineCoreRequest
+from quire.engine.tokenizer import Tokenizer
+from quire.metrics.stats import FinishedRequestStats, IterationStats
+from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestStateStats
+from quire.scheduler.output import RequestUpdate, TokenLogprobs
+
+
+class SequenceState:
+    """Builds the `CompletionOutput` of one core request, and remembers what of it has been sent."""
+
+    def __init__(self, index: int, core_request: EngineCoreRequest, tokenizer: Tokenizer | None) -> None:
+        params = core_request.sampling_params
+        self.core_request_id = core_request.request_id
+        self.finished = False
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self.stats = RequestStateStats(arrival_time=core_request.arrival_time)
+        self._index = index
+        self._num_prompt_tokens = len(core_request.prompt_token_ids)
+        self._params = params
+        self._tokenizer = tokenizer
+        self._detokenizer = _make_detokenizer(tokenizer, core_request)
+        self._stop = StopChecker(params.stop, include_in_output=params.include_stop_str_in_output)
+        self._token_ids: list[int] = []
+        self._logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
+        self._text = ""
+        self._cumulative_logprob = 0.0
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+        self._num_sent_tokens = 0
+        self._num_sent_chars = 0
+        self._sent_finish = False
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+
+    @property
+    def has_news(self) -> bool:
+        unsent_tokens = len(self._token_ids) > self._num_sent_tokens
+        return unsent_tokens or (self.finished and not self._sent_finish)
+
+    def apply(self, update: RequestUpdate, now: float, stats: IterationStats) -> None:
+        """Take in one update of the core."""
+        self._record_times(update, now, stats)
+        if update.prompt_logprobs and self.prompt_logprobs is not None:
+            self.prompt_logprobs += [self._position(entry) for entry in update.prompt_logprobs]
+            assert len(self.prompt_logprobs) <= self._num_prompt_tokens
+        self._append_tokens(update)
+        if self._stop.matched is not None:
+            self.end("stop", self._stop.matched)
+        elif update.finish_reason is not None:
+            self.end(update.finish_reason, update.error or update.stop_reason)
+        if self.finished:
+            stats.finished.append(self._finished_stats(now))
+
+    def end(self, reason: str, stop_reason: int | str | None) -> None:
+        """Close the sequence: held-back text is released unless a stop string cut it."""
+        if self._stop.matched is None:
+            rest = self._detokenizer.flush() if self._detokenizer else ""
+            self._text += self._stop.push(rest, armed=self._armed) + self._stop.flush()
+        if self._stop.matched is not None:
+            reason, stop_reason = "stop", self._stop.matched
+        self.finished, self._finish_reason, self._stop_reason = True, reason, stop_reason
+
+    def completion(self, delta: bool) -> CompletionOutput:
+        """The sequence so far, or only what `completion` has not returned yet."""
+        first_token = self._num_sent_tokens if delta else 0
+        first_char = self._num_sent_chars if delta else 0
+        self._num_sent_tokens, self._num_sent_chars = len(self._token_ids), len(self._text)
+        self._sent_finish = self.finished
+        return CompletionOutput(
+            index=self._index,
+            text=self._text[first_char:],
+            token_ids=self._token_ids[first_token:],
+            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+            logprobs=None if self._logprobs is None else self._logprobs[first_token:],
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+    @property
+    def _armed(self) -> bool:
+        return len(self._token_ids) >= self._params.min_tokens
+
+    def _append_tokens(self, update: RequestUpdate) -> None:
+        entries: Sequence[TokenLogprobs | None] = update.logprobs or [None] * len(update.new_token_ids)
+        # The token that ended generation (end of sequence or a stop id) is reported but is no text.
+        silent = update.finish_reason == "stop" and not self._params.include_stop_str_in_output
+        num_with_text = len(update.new_token_ids) - silent
+        # Token by token, because a stop string ends the sequence at the token that completes it.
+        for place, (token_id, entry) in enumerate(zip(update.new_token_ids, entries, strict=True)):
+            self._token_ids.append(token_id)
+            if entry is not None and self._logprobs is not None:
+                self._logprobs.append(self._position(entry))
+                self._cumulative_logprob += entry.logprobs[0]
+            if self._detokenizer is not None and place < num_with_text:
+                self._text += self._stop.push(self._detokenizer.push([token_id]), armed=self._armed)
+            if self._stop.matched is not None:
+                return
+
+    def _position(self, entry: TokenLogprobs) -> PositionLogprobs:
+        position: PositionLogprobs = {}
+        for place, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
+            if token_id not in position:
+                position[token_id] = Logprob(
+                    logprob, entry.rank if place == 0 else place, self._token_text(token_id)
+                )
+        return position
+
+    def _token_text(self, token_id: int) -> str | None:
+        return self._tokenizer.token_text(token_id) if self._tokenizer and self._params.detokenize else None
+
+    def _record_times(self, update: RequestUpdate, now: float, stats: IterationStats) -> None:
+        mine, count = self.stats, len(update.new_token_ids)
+        if update.scheduled_ts and not mine.scheduled_ts:
+            mine.queued_ts, mine.scheduled_ts = update.queued_ts, update.scheduled_ts
+            self.num_cached_tokens = update.num_cached_tokens
+        mine.num_preemptions = max(mine.num_preemptions, update.num_preemptions)
+        if not count:
+            return
+        if not mine.first_token_ts:
+            mine.first_token_ts = now
+            stats.num_prompt_tokens += self._num_prompt_tokens
+            stats.num_cached_tokens += self.num_cached_tokens
+            stats.time_to_first_token_s.append(now - mine.arrival_time)
+        else:
+            stats.inter_token_s.append((now - mine.last_token_ts) / count)
+        mine.last_token_ts = now
+        mine.num_generation_tokens += count
+        stats.num_generation_tokens += count
+
+    def _finished_stats(self, now: float) -> FinishedRequestStats:
+        times = self.stats
+        started = times.scheduled_ts or now
+        first = times.first_token_ts or now
+        return FinishedRequestStats(
+            finish_reason=self._finish_reason or "abort",
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generation_tokens=times.num_generation_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=times.num_preemptions,
+            max_tokens=self._params.max_tokens,
+            e2e_s=now - times.arrival_time,
+            queue_s=max(0.0, started - times.arrival_time),
+            prefill_s=max(0.0, first - started),
+            decode_s=max(0.0, now - first),
+        )
+
+
+def _make_detokenizer(
+    tokenizer: Tokenizer | None, request: EngineCoreRequest
+) -> IncrementalDetokenizer | None:
+    params = request.sampling_params
+    if tokenizer is None or not params.detokenize:
+        return None
+    return IncrementalDetokenizer(
+        tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+    )

@@ -1,0 +1,146 @@
+"""`prepare`: from the configuration a user gave to one in which every automatic value is settled.
+
+Invariant: every automatic choice is logged once, with its reason; nothing after this guesses. Torch-free, so the
+API process can do it while the core process is still importing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.config import EngineConfig, ModelArch
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import ConfigError
+from quire.models.checkpoint import resolve_model_dir
+from quire.models.generation_config import read_generation_config
+from quire.models.hf_config import read_hf_config
+
+logger = logging.getLogger(__name__)
+
+Usage = Literal["server", "offline"]
+
+DEFAULT_MAX_NUM_SEQS = {"server": 128, "offline": 256}
+DEFAULT_MAX_NUM_BATCHED_TOKENS = {"server": 2048, "offline": 4096}
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One automatic choice."""
+
+    field: str
+    value: Any
+    reason: str
+
+
+def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
+    """Find the model, read its config and settle every field that says 0 or "auto".
+
+    Raises:
+        StartupError: the model cannot be found or read, or a field does not fit it.
+    """
+    model_dir = resolve_model_dir(config.model.model, config.model.revision, config.load.download_dir)
+    arch = read_hf_config(model_dir, config.model.hf_overrides)
+    arch = dataclasses.replace(arch, generation=_generation_defaults(config, arch, model_dir))
+    config = dataclasses.replace(config, model_dir=str(model_dir), model_arch=arch)
+    choices = [
+        _choose_dtype(config),
+        _choose_max_model_len(config),
+        *_choose_batch(config, usage),
+        _choose_name(config),
+        _choose_device(config),
+    ]
+    for choice in filter(None, choices):
+        logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
+        config = config.evolve(**{choice.field: choice.value})
+    _check_batch(config)
+    return config
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer of a prepared config, or None if it says to skip it."""
+    if config.model.skip_tokenizer_init:
+        return None
+    if config.model.tokenizer is None:
+        return Tokenizer.from_dir(Path(config.model_dir))
+    named = resolve_model_dir(config.model.tokenizer, None, config.load.download_dir)
+    return Tokenizer.from_dir(named)
+
+
+def _generation_defaults(config: EngineConfig, arch: ModelArch, model_dir: Path) -> dict[str, float]:
+    source = config.model.generation_config
+    if source == "quire":
+        defaults: dict[str, float] = {}
+    elif source == "auto":
+        defaults = dict(arch.generation)
+    else:
+        defaults = dict(read_generation_config(Path(source)))
+    return defaults | config.model.override_generation_config
+
+
+def _choose_dtype(config: EngineConfig) -> Choice | None:
+    dtype = config.model.dtype
+    if dtype in DTYPE_ALIASES:
+        return Choice("dtype", DTYPE_ALIASES[dtype], f"another name of {dtype}")
+    if dtype != "auto":
+        return None
+    reason = f"the checkpoint is {config.arch.dtype}; on a CPU float32 is exact and the fastest today"
+    return Choice("dtype", "float32", reason)
+
+
+def _choose_max_model_len(config: EngineConfig) -> Choice | None:
+    asked, limit = config.model.max_model_len, context_limit(config.arch)
+    if asked > limit:
+        raise ConfigError(f"--max-model-len is {asked}, but the model was made for {limit} positions")
+    return None if asked else Choice("max_model_len", limit, "what the model's config.json allows")
+
+
+def context_limit(arch: ModelArch) -> int:
+    """Longest sequence the position embedding supports; scaled rotary embeddings stretch the trained length."""
+    rope = arch.rope
+    if rope is None or rope.kind not in ("linear", "dynamic", "yarn"):
+        return arch.max_position_embeddings
+    trained = rope.original_max_position or arch.max_position_embeddings
+    return max(arch.max_position_embeddings, int(trained * rope.factor))
+
+
+def _choose_batch(config: EngineConfig, usage: Usage) -> list[Choice]:
+    choices = []
+    if not config.scheduler.max_num_seqs:
+        choices.append(
+            Choice("max_num_seqs", DEFAULT_MAX_NUM_SEQS[usage], f"the default of a {usage} engine")
+        )
+    if not config.scheduler.max_num_batched_tokens:
+        tokens, reason = DEFAULT_MAX_NUM_BATCHED_TOKENS[usage], f"the default of a {usage} engine"
+        needed = config.model.max_model_len or context_limit(config.arch)
+        if not config.scheduler.enable_chunked_prefill and needed > tokens:
+            tokens, reason = needed, "without chunked prefill a step must hold the longest prompt"
+        choices.append(Choice("max_num_batched_tokens", tokens, reason))
+    return choices
+
+
+def _choose_name(config: EngineConfig) -> Choice | None:
+    if config.model.served_model_name:
+        return None
+    return Choice("served_model_name", (config.model.model,), "the model as it was named")
+
+
+def _choose_device(config: EngineConfig) -> Choice | None:
+    return (
+        Choice("device", "cpu", "the only device supported so far")
+        if config.device.device == "auto"
+        else None
+    )
+
+
+def _check_batch(config: EngineConfig) -> None:
+    scheduler = config.scheduler
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {scheduler.max_num_batched_tokens}, but {scheduler.max_num_seqs} running "
+            "sequences (--max-num-seqs) need at least one token each per step"
+        )

@@ -1,0 +1,152 @@
+"""`Tokenizer`: text to token ids and back, on the `tokenizers` library alone.
+
+Invariant: never imports torch. Transformers is imported only for a model without `tokenizer.json`, to convert
+its tokenizer once. Instances hold no per-call state, so threads may share one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from quire.errors import ModelLoadError, ValidationError
+
+logger = logging.getLogger(__name__)
+
+
+class Tokenizer:
+    """A model's tokenizer with its special tokens and chat template."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, settings: dict[str, Any], chat_template: str | None
+    ) -> None:
+        self._backend = backend
+        self.chat_template = chat_template
+        self.bos_token = _token_text(settings.get("bos_token"))
+        self.eos_token = _token_text(settings.get("eos_token"))
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    @staticmethod
+    def from_dir(directory: Path) -> Tokenizer:
+        """Load the tokenizer of a checkpoint directory.
+
+        Raises:
+            ModelLoadError: there is no tokenizer, or its files cannot be read.
+        """
+        settings = _read_json(directory / "tokenizer_config.json")
+        return Tokenizer(_load_backend(directory), settings, _chat_template(directory, settings))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._backend.token_to_id(self.eos_token) if self.eos_token else None
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._backend.token_to_id(self.bos_token) if self.bos_token else None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
+        """Token ids of `text`; with `allow_special=False`, special tokens spelled out in it stay plain text.
+
+        Raises:
+            ValidationError: the text holds a lone surrogate, which no encoding has.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValidationError(
+                f"the text is not valid Unicode: lone surrogate at position {error.start}", param="prompt"
+            ) from None
+        backend = self._backend if allow_special else self._plain_backend
+        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are no valid UTF-8 become U+FFFD, ids without a token become nothing."""
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token taken alone."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    @functools.cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """The literals of all special tokens."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    @functools.cached_property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        # A second instance, because the switch is a property of the whole tokenizer and threads share it.
+        plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+
+def _load_backend(directory: Path) -> tokenizers.Tokenizer:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return _convert_with_transformers(directory)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for every defect of the file
+        raise ModelLoadError(f"{path} is not a valid tokenizer file: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _convert_with_transformers(directory: Path) -> tokenizers.Tokenizer:
+    hint = "name another one with --tokenizer, or use --skip-tokenizer-init to work on token ids"
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ModelLoadError(
+            f"{directory} has no tokenizer.json, and transformers, which could convert its tokenizer, is not "
+            f"installed (pip install 'quire[hf]'); {hint}"
+        ) from error
+    try:
+        converted = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelLoadError(f"{directory} has no tokenizer that quire can read ({error}); {hint}") from error
+    backend = getattr(converted, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ModelLoadError(f"the tokenizer in {directory} has no fast form; {hint}")
+    logger.info("converted the tokenizer in %s with transformers: it has no tokenizer.json", directory)
+    return backend
+
+
+def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template") or _read_json(directory / "chat_template.json").get(
+        "chat_template"
+    )
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _token_text(token: Any) -> str | None:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object")
+    return content

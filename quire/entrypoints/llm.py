@@ -1,0 +1,186 @@
+"""`LLM`: offline generation in one call.
+
+Invariant: outputs come back in the order of the prompts; the engine core runs in this process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from quire.config import DEMO_MODEL, EngineConfig
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.tokenizer import Tokenizer
+from quire.entrypoints.chat.template import ChatTemplate
+from quire.errors import ValidationError
+from quire.inputs import ChatMessage, PromptType
+from quire.outputs import RequestOutput
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+
+class LLM:
+    """A model loaded for offline use.
+
+    Args:
+        model: local directory, Hugging Face id, or the toy model in the box.
+        engine_args: any field of the engine's configuration, for example `max_model_len=2048` or `seed=1`.
+
+    Raises:
+        TypeError: an argument is no configuration field.
+        StartupError: the engine cannot start; the message says why.
+    """
+
+    def __init__(
+        self, model: str = DEMO_MODEL, *, chat_template: str | None = None, **engine_args: Any
+    ) -> None:
+        self.llm_engine = LLMEngine(EngineConfig.from_args(model=model, **engine_args))
+        self._chat_template = chat_template
+        self._request_numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; one output per prompt, in order.
+
+        Args:
+            prompts: one prompt or a list; a prompt is text, a list of token ids, or a dict (see `quire.inputs`).
+            sampling_params: one for all or one per prompt; None uses the model's own defaults.
+
+        Raises:
+            ValidationError: a prompt or a parameter cannot be honoured; nothing was generated.
+        """
+        all_prompts = _as_prompts(prompts)
+        all_params = _per_prompt(
+            "sampling_params", sampling_params or self.get_default_sampling_params(), all_prompts
+        )
+        priorities = _per_prompt("priority", priority, all_prompts)
+        requests = [self._request_id() for _ in all_prompts]
+        try:
+            for request_id, prompt, params, urgency in zip(
+                requests, all_prompts, all_params, priorities, strict=True
+            ):
+                final_only = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+                self.llm_engine.add_request(request_id, prompt, final_only, priority=urgency)
+            return self._run(requests, use_tqdm)
+        except BaseException:
+            self.llm_engine.abort_request(requests)
+            self.llm_engine.step()
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; the model's chat template turns each into a prompt.
+
+        Raises:
+            ValidationError: the model has no chat template, or a message cannot be rendered.
+        """
+        tokenizer = self.get_tokenizer()
+        template = ChatTemplate.from_tokenizer(tokenizer, chat_template or self._chat_template)
+        prompts: list[PromptType] = [
+            template.encode(
+                tokenizer,
+                list(conversation),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in _as_conversations(messages)
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            ValidationError: the engine was started without one.
+        """
+        if self.llm_engine.tokenizer is None:
+            raise ValidationError("this engine works on token ids only (skip_tokenizer_init)")
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own sampling defaults (generation_config.json with overrides)."""
+        return SamplingParams(**self.llm_engine.input_processor.default_sampling_params)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Release the engine."""
+        self.llm_engine.shutdown()
+
+    def _request_id(self) -> str:
+        return str(next(self._request_numbers))
+
+    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        bar = tqdm(
+            total=len(request_ids), desc="Processed prompts", unit="prompt", disable=not use_tqdm or None
+        )
+        speed = SpeedMeter(bar)
+        with bar:
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    finished[output.request_id] = output
+                    speed.add(output)
+        return [finished[request_id] for request_id in request_ids]
+
+
+class SpeedMeter:
+    """Shows tokens per second behind a progress bar."""
+
+    def __init__(self, bar: tqdm[Any]) -> None:
+        self._bar = bar
+        self._num_input = 0
+        self._num_output = 0
+
+    def add(self, output: RequestOutput) -> None:
+        self._num_input += len(output.prompt_token_ids)
+        self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
+        elapsed = max(self._bar.format_dict["elapsed"], 1e-6)
+        self._bar.set_postfix_str(
+            f"est. speed input: {self._num_input / elapsed:.2f} toks/s, "
+            f"output: {self._num_output / elapsed:.2f} toks/s",
+            refresh=False,
+        )
+        self._bar.update(1)
+
+
+def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+    if isinstance(prompts, str | dict):
+        return [cast(PromptType, prompts)]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [cast(PromptType, list(prompts))]
+    return list(cast(Sequence[PromptType], prompts))
+
+
+def _as_conversations(messages: Sequence[Any]) -> list[Sequence[ChatMessage]]:
+    return [messages] if messages and isinstance(messages[0], dict) else list(messages)
+
+
+def _per_prompt(name: str, value: Any, prompts: list[PromptType]) -> list[Any]:
+    if not isinstance(value, Sequence):
+        return [value] * len(prompts)
+    if len(value) != len(prompts):
+        raise ValidationError(f"{name} has {len(value)} entries for {len(prompts)} prompts", param=name)
+    return list(value)

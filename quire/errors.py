@@ -1,0 +1,105 @@
+"""Every error quire raises on purpose.
+
+    QuireError                      500  something of ours went wrong
+    ├── ClientError                 400  the request is at fault; nothing else is affected
+    │   ├── ValidationError         400  a field has a bad value (also a ValueError)
+    │   ├── AuthenticationError     401
+    │   ├── NotFoundError           404  no such model
+    │   ├── PayloadTooLargeError    413
+    │   └── UnsupportedMediaTypeError 415
+    ├── UnavailableError            503  loading, draining or full: try again later
+    ├── EngineError                 500  the engine failed, not the request
+    │   └── EngineDeadError         503  the engine core is gone
+    └── StartupError                     the process cannot start; one sentence for the operator
+        ├── ConfigError                  a flag or a config field (also a ValueError)
+        ├── ModelLoadError               a checkpoint file is missing, corrupt or does not fit
+        └── UnsupportedModelError        an architecture or option that quire does not know
+
+Invariant: a message may be shown to the person who caused the error, so it never holds a path,
+an address or a traceback unless the class is a `StartupError`, whose reader is the operator.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class QuireError(Exception):
+    """Base of all errors; `status` is the HTTP status and `type` OpenAI's error type."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "InternalServerError"
+
+
+class ClientError(QuireError):
+    """The request is wrong; `param` names the field at fault where there is one."""
+
+    status = 400
+    type = "BadRequestError"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ValidationError(ClientError, ValueError):
+    """A field of the request has a value that cannot be honoured."""
+
+
+class AuthenticationError(ClientError):
+    status = 401
+    type = "AuthenticationError"
+
+
+class NotFoundError(ClientError):
+    status = 404
+    type = "NotFoundError"
+
+
+class PayloadTooLargeError(ClientError):
+    status = 413
+    type = "PayloadTooLargeError"
+
+
+class UnsupportedMediaTypeError(ClientError):
+    status = 415
+    type = "UnsupportedMediaTypeError"
+
+
+class UnavailableError(QuireError):
+    """The server cannot take the request now; `retry_after` is in seconds."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineError(QuireError):
+    """The engine failed, not the request."""
+
+
+class EngineDeadError(EngineError):
+    """The engine core has ended; every request in flight is lost."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+
+
+class StartupError(QuireError):
+    """The process cannot start; the message tells the operator why and what to change."""
+
+
+class ConfigError(StartupError, ValueError):
+    """A configuration field has a bad value."""
+
+
+class ModelLoadError(StartupError):
+    """A checkpoint file is missing, corrupt or does not match its config."""
+
+
+class UnsupportedModelError(StartupError):
+    """The checkpoint asks for an architecture or an option that quire does not implement."""

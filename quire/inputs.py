@@ -1,0 +1,30 @@
+"""What a caller may pass as a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NotRequired, TypedDict
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text; `cache_salt` separates its prefix-cache entries from other salts' entries."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; `prompt` is only echoed in the output."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt
+"""One prompt: text, token ids, or a dict with either and options."""
+
+ChatMessage = dict[str, Any]
+"""One message of a conversation: `role`, `content`, and for tools `tool_calls` or `tool_call_id`."""
+
+Conversation = Sequence[ChatMessage]

@@ -1,0 +1,1 @@
+"""Statistics of the running engine and where they go."""

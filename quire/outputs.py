@@ -1,0 +1,88 @@
+"""What the engine gives back: `RequestOutput` and its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Log-probability of one token at one position; `rank` is 1 for the most likely token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PositionLogprobs = dict[int, Logprob]
+"""Token id -> Logprob at one position: the chosen token first, then the most likely ones."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt.
+
+    `finish_reason` is "stop", "length", "abort" or "error", None while running; `stop_reason` is the stop
+    string or stop token id that matched, None for end-of-sequence, and what went wrong after an "error".
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestStateStats:
+    """Timeline of one request; times are seconds on the engine's monotonic clock, 0.0 until they happened."""
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of one request: its prompt and one `CompletionOutput` for each of its `n` completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestStateStats = field(default_factory=RequestStateStats)
+
+    def add(self, other: RequestOutput) -> None:
+        """Append a later delta of the same request to this one."""
+        self.finished |= other.finished
+        self.metrics = other.metrics
+        self.num_cached_tokens = max(self.num_cached_tokens, other.num_cached_tokens)
+        self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
+        mine = {out.index: out for out in self.outputs}
+        for new in other.outputs:
+            if new.index in mine:
+                _extend(mine[new.index], new)
+            else:
+                self.outputs.append(dataclasses.replace(new))
+
+
+def _extend(mine: CompletionOutput, new: CompletionOutput) -> None:
+    mine.text += new.text
+    mine.token_ids = mine.token_ids + new.token_ids
+    mine.cumulative_logprob = new.cumulative_logprob
+    if new.logprobs is not None:
+        mine.logprobs = (mine.logprobs or []) + new.logprobs
+    mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason

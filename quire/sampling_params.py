@@ -1,0 +1,223 @@
+"""`SamplingParams`: how one request's tokens are chosen and when it stops.
+
+Invariant: an instance that exists is valid on its own; what depends on the model (vocabulary, context
+length) is checked by the input processor. It is a msgspec struct, so it crosses process borders as is.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from typing import Any
+
+import msgspec
+
+from quire.errors import ValidationError
+
+logger = logging.getLogger(__name__)
+
+GREEDY_EPSILON = 1e-5
+MIN_TEMPERATURE = 0.01
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+INT64_MAX = 2**63 - 1
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each `RequestOutput` of a request carries."""
+
+    CUMULATIVE = 0
+    """All text so far, at every step."""
+    DELTA = 1
+    """Only what is new since the last output."""
+    FINAL_ONLY = 2
+    """One output, at the end."""
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """Sampling parameters of one request; names, order and defaults are vLLM's.
+
+    Args:
+        n: completions per prompt, 1..128.
+        presence_penalty: subtracted once from the logit of every token already generated, [-2, 2].
+        frequency_penalty: subtracted per occurrence in the generated text, [-2, 2].
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output, > 0.
+        temperature: divides the logits, [0, 2]; 0 is greedy.
+        top_p: smallest set of tokens with this probability mass is kept, (0, 1].
+        top_k: number of most likely tokens kept; 0 or -1 keeps all.
+        min_p: tokens less likely than this share of the most likely one are dropped, [0, 1].
+        seed: makes the draw reproducible; None or -1 lets the engine choose.
+        stop: strings that end generation; not part of the text unless `include_stop_str_in_output`.
+        stop_token_ids: token ids that end generation.
+        ignore_eos: go on after the end-of-sequence token.
+        max_tokens: number of tokens to generate at most; None fills the context.
+        min_tokens: no end-of-sequence or stop token before this many tokens.
+        logprobs: number of most likely tokens reported per position (plus the chosen one); -1 is all.
+        prompt_logprobs: the same for the prompt's positions.
+        detokenize: produce text; without it only token ids are returned.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string in the text.
+        output_kind: cumulative, delta or final-only outputs.
+        logit_bias: added to the logits of these token ids, each in [-100, 100].
+        allowed_token_ids: only these tokens may be generated.
+
+    Raises:
+        ValidationError: a value is of the wrong type or out of range; `param` names it.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: list[str] = msgspec.field(default_factory=list)
+    stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        self._normalize()
+        for name, low, high in _FLOAT_RANGES:
+            setattr(self, name, _checked_float(name, getattr(self, name), low, high))
+        for name, low_int, high_int in _INT_RANGES:
+            _check_int(name, getattr(self, name), low_int, high_int)
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValidationError(
+                    f"{name} must be true or false, got {getattr(self, name)!r}", param=name
+                )
+        self._check_lists()
+        self._check_relations()
+        self._settle_temperature()
+
+    def _normalize(self) -> None:
+        self.stop = _as_list("stop", self.stop, str)
+        self.stop_token_ids = list(dict.fromkeys(_as_list("stop_token_ids", self.stop_token_ids, int)))
+        if self.seed == -1:
+            self.seed = None
+        if self.top_k == -1:
+            self.top_k = 0
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(getattr(self, name), bool):
+                setattr(self, name, 1 if getattr(self, name) else None)
+
+    def _check_lists(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ValidationError(
+                f"stop has {len(self.stop)} strings, the limit is {MAX_STOP_STRINGS}", param="stop"
+            )
+        if any(not text for text in self.stop):
+            raise ValidationError("stop must not contain an empty string", param="stop")
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _as_list("allowed_token_ids", self.allowed_token_ids, int)
+            if not self.allowed_token_ids:
+                raise ValidationError("allowed_token_ids must not be empty", param="allowed_token_ids")
+        if self.logit_bias is not None:
+            self.logit_bias = _checked_logit_bias(self.logit_bias)
+
+    def _check_relations(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValidationError(
+                f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        if self.stop and not self.detokenize:
+            raise ValidationError("stop strings need detokenize=True", param="stop")
+
+    def _settle_temperature(self) -> None:
+        if self.temperature < GREEDY_EPSILON:
+            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+        elif self.temperature < MIN_TEMPERATURE:
+            logger.warning(
+                "temperature %g is below %g and was raised to it", self.temperature, MIN_TEMPERATURE
+            )
+            self.temperature = MIN_TEMPERATURE
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A validated copy with some fields replaced."""
+        return msgspec.structs.replace(self, **changes)
+
+
+_FLOAT_RANGES = (
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", math.nextafter(0.0, 1.0), math.inf),
+    ("temperature", 0.0, 2.0),
+    ("top_p", math.nextafter(0.0, 1.0), 1.0),
+    ("min_p", 0.0, 1.0),
+)
+_INT_RANGES = (
+    ("n", 1, MAX_N),
+    ("top_k", 0, INT64_MAX),
+    ("seed", -INT64_MAX - 1, INT64_MAX),
+    ("max_tokens", 1, INT64_MAX),
+    ("min_tokens", 0, INT64_MAX),
+    ("logprobs", -1, INT64_MAX),
+    ("prompt_logprobs", -1, INT64_MAX),
+)
+_OPTIONAL_INTS = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
+
+
+def _checked_float(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValidationError(f"{name} must be a number, got {value!r}", param=name)
+    if not math.isfinite(value) or not low <= value <= high:
+        lower = "(0" if 0.0 < low < 1e-300 else f"[{low:g}"
+        upper = "inf)" if math.isinf(high) else f"{high:g}]"
+        raise ValidationError(f"{name} must be finite and in {lower}, {upper}, got {value!r}", param=name)
+    return float(value)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if value is None and name in _OPTIONAL_INTS:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValidationError(f"{name} must be an integer, got {value!r}", param=name)
+    if not low <= value <= high:
+        limit = f"at least {low}" if high == INT64_MAX and value < low else f"in [{low}, {high}]"
+        raise ValidationError(f"{name} must be {limit}, got {value}", param=name)
+
+
+def _as_list(name: str, value: Any, kind: type) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, kind) and not isinstance(value, bool):
+        return [value]
+    if not isinstance(value, list | tuple):
+        raise ValidationError(f"{name} must be a list, got {value!r}", param=name)
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, kind):
+            raise ValidationError(
+                f"{name} must contain only {kind.__name__} values, got {item!r}", param=name
+            )
+    return list(value)
+
+
+def _checked_logit_bias(bias: object) -> dict[int, float]:
+    if not isinstance(bias, dict):
+        raise ValidationError(f"logit_bias must map token ids to numbers, got {bias!r}", param="logit_bias")
+    checked: dict[int, float] = {}
+    for token_id, value in bias.items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise ValidationError(f"logit_bias keys must be token ids, got {token_id!r}", param="logit_bias")
+        checked[token_id] = _checked_float("logit_bias", value, -100.0, 100.0)
+    return checked

@@ -1,0 +1,114 @@
+"""The narrow waist: one `SchedulerOutput` goes down and one `ModelRunnerOutput` comes up, once per step.
+
+Invariant: everything here is small, frozen data that msgspec can write and read; the scheduler's side and
+the worker's side import this module and nothing else of each other. `WAIST_VERSION` changes with any field.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.sampling_params import SamplingParams
+
+WAIST_VERSION = 1
+
+BlockIds = list[list[int]]
+"""Block ids of one request: one list per KV cache group."""
+
+
+class NewRequestData(msgspec.Struct, frozen=True):
+    """A request the worker has no row for: never seen, or resumed after a preemption.
+
+    `token_ids` are all known tokens, `num_prompt_tokens` of them from the prompt (the rest was generated
+    before a preemption); `block_ids` are all its blocks; `num_computed_tokens` tokens are in the cache already.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    block_ids: BlockIds
+    num_computed_tokens: int
+    eos_token_ids: list[int] = []
+
+
+class CachedRequestData(msgspec.Struct, frozen=True):
+    """What changed for a request the worker already has a row for; tokens it sampled itself are not repeated."""
+
+    request_id: str
+    new_block_ids: BlockIds
+    num_computed_tokens: int
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True):
+    """The plan of one step.
+
+    Every id in `num_scheduled_tokens` appears in exactly one of `new_requests` and `cached_requests`; rows of
+    `removed_request_ids` (finished, aborted or preempted since the last step) are freed before rows are added.
+    A request samples in this step iff its computed plus scheduled tokens reach its known tokens.
+    """
+
+    step_id: int
+    new_requests: list[NewRequestData]
+    cached_requests: list[CachedRequestData]
+    num_scheduled_tokens: dict[str, int]
+    total_num_scheduled_tokens: int
+    removed_request_ids: list[str]
+    version: int = WAIST_VERSION
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Logprobs at one position: the chosen token first, then the most likely in order; `rank` is the chosen one's."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True):
+    """The result of one step, keyed by request id.
+
+    `sampled_token_ids` holds an entry for every request that sampled. `prompt_logprobs` holds the positions
+    whose logits this step computed: entry i of a chunk starting at c is about prompt token c + i + 1.
+    `failed` maps a request to the reason it cannot go on (for example non-finite logits).
+    """
+
+    step_id: int
+    sampled_token_ids: dict[str, list[int]]
+    logprobs: dict[str, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+    failed: dict[str, str] = {}
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    version: int = WAIST_VERSION
+
+
+class RequestUpdate(msgspec.Struct, omit_defaults=True):
+    """What one step meant for one request, as the front end sees it.
+
+    `finish_reason` is None while the request runs; when set, no further update of this request follows.
+    The `*_ts` fields are monotonic seconds and are set on the first update and on the last.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    num_preemptions: int = 0
+    error: str | None = None
+
+
+class SchedulerStats(msgspec.Struct, omit_defaults=True):
+    """State of the scheduler after a step; counters are totals since start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0

@@ -1,0 +1,199 @@
+"""Many concurrent generators: every stream ends once, disconnects free everything, a dead core is told to all."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.engine.async_llm import AsyncLLM
+from quire.errors import EngineDeadError, StartupError, ValidationError
+from quire.metrics.stats import IterationStats
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.scheduler.output import SchedulerStats
+
+
+def make_engine(model_dir: Path, *, in_process: bool = True, **args: Any) -> AsyncLLM:
+    defaults: dict[str, Any] = {
+        "num_gpu_blocks_override": 65,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+    }
+    args = {"model": str(model_dir), "distributed_executor_backend": "null", **defaults, **args}
+    return AsyncLLM(EngineConfig.from_args(**args), in_process=in_process)
+
+
+@pytest.fixture(params=["in process", "own process"])
+async def engine(request: pytest.FixtureRequest, null_model_dir: Path) -> AsyncIterator[AsyncLLM]:
+    engine = make_engine(null_model_dir, in_process=request.param == "in process")
+    await engine.wait_ready()
+    yield engine
+    await engine.shutdown()
+
+
+def params(**values: Any) -> SamplingParams:
+    defaults = {
+        "temperature": 0.0,
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "output_kind": RequestOutputKind.DELTA,
+    }
+    return SamplingParams(**(defaults | values))
+
+
+async def collect(
+    engine: AsyncLLM, prompt: list[int], sampling: SamplingParams, label: str = "r"
+) -> list[int]:
+    token_ids: list[int] = []
+    num_final = 0
+    async for output in engine.generate(prompt, sampling, label):
+        token_ids += output.outputs[0].token_ids
+        num_final += output.finished
+    assert num_final == 1
+    return token_ids
+
+
+async def assert_all_blocks_free(engine: AsyncLLM) -> None:
+    # The core handles messages in order, so aborts sent before this call have taken effect when it answers.
+    await engine.call_core("check_integrity")
+    stats = await engine.call_core("stats")
+    assert stats.get("num_waiting", 0) == stats.get("kv_cache_usage", 0) == 0
+    assert engine.num_unfinished_requests() == 0
+
+
+async def test_200_streams_with_disconnects(engine: AsyncLLM) -> None:
+    rng = random.Random(0)
+
+    async def client(number: int) -> str:
+        prompt = [rng.randrange(200) for _ in range(rng.randrange(1, 60))]
+        sampling = params(max_tokens=rng.randrange(1, 40))
+        if number % 5:
+            assert len(await collect(engine, prompt, sampling, label="same")) == sampling.max_tokens
+            return "finished"
+        stream = engine.generate(prompt, sampling, "same")
+        for _ in range(rng.randrange(3)):
+            await anext(stream, None)
+        await stream.aclose()
+        return "gone"
+
+    results = await asyncio.gather(*(client(number) for number in range(200)))
+    assert (results.count("finished"), results.count("gone")) == (160, 40)
+    await assert_all_blocks_free(engine)
+
+
+async def test_cancelling_the_task_aborts(engine: AsyncLLM) -> None:
+    started = asyncio.Event()
+
+    async def consume() -> None:
+        async for _ in engine.generate([1, 2, 3], params(max_tokens=120), "r"):
+            started.set()
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(consume())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await assert_all_blocks_free(engine)
+
+
+async def test_abort_by_label_ends_every_request_of_it(engine: AsyncLLM) -> None:
+    async def reason() -> str | None:
+        async for output in engine.generate([1, 2], params(max_tokens=120), "label"):
+            last = output.outputs[0].finish_reason
+        return last
+
+    tasks = [asyncio.create_task(reason()) for _ in range(20)]
+    await asyncio.sleep(0)
+    await engine.abort(["label", "unknown"])
+    assert {await task for task in tasks} <= {"abort", "length"}
+    assert "abort" in {task.result() for task in tasks}
+    await assert_all_blocks_free(engine)
+
+
+async def test_a_bad_prompt_fails_before_the_first_output_and_alone(engine: AsyncLLM) -> None:
+    good = asyncio.create_task(collect(engine, [1, 2, 3], params()))
+    with pytest.raises(ValidationError):
+        await collect(engine, [10**9], params())
+    with pytest.raises(ValidationError, match="max_tokens"):
+        await collect(engine, [1], params(max_tokens=500))
+    assert len(await good) == 12
+
+
+async def test_a_slow_reader_gets_the_same_text(engine: AsyncLLM) -> None:
+    fast = await collect(engine, [1, 2, 3], params(max_tokens=50))
+    slow: list[int] = []
+    async for output in engine.generate([1, 2, 3], params(max_tokens=50), "slow"):
+        slow += output.outputs[0].token_ids
+        await asyncio.sleep(0.002)
+    assert slow == fast
+
+
+async def test_statistics_reach_the_loggers(engine: AsyncLLM) -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.steps: list[IterationStats] = []
+
+        def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+            assert scheduler is not None
+            self.steps.append(iteration)
+
+    recorder = Recorder()
+    engine.add_stat_logger(recorder)
+    await collect(engine, [1, 2, 3], params())
+    assert sum(step.num_generation_tokens for step in recorder.steps) == 12
+    assert sum(len(step.time_to_first_token_s) for step in recorder.steps) == 1
+    assert sum(len(step.inter_token_s) for step in recorder.steps) == 11
+    (finished,) = [entry for step in recorder.steps for entry in step.finished]
+    assert (finished.num_prompt_tokens, finished.finish_reason) == (3, "length")
+    assert finished.e2e_s >= finished.prefill_s + finished.decode_s
+
+
+async def test_utilities(engine: AsyncLLM) -> None:
+    assert await engine.reset_prefix_cache()
+    with pytest.raises(Exception, match="no utility"):
+        await engine.call_core("nope")
+
+
+async def test_core_death_ends_every_stream_with_an_error(null_model_dir: Path) -> None:
+    engine = make_engine(null_model_dir, in_process=False)
+    await engine.wait_ready()
+    tasks = [asyncio.create_task(collect(engine, [1, 2, 3], params(max_tokens=124))) for _ in range(20)]
+    await asyncio.sleep(0)
+    engine._client.process.kill()  # type: ignore[attr-defined]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert any(isinstance(result, EngineDeadError) for result in results)
+    assert all(isinstance(result, EngineDeadError | list) for result in results)
+    assert engine.errored
+    with pytest.raises(EngineDeadError):
+        await collect(engine, [1], params())
+    await engine.shutdown()
+
+
+async def test_a_core_that_cannot_start_says_why(null_model_dir: Path) -> None:
+    engine = make_engine(null_model_dir, in_process=False, num_gpu_blocks_override=8)
+    with pytest.raises(StartupError, match="needs 8 blocks"):
+        await engine.wait_ready()
+    await engine.shutdown()
+
+
+async def test_shutdown_ends_requests_in_flight(null_model_dir: Path) -> None:
+    engine = make_engine(null_model_dir)
+    await engine.wait_ready()
+    task = asyncio.create_task(collect(engine, [1, 2, 3], params(max_tokens=124)))
+    await asyncio.sleep(0)
+    await engine.shutdown()
+    with pytest.raises(EngineDeadError):
+        await task
+
+
+def test_the_front_end_imports_no_torch() -> None:
+    code = "import sys, quire.engine.async_llm; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

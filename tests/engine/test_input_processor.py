@@ -1,0 +1,139 @@
+"""Every prompt form, and every bad value that needs the model to be seen as bad."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.engine.input_processor import InputProcessor
+from quire.engine.startup import load_tokenizer, prepare
+from quire.errors import ValidationError
+from quire.sampling_params import SamplingParams
+
+
+def make_processor(model_dir: Path, *, strict_length: bool = True, **args: Any) -> InputProcessor:
+    config = prepare(EngineConfig.from_args(model=str(model_dir), **args), "offline")
+    return InputProcessor(config, load_tokenizer(config), strict_length=strict_length)
+
+
+@pytest.fixture(scope="module")
+def processor(null_model_dir: Path) -> InputProcessor:
+    return make_processor(null_model_dir)
+
+
+def test_text_ids_and_dicts_become_the_same_request(processor: InputProcessor) -> None:
+    assert processor.tokenizer is not None
+    ids = processor.tokenizer.encode("the quick fox")
+    forms = ["the quick fox", ids, {"prompt": "the quick fox"}, {"prompt_token_ids": ids}]
+    assert all(processor.tokenize(form).token_ids == ids for form in forms)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "must not be empty"),
+        ([], "must not be empty"),
+        ({}, "needs 'prompt' or 'prompt_token_ids'"),
+        ({"prompt": 3}, "must be text"),
+        ({"prompt": "a", "extra": 1}, "unknown prompt field 'extra'"),
+        (3, "must be text or token ids"),
+        ([-1], "token ids are integers in"),
+        ([10**6], "token ids are integers in"),
+        ([2**63], "token ids are integers in"),
+        ([1.5], "token ids are integers in"),
+        ([True], "token ids are integers in"),
+        (["1"], "token ids are integers in"),
+        ([1] * 128, "has 128 tokens"),
+        ("\ud800", "lone surrogate"),
+        ({"prompt": "a", "cache_salt": "x" * 129}, "1 to 128 characters"),
+        ({"prompt": "a", "cache_salt": ""}, "1 to 128 characters"),
+    ],
+)
+def test_bad_prompts_are_refused(processor: InputProcessor, prompt: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        processor.process("r", processor.tokenize(prompt), SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 10**6}, "prompt_logprobs"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [10**6], "min_tokens": 1}, "stop_token_ids"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        ({"logit_bias": {-2: 1.0}}, "logit_bias"),
+        ({"max_tokens": 200}, "max_tokens"),
+    ],
+)
+def test_parameters_are_checked_against_the_model(
+    processor: InputProcessor, params: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        processor.process("r", processor.tokenize([1, 2]), SamplingParams(**params))
+    assert caught.value.param == param
+
+
+def test_offline_engines_let_the_context_cut_a_generation(null_model_dir: Path) -> None:
+    processor = make_processor(null_model_dir, strict_length=False)
+    (request,) = processor.process("r", processor.tokenize([1, 2]), SamplingParams(max_tokens=500))
+    assert request.sampling_params.max_tokens == 500
+
+
+def test_no_max_tokens_fills_the_context(processor: InputProcessor) -> None:
+    (request,) = processor.process("r", processor.tokenize([1, 2, 3]), SamplingParams(max_tokens=None))
+    assert request.sampling_params.max_tokens == 125
+
+
+def test_seeds_follow_the_engine_seed_and_the_order_of_requests(null_model_dir: Path) -> None:
+    def seeds(engine_seed: int) -> list[int | None]:
+        processor = make_processor(null_model_dir, seed=engine_seed)
+        prompt = processor.tokenize([1])
+        return [processor.process("r", prompt, SamplingParams())[0].sampling_params.seed for _ in range(3)]
+
+    assert seeds(0) == seeds(0)
+    assert seeds(0) != seeds(1)
+    assert len(set(seeds(0))) == 3
+
+
+def test_n_fans_out_with_consecutive_seeds(processor: InputProcessor) -> None:
+    requests = processor.process("r", processor.tokenize([1]), SamplingParams(n=3, seed=2**63 - 2))
+    assert [request.request_id for request in requests] == ["r.0", "r.1", "r.2"]
+    assert [request.sampling_params.seed for request in requests] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert all(request.sampling_params.n == 1 for request in requests)
+
+
+def test_without_a_tokenizer_only_ids_work(null_model_dir: Path) -> None:
+    processor = make_processor(null_model_dir, skip_tokenizer_init=True)
+    with pytest.raises(ValidationError, match="need a tokenizer"):
+        processor.tokenize("text")
+    with pytest.raises(ValidationError, match="stop strings need a tokenizer"):
+        processor.process("r", processor.tokenize([1]), SamplingParams(stop="x"))
+    assert processor.process("r", processor.tokenize([1]), SamplingParams())
+
+
+def test_a_prompt_beyond_the_step_needs_chunked_prefill(null_model_dir: Path) -> None:
+    limits = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+    chunked = make_processor(null_model_dir, **limits)
+    assert chunked.process("r", chunked.tokenize([1] * 17), SamplingParams())
+    whole = make_processor(null_model_dir, enable_chunked_prefill=False, **limits)
+    with pytest.raises(ValidationError, match="without chunked prefill a step takes 16"):
+        whole.process("r", whole.tokenize([1] * 17), SamplingParams())
+
+
+def test_priority_is_not_silently_ignored(processor: InputProcessor) -> None:
+    with pytest.raises(ValidationError, match="fcfs"):
+        processor.process("r", processor.tokenize([1]), SamplingParams(), priority=1)
+
+
+def test_prepared_config_has_no_automatic_value_left(processor: InputProcessor) -> None:
+    config = processor.config
+    assert config.scheduler.max_num_seqs > 0
+    assert config.scheduler.max_num_batched_tokens > 0
+    assert config.model.max_model_len == 128
+    assert "auto" not in dataclasses.asdict(config.model)["dtype"]

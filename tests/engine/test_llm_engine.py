@@ -1,0 +1,212 @@
+"""The synchronous engine over the null executor: outputs, output kinds, stop strings, aborts, both transports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.engine.llm_engine import LLMEngine
+from quire.errors import (
+    ConfigError,
+    EngineDeadError,
+    ModelLoadError,
+    StartupError,
+    UnsupportedModelError,
+    ValidationError,
+)
+from quire.outputs import RequestOutput
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+PROMPTS = [[1, 2, 3], [4] * 40, [5, 6], list(range(7, 27))]
+
+
+def make_engine(model_dir: Path, *, in_process: bool = True, **args: Any) -> LLMEngine:
+    defaults: dict[str, Any] = {
+        "num_gpu_blocks_override": 65,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
+    args = {"model": str(model_dir), "distributed_executor_backend": "null", **defaults, **args}
+    return LLMEngine(EngineConfig.from_args(**args), in_process=in_process)
+
+
+@pytest.fixture
+def engine(null_model_dir: Path) -> Iterator[LLMEngine]:
+    engine = make_engine(null_model_dir)
+    yield engine
+    assert not engine.has_unfinished_requests()
+    assert_all_blocks_free(engine)
+
+
+def assert_all_blocks_free(engine: LLMEngine) -> None:
+    engine.call_core("check_integrity")
+    stats = engine.call_core("stats")
+    assert stats.get("num_running", 0) == stats.get("num_waiting", 0) == stats.get("kv_cache_usage", 0) == 0
+
+
+def run(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def run_all(
+    engine: LLMEngine, params: SamplingParams, prompts: list[list[int]] = PROMPTS
+) -> list[RequestOutput]:
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, params)
+    outputs = run(engine)
+    return [outputs[str(number)][-1] for number in range(len(prompts))]
+
+
+def params(**values: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **values})
+
+
+def test_outputs_are_complete(engine: LLMEngine) -> None:
+    for output, prompt in zip(run_all(engine, params()), PROMPTS, strict=True):
+        (completion,) = output.outputs
+        assert output.finished
+        assert output.prompt_token_ids == prompt
+        assert len(completion.token_ids) == 12
+        assert completion.finish_reason == "length"
+        assert completion.text == engine.tokenizer.decode(completion.token_ids)  # type: ignore[union-attr]
+
+
+def test_batch_equals_alone(engine: LLMEngine) -> None:
+    together = run_all(engine, params(temperature=1.0, seed=3))
+    alone = [run_all(engine, params(temperature=1.0, seed=3), [prompt])[0] for prompt in PROMPTS]
+    assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
+
+
+def test_deltas_join_to_the_cumulative_output(engine: LLMEngine) -> None:
+    engine.add_request("delta", [1, 2, 3], params(output_kind=RequestOutputKind.DELTA, logprobs=2))
+    engine.add_request("whole", [1, 2, 3], params(logprobs=2))
+    outputs = run(engine)
+    assert [output.finished for output in outputs["delta"]].count(True) == 1
+    joined, *rest = outputs["delta"]
+    for output in rest:
+        joined.add(output)
+    assert len(rest) > 5
+    assert joined.outputs == outputs["whole"][-1].outputs
+
+
+def test_final_only_gives_one_output(engine: LLMEngine) -> None:
+    engine.add_request("r", [1, 2, 3], params(output_kind=RequestOutputKind.FINAL_ONLY, n=3))
+    (output,) = run(engine)["r"]
+    assert output.finished
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+
+
+def test_n_greedy_completions_are_equal_and_seeded_ones_are_not_ids_of_others(engine: LLMEngine) -> None:
+    engine.add_request("r", [1, 2, 3], params(n=2))
+    final = run(engine)["r"][-1]
+    assert final.outputs[0].token_ids == final.outputs[1].token_ids
+
+
+def test_stop_string_ends_the_request_and_frees_its_blocks(engine: LLMEngine) -> None:
+    (free,) = run_all(engine, params(max_tokens=30), [[1, 2, 3]])
+    text = free.outputs[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    for include in (False, True):
+        stopping = params(max_tokens=30, stop=[stop], include_stop_str_in_output=include)
+        (output,) = run_all(engine, stopping, [[1, 2, 3]])
+        completion = output.outputs[0]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        assert completion.text == text[: text.find(stop)] + (stop if include else "")
+        assert len(completion.token_ids) < 30
+
+
+def test_stop_token_is_reported_but_is_no_text(engine: LLMEngine) -> None:
+    (free,) = run_all(engine, params(), [[1, 2, 3]])
+    third = free.outputs[0].token_ids[2]
+    (output,) = run_all(engine, params(stop_token_ids=[third]), [[1, 2, 3]])
+    completion = output.outputs[0]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", third)
+    assert completion.token_ids[-1] == third
+    assert completion.text == engine.tokenizer.decode(completion.token_ids[:-1])  # type: ignore[union-attr]
+
+
+def test_abort_ends_with_one_final_output(engine: LLMEngine) -> None:
+    engine.add_request("a", [1, 2, 3], params(max_tokens=100))
+    engine.add_request("b", [1, 2, 4], params())
+    engine.step()
+    engine.abort_request(["a", "unknown"])
+    engine.abort_request("a")
+    outputs = run(engine)
+    assert [output.outputs[0].finish_reason for output in outputs["a"]] == ["abort"]
+    assert outputs["b"][-1].outputs[0].finish_reason == "length"
+
+
+def test_a_bad_request_costs_only_itself(engine: LLMEngine) -> None:
+    engine.add_request("good", [1, 2, 3], params())
+    with pytest.raises(ValidationError):
+        engine.add_request("bad", [10**9], params())
+    with pytest.raises(ValidationError, match="already in use"):
+        engine.add_request("good", [1], params())
+    assert run(engine)["good"][-1].finished
+
+
+def test_second_run_hits_the_prefix_cache(engine: LLMEngine) -> None:
+    cold = run_all(engine, params())
+    warm = run_all(engine, params())
+    assert [o.num_cached_tokens for o in cold] == [0, 0, 0, 0]
+    assert [o.num_cached_tokens for o in warm] == [0, 32, 0, 16]
+    assert [o.outputs for o in cold] == [o.outputs for o in warm]
+    assert engine.reset_prefix_cache()
+    assert all(o.num_cached_tokens == 0 for o in run_all(engine, params()))
+
+
+def test_preemption_changes_nothing(engine: LLMEngine, null_model_dir: Path) -> None:
+    expected = run_all(engine, params(max_tokens=60))
+    tiny = make_engine(null_model_dir, num_gpu_blocks_override=10)
+    outputs = run_all(tiny, params(max_tokens=60))
+    assert [o.outputs for o in outputs] == [o.outputs for o in expected]
+    assert tiny.call_core("stats")["num_preemptions"] > 0
+    assert_all_blocks_free(tiny)
+
+
+def test_a_core_in_its_own_process_gives_the_same(engine: LLMEngine, null_model_dir: Path) -> None:
+    remote = make_engine(null_model_dir, in_process=False)
+    try:
+        sampling = params(temperature=1.0, seed=5, logprobs=1)
+        assert [o.outputs for o in run_all(remote, sampling)] == [
+            o.outputs for o in run_all(engine, sampling)
+        ]
+        assert_all_blocks_free(remote)
+    finally:
+        remote.shutdown()
+    remote.shutdown()
+
+
+def test_a_dead_core_is_reported(null_model_dir: Path) -> None:
+    remote = make_engine(null_model_dir, in_process=False)
+    remote.add_request("r", [1, 2, 3], params(max_tokens=100))
+    remote._client.process.kill()  # type: ignore[attr-defined]
+    with pytest.raises(EngineDeadError):
+        run(remote)
+    remote.shutdown()
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_cache_too_small_for_one_request_is_a_startup_error(null_model_dir: Path, in_process: bool) -> None:
+    with pytest.raises(StartupError, match="needs 8 blocks"):
+        make_engine(null_model_dir, num_gpu_blocks_override=8, in_process=in_process)
+
+
+def test_startup_errors_name_the_cause(null_model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        make_engine(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["NopeForCausalLM"], "model_type": "nope"}')
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
+        make_engine(tmp_path)
+    with pytest.raises(ConfigError, match="made for 128 positions"):
+        make_engine(null_model_dir, max_model_len=129)
+    with pytest.raises(ConfigError, match="at least one token each"):
+        make_engine(null_model_dir, max_num_seqs=65)
