@@ -1,0 +1,31 @@
+"""Activation functions by their names in config.json.
+
+Invariant: the tables hold exactly the names that `quire.models.hf_config` lets through.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels import ops
+
+Activation = Callable[[Tensor], Tensor]
+
+GATED: dict[str, Activation] = {
+    "silu": ops.silu_and_mul,
+    "gelu": partial(ops.gelu_and_mul, approximate="none"),
+    "gelu_new": partial(ops.gelu_and_mul, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(ops.gelu_and_mul, approximate="tanh"),
+}
+"""act(first half) * second half: [T, 2 * I] -> [T, I]."""
+
+PLAIN: dict[str, Activation] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""Element by element: [T, I] -> [T, I]."""

@@ -1,0 +1,93 @@
+"""Attention over the paged KV cache.
+
+Shapes: T tokens of the step, Hq/Hkv query and key-value heads, D head size, B blocks.
+Invariant: a layer never looks at the batch itself: who owns which rows and blocks is in `AttentionMetadata`, which is
+handed down from the runner.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from quire.config import EngineConfig
+from quire.kernels import ops
+from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from quire.layers.base import DTYPES
+
+
+class Attention(nn.Module):
+    """Causal attention of one decoder layer; its caches [B, Hkv, block size, D] are bound after loading.
+
+    `name` identifies the layer's cache and is unique in the model. `sliding_window` w lets a token see itself and the
+    w - 1 tokens before it; `soft_cap` c bounds scores to (-c, c).
+    """
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        name: str,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.sliding_window = sliding_window
+        self.soft_cap = soft_cap
+        self.block_size = config.cache.block_size
+        self.kv_dtype = kv_cache_dtype(config)
+        self.k_cache = self.v_cache = torch.empty(0)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]; k and v are in the cache afterwards."""
+        ops.write_kv(k, v, self.k_cache, self.v_cache, metadata.slot_mapping)
+        out = ops.paged_attention(
+            q,
+            self.k_cache,
+            self.v_cache,
+            metadata,
+            self.scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+        )
+        return out.flatten(1)
+
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """What this layer needs of the cache."""
+        sizes = (self.block_size, self.num_kv_heads, self.head_dim, self.kv_dtype.itemsize)
+        if self.sliding_window is None:
+            return FullAttentionSpec(*sizes)
+        return SlidingWindowSpec(*sizes, self.sliding_window)
+
+
+def kv_cache_dtype(config: EngineConfig) -> torch.dtype:
+    """The precision of cached keys and values; the model's unless the config names another."""
+    name = config.cache.kv_cache_dtype
+    return DTYPES[config.model.dtype if name == "auto" else name]
+
+
+def kv_cache_specs(model: nn.Module) -> dict[str, KVCacheSpec]:
+    """Layer name -> what it needs of the cache, from the first layer to the last."""
+    return {layer.name: layer.kv_cache_spec() for layer in _attention_layers(model)}
+
+
+def bind_kv_cache(model: nn.Module, caches: Mapping[str, Tensor]) -> None:
+    """Give each layer its cache: layer name -> [2, B, Hkv, block size, D], keys first."""
+    layers = {layer.name: layer for layer in _attention_layers(model)}
+    assert layers.keys() == caches.keys(), "one cache per attention layer"
+    for name, cache in caches.items():
+        layers[name].k_cache, layers[name].v_cache = cache.unbind()
+
+
+def _attention_layers(model: nn.Module) -> Iterator[Attention]:
+    return (module for module in model.modules() if isinstance(module, Attention))

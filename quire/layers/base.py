@@ -1,0 +1,55 @@
+"""What every parameter-holding layer has in common: it says which checkpoint tensors it wants, and where they go.
+
+Invariant: a layer knows its own parameters and no file; the loader knows files and no layer. They meet in `Slot`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from quire.config import EngineConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def model_dtype(config: EngineConfig) -> torch.dtype:
+    """The precision of weights and activations; the config must be prepared, so that it is no longer "auto"."""
+    return DTYPES[config.model.dtype]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one checkpoint tensor: a view of a parameter, in the shape the tensor has in the file.
+
+    `offset` is added in float32 on the way. `init` is what random weights put there instead.
+    """
+
+    target: Tensor
+    init: Literal["normal", "ones", "zeros"]
+    offset: float = 0.0
+
+    def fill(self, tensor: Tensor) -> None:
+        """Copy a tensor of the same shape in, converting its dtype."""
+        self.target.copy_(tensor if self.offset == 0.0 else tensor.float() + self.offset)
+
+
+class Layer(nn.Module):
+    """Base of layers with parameters."""
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        """Checkpoint tensor name -> slot, once for each tensor.
+
+        `names` are the checkpoint's modules that this layer holds: one, or several if it merges them.
+        """
+        raise NotImplementedError
+
+    def finish_loading(self) -> None:
+        """Called once, when all parameters have their values: the time to bring them into another layout."""
+
+
+def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialised parameter for inference."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

@@ -1,0 +1,55 @@
+"""RMSNorm (Zhang and Sennrich, 2019, arXiv:1910.07467) and LayerNorm.
+
+Shapes: x [..., H], residual [T, H], H hidden size (or head size, for norms of q and k).
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels import ops
+from quire.layers.base import Layer, Slot, parameter
+
+
+class RMSNorm(Layer):
+    """`x / rms(x) * weight`.
+
+    With `offset` 1 the checkpoint stores the weight minus one, as Gemma's does: the one is added once, while loading,
+    and the sum is kept in float32, which is what adding it at every use would give.
+    """
+
+    def __init__(self, *, size: int, eps: float, dtype: torch.dtype, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = parameter(size, dtype=torch.float32 if offset else dtype)
+        self.eps = eps
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`(norm(x + residual), x + residual)`; the first layer has no residual yet, and its x becomes one."""
+        if residual is None:
+            return self(x), x
+        return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        yield f"{names[0]}.weight", Slot(self.weight, "ones", self.offset)
+
+
+class LayerNorm(Layer):
+    """`(x - mean) / std * weight + bias`."""
+
+    def __init__(self, *, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = parameter(size, dtype=dtype)
+        self.bias = parameter(size, dtype=dtype)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        yield f"{names[0]}.weight", Slot(self.weight, "ones")
+        yield f"{names[0]}.bias", Slot(self.bias, "zeros")

@@ -1,0 +1,1 @@
+"""Models: reading checkpoints and building networks; importing this package loads no torch."""

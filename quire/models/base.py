@@ -1,0 +1,68 @@
+"""What every causal language model offers to the worker and to the weight loader.
+
+Shapes: T tokens of the step (a flat batch, no batch dimension), N rows whose logits are wanted, H hidden size,
+V vocabulary rows.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from quire.config import EngineConfig
+from quire.kernels.attention_metadata import AttentionMetadata
+from quire.layers.base import Layer, Slot, model_dtype
+from quire.layers.embedding import VocabEmbedding
+
+
+class CausalLM(nn.Module):
+    """Base of all models; the module tree bears the checkpoint's names, but for merged layers.
+
+    `merged` maps a merged layer's own name to those of the checkpoint's modules it stands for. Checkpoint tensors that
+    match a pattern of `unused` are knowingly left out. `base_prefix` is missing from the names in checkpoints that were
+    saved without the output head.
+    """
+
+    merged: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    unused: ClassVar[tuple[str, ...]] = ()
+    base_prefix: ClassVar[str] = "model."
+
+    lm_head: VocabEmbedding
+
+    def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
+        """`prefix`, with its dot, goes before the names of all layers' caches."""
+        super().__init__()
+        self.config = config
+
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """input_ids [T], positions [T] -> hidden states [T, H]; keys and values are in the cache afterwards."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> float32 logits [N, V]."""
+        return self.lm_head.logits(hidden)
+
+    def checkpoint_slots(self) -> dict[str, Slot]:
+        """Name of each checkpoint tensor that the model needs -> where it goes."""
+        slots: dict[str, Slot] = {}
+        for path, module in self.named_modules():
+            if isinstance(module, Layer):
+                parent, dot, leaf = path.rpartition(".")
+                names = [f"{parent}{dot}{name}" for name in self.merged.get(leaf, (leaf,))]
+                slots.update(module.slots(names))
+        return slots
+
+    def leaves_out(self, tensor_name: str) -> bool:
+        """Whether a checkpoint tensor is knowingly not used; a tied head is stored twice in some files."""
+        if tensor_name == "lm_head.weight" and self.config.arch.tie_word_embeddings:
+            return True
+        return any(re.search(pattern, tensor_name) for pattern in self.unused)
+
+
+def output_head(config: EngineConfig, embedding: VocabEmbedding) -> VocabEmbedding:
+    """The token embedding itself where the two are tied, else another table of its size."""
+    if config.arch.tie_word_embeddings:
+        return embedding
+    vocab_size, size = embedding.weight.shape
+    return VocabEmbedding(vocab_size=vocab_size, size=size, dtype=model_dtype(config))

@@ -1,0 +1,118 @@
+"""GPT-2 (Radford et al., 2019).
+
+Learned positions, LayerNorm before each block, a plain MLP; q, k and v come merged and all weights transposed
+(transformers' Conv1D), so nothing is renamed here.
+
+Shapes: T tokens of the step, H hidden size, I intermediate size.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from quire.config import EngineConfig
+from quire.kernels.attention_metadata import AttentionMetadata
+from quire.layers.activation import PLAIN
+from quire.layers.attention import Attention
+from quire.layers.base import model_dtype
+from quire.layers.embedding import PositionEmbedding, VocabEmbedding
+from quire.layers.linear import Linear, QKVLinear
+from quire.layers.norm import LayerNorm
+from quire.models.base import CausalLM, output_head
+
+
+def _conv1d(size_in: int, size_out: int, dtype: torch.dtype) -> Linear:
+    return Linear(in_features=size_in, out_features=size_out, bias=True, dtype=dtype, transposed=True)
+
+
+class GPT2Attention(nn.Module):
+    """Multi-head attention."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        arch, dtype = config.arch, model_dtype(config)
+        self.c_attn = QKVLinear(
+            hidden_size=arch.hidden_size,
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            bias=True,
+            dtype=dtype,
+            transposed=True,
+        )
+        self.c_proj = _conv1d(arch.hidden_size, arch.hidden_size, dtype)
+        self.attn = Attention(
+            config=config,
+            name=f"{prefix}.attn",
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            scale=arch.head_dim**-0.5,
+        )
+
+    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return self.c_proj(self.attn(*self.c_attn.heads(x), metadata))
+
+
+class GPT2MLP(nn.Module):
+    """`c_proj(act(c_fc(x)))`."""
+
+    def __init__(self, *, config: EngineConfig) -> None:
+        super().__init__()
+        arch, dtype = config.arch, model_dtype(config)
+        self.c_fc = _conv1d(arch.hidden_size, arch.intermediate_size, dtype)
+        self.c_proj = _conv1d(arch.intermediate_size, arch.hidden_size, dtype)
+        self.activation = PLAIN[arch.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(self.activation(self.c_fc(x)))
+
+
+class GPT2Block(nn.Module):
+    """Attention and MLP, each on a normed copy of the residual stream."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        arch, dtype = config.arch, model_dtype(config)
+        self.ln_1 = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=dtype)
+        self.attn = GPT2Attention(config=config, prefix=f"{prefix}.attn")
+        self.ln_2 = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=dtype)
+        self.mlp = GPT2MLP(config=config)
+
+    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        x = x + self.attn(self.ln_1(x), metadata)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2Model(nn.Module):
+    """Embeddings, blocks and final norm."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        arch, dtype = config.arch, model_dtype(config)
+        self.wte = VocabEmbedding(vocab_size=arch.vocab_size, size=arch.hidden_size, dtype=dtype)
+        self.wpe = PositionEmbedding(config=config)
+        self.h = nn.ModuleList(
+            GPT2Block(config=config, prefix=f"{prefix}.h.{layer}") for layer in range(arch.num_layers)
+        )
+        self.ln_f = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=dtype)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        x = self.wte(input_ids) + self.wpe(positions)
+        for block in self.h:
+            x = block(x, metadata)
+        return self.ln_f(x)
+
+
+class GPT2LMHeadModel(CausalLM):
+    """GPT-2 with its output head; early checkpoints also hold the causal mask as a tensor."""
+
+    unused = (r"\.attn\.(masked_)?bias$",)
+    base_prefix = "transformer."
+
+    def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
+        super().__init__(config=config, prefix=prefix)
+        self.transformer = GPT2Model(config=config, prefix=f"{prefix}transformer")
+        self.lm_head = output_head(config, self.transformer.wte)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return self.transformer(input_ids, positions, metadata)

@@ -1,0 +1,150 @@
+"""Typed access to a JSON object that someone else wrote.
+
+Invariant: a value leaves here only with the type and within the limits that the caller named; everything else is an
+error that names file, key, value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+
+MAX_JSON_BYTES = 64 * 1024 * 1024
+_REQUIRED: Any = object()
+
+
+class JsonObject:
+    """One JSON object; `where` is how messages call it. A key whose value is null counts as absent.
+
+    `aliases` maps the keys that callers use to those that this file uses instead.
+    """
+
+    def __init__(
+        self, where: str, values: dict[str, Any], aliases: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.where = where
+        self.values = values
+        self.aliases = aliases
+
+    def __contains__(self, key: str) -> bool:
+        return self.get(key) is not None
+
+    def get(self, key: str) -> Any:
+        """The unchecked value, None if absent."""
+        return self.values.get(self.aliases.get(key, key))
+
+    def integer(self, key: str, default: Any = _REQUIRED, *, low: int = 1, high: int = 2**31 - 1) -> int:
+        """An integer in [low, high]."""
+        return int(self._checked(key, default, int, f"an integer in [{low}, {high}]", low, high))
+
+    def number(self, key: str, default: Any = _REQUIRED, *, low: float = 0.0, high: float = 1e12) -> float:
+        """A finite number in [low, high]."""
+        return float(self._checked(key, default, (int, float), f"a number in [{low:g}, {high:g}]", low, high))
+
+    def optional_integer(self, key: str, *, low: int = 1, high: int = 2**31 - 1) -> int | None:
+        """As `integer`; None if absent."""
+        return self.integer(key, low=low, high=high) if key in self else None
+
+    def optional_number(self, key: str, *, low: float = 0.0, high: float = 1e12) -> float | None:
+        """As `number`; None if absent."""
+        return self.number(key, low=low, high=high) if key in self else None
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self._checked(key, default, bool, "true or false"))
+
+    def text(self, key: str, default: Any = _REQUIRED) -> str:
+        return str(self._checked(key, default, str, "a string"))
+
+    def choice(self, key: str, allowed: Sequence[str], default: Any = _REQUIRED) -> str:
+        """A string out of `allowed`.
+
+        Raises:
+            UnsupportedModelError: it is another string.
+        """
+        value = self.text(key, default)
+        if value not in allowed:
+            raise self.unsupported(key, f"one of {', '.join(allowed)}")
+        return value
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of finite numbers."""
+        items = self._checked(key, _REQUIRED, list, "a list of numbers")
+        if not all(_is_a(item, (int, float)) and math.isfinite(item) for item in items):
+            raise self.wrong(key, "a list of numbers")
+        return tuple(float(item) for item in items)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings."""
+        items = self._checked(key, _REQUIRED, list, "a list of strings")
+        if not all(isinstance(item, str) for item in items):
+            raise self.wrong(key, "a list of strings")
+        return tuple(items)
+
+    def child(self, key: str) -> JsonObject:
+        """A JSON object; an empty one if absent."""
+        return JsonObject(f"{self.where}: {key}", self._checked(key, {}, dict, "a JSON object"))
+
+    def wrong(self, key: str, allowed: str) -> ModelLoadError:
+        """The error for a key whose value is missing or malformed."""
+        name = self.aliases.get(key, key)
+        if key not in self:
+            return ModelLoadError(f"{self.where}: key {name!r} is missing; it must be {allowed}")
+        return ModelLoadError(f"{self.where}: {name} must be {allowed}, got {_shown(self.get(key))}")
+
+    def unsupported(self, key: str, allowed: str) -> UnsupportedModelError:
+        """The error for a well-formed value that asks for something quire does not do."""
+        name, shown = self.aliases.get(key, key), _shown(self.get(key))
+        return UnsupportedModelError(f"{self.where}: {name} = {shown} is not supported; it must be {allowed}")
+
+    def _checked(
+        self,
+        key: str,
+        default: Any,
+        kind: type | tuple[type, ...],
+        allowed: str,
+        low: float = -math.inf,
+        high: float = math.inf,
+    ) -> Any:
+        if key not in self and default is not _REQUIRED:
+            return default
+        value = self.get(key)
+        if not _is_a(value, kind) or (isinstance(value, int | float) and not low <= value <= high):
+            raise self.wrong(key, allowed)
+        return value
+
+
+def read_json_object(path: Path) -> JsonObject:
+    """The JSON object in a file.
+
+    Raises:
+        ModelLoadError: the file is missing, unreadable, larger than `MAX_JSON_BYTES`, or holds no JSON object.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelLoadError(f"{path}: larger than the limit of {MAX_JSON_BYTES} bytes for a JSON file")
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelLoadError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{path}: must hold a JSON object, got {_shown(values)}")
+    return JsonObject(str(path), values)
+
+
+def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """isinstance, except that true and false are no numbers."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 100 else f"{text[:100]}..."

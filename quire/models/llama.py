@@ -1,0 +1,164 @@
+"""Llama and the families that differ from it by a data row: Mistral, Qwen 2, Qwen 3 and Phi-3.
+
+Llama: Touvron et al., 2023, arXiv:2302.13971. What differs is in `ModelArch` (biases, norms of q and k, windows, rope)
+and in the table of merged weights.
+
+Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head size.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from quire.config import EngineConfig
+from quire.kernels.attention_metadata import AttentionMetadata
+from quire.layers.activation import GATED
+from quire.layers.attention import Attention
+from quire.layers.base import model_dtype
+from quire.layers.embedding import VocabEmbedding
+from quire.layers.linear import GateUpLinear, Linear, QKVLinear
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import RotaryEmbedding
+from quire.models.base import CausalLM, output_head
+
+
+def rms_norm(config: EngineConfig, size: int) -> RMSNorm:
+    """A norm as the checkpoint has it."""
+    arch = config.arch
+    return RMSNorm(size=size, eps=arch.norm_eps, dtype=model_dtype(config), offset=arch.norm_offset)
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary positions; q and k may be normed per head."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        arch, dtype = config.arch, model_dtype(config)
+        self.qkv_proj = QKVLinear(
+            hidden_size=arch.hidden_size,
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            bias=arch.attention_bias,
+            dtype=dtype,
+        )
+        self.o_proj = Linear(
+            in_features=arch.num_heads * arch.head_dim,
+            out_features=arch.hidden_size,
+            bias=arch.attention_out_bias,
+            dtype=dtype,
+        )
+        self.q_norm = rms_norm(config, arch.head_dim) if arch.qk_norm else None
+        self.k_norm = rms_norm(config, arch.head_dim) if arch.qk_norm else None
+        self.rotary = rotary
+        self.attn = Attention(
+            config=config,
+            name=f"{prefix}.attn",
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            scale=(arch.query_pre_attn_scalar or arch.head_dim) ** -0.5,
+            sliding_window=arch.sliding_window if arch.layer_types[layer] == "sliding_attention" else None,
+            soft_cap=arch.attn_logit_softcap,
+        )
+
+    def forward(self, x: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        q, k, v = self.qkv_proj.heads(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary(positions, q, k)
+        return self.o_proj(self.attn(q, k, v, metadata))
+
+
+class LlamaMLP(nn.Module):
+    """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202)."""
+
+    def __init__(self, *, config: EngineConfig) -> None:
+        super().__init__()
+        arch, dtype = config.arch, model_dtype(config)
+        self.gate_up_proj = GateUpLinear(
+            hidden_size=arch.hidden_size,
+            intermediate_size=arch.intermediate_size,
+            bias=arch.mlp_bias,
+            dtype=dtype,
+        )
+        self.down_proj = Linear(
+            in_features=arch.intermediate_size, out_features=arch.hidden_size, bias=arch.mlp_bias, dtype=dtype
+        )
+        self.activation = GATED[arch.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_up_proj(x)))
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention and MLP, each on a normed copy of the residual stream.
+
+    x is what the layer before still has to add to the residual; the norm that follows does it in one pass.
+    """
+
+    def __init__(self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        arch = config.arch
+        self.input_layernorm = rms_norm(config, arch.hidden_size)
+        self.self_attn = LlamaAttention(
+            config=config, prefix=f"{prefix}.self_attn", layer=layer, rotary=rotary
+        )
+        self.post_attention_layernorm = rms_norm(config, arch.hidden_size)
+        self.mlp = LlamaMLP(config=config)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, positions, metadata)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class LlamaModel(nn.Module):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        arch, dtype = config.arch, model_dtype(config)
+        assert arch.rope is not None, "the config reader of a rotary family sets rope"
+        rotary = RotaryEmbedding(config=config, rope=arch.rope)
+        self.embed_tokens = VocabEmbedding(vocab_size=arch.vocab_size, size=arch.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config=config, prefix=f"{prefix}.layers.{layer}", layer=layer, rotary=rotary)
+            for layer in range(arch.num_layers)
+        )
+        self.norm = rms_norm(config, arch.hidden_size)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        x, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, metadata)
+        hidden, _ = self.norm.add(x, residual)
+        return hidden
+
+
+class LlamaForCausalLM(CausalLM):
+    """Llama, Mistral, Qwen 2 and Qwen 3."""
+
+    merged: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+    unused = (r"\.rotary_emb\.inv_freq$",)
+
+    def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
+        super().__init__(config=config, prefix=prefix)
+        self.model = LlamaModel(config=config, prefix=f"{prefix}model")
+        self.lm_head = output_head(config, self.model.embed_tokens)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return self.model(input_ids, positions, metadata)
+
+
+class Phi3ForCausalLM(LlamaForCausalLM):
+    """Phi-3 (Abdin et al., 2024, arXiv:2404.14219): its checkpoints hold the merged weights already."""
+
+    merged: ClassVar[Mapping[str, tuple[str, ...]]] = {}

@@ -1,0 +1,138 @@
+"""OPT (Zhang et al., 2022, arXiv:2205.01068).
+
+Learned positions (the table's first two rows are unused), LayerNorm before or after each block, a plain MLP; the
+embedding may be narrower than the hidden size, with a projection at either end.
+
+Shapes: T tokens of the step, H hidden size, E embedding size, I intermediate size.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from quire.config import EngineConfig
+from quire.kernels.attention_metadata import AttentionMetadata
+from quire.layers.activation import PLAIN
+from quire.layers.attention import Attention
+from quire.layers.base import model_dtype
+from quire.layers.embedding import PositionEmbedding, VocabEmbedding
+from quire.layers.linear import Linear, QKVLinear
+from quire.layers.norm import LayerNorm
+from quire.models.base import CausalLM, output_head
+
+_UNUSED_POSITIONS = 2
+
+
+class OPTAttention(nn.Module):
+    """Multi-head attention."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        arch, dtype = config.arch, model_dtype(config)
+        self.qkv_proj = QKVLinear(
+            hidden_size=arch.hidden_size,
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            bias=arch.attention_bias,
+            dtype=dtype,
+        )
+        self.out_proj = Linear(
+            in_features=arch.hidden_size,
+            out_features=arch.hidden_size,
+            bias=arch.attention_out_bias,
+            dtype=dtype,
+        )
+        self.attn = Attention(
+            config=config,
+            name=f"{prefix}.attn",
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            scale=arch.head_dim**-0.5,
+        )
+
+    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return self.out_proj(self.attn(*self.qkv_proj.heads(x), metadata))
+
+
+class OPTDecoderLayer(nn.Module):
+    """Attention and MLP around a residual stream, normed on the way into each block or on the way out of it."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        arch, dtype = config.arch, model_dtype(config)
+        self.norm_before = arch.do_layer_norm_before
+        self.self_attn = OPTAttention(config=config, prefix=f"{prefix}.self_attn")
+        self.self_attn_layer_norm = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=dtype)
+        self.fc1 = Linear(
+            in_features=arch.hidden_size, out_features=arch.intermediate_size, bias=arch.mlp_bias, dtype=dtype
+        )
+        self.fc2 = Linear(
+            in_features=arch.intermediate_size, out_features=arch.hidden_size, bias=arch.mlp_bias, dtype=dtype
+        )
+        self.final_layer_norm = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=dtype)
+        self.activation = PLAIN[arch.hidden_act]
+
+    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        if self.norm_before:
+            x = x + self.self_attn(self.self_attn_layer_norm(x), metadata)
+            return x + self._mlp(self.final_layer_norm(x))
+        x = self.self_attn_layer_norm(x + self.self_attn(x, metadata))
+        return self.final_layer_norm(x + self._mlp(x))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+class OPTDecoder(nn.Module):
+    """Embeddings, decoder layers and, where the family member has them, final norm and projections E <-> H."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        arch, dtype = config.arch, model_dtype(config)
+        hidden_size, embed_size = arch.hidden_size, arch.word_embed_proj_dim or arch.hidden_size
+        projected = embed_size != hidden_size
+        self.embed_tokens = VocabEmbedding(vocab_size=arch.vocab_size, size=embed_size, dtype=dtype)
+        self.embed_positions = PositionEmbedding(config=config, offset=_UNUSED_POSITIONS)
+        self.project_in, self.project_out = (
+            Linear(in_features=size_in, out_features=size_out, bias=False, dtype=dtype)
+            if projected
+            else nn.Identity()
+            for size_in, size_out in ((embed_size, hidden_size), (hidden_size, embed_size))
+        )
+        self.layers = nn.ModuleList(
+            OPTDecoderLayer(config=config, prefix=f"{prefix}.layers.{layer}")
+            for layer in range(arch.num_layers)
+        )
+        norm = LayerNorm(size=hidden_size, eps=arch.norm_eps, dtype=dtype)
+        self.final_layer_norm = norm if arch.final_norm else nn.Identity()
+
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        x = self.project_in(self.embed_tokens(input_ids)) + self.embed_positions(positions)
+        for layer in self.layers:
+            x = layer(x, metadata)
+        return self.project_out(self.final_layer_norm(x))
+
+
+class OPTModel(nn.Module):
+    """The decoder, under the name the checkpoint gives it."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        self.decoder = OPTDecoder(config=config, prefix=f"{prefix}.decoder")
+
+
+class OPTForCausalLM(CausalLM):
+    """OPT with its output head."""
+
+    merged: ClassVar[Mapping[str, tuple[str, ...]]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+    def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
+        super().__init__(config=config, prefix=prefix)
+        self.model = OPTModel(config=config, prefix=f"{prefix}model")
+        self.lm_head = output_head(config, self.model.decoder.embed_tokens)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return self.model.decoder(input_ids, positions, metadata)

@@ -1,0 +1,144 @@
+"""Reads one safetensors file through a memory map.
+
+Format: 8 bytes with the little-endian header size, a JSON header {name: {dtype, shape, data_offsets}}, then the data,
+which the tensors cover without gap or overlap.
+Invariant: the whole header is checked before any tensor is handed out, so no tensor reaches outside the file.
+"""
+
+import json
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelLoadError
+
+MAX_HEADER_BYTES = 100_000_000
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a file; `start` and `end` are byte positions in the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class SafetensorsFile:
+    """A checked, mapped file; `tensors` holds what is in it by name, in the order of the data.
+
+    Raises:
+        ModelLoadError: the file cannot be read, is truncated or malformed; the message names file and tensor.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                header = self._read_header(file.read(8), size, file)
+                # A private writable map: torch wants writable memory, and nothing ever reaches the file.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+        data_start = size - self._data_size
+        infos = [
+            self._info(name, entry, data_start) for name, entry in header.items() if name != "__metadata__"
+        ]
+        infos.sort(key=lambda info: (info.start, info.end))
+        self._check_cover(infos, data_start, size)
+        self.tensors = {info.name: info for info in infos}
+
+    def tensor(self, info: TensorInfo) -> Tensor:
+        """A tensor whose memory is the file's; its bytes are read when they are first touched."""
+        size = info.end - info.start
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=info.start)
+        aligned = raw if info.start % info.dtype.itemsize == 0 else raw.clone()
+        return aligned.view(info.dtype).view(info.shape)
+
+    def _read_header(self, prefix: bytes, file_size: int, file: Any) -> dict[str, Any]:
+        header_size = int.from_bytes(prefix, "little")
+        limit = min(MAX_HEADER_BYTES, file_size - 8)
+        if len(prefix) < 8 or not 2 <= header_size <= limit:
+            raise self._error(
+                f"no safetensors file: header of {header_size} bytes, at most {max(limit, 0)} possible"
+            )
+        self._data_size = file_size - 8 - header_size
+        try:
+            header = json.loads(file.read(header_size), object_pairs_hook=_unique_keys)
+        except (ValueError, RecursionError) as error:
+            raise self._error(f"the header is not valid JSON: {error}") from error
+        if not isinstance(header, dict):
+            raise self._error("the header is no JSON object")
+        return header
+
+    def _info(self, name: str, entry: Any, data_start: int) -> TensorInfo:
+        """Check one header entry by itself."""
+        values: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        dtype, shape, offsets = (values.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise self._error(
+                f"tensor {name!r} has the unknown dtype {dtype!r}; known are {', '.join(DTYPES)}"
+            )
+        if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+            raise self._error(f"tensor {name!r} has a malformed shape or data_offsets")
+        needed, given = math.prod(shape) * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
+        if needed != given:
+            raise self._error(
+                f"tensor {name!r}: {dtype} {shape} needs {needed} bytes, but data_offsets span {given}"
+            )
+        return TensorInfo(name, DTYPES[dtype], tuple(shape), data_start + offsets[0], data_start + offsets[1])
+
+    def _check_cover(self, infos: list[TensorInfo], data_start: int, size: int) -> None:
+        """The tensors, in order, must cover the data exactly."""
+        position = data_start
+        for info in infos:
+            if info.end > size:
+                raise self._error(f"truncated: tensor {info.name!r} ends at byte {info.end} of {size}")
+            if info.start != position:
+                problem = (
+                    "overlaps the tensor before it" if info.start < position else "leaves a gap before it"
+                )
+                raise self._error(f"tensor {info.name!r} {problem} (byte {info.start}, expected {position})")
+            position = info.end
+        if position != size:
+            raise self._error(f"{size - position} bytes after the last tensor belong to none")
+
+    def _error(self, problem: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.path}: {problem}")
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a key appears twice")
+    return values

@@ -1,0 +1,134 @@
+"""Fills a model's parameters from the safetensors files of a directory, or with random numbers.
+
+Invariant: every tensor of the checkpoint goes to exactly one slot or is knowingly left out, and every slot gets exactly
+one tensor; this is settled from the files' headers before the first byte of data is read.
+"""
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from quire.errors import ModelLoadError
+from quire.layers.base import Slot
+from quire.models.base import CausalLM
+from quire.models.json_object import read_json_object
+from quire.models.safetensors_file import SafetensorsFile, TensorInfo
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_PICKLED = ("*.bin", "*.pt", "*.pth")
+
+
+@dataclass(frozen=True)
+class _Copy:
+    file: SafetensorsFile
+    info: TensorInfo
+    slot: Slot
+
+
+@torch.no_grad()
+def load_weights(model: CausalLM, model_dir: Path, *, show_progress: bool) -> None:
+    """Copy the checkpoint in `model_dir` into the model.
+
+    Raises:
+        ModelLoadError: no safetensors file; a file is corrupt; a tensor is missing, left over, stored twice, or of the
+            wrong shape or dtype. The message names file and tensor.
+    """
+    copies = _plan(model, [SafetensorsFile(path) for path in weight_files(model_dir)], model_dir)
+    num_bytes = sum(copy.info.end - copy.info.start for copy in copies)
+    hidden = not (show_progress and sys.stderr.isatty())
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=hidden) as progress:
+        for copy in copies:
+            copy.slot.fill(copy.file.tensor(copy.info))
+            progress.update(copy.info.end - copy.info.start)
+
+
+@torch.no_grad()
+def fill_with_random_weights(model: CausalLM, *, seed: int) -> None:
+    """Normal with deviation 0.02, norms 1, biases 0; a tensor's numbers depend on the seed and its name only."""
+    for name, slot in model.checkpoint_slots().items():
+        if slot.init == "normal":
+            slot.target.normal_(0.0, 0.02, generator=_generator(f"{seed}:{name}", slot.target.device))
+        else:
+            slot.target.fill_(1.0 if slot.init == "ones" else 0.0)
+
+
+def _generator(key: str, device: torch.device) -> torch.Generator:
+    digest = hashlib.sha256(key.encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The files that make up the checkpoint: those the index names, else model.safetensors, else all *.safetensors.
+
+    Raises:
+        ModelLoadError: there are none, or the index is malformed or names a missing file.
+    """
+    if (model_dir / INDEX_NAME).exists():
+        return _indexed_files(model_dir)
+    if (model_dir / SINGLE_NAME).exists():
+        return [model_dir / SINGLE_NAME]
+    found = sorted(model_dir.glob("*.safetensors"))
+    if not found:
+        pickled = sorted(path.name for pattern in _PICKLED for path in model_dir.glob(pattern))
+        hint = f"; {', '.join(pickled[:3])} cannot be used, convert to safetensors" if pickled else ""
+        raise ModelLoadError(f"{model_dir}: no *.safetensors file{hint}")
+    return found
+
+
+def _indexed_files(model_dir: Path) -> list[Path]:
+    index = read_json_object(model_dir / INDEX_NAME)
+    names = list(index.child("weight_map").values.values())
+    if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
+        raise index.wrong("weight_map", "an object of tensor name -> name of a file in the same directory")
+    missing = sorted(name for name in set(names) if not (model_dir / name).is_file())
+    if missing:
+        raise ModelLoadError(f"{model_dir}: {INDEX_NAME} names {missing[0]}, which is missing")
+    return [model_dir / name for name in sorted(set(names))]
+
+
+def _plan(model: CausalLM, files: list[SafetensorsFile], model_dir: Path) -> list[_Copy]:
+    """Match tensors with slots, one to one."""
+    slots = model.checkpoint_slots()
+    prefix = _missing_prefix(model, files)
+    copies: dict[str, _Copy] = {}
+    for file in files:
+        for info in file.tensors.values():
+            name = info.name if info.name in slots else prefix + info.name
+            if name in copies:
+                raise ModelLoadError(f"{file.path}: tensor {info.name!r} is also in {copies[name].file.path}")
+            if name in slots:
+                copies[name] = _checked_copy(file, info, slots[name])
+            elif not model.leaves_out(name):
+                raise ModelLoadError(
+                    f"{file.path}: tensor {info.name!r} has no place in {type(model).__name__}"
+                )
+    missing = [name for name in slots if name not in copies]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelLoadError(f"{model_dir}: tensor {missing[0]!r}{more} is in none of the safetensors files")
+    return list(copies.values())
+
+
+def _missing_prefix(model: CausalLM, files: list[SafetensorsFile]) -> str:
+    present = any(name.startswith(model.base_prefix) for file in files for name in file.tensors)
+    return "" if present else model.base_prefix
+
+
+def _checked_copy(file: SafetensorsFile, info: TensorInfo, slot: Slot) -> _Copy:
+    expected = tuple(slot.target.shape)
+    if info.shape != expected:
+        raise ModelLoadError(
+            f"{file.path}: tensor {info.name!r} has shape {list(info.shape)}, config.json implies {list(expected)}"
+        )
+    if info.dtype not in _FLOATS:
+        dtype = str(info.dtype).removeprefix("torch.")
+        raise ModelLoadError(
+            f"{file.path}: tensor {info.name!r} is {dtype}; quantized checkpoints are not supported"
+        )
+    return _Copy(file, info, slot)

@@ -1,0 +1,23 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of `TINY_MODELS` -> directory of that checkpoint, written once in a session; do not change its files."""
+    written: dict[str, Path] = {}
+
+    def directory(name: str) -> Path:
+        if name not in written:
+            written[name] = write_tiny_model(name, tmp_path_factory.mktemp(name))
+        return written[name]
+
+    return directory

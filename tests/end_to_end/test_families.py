@@ -1,0 +1,75 @@
+"""The whole engine against transformers: the same greedy tokens for every family, however the work is cut up."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.inputs import PromptType
+from tests.fixtures.tiny_models import VOCAB_SIZE
+
+FAMILIES = ("llama", "llama-llama3", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "opt", "gpt2")
+LENGTHS = (1, 3, 8, 15, 16, 17, 40, 90)
+NUM_TOKENS = 32
+MAX_LEN = 128
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+TIE = 2e-4
+"""Two logits closer than twice the logit tolerance may be chosen either way."""
+
+
+def prompts() -> list[PromptType]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+@functools.cache
+def oracle(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+
+
+@torch.inference_mode()
+def assert_greedy(directory: Path, prompt: list[int], generated: list[int]) -> None:
+    """Every generated token must be transformers' most likely one, given the tokens before it."""
+    assert len(generated) == NUM_TOKENS
+    logits = oracle(directory)(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
+    assert (logits.max(dim=1).values - chosen).max().item() < TIE
+
+
+def generate(directory: Path, runs: int = 1, **args: Any) -> tuple[LLM, list[list[int]]]:
+    limits = {"max_model_len": MAX_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+    llm = LLM(str(directory), **(limits | {"num_gpu_blocks_override": 200} | args))
+    for _ in range(runs):
+        outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+    llm.llm_engine.call_core("check_integrity")
+    assert llm.llm_engine.call_core("stats").get("kv_cache_usage", 0.0) == 0.0
+    return llm, [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
+    directory = tiny_model(name)
+    _, whole = generate(directory)
+    for prompt, tokens in zip(prompts(), whole, strict=True):
+        assert isinstance(prompt, list)
+        assert_greedy(directory, prompt, tokens)
+
+    _, chunked = generate(directory, max_num_batched_tokens=16)
+    assert chunked == whole, "chunked prefill with a budget of 16"
+
+    llm, warm = generate(directory, runs=2)
+    assert warm == whole, "prefix hits"
+    assert llm.llm_engine.call_core("stats")["prefix_cache_hits"] > 0
+
+    llm, preempted = generate(directory, num_gpu_blocks_override=14)
+    assert preempted == whole, "preemption"
+    assert llm.llm_engine.call_core("stats")["num_preemptions"] > 0

@@ -1,0 +1,126 @@
+"""Linear layers, norms, embeddings and activations, each against the plain formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from quire.layers.activation import GATED, PLAIN
+from quire.layers.base import Layer
+from quire.layers.embedding import VocabEmbedding
+from quire.layers.linear import GateUpLinear, Linear, QKVLinear
+from quire.layers.norm import LayerNorm, RMSNorm
+from quire.models.hf_config import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+
+F32 = torch.float32
+
+
+def fill(layer: Layer, *names: str) -> dict[str, torch.Tensor]:
+    """Random checkpoint tensors, already in their slots."""
+    tensors = {}
+    for name, slot in layer.slots(names):
+        tensors[name] = torch.randn(slot.target.shape)
+        slot.fill(tensors[name])
+    return tensors
+
+
+def test_qkv_is_three_linears() -> None:
+    layer = QKVLinear(hidden_size=12, num_heads=4, num_kv_heads=2, head_dim=3, bias=True, dtype=F32)
+    tensors, x = fill(layer, "q", "k", "v"), torch.randn(5, 12)
+    for name, heads, num_heads in zip("qkv", layer.heads(x), (4, 2, 2), strict=True):
+        assert heads.shape == (5, num_heads, 3)
+        expected = nn.functional.linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"])
+        torch.testing.assert_close(heads.flatten(1), expected)
+
+
+def test_gate_up_is_two_linears() -> None:
+    layer = GateUpLinear(hidden_size=4, intermediate_size=6, bias=False, dtype=F32)
+    tensors, x = fill(layer, "gate", "up"), torch.randn(5, 4)
+    torch.testing.assert_close(
+        layer(x), torch.cat([x @ tensors[f"{name}.weight"].t() for name in ("gate", "up")], 1)
+    )
+
+
+def test_merged_in_the_checkpoint_already() -> None:
+    layer = GateUpLinear(hidden_size=4, intermediate_size=6, bias=False, dtype=F32)
+    tensors = fill(layer, "gate_up")
+    assert tensors["gate_up.weight"].shape == (12, 4)
+    assert torch.equal(layer.weight, tensors["gate_up.weight"])
+
+
+def test_transposed_in_the_checkpoint() -> None:
+    layer = Linear(in_features=4, out_features=6, bias=True, dtype=F32, transposed=True)
+    tensors, x = fill(layer, "c"), torch.randn(5, 4)
+    assert tensors["c.weight"].shape == (4, 6)
+    torch.testing.assert_close(layer(x), x @ tensors["c.weight"] + tensors["c.bias"])
+
+
+def test_rms_norm_and_its_residual() -> None:
+    layer, x, residual = RMSNorm(size=8, eps=1e-5, dtype=F32), torch.randn(3, 8), torch.randn(3, 8)
+    fill(layer, "norm")
+    expected = nn.functional.rms_norm(x + residual, (8,), layer.weight, 1e-5)
+    normed, total = layer.add(x, residual)
+    torch.testing.assert_close(normed, expected)
+    torch.testing.assert_close(total, x + residual)
+    first, same = layer.add(x, None)
+    assert same is x
+    torch.testing.assert_close(first, layer(x))
+
+
+def test_rms_norm_offset_is_added_in_float32() -> None:
+    layer = RMSNorm(size=8, eps=1e-5, dtype=torch.bfloat16, offset=1.0)
+    stored = fill(layer, "norm")["norm.weight"]
+    assert layer.weight.dtype == F32
+    assert torch.equal(layer.weight, 1.0 + stored)
+
+
+def test_layer_norm() -> None:
+    layer, x = LayerNorm(size=8, eps=1e-5, dtype=F32), torch.randn(3, 8)
+    tensors = fill(layer, "ln")
+    expected = nn.functional.layer_norm(x, (8,), tensors["ln.weight"], tensors["ln.bias"], 1e-5)
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_embedding_and_head() -> None:
+    layer = VocabEmbedding(vocab_size=10, size=4, dtype=F32, scale=3.0)
+    weight = fill(layer, "e")["e.weight"]
+    assert torch.equal(layer(torch.tensor([3, 9])), weight[[3, 9]] * 3.0)
+    hidden = torch.randn(2, 4)
+    torch.testing.assert_close(layer.logits(hidden), hidden @ weight.t())
+
+
+def test_embedding_scale_is_rounded_to_the_dtype() -> None:
+    layer = VocabEmbedding(vocab_size=10, size=4, dtype=torch.bfloat16, scale=2304**0.5 + 0.1)
+    assert layer.scale == torch.tensor(2304**0.5 + 0.1, dtype=torch.bfloat16).item() != 2304**0.5 + 0.1
+
+
+def test_logits_are_float32() -> None:
+    layer = VocabEmbedding(vocab_size=10, size=4, dtype=torch.bfloat16)
+    fill(layer, "e")
+    assert layer.logits(torch.randn(2, 4).bfloat16()).dtype == F32
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"])
+def test_activations_are_transformers(name: str) -> None:
+    from transformers.activations import ACT2FN
+
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(PLAIN[name](x), ACT2FN[name](x))
+    if name in GATED:
+        gate, up = x.chunk(2, -1)
+        torch.testing.assert_close(GATED[name](x), ACT2FN[name](gate) * up)
+
+
+def test_activation_tables_match_what_the_config_reader_lets_through() -> None:
+    assert set(GATED) == set(GATED_ACTIVATIONS)
+    assert set(PLAIN) == set(PLAIN_ACTIVATIONS)
+
+
+def test_a_slot_converts_dtypes() -> None:
+    layer = Linear(in_features=2, out_features=2, bias=False, dtype=torch.bfloat16)
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    (_, slot), *_ = layer.slots(["w"])
+    slot.fill(values)
+    assert layer.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.weight.float(), values)

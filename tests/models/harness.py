@@ -1,0 +1,105 @@
+"""Runs a model over a paged KV cache without the engine: shuffled blocks, sequences mixed and cut into chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.kernels.attention_metadata import AttentionMetadata
+from quire.layers.attention import bind_kv_cache, kv_cache_dtype, kv_cache_specs
+from quire.models.base import CausalLM
+from quire.models.hf_config import read_hf_config
+from quire.models.loader import load_model
+
+BLOCK_SIZE = 4
+
+
+def prepared_config(model_dir: Path, **args: Any) -> EngineConfig:
+    """An engine config as the model sees it: arch read, dtype settled."""
+    args = {"dtype": "float32", "block_size": BLOCK_SIZE} | args
+    config = EngineConfig.from_args(model=str(model_dir), **args)
+    arch = read_hf_config(model_dir, config.model.hf_overrides)
+    return dataclasses.replace(config, model_dir=str(model_dir), model_arch=arch)
+
+
+def load_tiny(model_dir: Path, **args: Any) -> CausalLM:
+    """The model of a checkpoint directory."""
+    return load_model(prepared_config(model_dir, **args))
+
+
+@torch.inference_mode()
+def logits_of(
+    model: CausalLM, sequences: Sequence[Sequence[int]], *, chunk_sizes: Sequence[int]
+) -> list[Tensor]:
+    """float32 logits [len, V] of every position of each sequence.
+
+    All sequences run together; in each step, each takes the next of `chunk_sizes` (round and round) of its tokens.
+    """
+    tables = _shuffled_tables(model, sequences)
+    rows: list[list[Tensor]] = [[] for _ in sequences]
+    for step in _steps(sequences, chunk_sizes):
+        members = [index for index, (start, end) in enumerate(step) if end > start]
+        token_ids = [sequences[i][position] for i in members for position in range(*step[i])]
+        positions = torch.tensor([position for i in members for position in range(*step[i])])
+        hidden = model(
+            torch.tensor(token_ids), positions, _metadata([(tables[i], *step[i]) for i in members])
+        )
+        logits = model.compute_logits(hidden)
+        assert logits.dtype == torch.float32
+        for i, part in zip(members, logits.split([step[i][1] - step[i][0] for i in members]), strict=True):
+            rows[i].append(part)
+    return [torch.cat(parts) for parts in rows]
+
+
+def _shuffled_tables(model: CausalLM, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Give each sequence its blocks, and the model a cache full of NaN, so that reading too much shows."""
+    needed = [-(-len(sequence) // BLOCK_SIZE) for sequence in sequences]
+    blocks = list(range(1, sum(needed) + 1))
+    random.Random(0).shuffle(blocks)
+    caches = {}
+    for name, spec in kv_cache_specs(model).items():
+        shape = (2, len(blocks) + 1, spec.num_kv_heads, BLOCK_SIZE, spec.head_size)  # type: ignore[attr-defined]
+        caches[name] = torch.full(shape, torch.nan, dtype=kv_cache_dtype(model.config))
+    bind_kv_cache(model, caches)
+    return [[blocks.pop() for _ in range(count)] for count in needed]
+
+
+def _steps(sequences: Sequence[Sequence[int]], chunk_sizes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Per step, each sequence's range of positions."""
+    done = [0] * len(sequences)
+    turn = 0
+    while any(start < len(sequence) for start, sequence in zip(done, sequences, strict=True)):
+        step = []
+        for index, sequence in enumerate(sequences):
+            size = chunk_sizes[(turn + index) % len(chunk_sizes)]
+            step.append((done[index], min(done[index] + size, len(sequence))))
+        done = [end for _, end in step]
+        turn += 1
+        yield step
+
+
+def _metadata(members: Sequence[tuple[list[int], int, int]]) -> AttentionMetadata:
+    """Metadata of a step in which each member is (block table, first position, end position)."""
+    ends = [end for _, _, end in members]
+    lengths = [end - start for _, start, end in members]
+    width = max(len(table) for table, _, _ in members)
+    slots = [
+        table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for table, a, b in members for p in range(a, b)
+    ]
+    return AttentionMetadata(
+        query_start_loc=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
+        seq_lens=torch.tensor(ends, dtype=torch.int32),
+        block_tables=torch.tensor(
+            [table + [0] * (width - len(table)) for table, _, _ in members], dtype=torch.int32
+        ),
+        slot_mapping=torch.tensor(slots),
+        max_query_len=max(lengths),
+        max_seq_len=max(ends),
+    )

@@ -1,0 +1,304 @@
+"""config.json in, `ModelArch` or one clear error out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from quire.config import ModelArch
+from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
+from quire.models.hf_config import read_hf_config
+from quire.models.registry import ModelRegistry
+from tests.fixtures.tiny_models import TINY_MODELS, VOCAB_SIZE
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+OPT: dict[str, Any] = {
+    "architectures": ["OPTForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "ffn_dim": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 100,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+}
+OF_FAMILY = {arch: LLAMA | {"architectures": [arch]} for arch in ModelRegistry.get_supported_archs()} | {
+    "OPTForCausalLM": OPT,
+    "GPT2LMHeadModel": GPT2,
+}
+ABSENT = object()
+
+
+def read(directory: Path, values: dict[str, Any], **overrides: Any) -> ModelArch:
+    kept = {key: value for key, value in values.items() if value is not ABSENT}
+    (directory / "config.json").write_text(json.dumps(kept))
+    return read_hf_config(directory, overrides)
+
+
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_sizes_of_what_transformers_writes(name: str, tiny_model: Callable[[str], Path]) -> None:
+    arch = read_hf_config(tiny_model(name), {})
+    theirs = TINY_MODELS[name]()
+    assert arch.vocab_size == theirs.vocab_size == VOCAB_SIZE
+    assert arch.hidden_size == theirs.hidden_size
+    assert arch.num_layers == len(arch.layer_types) == theirs.num_hidden_layers
+    assert arch.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
+    assert arch.tie_word_embeddings == theirs.tie_word_embeddings
+    assert arch.max_position_embeddings == theirs.max_position_embeddings
+    assert (arch.dtype, arch.bos_token_id, arch.eos_token_ids) == ("float32", 1, (2,))
+
+
+@pytest.mark.parametrize("arch", sorted(OF_FAMILY))
+def test_defaults_are_those_of_the_family(arch: str, tmp_path: Path) -> None:
+    """What config.json leaves out is what transformers' config class would have put there."""
+    import transformers
+
+    ours = read(tmp_path, OF_FAMILY[arch])
+    config_class = getattr(transformers, arch).config_class
+    theirs = config_class(**{key: value for key, value in OF_FAMILY[arch].items() if key != "model_type"})
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.head_dim == (
+        getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    )
+    window = getattr(theirs, "sliding_window", None)
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * 9
+    assert list(ours.layer_types) == types[: ours.num_layers]
+    assert ours.sliding_window == (window if "sliding_attention" in types else None)
+    eps = getattr(theirs, "rms_norm_eps", None) or getattr(theirs, "layer_norm_epsilon", 1e-5)
+    assert ours.norm_eps == eps
+    assert ours.attn_logit_softcap == getattr(theirs, "attn_logit_softcapping", None)
+    assert ours.final_logit_softcap == getattr(theirs, "final_logit_softcapping", None)
+
+
+def test_both_rope_layouts_say_the_same(tmp_path: Path) -> None:
+    rope = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    older = read(tmp_path, LLAMA | {"rope_theta": 5e5, "rope_scaling": rope | {"type": "llama3"}})
+    newer = read(tmp_path, LLAMA | {"rope_parameters": rope | {"rope_type": "llama3", "rope_theta": 5e5}})
+    assert older.rope == newer.rope
+    assert older.rope is not None
+    assert (older.rope.kind, older.rope.theta, older.rope.original_max_position) == ("llama3", 5e5, 64)
+
+
+def test_gemma3_ropes_in_both_layouts(tmp_path: Path) -> None:
+    gemma = OF_FAMILY["Gemma3ForCausalLM"]
+    linear = {"rope_type": "linear", "factor": 8.0}
+    older = read(tmp_path, gemma | {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": linear})
+    nested = {
+        "full_attention": linear | {"rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    newer = read(tmp_path, gemma | {"rope_parameters": nested})
+    assert (older.rope, older.rope_local) == (newer.rope, newer.rope_local)
+    assert older.rope is not None
+    assert older.rope_local is not None
+    assert (older.rope.theta, older.rope.factor) == (1e6, 8.0)
+    assert (older.rope_local.theta, older.rope_local.kind) == (2e4, "default")
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_phi3_names_for_longrope(name: str, tmp_path: Path) -> None:
+    rope = {"type": name, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    phi3 = OF_FAMILY["Phi3ForCausalLM"] | {"original_max_position_embeddings": 32, "rope_scaling": rope}
+    arch = read(tmp_path, phi3)
+    assert arch.rope is not None
+    assert (arch.rope.kind, arch.rope.factor, arch.rope.original_max_position) == ("longrope", 4.0, 32)
+
+
+def test_layer_types_listed_one_by_one(tmp_path: Path) -> None:
+    gemma = OF_FAMILY["Gemma2ForCausalLM"]
+    assert read(tmp_path, gemma | {"layer_types": ["full_attention"] * 4}).sliding_window is None
+    mixed = ["full_attention", "sliding_attention"] * 2
+    assert read(tmp_path, gemma | {"layer_types": mixed, "sliding_window": 7}).layer_types == tuple(mixed)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_under_either_name(key: str, tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA | {key: "bfloat16"}).dtype == "bfloat16"
+
+
+def test_overrides_replace_keys(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA, num_hidden_layers=2, rms_norm_eps=1e-3).norm_eps == 1e-3
+    assert read(tmp_path, LLAMA, num_hidden_layers=2).num_layers == 2
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    generation = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.9,
+        "eos_token_id": [7, 3, 500],
+        "max_length": 20,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    arch = read(tmp_path, LLAMA | {"eos_token_id": 3})
+    assert arch.generation == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    assert isinstance(arch.generation["top_k"], int)
+    assert arch.eos_token_ids == (3, 7), "config.json's first, no repetition, none outside the vocabulary"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": ABSENT}, ["'vocab_size' is missing"]),
+        ({"architectures": ABSENT}, ["'architectures' is missing"]),
+        ({"architectures": []}, ["architectures must be"]),
+        ({"hidden_size": "32"}, ["hidden_size must be an integer", '"32"']),
+        ({"hidden_size": True}, ["hidden_size must be an integer", "true"]),
+        ({"hidden_size": 30}, ["hidden_size must be a multiple of the number of heads (4)", "30"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers must be an integer in [1, 1024]", "0"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers must be an integer in [1, 1024]", "1000000000"]),
+        ({"vocab_size": 2**40}, ["vocab_size must be", str(2**40)]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads must be a divisor", "4", "3"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps must be a number", "NaN"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings must be true or false"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id must be a token id"]),
+        ({"rope_scaling": [1]}, ["rope_scaling must be a JSON object"]),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "'factor' is missing"]),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            ["rope_scaling", "factor must be a number in [1,"],
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
+            ["4 numbers", "[1]"],
+        ),
+        ({"rope_theta": -1}, ["rope_theta must be a number in [1,"]),
+    ],
+)
+def test_malformed_values(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError) as error:
+        read(tmp_path, LLAMA | changes)
+    for word in [str(tmp_path / "config.json"), *words]:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_scaling": {"rope_type": "mystery"}}, ['rope_type = "mystery"', "llama3", "yarn"]),
+        ({"hidden_act": "mish"}, ['hidden_act = "mish"', "silu"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq", "absent"]),
+        ({"is_encoder_decoder": True}, ["is_encoder_decoder = true"]),
+        ({"alibi": True}, ["alibi = true"]),
+        ({"torch_dtype": "float8_e4m3fn"}, ['torch_dtype = "float8_e4m3fn"', "bfloat16"]),
+        ({"partial_rotary_factor": 0.4}, ["partial_rotary_factor = 0.4", "even part of head_dim 8"]),
+        (
+            {"architectures": ["MysteryForCausalLM"]},
+            ["'MysteryForCausalLM'", *ModelRegistry.get_supported_archs()],
+        ),
+    ],
+)
+def test_unsupported_options(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        read(tmp_path, LLAMA | changes)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_gpt2_errors_bear_its_own_key_names(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="n_layer must be"):
+        read(tmp_path, GPT2 | {"n_layer": -1})
+    with pytest.raises(UnsupportedModelError, match="scale_attn_by_inverse_layer_idx = true"):
+        read(tmp_path, GPT2 | {"scale_attn_by_inverse_layer_idx": True})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00", '{"a": 1e5000', "[" * 100_000])
+def test_config_that_is_no_json_object(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        read_hf_config(tmp_path, {})
+
+
+def test_missing_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json: no such file"):
+        read_hf_config(tmp_path, {})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=6,
+)
+ROPE = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn", "longrope"])},
+    optional={
+        key: st.floats() | JSON
+        for key in (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "short_factor",
+            "long_factor",
+            "rope_theta",
+        )
+    },
+)
+KEYS = sorted(
+    {
+        *LLAMA,
+        *OPT,
+        *GPT2,
+        "head_dim",
+        "sliding_window",
+        "layer_types",
+        "use_sliding_window",
+        "eos_token_id",
+        "dtype",
+    }
+    | {"partial_rotary_factor", "original_max_position_embeddings", "quantization_config", "hidden_act"}
+)
+
+
+@settings(
+    max_examples=400,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    family=st.sampled_from(sorted(OF_FAMILY)),
+    changes=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3),
+    rope=st.none() | ROPE | JSON,
+)
+@example(family="LlamaForCausalLM", changes={"head_dim": 10**400}, rope=None)
+def test_any_json_gives_an_arch_or_a_startup_error(
+    family: str, changes: dict[str, Any], rope: Any, tmp_path: Path
+) -> None:
+    with contextlib.suppress(StartupError):
+        read(tmp_path, OF_FAMILY[family] | changes | {"rope_parameters": rope})
+
+
+def test_reading_loads_no_torch() -> None:
+    code = "import sys, quire.models.hf_config, quire.models.checkpoint; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

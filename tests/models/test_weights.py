@@ -1,0 +1,223 @@
+"""From files to parameters: every tensor once, and a clear error where that cannot be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.errors import ConfigError, ModelLoadError
+from quire.models.base import CausalLM
+from quire.models.weights import INDEX_NAME, SINGLE_NAME
+from tests.fixtures.tiny_models import TINY_MODELS
+from tests.models.harness import load_tiny, logits_of
+
+PROMPT = [[5, 9, 100, 3, 77, 42, 42, 8, 1]]
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path, tiny_model: Callable[[str], Path]) -> Callable[[str], Path]:
+    """A copy of a tiny checkpoint that the test may change."""
+    return lambda name: Path(shutil.copytree(tiny_model(name), tmp_path / name))
+
+
+def logits(model: CausalLM) -> Tensor:
+    return logits_of(model, PROMPT, chunk_sizes=[4])[0]
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    tensors = load_file(directory / SINGLE_NAME)
+    change(tensors)
+    save_file(tensors, directory / SINGLE_NAME)
+    return directory
+
+
+def shard(directory: Path, *, with_index: bool) -> Path:
+    """Split model.safetensors in two."""
+    tensors = load_file(directory / SINGLE_NAME)
+    (directory / SINGLE_NAME).unlink()
+    names = sorted(tensors)
+    weight_map = {name: f"model-{i % 2 + 1}-of-2.safetensors" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in names if weight_map[name] == file}, directory / file)
+    if with_index:
+        (directory / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_sharded_equals_single(
+    with_index: bool, tiny_model: Callable[[str], Path], copy_of: Callable[[str], Path]
+) -> None:
+    single = load_tiny(tiny_model("llama"))
+    sharded = load_tiny(shard(copy_of("llama"), with_index=with_index))
+    assert torch.equal(logits(single), logits(sharded))
+
+
+def test_an_index_hides_other_files(copy_of: Callable[[str], Path]) -> None:
+    directory = shard(copy_of("llama"), with_index=True)
+    save_file({"stranger": torch.zeros(1)}, directory / "consolidated.safetensors")
+    load_tiny(directory)
+
+
+def test_tied_head_is_the_embedding(tiny_model: Callable[[str], Path]) -> None:
+    model = load_tiny(tiny_model("qwen2"))
+    assert model.lm_head is model.get_submodule("model.embed_tokens")
+    assert load_tiny(tiny_model("llama")).lm_head is not model.lm_head
+
+
+def test_a_tied_head_may_be_stored_twice(copy_of: Callable[[str], Path]) -> None:
+    def add_head(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    load_tiny(rewrite(copy_of("qwen2"), add_head))
+
+
+def test_tensors_that_carry_nothing_are_left_out(copy_of: Callable[[str], Path]) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    load_tiny(rewrite(copy_of("llama"), lambda tensors: tensors.update(extra)))
+    masks = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8),
+        "transformer.h.1.attn.masked_bias": torch.zeros(1),
+    }
+    load_tiny(rewrite(copy_of("gpt2"), lambda tensors: tensors.update(masks)))
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("gpt2", "transformer."), ("opt", "model."), ("qwen2", "model.")]
+)
+def test_names_without_the_base_prefix(
+    name: str, prefix: str, tiny_model: Callable[[str], Path], copy_of: Callable[[str], Path]
+) -> None:
+    def strip(tensors: dict[str, Tensor]) -> None:
+        for key in [key for key in tensors if key.startswith(prefix)]:
+            tensors[key.removeprefix(prefix)] = tensors.pop(key)
+
+    assert torch.equal(logits(load_tiny(rewrite(copy_of(name), strip))), logits(load_tiny(tiny_model(name))))
+
+
+def test_missing_tensor(copy_of: Callable[[str], Path]) -> None:
+    directory = rewrite(
+        copy_of("llama"), lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight")
+    )
+    with pytest.raises(ModelLoadError, match=r"'model\.layers\.1\.self_attn\.k_proj\.weight' is in none"):
+        load_tiny(directory)
+
+
+def test_left_over_tensor(copy_of: Callable[[str], Path]) -> None:
+    directory = rewrite(
+        copy_of("llama"), lambda tensors: tensors.update({"model.layers.9.x": torch.zeros(2)})
+    )
+    with pytest.raises(
+        ModelLoadError, match=r"model\.safetensors: tensor 'model\.layers\.9\.x' has no place"
+    ):
+        load_tiny(directory)
+
+
+def test_wrong_shape(copy_of: Callable[[str], Path]) -> None:
+    directory = rewrite(
+        copy_of("llama"), lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)})
+    )
+    with pytest.raises(
+        ModelLoadError, match=r"'model\.norm\.weight' has shape \[3\], config\.json implies \[64\]"
+    ):
+        load_tiny(directory)
+
+
+def test_wrong_dtype(copy_of: Callable[[str], Path]) -> None:
+    whole = torch.zeros(64, dtype=torch.int8)
+    directory = rewrite(copy_of("llama"), lambda tensors: tensors.update({"model.norm.weight": whole}))
+    with pytest.raises(ModelLoadError, match=r"'model\.norm\.weight' is int8; quantized"):
+        load_tiny(directory)
+
+
+def test_tensor_in_two_files(copy_of: Callable[[str], Path]) -> None:
+    directory = shard(copy_of("llama"), with_index=False)
+    save_file({"model.norm.weight": torch.zeros(64)}, directory / "more.safetensors")
+    with pytest.raises(ModelLoadError, match=r"more\.safetensors: tensor 'model\.norm\.weight' is also in"):
+        load_tiny(directory)
+
+
+def test_truncated_file(copy_of: Callable[[str], Path]) -> None:
+    directory = copy_of("llama")
+    content = (directory / SINGLE_NAME).read_bytes()
+    (directory / SINGLE_NAME).write_bytes(content[:-100])
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: truncated: tensor '"):
+        load_tiny(directory)
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"weight_map": {"a": "gone.safetensors"}}, r"names gone\.safetensors, which is missing"),
+        ({"weight_map": {"a": "../model.safetensors"}}, "weight_map must be"),
+        ({"weight_map": {"a": 3}}, "weight_map must be"),
+        ({}, "'weight_map' is missing"),
+        ([], "must hold a JSON object"),
+    ],
+)
+def test_bad_index(index: object, words: str, copy_of: Callable[[str], Path]) -> None:
+    directory = copy_of("llama")
+    (directory / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match=words):
+        load_tiny(directory)
+
+
+def test_no_safetensors(copy_of: Callable[[str], Path]) -> None:
+    directory = copy_of("llama")
+    (directory / SINGLE_NAME).unlink()
+    with pytest.raises(ModelLoadError, match=r"no \*\.safetensors file$"):
+        load_tiny(directory)
+    (directory / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin cannot be used, convert to safetensors"):
+        load_tiny(directory)
+
+
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_dummy_weights_need_only_a_config(name: str, copy_of: Callable[[str], Path]) -> None:
+    directory = copy_of(name)
+    (directory / SINGLE_NAME).unlink()
+    first, again, other = (load_tiny(directory, load_format="dummy", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(logits(first), logits(again))
+    assert not torch.equal(logits(first), logits(other))
+    for path, slot in first.checkpoint_slots().items():
+        assert torch.isfinite(slot.target).all(), path
+        if slot.init == "normal":
+            assert slot.target.std().item() == pytest.approx(0.02, rel=0.2), path
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "opt", "gpt2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_near_float32(name: str, dtype: str, tiny_model: Callable[[str], Path]) -> None:
+    wide = logits(load_tiny(tiny_model(name)))
+    narrow = logits(load_tiny(tiny_model(name), dtype=dtype))
+    assert narrow.dtype == torch.float32
+    assert (narrow - wide).norm() < 0.1 * wide.norm()
+
+
+def test_bfloat16_checkpoint_loads_exactly(copy_of: Callable[[str], Path]) -> None:
+    def halve(tensors: dict[str, Tensor]) -> None:
+        tensors.update({key: value.bfloat16() for key, value in tensors.items()})
+
+    directory = rewrite(copy_of("gemma2"), halve)
+    stored = load_file(directory / SINGLE_NAME)["model.norm.weight"]
+    for dtype in ("float32", "bfloat16"):
+        weight = load_tiny(directory, dtype=dtype).get_parameter("model.norm.weight")
+        assert torch.equal(weight, 1.0 + stored.float()), "Gemma's weight minus one, completed in float32"
+
+
+def test_learned_positions_bound_the_context(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="--max-model-len is 257, but the model has learned 256 positions"):
+        load_tiny(tiny_model("gpt2"), max_model_len=257)
+
+
+def test_weights_that_cannot_fit(copy_of: Callable[[str], Path]) -> None:
+    huge = {"vocab_size": 1 << 24, "hidden_size": 1 << 20, "num_attention_heads": 4}
+    with pytest.raises(ModelLoadError, match="not enough memory for the weights"):
+        load_tiny(copy_of("llama"), load_format="dummy", hf_overrides=huge)
