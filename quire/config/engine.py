@@ -58,7 +58,8 @@ class EngineConfig:
             if value is not None:
                 child, owner = engine_fields()[name]
                 by_child.setdefault(child, {})[name] = _coerced(value, field_types(owner)[name])
-        return EngineConfig(**{child: _CHILDREN[child](**values) for child, values in by_child.items()})
+        children: dict[str, Any] = {child: _CHILDREN[child](**values) for child, values in by_child.items()}
+        return EngineConfig(**children)
 
     def evolve(self, **args: Any) -> EngineConfig:
         """A copy with some fields, named flat, replaced."""

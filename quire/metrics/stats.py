@@ -26,7 +26,7 @@ class FinishedRequestStats:
 
 @dataclass(slots=True)
 class IterationStats:
-    """Events of one step: one entry in `time_to_first_token_s` per first token, one in `inter_token_s` per later one."""
+    """Events of one step; `time_to_first_token_s` has an entry per first token, `inter_token_s` per later one."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

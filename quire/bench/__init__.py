@@ -1,0 +1,1 @@
+"""Benchmarks: offline throughput and latency, and a load generator for servers; metric names are vLLM's."""

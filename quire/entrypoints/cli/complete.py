@@ -1,0 +1,34 @@
+"""`quire complete`: let a running server continue a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from quire.entrypoints.cli.client import Event
+from quire.entrypoints.cli.conversation import connect, each_line, server_options
+from quire.entrypoints.cli.values import HumanInt
+
+
+def choice_text(event: Event) -> str:
+    """The text that a completion chunk adds."""
+    return "".join(choice["text"] for choice in event.get("choices", []))
+
+
+@click.command()
+@server_options
+@click.option("--max-tokens", type=HumanInt(), help="Most tokens to generate; default: the server's.")
+def complete(quick: str | None, max_tokens: int | None, **server: Any) -> None:
+    """Continue texts with a model of a running server."""
+    conversation = connect(**server)
+    limits = {} if max_tokens is None else {"max_tokens": max_tokens}
+
+    def answer(prompt: str) -> None:
+        conversation.say("/completions", {"prompt": prompt, **limits}, choice_text)
+
+    if quick is not None:
+        answer(quick)
+        return
+    click.echo("Type the start of a text; Ctrl-D ends.", err=True)
+    each_line("> ", answer)

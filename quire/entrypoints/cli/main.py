@@ -1,0 +1,92 @@
+"""The `quire` command.
+
+Invariant: a command's module is imported when the command is named, and imports torch, the server or the
+engine only when it runs; so help and mistakes are answered at once. A mistake ends in one sentence on stderr.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import click
+
+from quire.errors import ClientError, ConfigError, QuireError
+from quire.logging_setup import configure_logging
+from quire.version import __version__
+
+COMMANDS = {
+    "serve": "quire.entrypoints.cli.serve",
+    "run": "quire.entrypoints.cli.run",
+    "chat": "quire.entrypoints.cli.chat",
+    "complete": "quire.entrypoints.cli.complete",
+    "bench": "quire.entrypoints.cli.bench",
+    "doctor": "quire.entrypoints.cli.doctor",
+}
+"""Command -> the module that holds it under the same name."""
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+        if cmd_name not in COMMANDS:
+            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+            ctx.fail(f"No such command {cmd_name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+        command = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+def _dashes(name: str) -> str:
+    return name.replace("_", "-")
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={
+        "token_normalize_func": _dashes,
+        "max_content_width": 110,
+        "help_option_names": ["-h", "--help"],
+    },
+)
+@click.version_option(__version__, "-v", "--version", prog_name="quire")
+def cli() -> None:
+    """Serve and run large language models."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the process's exit code: 0, 1 (failed) or 2 (wrong use)."""
+    try:
+        configure_logging()
+        result: Any = cli.main(args=argv, prog_name="quire", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads any more; the interpreter's last flush must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except QuireError as error:
+        if os.environ.get("QUIRE_DEBUG") == "1":
+            raise
+        click.echo(f"Error: {error}", err=True)
+        return EXIT_USAGE if isinstance(error, ConfigError | ClientError) else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""`quire serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from quire.config import ServerConfig
+from quire.entrypoints.cli.options import EngineCommand, engine_config, server_config
+
+
+@click.command(cls=EngineCommand, more_configs=(ServerConfig,))
+@click.argument("model_argument", metavar="[MODEL]", required=False)
+@click.pass_context
+def serve(ctx: click.Context, /, model_argument: str | None, **params: Any) -> int:
+    """Serve MODEL over HTTP.
+
+    MODEL is a directory or a Hugging Face id; without one, quire-demo, the toy in the box.
+    """
+    params["model"] = _one_model(ctx, model_argument, params["model"])
+    engine, server = engine_config(params), server_config(params)
+
+    from quire.entrypoints.openai.api_server import run_server
+
+    return run_server(engine, server)
+
+
+def _one_model(ctx: click.Context, argument: str | None, option: str | None) -> str | None:
+    """The model named by position or by flag; a config file's model yields to both."""
+    flag_given = ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE
+    if argument is not None and flag_given and argument != option:
+        raise click.UsageError(f"two models are named, MODEL {argument} and --model {option}; name one")
+    return argument if argument is not None else option

@@ -1,0 +1,99 @@
+"""`EngineConfig`: flat names in, one frozen child per owner out."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.config import DEMO_MODEL, EngineConfig, ServerConfig, child_configs, engine_fields
+from quire.config.fields import field_types, info_of, plain_type
+from quire.errors import ConfigError
+
+
+def values_of(name: str) -> st.SearchStrategy[Any]:
+    """Valid values of one engine field."""
+    owner = engine_fields()[name][1]
+    info = next(info_of(field) for field in dataclasses.fields(owner) if field.name == name)
+    if info.choices:
+        return st.sampled_from(info.choices)
+    low, high = info.ge if info.ge is not None else info.gt, info.le
+    strategies: dict[type, st.SearchStrategy[Any]] = {
+        bool: st.booleans(),
+        int: st.integers(min_value=low and int(low), max_value=high and int(high)),
+        float: st.floats(low, high, exclude_min=info.gt is not None, allow_nan=False, allow_infinity=False),
+        str: st.text(min_size=1),
+        tuple: st.lists(st.text(min_size=1)).map(tuple),
+        dict: st.dictionaries(st.text(), st.integers()),
+    }
+    return strategies[plain_type(field_types(owner)[name])]
+
+
+ARGUMENTS = st.fixed_dictionaries({}, optional={name: values_of(name) for name in engine_fields()})
+
+
+def flat(config: EngineConfig) -> dict[str, Any]:
+    return {name: getattr(getattr(config, child), name) for name, (child, _) in engine_fields().items()}
+
+
+@settings(derandomize=True, max_examples=50, deadline=None)
+@given(arguments=ARGUMENTS)
+def test_every_argument_reaches_its_field_and_no_other(arguments: dict[str, Any]) -> None:
+    assert flat(EngineConfig.from_args(**arguments)) == {**flat(EngineConfig()), **arguments}
+
+
+@settings(derandomize=True, max_examples=50, deadline=None)
+@given(first=ARGUMENTS, second=ARGUMENTS)
+def test_evolve_replaces_only_what_it_names(first: dict[str, Any], second: dict[str, Any]) -> None:
+    config = EngineConfig.from_args(**first)
+    assert config.evolve(**second) == EngineConfig.from_args(**{**first, **second})
+    assert config == EngineConfig.from_args(**first)
+
+
+def test_no_name_is_shared_between_the_engine_and_the_server() -> None:
+    assert not set(engine_fields()) & set(field_types(ServerConfig))
+
+
+def test_children_stand_in_the_config_under_their_names() -> None:
+    types = field_types(EngineConfig)
+    assert all(types[child] is owner for child, owner in child_configs().items())
+
+
+def test_none_means_the_default() -> None:
+    assert EngineConfig.from_args(**dict.fromkeys(engine_fields())) == EngineConfig()
+    assert EngineConfig().model.model == DEMO_MODEL
+
+
+def test_spellings_of_python_callers() -> None:
+    class dtype:
+        def __str__(self) -> str:
+            return "torch.bfloat16"
+
+    dtype.__module__ = "torch"
+    config = EngineConfig.from_args(
+        served_model_name="a",
+        model=pathlib.Path("some") / "dir",
+        download_dir=pathlib.Path("d"),
+        dtype=dtype(),
+    )
+    assert config.model.served_model_name == ("a",)
+    assert config.model.model == "some/dir"
+    assert config.load.download_dir == "d"
+    assert config.model.dtype == "bfloat16"
+    assert EngineConfig.from_args(served_model_name=["a", "b"]).model.served_model_name == ("a", "b")
+
+
+def test_unknown_argument_is_a_type_error_with_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match="'max_num_seq'; did you mean 'max_num_seqs'"):
+        EngineConfig.from_args(max_num_seq=3)
+    with pytest.raises(TypeError, match=r"'zzz'$"):
+        EngineConfig.from_args(zzz=3)
+
+
+def test_bad_value_names_the_flag() -> None:
+    with pytest.raises(ConfigError, match="--block-size must be at least 1, got 0"):
+        EngineConfig.from_args(block_size=0)

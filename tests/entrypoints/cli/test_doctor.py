@@ -1,0 +1,123 @@
+"""`quire doctor` on this machine, and what it says of broken ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.entrypoints.cli import doctor as doctor_module
+from quire.entrypoints.cli import machine
+from quire.entrypoints.cli.doctor import (
+    SECTIONS,
+    Problem,
+    Section,
+    native_library_section,
+    openmp_problems,
+    python_problems,
+    report,
+    torch_problems,
+)
+from quire.entrypoints.cli.main import main
+from quire.kernels import ops
+from quire.kernels.cpu import library
+
+
+def test_sections_of_this_machine() -> None:
+    sections = {section.title: section for section in (make() for make in SECTIONS)}
+    assert sections["Machine"].facts["cores"].split()[0].isdigit()
+    assert sections["Versions"].facts["torch"].startswith("2.")
+    assert not sections["Versions"].problems
+    assert set(sections["Kernels (float32 on the CPU)"].facts) == set(ops.TABLE)
+    assert library.status() == sections["Native library"].facts["state"]
+    assert not sections["OpenMP"].problems
+
+
+def test_text_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json"])
+    sections = json.loads(capsys.readouterr().out)
+    assert main(["doctor"]) == code
+    text = capsys.readouterr().out
+    problems = [problem for section in sections for problem in section["problems"]]
+    assert code == (1 if problems else 0)
+    assert all(section["title"] in text for section in sections)
+    assert all(problem["hint"] in text for problem in problems)
+
+
+def test_report_ends_with_what_is_wrong() -> None:
+    fine = Section("Machine", {"CPU": "x"})
+    broken = Section("Native library", {"state": "missing"}, [Problem("it was not built", "install g++")])
+    assert report([fine])[-1] == "Nothing is wrong."
+    assert report([fine, broken])[-2:] == ["Wrong (1):", "  it was not built\n    hint: install g++"]
+
+
+def test_missing_library_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "loaded", lambda: None)
+    section = native_library_section()
+    assert section.problems[0].what == section.facts["state"]
+    assert "C++ compiler" in section.problems[0].hint
+
+
+def test_unknown_instruction_set_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise ValueError("QUIRE_CPU_ISA is 'mmx'; this build on this CPU supports: auto, portable")
+
+    monkeypatch.setattr(library, "loaded", refuse)
+    monkeypatch.setattr(library, "status", refuse)
+    (problem,) = native_library_section().problems
+    assert "QUIRE_CPU_ISA is 'mmx'" in problem.what
+    assert problem.hint == "correct or unset QUIRE_CPU_ISA"
+
+
+def test_missing_demo_model_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "DEMO_MODEL", "/no/such/model")
+    section = doctor_module.demo_model_section()
+    assert section.facts == {"directory": "missing"}
+    assert "quire serve MODEL" in section.problems[0].hint
+
+
+def test_versions() -> None:
+    assert not python_problems((3, 11))
+    assert not python_problems((3, 13))
+    assert python_problems((3, 10))[0].hint == "use Python 3.11 to 3.13"
+    assert python_problems((3, 14))
+    assert not torch_problems("2.11.0+cu130")
+    assert not torch_problems("3.0.0a1")
+    assert "2.9.1 is too old" in torch_problems("2.9.1")[0].what
+    assert torch_problems(None)[0].what == "torch is not installed"
+
+
+def test_two_openmp_runtimes_are_a_problem() -> None:
+    assert not openmp_problems([])
+    assert not openmp_problems(["/a/libgomp.so.1"])
+    assert (
+        "/a/libgomp.so.1 and /b/libiomp5.so" in openmp_problems(["/a/libgomp.so.1", "/b/libiomp5.so"])[0].what
+    )
+
+
+def test_machine_from_proc(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "cpuinfo").write_text(
+        "processor\t: 0\nmodel name\t: Fast CPU\nflags\t\t: fpu avx2 fma\nflags : avx512f\n"
+    )
+    (tmp_path / "meminfo").write_text("MemTotal:       2097152 kB\nMemAvailable:   1048576 kB\n")
+    (tmp_path / "self" / "maps").write_text(
+        "7f00-7f01 r-xp 00000000 08:01 123   /opt/a dir/libgomp.so.1\n"
+        "7f02-7f03 r--p 00000000 08:01 123   /opt/a dir/libgomp.so.1\n"
+        "7f04-7f05 r-xp 00000000 08:01 124   /opt/libiomp5.so\n"
+        "7f06-7f07 r-xp 00000000 08:01 125   /opt/libomptarget_not.txt\n"
+        "7f08-7f09 rw-p 00000000 00:00 0     [heap]\n"
+    )
+    assert machine.cpu_model(tmp_path) == "Fast CPU"
+    assert machine.instruction_sets(tmp_path) == ["avx2", "fma"]
+    assert machine.memory_gib(tmp_path) == (2.0, 1.0)
+    assert machine.openmp_runtimes(tmp_path) == ["/opt/a dir/libgomp.so.1", "/opt/libiomp5.so"]
+
+
+def test_machine_without_proc(tmp_path: Path) -> None:
+    assert machine.cpu_model(tmp_path)
+    assert machine.instruction_sets(tmp_path) == []
+    assert machine.memory_gib(tmp_path) is None
+    assert machine.openmp_runtimes(tmp_path) == []
+    assert machine.num_cores() >= 1

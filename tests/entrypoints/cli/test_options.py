@@ -1,0 +1,128 @@
+"""Flags are the config classes: what the command line gives is what the config holds, and nothing else changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import click
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.config import EngineConfig, ServerConfig, child_configs, engine_fields
+from quire.config.fields import Config, field_types, flag_of, info_of, plain_type
+from quire.entrypoints.cli.main import cli
+from quire.entrypoints.cli.options import engine_config, server_config
+from quire.entrypoints.cli.serve import serve
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
+FIELDS = {
+    field.name: (owner, field)
+    for owner in (*child_configs().values(), ServerConfig)
+    for field in dataclasses.fields(owner)
+}
+
+
+def parsed(*argv: str) -> dict[str, Any]:
+    """The parameters of `quire serve` with these arguments."""
+    root = click.Context(cli, info_name="quire", **cli.context_settings)  # type: ignore[arg-type]
+    with serve.make_context("serve", list(argv), parent=root) as ctx:
+        return ctx.params
+
+
+def configs(*argv: str) -> tuple[EngineConfig, ServerConfig]:
+    params = parsed(*argv)
+    return engine_config(params), server_config(params)
+
+
+def value_of(configs: tuple[EngineConfig, ServerConfig], name: str) -> Any:
+    engine, server = configs
+    return (
+        getattr(getattr(engine, engine_fields()[name][0]), name)
+        if name in engine_fields()
+        else getattr(server, name)
+    )
+
+
+def values(owner: type[Config], field: dataclasses.Field[Any]) -> st.SearchStrategy[Any]:
+    info = info_of(field)
+    if info.choices:
+        return st.sampled_from(info.choices)
+    low, high = info.ge if info.ge is not None else info.gt, info.le
+    strategies: dict[type, st.SearchStrategy[Any]] = {
+        bool: st.booleans(),
+        int: st.integers(min_value=low and int(low), max_value=high and int(high)),
+        float: st.floats(low, high, exclude_min=info.gt is not None, allow_nan=False, allow_infinity=False),
+        str: TEXT,
+        tuple: st.lists(TEXT, min_size=1).map(tuple),
+        dict: st.dictionaries(TEXT, st.integers(), min_size=1),
+    }
+    return strategies[plain_type(field_types(owner)[field.name])]
+
+
+def spelt(name: str, value: Any, underscores: bool) -> list[str]:
+    """The arguments that say `name = value`."""
+    flag = "--" + name if underscores else flag_of(name)
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no_" if underscores else "--no-", 1)]
+    if isinstance(value, tuple):
+        return [f"{flag}={item}" for item in value]
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+@settings(derandomize=True, max_examples=12, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_flag_reaches_its_field_and_no_other(name: str, data: st.DataObject) -> None:
+    value = data.draw(values(*FIELDS[name]))
+    given_configs = configs(*spelt(name, value, underscores=data.draw(st.booleans())))
+    defaults = (EngineConfig(), ServerConfig())
+    assert value_of(given_configs, name) == value
+    assert all(
+        value_of(given_configs, other) == value_of(defaults, other) for other in FIELDS if other != name
+    )
+
+
+def test_no_flags_is_the_default_config() -> None:
+    assert configs() == (EngineConfig(), ServerConfig())
+
+
+def test_help_lists_every_flag_with_its_documentation_by_owner() -> None:
+    root = click.Context(cli, info_name="quire", **{**cli.context_settings, "terminal_width": 400})  # type: ignore[arg-type]
+    text = serve.get_help(
+        click.Context(serve, info_name="serve", parent=root, max_content_width=400, terminal_width=400)
+    )
+    for name, (owner, field) in FIELDS.items():
+        section = text.split(f"{owner.__name__.removesuffix('Config')} options:")[1].split("options:")[0]
+        assert f"  {flag_of(name)} " in section
+        assert info_of(field).doc in section
+
+
+def test_default_is_shown_where_there_is_one() -> None:
+    text = " ".join(serve.get_help(click.Context(serve)).split())
+    assert "Tokens per KV cache block. [default: 16]" in text
+    assert "between requests. [default: true]" in text
+    assert "default: the model's own. --revision" in text
+
+
+def test_human_integers() -> None:
+    assert configs("--max-model-len", "4K")[0].model.max_model_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--block-size", "big"], "'--block-size': 'big' is not an integer"),
+        (["--hf-overrides", "[]"], "'--hf-overrides': '[]' is not a JSON object"),
+        (["--dtype", "int3"], "'--dtype': 'int3' is not one of 'auto'"),
+        (["--gpu-memory-utilization", "much"], "'much' is not a valid float"),
+        (["--max-num-seq", "3"], "Did you mean '--max-num-seqs'"),
+        (["a", "b"], "unexpected extra argument"),
+    ],
+)
+def test_usage_errors(argv: list[str], message: str) -> None:
+    with pytest.raises(click.UsageError) as error:
+        parsed(*argv)
+    assert message in error.value.format_message()

@@ -1,0 +1,71 @@
+"""`quire run` on a tiny model: what it prints is what `LLM` generates."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.entrypoints.cli.main import main
+from quire.entrypoints.llm import LLM
+from quire.sampling_params import SamplingParams
+
+ENGINE = ["--cpu-threads", "1"]
+GREEDY = ["--temperature", "0", "--max-tokens", "12"]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[[str], Path]) -> str:
+    return str(tiny_model("llama"))
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> LLM:
+    return LLM(model, cpu_threads=1)
+
+
+def test_a_chat_model_is_asked_as_a_user(model: str, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "hello", "--model", model, "--system-prompt", "be kind", *ENGINE, *GREEDY]) == 0
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    (expected,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    assert capsys.readouterr().out == expected.outputs[0].text + "\n"
+
+
+def test_raw_text_from_standard_input(
+    model: str, llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("once upon"))
+    assert main(["run", "-", "--raw", "--model", model, *ENGINE, *GREEDY, "--ignore-eos"]) == 0
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (expected,) = llm.generate("once upon", params, use_tqdm=False)
+    assert capsys.readouterr().out == expected.outputs[0].text + "\n"
+
+
+def test_seed_decides(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for seed in ("3", "3", "4"):
+        assert main(["run", "hello", "--model", model, "--max-tokens", "16", "--seed", seed, *ENGINE]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--raw", "--system-prompt", "x"], 2, "--system-prompt needs a chat template; drop --raw"),
+        (["--skip-tokenizer-init"], 2, "drop --skip-tokenizer-init"),
+        (["--temperature", "9"], 2, "temperature must be finite and in [0, 2]"),
+        (["--max-tokens", "0"], 2, "max_tokens must be at least 1"),
+        (["--model", "/no/such/model"], 1, "'/no/such/model'"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    model: str, flags: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "hello", "--model", model, *ENGINE, *flags]) == code
+    captured = capsys.readouterr()
+    assert message in captured.err.splitlines()[-1]
+    assert captured.out == ""
