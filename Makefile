@@ -1,0 +1,70 @@
+# Everything a developer runs, through one virtual environment in .venv.
+
+PYTHON ?=
+PORT   ?= 8000
+HOST   ?=
+MODEL  ?=
+ARGS   ?=
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+INPUTS := pyproject.toml constraints.txt $(wildcard csrc/cpu/*)
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# The first interpreter that quire runs on and that can make environments.
+PROBE       := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+CANDIDATES   = $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
+FIND_PYTHON  = for p in $(CANDIDATES); do "$$p" -c '$(PROBE)' 2>/dev/null && echo "$$p" && break; done
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve lint test soak clean
+
+help:
+	@echo 'make install   create $(VENV) with quire and its development tools (PYTHON=/path/to/python3.x to choose)'
+	@echo 'make serve     serve a model: PORT=$(PORT) HOST= MODEL= (the model in the box if empty) ARGS='
+	@echo 'make lint      ruff, mypy and the import contracts'
+	@echo 'make test      install, lint, and every quick test'
+	@echo 'make soak      the long randomised tests'
+	@echo 'make clean     remove the environment, builds and caches'
+
+install: $(STAMP) ;
+
+$(BIN)/python:
+	@python=$$($(FIND_PYTHON)); \
+	if [ -z "$$python" ]; then \
+	  echo 'quire needs Python 3.11, 3.12 or 3.13 with venv (on Debian: apt install python3 python3-venv);' >&2; \
+	  echo 'none of these will do: $(CANDIDATES). Name one with PYTHON=' >&2; exit 1; \
+	fi; \
+	echo "creating $(VENV) with $$python"; "$$python" -m venv $(VENV)
+
+# torch comes first and alone: it is the one large download, and its version decides the others.
+$(STAMP): $(INPUTS) | $(BIN)/python
+	@echo 'installing torch'; $(PIP) torch
+	@echo 'installing quire with its development tools'; $(PIP) --editable '.[dev]'
+	@$(BIN)/python -W ignore -c 'from quire.kernels.cpu import library; print("kernels:", library.status())' 2>/dev/null
+	@touch $@
+
+serve: install
+	@exec $(BIN)/quire serve $(MODEL) --port $(PORT) $(if $(HOST),--host $(HOST)) $(ARGS)
+
+lint: install
+	@$(BIN)/ruff check --quiet --output-format=concise .
+	@$(BIN)/ruff format --check --quiet . || { echo 'run: $(BIN)/ruff format .' >&2; exit 1; }
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	@echo 'lint: ok'
+
+# Tests run many tiny parallel regions, often beside other processes: threads that spin between them would starve those.
+test soak: export OMP_WAIT_POLICY ?= passive
+
+test: install lint
+	@$(BIN)/pytest -q --durations=10 $(ARGS)
+
+soak: install
+	@$(BIN)/pytest -q -m soak $(ARGS)
+
+clean:
+	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -f quire/kernels/cpu/*.so
+	@find quire tests -name __pycache__ -type d -prune -exec rm -rf {} +

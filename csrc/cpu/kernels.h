@@ -1,0 +1,24 @@
+// What every kernel source shares: its export rule, dispatch over element types, and when a loop is worth a second thread.
+
+#pragma once
+
+#include "quire_cpu.h"
+#include "vec.h"
+
+namespace quire { namespace QUIRE_ISA { namespace {
+
+// Waking a thread costs a few microseconds: the time of about this many elements.
+constexpr int64_t kParallelElements = 1 << 16;
+
+// Calls body(T{}) with the element type of a code; returns its status, or -1 for an unknown code.
+template <class Body>
+inline int64_t with_dtype(int64_t dtype, Body body) {
+    switch (dtype) {
+        case kFloat32: return body(Float32{});
+        case kBFloat16: return body(BFloat16{});
+        case kFloat16: return body(Float16{});
+        default: return -1;
+    }
+}
+
+}}}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,72 @@
+// Probing the processor and looking kernels up. Compiled without raised instruction-set flags, like all shared code.
+
+#include "quire_cpu.h"
+
+#include <cstring>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace quire {
+
+#ifdef QUIRE_WITH_AVX2
+namespace avx2 { extern const Kernel kernels[]; }
+#endif
+namespace portable { extern const Kernel kernels[]; }
+
+namespace {
+
+bool always() { return true; }
+
+#ifdef QUIRE_WITH_AVX2
+bool has_avx2() {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#endif
+
+struct InstructionSet {
+    const char* name;
+    bool (*supported)();
+    const Kernel* kernels;
+};
+
+const InstructionSet instruction_sets[] = {
+#ifdef QUIRE_WITH_AVX2
+    {"avx2", has_avx2, avx2::kernels},
+#endif
+    {"portable", always, portable::kernels},
+};
+
+const int64_t num_instruction_sets = sizeof(instruction_sets) / sizeof(instruction_sets[0]);
+
+bool in_table(int64_t index) { return index >= 0 && index < num_instruction_sets; }
+
+}  // namespace
+}  // namespace quire
+
+int64_t quire_cpu_abi_version() { return QUIRE_CPU_ABI_VERSION; }
+
+int64_t quire_cpu_max_threads() {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+const char* quire_cpu_isa_name(int64_t index) {
+    return quire::in_table(index) ? quire::instruction_sets[index].name : nullptr;
+}
+
+int64_t quire_cpu_isa_supported(int64_t index) {
+    return quire::in_table(index) && quire::instruction_sets[index].supported();
+}
+
+void* quire_cpu_kernel(int64_t isa_index, const char* name) {
+    if (!quire::in_table(isa_index)) return nullptr;
+    const quire::Kernel* kernel = quire::instruction_sets[isa_index].kernels;
+    while (kernel->name && std::strcmp(kernel->name, name) != 0) ++kernel;
+    return reinterpret_cast<void*>(kernel->function);
+}

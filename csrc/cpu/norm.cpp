@@ -1,0 +1,78 @@
+// Root-mean-square norms. A row is reduced by one thread, in an order that its length alone decides.
+
+#include "kernels.h"
+
+namespace quire { namespace QUIRE_ISA { namespace {
+
+// 1 / sqrt(mean of squares + eps). Four running sums hide the latency of the multiply-add.
+template <class T>
+inline float inverse_rms(const T* x, int64_t n, float eps) {
+    Vec sums[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+        for (int64_t j = 0; j < 4; ++j) {
+            const Vec v = load(x + i + j * kLanes, All{});
+            sums[j] = fma(v, v, sums[j]);
+        }
+    }
+    for_each_vector(n - i, [&](int64_t at, auto lanes) {
+        const Vec v = load(x + i + at, lanes);
+        sums[0] = fma(v, v, sums[0]);
+    });
+    return 1.0f / __builtin_sqrtf(sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(n) + eps);
+}
+
+template <class T, class W>
+inline void norm_row(T* out, const T* x, const W* weight, int64_t n, float eps) {
+    const Vec scale = splat(inverse_rms(x, n, eps));
+    for_each_vector(n, [&](int64_t i, auto lanes) {
+        store(out + i, load(x + i, lanes) * scale * load(weight + i, lanes), lanes);
+    });
+}
+
+template <class T>
+inline void add_row(T* total, const T* x, const T* residual, int64_t n) {
+    for_each_vector(n, [&](int64_t i, auto lanes) {
+        store(total + i, load(x + i, lanes) + load(residual + i, lanes), lanes);
+    });
+}
+
+// Calls body(T{}, W{}) with the element types of the rows and of the weight.
+template <class Body>
+inline int64_t with_dtypes(int64_t dtype, int64_t weight_dtype, Body body) {
+    return with_dtype(dtype, [&](auto t) { return with_dtype(weight_dtype, [&](auto w) { return body(t, w); }); });
+}
+
+}  // namespace
+
+int64_t rms_norm(void* out, const void* x, const void* weight, int64_t outer, int64_t inner, int64_t outer_stride,
+                 int64_t inner_stride, int64_t n, float eps, int64_t dtype, int64_t weight_dtype) {
+    return with_dtypes(dtype, weight_dtype, [&](auto t, auto w) {
+        using T = decltype(t);
+        using W = decltype(w);
+#pragma omp parallel for schedule(static) if (outer * inner * n >= kParallelElements)
+        for (int64_t row = 0; row < outer * inner; ++row) {
+            const int64_t start = row / inner * outer_stride + row % inner * inner_stride;
+            norm_row(static_cast<T*>(out) + row * n, static_cast<const T*>(x) + start, static_cast<const W*>(weight),
+                     n, eps);
+        }
+        return int64_t{0};
+    });
+}
+
+int64_t fused_add_rms_norm(void* out, void* total, const void* x, const void* residual, const void* weight,
+                           int64_t rows, int64_t n, float eps, int64_t dtype, int64_t weight_dtype) {
+    return with_dtypes(dtype, weight_dtype, [&](auto t, auto w) {
+        using T = decltype(t);
+        using W = decltype(w);
+#pragma omp parallel for schedule(static) if (rows * n >= kParallelElements)
+        for (int64_t row = 0; row < rows; ++row) {
+            const int64_t at = row * n;
+            add_row(static_cast<T*>(total) + at, static_cast<const T*>(x) + at, static_cast<const T*>(residual) + at, n);
+            norm_row(static_cast<T*>(out) + at, static_cast<const T*>(total) + at, static_cast<const W*>(weight), n, eps);
+        }
+        return int64_t{0};
+    });
+}
+
+}}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,38 @@
+// The plain C ABI of the CPU kernel library: everything quire/kernels/cpu/library.py relies on.
+//
+// Sizes and strides are int64_t and count elements. Kernels are found by (instruction set, name), so that the library
+// and its Python side cannot disagree about an order; a change of any signature raises QUIRE_CPU_ABI_VERSION.
+
+#pragma once
+
+#include <cstdint>
+
+#define QUIRE_CPU_ABI_VERSION 1
+#define QUIRE_CPU_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace quire {
+
+// Element types, by the codes that callers pass.
+enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// A row of an instruction set's function table; a null name ends the table.
+struct Kernel {
+    const char* name;
+    void (*function)();
+};
+
+}  // namespace quire
+
+QUIRE_CPU_EXPORT int64_t quire_cpu_abi_version();
+
+// Threads that a parallel kernel called from this thread would use.
+QUIRE_CPU_EXPORT int64_t quire_cpu_max_threads();
+
+// Name of the i-th instruction set in the library, best first; null past the last.
+QUIRE_CPU_EXPORT const char* quire_cpu_isa_name(int64_t index);
+
+// Whether this processor runs the i-th instruction set.
+QUIRE_CPU_EXPORT int64_t quire_cpu_isa_supported(int64_t index);
+
+// The kernel of that name for the i-th instruction set; null if there is none.
+QUIRE_CPU_EXPORT void* quire_cpu_kernel(int64_t isa_index, const char* name);

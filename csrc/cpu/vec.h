@@ -1,0 +1,152 @@
+// Eight float32 lanes, and loads and stores of every element type through them.
+//
+// Kernel sources are compiled once per instruction set, with QUIRE_ISA naming it. All that they include lives in an
+// anonymous namespace: a shared inline function compiled with raised flags could be the copy the linker keeps.
+
+#pragma once
+
+#include <cstdint>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace quire { namespace QUIRE_ISA { namespace {
+
+typedef float Vec __attribute__((vector_size(32)));
+typedef uint32_t Bits __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+typedef uint16_t Halves __attribute__((vector_size(16)));
+
+constexpr int64_t kLanes = 8;
+
+struct Float32 { float value; };
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+inline Vec splat(float x) { return Vec{x, x, x, x, x, x, x, x}; }
+inline Bits as_bits(Vec v) { return reinterpret_cast<Bits>(v); }
+inline Vec as_floats(Bits v) { return reinterpret_cast<Vec>(v); }
+
+inline Vec fma(Vec a, Vec b, Vec c) {
+#ifdef __FMA__
+    return reinterpret_cast<Vec>(_mm256_fmadd_ps(a, b, c));
+#else
+    return a * b + c;
+#endif
+}
+
+// One fixed tree: the same eight numbers always give the same sum.
+inline float sum(Vec v) {
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+inline Vec widen(Halves h, BFloat16) {
+    return as_floats(__builtin_convertvector(h, Bits) << 16);
+}
+
+inline Halves narrow(Vec v, BFloat16) {
+    const Bits bits = as_bits(v);
+    const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+    const Bits quiet_nan = (bits >> 16) | 0x40;
+    return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded, Halves);
+}
+
+#ifdef __F16C__
+
+inline Vec widen(Halves h, Float16) {
+    return reinterpret_cast<Vec>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(h)));
+}
+
+inline Halves narrow(Vec v, Float16) {
+    return reinterpret_cast<Halves>(_mm256_cvtps_ph(reinterpret_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT));
+}
+
+#else
+
+inline Vec widen(Halves h, Float16) {
+    const Bits wide = __builtin_convertvector(h, Bits);
+    // Scaling by 2^112 re-biases the exponent, and makes normal numbers of subnormal ones.
+    const Bits magnitude = as_bits(as_floats((wide & 0x7fff) << 13) * splat(0x1p112f));
+    const Bits special = magnitude | 0x7f800000;  // infinities and NaNs keep their payload
+    return as_floats(((wide & 0x7c00) == 0x7c00 ? special : magnitude) | ((wide & 0x8000) << 16));
+}
+
+inline Halves narrow(Vec v, Float16) {
+    const Bits bits = as_bits(v), magnitude = bits & 0x7fffffff;
+    // Adding 0.5 leaves a subnormal half in the low bits, rounded to nearest even by the addition itself.
+    const Bits subnormal = as_bits(as_floats(magnitude) + splat(0.5f)) - 0x3f000000;
+    const Bits normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    const Bits nan = ((magnitude >> 13) & 0x3ff) | 0x7e00;
+    const Bits infinity = magnitude * 0 + 0x7c00;
+    const Bits finite = magnitude < 0x38800000 ? subnormal : normal;
+    const Bits large = magnitude > 0x7f800000 ? nan : infinity;
+    return __builtin_convertvector((magnitude < 0x47800000 ? finite : large) | ((bits >> 16) & 0x8000), Halves);
+}
+
+#endif
+
+// How many lanes of a vector belong to the row: all of them, or the first few.
+struct All {};
+struct First { int64_t count; };
+
+inline Vec load(const Float32* p, All) {
+    Vec v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline void store(Float32* p, Vec v, All) { __builtin_memcpy(p, &v, sizeof v); }
+
+template <class T>
+inline Vec load(const T* p, All) {
+    Halves h;
+    __builtin_memcpy(&h, p, sizeof h);
+    return widen(h, T{});
+}
+
+template <class T>
+inline void store(T* p, Vec v, All) {
+    const Halves h = narrow(v, T{});
+    __builtin_memcpy(p, &h, sizeof h);
+}
+
+// Missing lanes read as 0.
+template <class T>
+inline Vec load(const T* p, First lanes) {
+    T padded[kLanes] = {};
+    for (int64_t i = 0; i < lanes.count; ++i) padded[i] = p[i];
+    return load(padded, All{});
+}
+
+template <class T>
+inline void store(T* p, Vec v, First lanes) {
+    T padded[kLanes];
+    store(padded, v, All{});
+    for (int64_t i = 0; i < lanes.count; ++i) p[i] = padded[i];
+}
+
+// Calls body(offset, lanes) over a row of n elements, whole vectors first.
+template <class Body>
+inline void for_each_vector(int64_t n, Body body) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) body(i, All{});
+    if (i < n) body(i, First{n - i});
+}
+
+// e^x with a relative error near 1e-7; x is held to [-87, 87] so that neither end leaves the normal range.
+inline Vec exp(Vec x) {
+    x = x > 87.0f ? splat(87.0f) : x;
+    x = x < -87.0f ? splat(-87.0f) : x;
+    // Adding 1.5 * 2^23 rounds to an integer that stands in the low bits of the sum.
+    const Vec shifted = fma(x, splat(1.44269504f), splat(12582912.0f));
+    const Vec n = shifted - 12582912.0f;
+    // ln 2 in two parts, the first exact in few enough bits that n times it is exact.
+    const Vec r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
+    constexpr float taylor[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+    Vec series = splat(1.0f / 5040);  // |r| <= ln 2 / 2
+    for (float coefficient : taylor) series = fma(series, r, splat(coefficient));
+    return series * as_floats((as_bits(shifted) + (127 - 0x4b400000)) << 23);
+}
+
+}}}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,1 @@
+"""Numerical kernels: the table of ops (`quire.kernels.ops`), the torch oracle, faster implementations."""

@@ -1,0 +1,118 @@
+"""Finding, loading and probing the C++ kernel library.
+
+Invariant: torch is imported before the library is opened, so both use torch's OpenMP runtime and its thread
+settings.
+"""
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Mapping
+from ctypes import c_char_p, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from quire.errors import ConfigError, StartupError
+
+logger = logging.getLogger(__name__)
+
+ABI_VERSION = 1
+PATH = Path(__file__).with_name("libquire_cpu.so")
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The codes of `enum DType` in csrc/cpu/quire_cpu.h."""
+
+_P, _I, _F = c_void_p, c_int64, c_float
+SIGNATURES: Mapping[str, tuple[type, ...]] = {
+    "rms_norm": (_P, _P, _P, _I, _I, _I, _I, _I, _F, _I, _I),
+    "fused_add_rms_norm": (_P, _P, _P, _P, _P, _I, _I, _F, _I, _I),
+    "silu_and_mul": (_P, _P, _I, _I, _I),
+    "rotary_embedding": (_P, _P, _P, _P, *(_I,) * 11),
+}
+"""Argument types of each kernel, as declared in csrc/cpu/table.cpp; every kernel returns an int64 status."""
+
+Kernel = Callable[..., int]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLibrary:
+    """The opened library with the kernels of one instruction set."""
+
+    isa: str
+    reason: str
+    kernels: Mapping[str, Kernel]
+    max_threads: Callable[[], int]
+    """Threads a parallel kernel would use if called from this thread."""
+
+
+@cache
+def loaded() -> CpuLibrary | None:
+    """The library, opened on the first call; None, with one log line, when it was not built."""
+    if not PATH.exists():
+        logger.warning("%s", _missing())
+        return None
+    return open_library(PATH, os.environ.get("QUIRE_CPU_ISA", "auto"))
+
+
+def status() -> str:
+    """What was loaded and why, or why nothing was."""
+    library = loaded()
+    return _missing() if library is None else f"C++ kernels for {library.isa} ({library.reason})"
+
+
+def open_library(path: Path, requested_isa: str) -> CpuLibrary:
+    """Open the library at `path` with the kernels of `requested_isa` ("auto" = the best this CPU runs).
+
+    Raises ConfigError for an unknown or unsupported instruction set, StartupError for another ABI version.
+    """
+    handle = ctypes.CDLL(str(path))
+    _check_abi(handle, path)
+    index, isa = _choose_isa(_supported_isas(handle), requested_isa)
+    reason = "the best this CPU runs" if requested_isa == "auto" else f"QUIRE_CPU_ISA={requested_isa}"
+    kernels = {name: _kernel(handle, index, name) for name in SIGNATURES}
+    handle.quire_cpu_max_threads.restype = c_int64
+    return CpuLibrary(isa, reason, kernels, handle.quire_cpu_max_threads)
+
+
+def _missing() -> str:
+    return f"{PATH.name} was not built (no C++ compiler at install): slower torch kernels are used"
+
+
+def _check_abi(handle: ctypes.CDLL, path: Path) -> None:
+    handle.quire_cpu_abi_version.restype = c_int64
+    version = handle.quire_cpu_abi_version()
+    if version != ABI_VERSION:
+        raise StartupError(f"{path} has ABI version {version}, quire needs {ABI_VERSION}: reinstall quire")
+
+
+def _supported_isas(handle: ctypes.CDLL) -> dict[str, int]:
+    """The instruction sets this processor runs, best first, with their index in the library."""
+    handle.quire_cpu_isa_name.restype = c_char_p
+    handle.quire_cpu_isa_name.argtypes = handle.quire_cpu_isa_supported.argtypes = (c_int64,)
+    isas: dict[str, int] = {}
+    index = 0
+    while name := handle.quire_cpu_isa_name(index):
+        if handle.quire_cpu_isa_supported(index):
+            isas[name.decode()] = index
+        index += 1
+    return isas
+
+
+def _choose_isa(supported: Mapping[str, int], requested: str) -> tuple[int, str]:
+    name = next(iter(supported)) if requested == "auto" else requested
+    if name not in supported:
+        choices = ", ".join(["auto", *supported])
+        raise ConfigError(f"QUIRE_CPU_ISA is {requested!r}; this build on this CPU supports: {choices}")
+    return supported[name], name
+
+
+def _kernel(handle: ctypes.CDLL, isa_index: int, name: str) -> Kernel:
+    handle.quire_cpu_kernel.restype = c_void_p
+    handle.quire_cpu_kernel.argtypes = (c_int64, c_char_p)
+    address = handle.quire_cpu_kernel(isa_index, name.encode())
+    if not address:
+        raise StartupError(f"{PATH.name} has no kernel {name!r}: reinstall quire")
+    return ctypes.CFUNCTYPE(c_int64, *SIGNATURES[name])(address)

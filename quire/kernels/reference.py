@@ -1,0 +1,159 @@
+"""The plain-torch oracle of every op: obviously right, and used where no faster implementation applies.
+
+Invariant: arithmetic is float32 whatever the input dtype, rounded once at the end.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.attention_metadata import AttentionMetadata
+
+# Bounds the float32 copy of gathered keys that batched decode attention makes (elements, 128 MiB).
+_GATHER_ELEMENTS = 1 << 25
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = (x.float() + residual.float()).to(x.dtype)
+    return rms_norm(total, weight, eps), total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    wide_bias = None if bias is None else bias.float()
+    return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def gelu_and_mul(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate=approximate) * up).to(x.dtype)
+
+
+def rotary_embedding(
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    cos, sin = (
+        cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+    )  # [T, 1, rot_dim / 2], broadcast over heads
+    rot_dim = cos_sin_cache.shape[-1]
+    for heads in (q, k):
+        _rotate_(heads[..., :rot_dim], cos, sin, interleaved)
+    return q, k
+
+
+def _rotate_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    half = x.shape[-1] // 2
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    a, b = first.float(), second.float()
+    # a and b may alias x when it is float32: both products are complete before either half is overwritten.
+    rotated_first, rotated_second = a * cos - b * sin, b * cos + a * sin
+    first.copy_(rotated_first)
+    second.copy_(rotated_second)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    block_size = k_cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    k_cache[blocks, :, offsets] = k[kept].to(k_cache.dtype)
+    v_cache[blocks, :, offsets] = v[kept].to(v_cache.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for rows, requests, query_len, seq_len in _groups(metadata, k_cache):
+        keys = _gather(k_cache, metadata.block_tables[requests], seq_len)
+        values = _gather(v_cache, metadata.block_tables[requests], seq_len)
+        queries = q[rows].float().view(len(keys), query_len, *q.shape[1:]).transpose(1, 2)
+        scores = _scores(queries, keys, scale, soft_cap)
+        distance = _distance(metadata.seq_lens[requests], query_len, seq_len)
+        if alibi_slopes is not None:
+            scores = scores - alibi_slopes.float()[:, None, None] * distance
+        hidden = (distance < 0) if sliding_window is None else (distance < 0) | (distance >= sliding_window)
+        # A padding request of length 0 hides every key; its row is 0 and not NaN.
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
+        # Memory no query may see can hold NaN, which a weight of 0 would not cancel.
+        unseen = hidden.all(dim=2).unsqueeze(-1)
+        mixed = weights @ _repeat_heads(values.masked_fill(unseen, 0.0), q.shape[1])
+        out[rows] = mixed.transpose(1, 2).reshape(-1, *q.shape[1:]).to(q.dtype)
+    return out
+
+
+def _groups(metadata: AttentionMetadata, k_cache: Tensor) -> list[tuple[slice, slice, int, int]]:
+    """The batch as (query rows, requests, query length, padded sequence length) of equal query lengths.
+
+    Decode requests are taken many at a time, others one by one.
+    """
+    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    count = len(lengths)
+    if count and starts == list(range(count + 1)):
+        longest = max(*lengths, 1)
+        size = max(1, _GATHER_ELEMENTS // (longest * k_cache.shape[1] * k_cache.shape[3]))
+        bounds = [(i, min(i + size, count)) for i in range(0, count, size)]
+        return [(slice(i, j), slice(i, j), 1, longest) for i, j in bounds]
+    return [
+        (slice(starts[r], starts[r + 1]), slice(r, r + 1), starts[r + 1] - starts[r], lengths[r])
+        for r in range(count)
+        if starts[r + 1] > starts[r]
+    ]
+
+
+def _gather(cache: Tensor, block_tables: Tensor, seq_len: int) -> Tensor:
+    """The first `seq_len` tokens of each request as float32 [R, Hkv, seq_len, D]."""
+    num_blocks = -(-seq_len // cache.shape[2])
+    # Entries past a shorter request's last block may hold anything: keep them in range, the mask hides what
+    # they say.
+    table = block_tables[:, :num_blocks].long().clamp(0, cache.shape[0] - 1)
+    blocks = cache[table].float()  # [R, num_blocks, Hkv, block_size, D]
+    return blocks.transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+
+
+def _scores(queries: Tensor, keys: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+    scores = queries @ _repeat_heads(keys, queries.shape[1]).transpose(-1, -2) * scale
+    return scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+
+
+def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
+    return x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
+def _distance(seq_lens: Tensor, query_len: int, padded_len: int) -> Tensor:
+    """Query position minus key position, [R, 1, query_len, padded_len]; negative = a future key."""
+    device = seq_lens.device
+    positions = seq_lens[:, None] - query_len + torch.arange(query_len, device=device)
+    return (positions[:, :, None] - torch.arange(padded_len, device=device)).unsqueeze(1)
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    return F.embedding(ids, weight)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if x.device.type != "cpu" or x.dtype == torch.float32:
+        return F.linear(x, weight, bias)
+    # torch's 16-bit GEMM is a scalar loop on CPUs without AVX-512: multiplying in float32 is far faster.
+    wide_bias = None if bias is None else bias.float()
+    return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)

@@ -1,0 +1,183 @@
+"""Arguments for every op, by op name, and the comparison of an implementation with its oracle on them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels import ops
+from quire.kernels.attention_metadata import AttentionMetadata
+
+TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3), torch.float16: (2e-3, 1e-3)}
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {}
+
+
+def cases(
+    function: Callable[[torch.dtype], Iterator[Arguments]],
+) -> Callable[[torch.dtype], Iterator[Arguments]]:
+    CASES[function.__name__] = function
+    return function
+
+
+@cases
+def rms_norm(dtype: torch.dtype) -> Iterator[Arguments]:
+    for shape in [(0, 64), (1, 64), (3, 1), (5, 77), (2, 3, 40), (129, 512), (1, 4099)]:
+        for weight_dtype in {dtype, torch.float32}:
+            yield (randn(*shape, dtype=dtype), randn(shape[-1], dtype=weight_dtype), 1e-6), {}
+    heads_of_fused_qkv = randn(6, 8 * 24, dtype=dtype)[:, 24:96].view(6, 3, 24)
+    yield (heads_of_fused_qkv, randn(24, dtype=dtype), 1e-5), {}
+
+
+@cases
+def fused_add_rms_norm(dtype: torch.dtype) -> Iterator[Arguments]:
+    for shape in [(0, 64), (1, 64), (5, 77), (2, 3, 40), (129, 512)]:
+        yield (randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(shape[-1]), 1e-6), {}
+    yield (randn(4, 80, dtype=dtype)[:, 3:40], randn(4, 37, dtype=dtype), randn(37, dtype=dtype), 1e-6), {}
+
+
+@cases
+def layer_norm(dtype: torch.dtype) -> Iterator[Arguments]:
+    for shape in [(0, 64), (1, 64), (5, 77), (2, 3, 40)]:
+        yield (randn(*shape, dtype=dtype), randn(shape[-1]), randn(shape[-1]), 1e-5), {}
+        yield (randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype), None, 1e-5), {}
+
+
+@cases
+def silu_and_mul(dtype: torch.dtype) -> Iterator[Arguments]:
+    for shape in [(0, 64), (1, 2), (1, 64), (5, 154), (2, 3, 40), (17, 2 * 4099)]:
+        yield (5 * randn(*shape, dtype=dtype),), {}
+    extremes = torch.tensor(
+        [0.0, -0.0, 1e-30, -1e-30, 100.0, -100.0, 3e4, -3e4, torch.inf, torch.nan], dtype=dtype
+    )
+    yield (torch.cat([extremes, torch.ones_like(extremes)]).unsqueeze(0),), {}
+
+
+@cases
+def gelu_and_mul(dtype: torch.dtype) -> Iterator[Arguments]:
+    for shape in [(0, 64), (1, 64), (5, 154), (2, 3, 40)]:
+        for approximate in ("none", "tanh"):
+            yield (randn(*shape, dtype=dtype),), {"approximate": approximate}
+
+
+@cases
+def rotary_embedding(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, q_heads, k_heads, size, rot_dim in [
+        (0, 4, 2, 16, 16),
+        (1, 3, 1, 20, 6),
+        (7, 8, 2, 64, 64),
+        (40, 28, 4, 128, 66),
+    ]:
+        qkv = randn(tokens, (q_heads + 2 * k_heads) * size, dtype=dtype)
+        q = qkv[:, : q_heads * size].view(tokens, q_heads, size)
+        k = qkv[:, q_heads * size : (q_heads + k_heads) * size].view(tokens, k_heads, size)
+        positions = torch.randint(0, 50, (tokens,))
+        for interleaved in (False, True):
+            yield (positions, q, k, randn(50, rot_dim)), {"interleaved": interleaved}
+
+
+@cases
+def write_kv(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, heads, block_size, size in [(0, 2, 4, 8), (1, 1, 16, 5), (9, 3, 4, 24)]:
+        slots = torch.randperm(6 * block_size)[:tokens]
+        slots[1::3] = -1
+        kv = randn(tokens, 2, heads, size, dtype=dtype)
+        caches = [randn(6, heads, block_size, size, dtype=dtype) for _ in range(2)]
+        yield (kv[:, 0], kv[:, 1], *caches, slots), {}
+
+
+@cases
+def paged_attention(dtype: torch.dtype) -> Iterator[Arguments]:
+    batches = [[], [(1, 1)], [(1, 9), (1, 33), (1, 16)], [(5, 5), (1, 20), (17, 40)], [(0, 3), (3, 7)]]
+    features = [
+        {},
+        {"sliding_window": 6},
+        {"soft_cap": 3.0},
+        {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
+    ]
+    for batch in batches:
+        for feature in features:
+            metadata = make_metadata(batch, block_size=8, num_blocks=16)
+            caches = [randn(16, 2, 8, 24, dtype=dtype) for _ in range(2)]
+            tokens = sum(query_len for query_len, _ in batch)
+            yield (randn(tokens, 4, 24, dtype=dtype), *caches, metadata, 24**-0.5), feature
+
+
+@cases
+def embedding(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens in (0, 1, 13):
+        yield (torch.randint(0, 31, (tokens,)), randn(31, 20, dtype=dtype)), {}
+
+
+@cases
+def linear(dtype: torch.dtype) -> Iterator[Arguments]:
+    for shape, outputs in [((0, 16), 8), ((1, 16), 8), ((7, 45), 33), ((2, 3, 64), 10)]:
+        yield (randn(*shape, dtype=dtype), randn(outputs, shape[-1], dtype=dtype)), {}
+        yield (
+            (randn(*shape, dtype=dtype), randn(outputs, shape[-1], dtype=dtype), randn(outputs, dtype=dtype)),
+            {},
+        )
+
+
+def compare(
+    op: ops.Op[..., Any],
+    function: Callable[..., Any],
+    dtype: torch.dtype,
+    device: str,
+    accepts: Callable[..., bool] | None = None,
+) -> None:
+    """Both functions on clones of each case's arguments: equal results, equal effects on the arguments."""
+    torch.manual_seed(0)
+    rtol, atol = TOLERANCES[dtype]
+    for args, kwargs in CASES[op.name](dtype):
+        ours, theirs = move((args, kwargs), device), move((args, kwargs), device)
+        if accepts is not None and not accepts(*ours[0], **ours[1]):
+            continue
+        results = function(*ours[0], **ours[1]), op.oracle(*theirs[0], **theirs[1])
+        for got, want in zip(tensors((results[0], ours)), tensors((results[1], theirs)), strict=True):
+            torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def move(value: Any, device: str) -> Any:
+    """A copy of nested arguments on a device; views keep their strides."""
+    if isinstance(value, Tensor):
+        storage = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return storage.copy_(value)
+    if isinstance(value, AttentionMetadata):
+        names = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping")
+        return replace(value, **{name: move(getattr(value, name), device) for name in names})
+    if isinstance(value, dict):
+        return {key: move(item, device) for key, item in value.items()}
+    return tuple(move(item, device) for item in value) if isinstance(value, tuple) else value
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    return [tensor for item in items for tensor in tensors(item)]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def make_metadata(batch: list[tuple[int, int]], block_size: int, num_blocks: int) -> AttentionMetadata:
+    """Metadata of requests (query length, sequence length), each with blocks of its own in shuffled order."""
+    starts = torch.tensor([0, *(query_len for query_len, _ in batch)]).cumsum(0)
+    needed = [-(-seq_len // block_size) for _, seq_len in batch]
+    free = torch.randperm(num_blocks)
+    tables = torch.full((len(batch), max(needed, default=0)), -1)
+    for row, count in enumerate(needed):
+        tables[row, :count], free = free[:count], free[count:]
+    return AttentionMetadata(
+        query_start_loc=starts.int(),
+        seq_lens=torch.tensor([seq_len for _, seq_len in batch], dtype=torch.int32),
+        block_tables=tables.int(),
+        slot_mapping=torch.full((int(starts[-1]),), -1),
+        max_query_len=max((query_len for query_len, _ in batch), default=0),
+        max_seq_len=max((seq_len for _, seq_len in batch), default=0),
+    )

@@ -1,0 +1,223 @@
+"""The C++ library in a process: one OpenMP runtime, honest errors, the same bits in any company."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError, StartupError
+from quire.kernels import ops
+from quire.kernels.cpu import library
+from tests.kernels.op_cases import compare
+
+if library.loaded() is None:
+    pytest.skip(library.status(), allow_module_level=True)
+
+from quire.kernels.cpu import binding
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_one_openmp_runtime_is_loaded() -> None:
+    code = (
+        "from quire.kernels.cpu import library; library.loaded()\n"
+        "print(*sorted({line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line}), sep='\\n')"
+    )
+    runtimes = [
+        path
+        for path in run_python(code).stdout.split()
+        if "gomp" in path or "iomp" in path or "libomp" in path
+    ]
+    assert len(runtimes) == 1, runtimes
+
+
+def test_torch_governs_the_number_of_threads(restore_threads: None) -> None:
+    loaded = library.loaded()
+    assert loaded is not None
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        assert loaded.max_threads() == count
+
+
+def test_shared_code_carries_no_raised_instructions_to_share() -> None:
+    """A weak symbol in the library could be an inline function that the linker kept from the AVX2 objects."""
+    try:
+        listing = subprocess.run(
+            ["nm", "--defined-only", library.PATH], capture_output=True, text=True, check=True
+        )
+    except FileNotFoundError:
+        pytest.skip("nm is not installed")
+    symbols = [line.split()[-2:] for line in listing.stdout.splitlines()]
+    assert [name for kind, name in symbols if kind in ("W", "V", "u", "i")] == []
+
+
+def test_portable_kernels_can_be_asked_for() -> None:
+    code = (
+        "import torch; from quire.kernels import ops; from quire.kernels.cpu import library\n"
+        "x = torch.randn(3, 77, dtype=torch.float16); w = torch.randn(77)\n"
+        "torch.testing.assert_close(ops.rms_norm(x, w, 1e-5), ops.rms_norm.oracle(x, w, 1e-5))\n"
+        "print(library.status())"
+    )
+    result = run_python(code, QUIRE_CPU_ISA="portable")
+    assert result.stdout.strip() == "C++ kernels for portable (QUIRE_CPU_ISA=portable)", result.stderr
+
+
+@pytest.mark.parametrize("name", list(library.SIGNATURES))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_portable_kernels_match_the_oracle(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    portable = library.open_library(library.PATH, "portable")
+    monkeypatch.setattr(library, "loaded", lambda: portable)
+    compare(ops.TABLE[name], getattr(binding, name), dtype, "cpu")
+
+
+def test_an_unknown_instruction_set_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"QUIRE_CPU_ISA is 'avx9'; this build on this CPU supports: auto, .*portable"
+    ):
+        library.open_library(library.PATH, "avx9")
+
+
+def test_another_abi_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "ABI_VERSION", library.ABI_VERSION + 1)
+    with pytest.raises(StartupError, match=r"has ABI version .*reinstall"):
+        library.open_library(library.PATH, "auto")
+
+
+def test_a_missing_library_falls_back_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(library, "PATH", tmp_path / "libquire_cpu.so")
+    library.loaded.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            rows = ops.describe("cpu", torch.float32)
+        assert rows[0].implementations == ("reference",)
+        assert "was not built" in rows[0].reason
+        assert len([record for record in caplog.records if "was not built" in record.message]) == 1
+    finally:
+        library.loaded.cache_clear()
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rows of x as the query heads of tokens, all at one position."""
+    heads = x.clone().unsqueeze(1)
+    cache = torch.randn(1, x.shape[1] // 2 * 2, generator=torch.Generator().manual_seed(0))
+    return binding.rotary_embedding(torch.zeros(len(x), dtype=torch.int64), heads, heads[:, :0], cache)[
+        0
+    ].squeeze(1)
+
+
+def fused(x: Tensor) -> Tensor:
+    return torch.cat(binding.fused_add_rms_norm(x, x.flip(-1), torch.linspace(-1, 1, x.shape[-1]), 1e-5), -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: binding.rms_norm(x, torch.linspace(-1, 1, x.shape[-1]), 1e-5),
+        fused,
+        binding.silu_and_mul,
+        rotated,
+    ],
+    ids=["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding"],
+)
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(
+    function: Callable[[Tensor], Tensor], dtype: torch.dtype, restore_threads: None
+) -> None:
+    x = torch.randn(150, 1030).to(dtype)  # enough elements for a parallel loop, and a tail in every row
+    assert x.numel() >= 2 * (1 << 16)
+    torch.set_num_threads(1)
+    alone = torch.cat([function(row) for row in x.split(1)])
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(function(x), alone)
+        assert torch.equal(function(x[7:]), alone[7:])
+
+
+def test_a_strided_view_has_the_same_bits_as_its_copy() -> None:
+    view = torch.randn(5, 300)[:, 30:180].view(5, 3, 50)
+    weight = torch.randn(50)
+    assert torch.equal(
+        binding.rms_norm(view, weight, 1e-6), binding.rms_norm(view.contiguous(), weight, 1e-6)
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: binding.rms_norm(torch.ones(2, 4).double(), torch.ones(4), 1e-5),
+            TypeError,
+            "x must be float32",
+        ),
+        (
+            lambda: binding.rms_norm(torch.ones(2, 4), torch.ones(5), 1e-5),
+            ValueError,
+            r"weight .* shape \[4\]",
+        ),
+        (lambda: binding.rms_norm(torch.ones(2, 4), torch.ones(4).half(), 1e-5), TypeError, "or float32"),
+        (
+            lambda: binding.rms_norm(torch.ones(2, 4, device="meta"), torch.ones(4), 1e-5),
+            ValueError,
+            "x must be on the CPU",
+        ),
+        (
+            lambda: binding.fused_add_rms_norm(torch.ones(2, 4), torch.ones(1, 4), torch.ones(4), 1e-5),
+            ValueError,
+            "residual is",
+        ),
+        (lambda: binding.silu_and_mul(torch.ones(2, 5)), ValueError, "must be even"),
+        (lambda: rotary(positions=torch.zeros(2)), ValueError, "positions must be int64"),
+        (
+            lambda: rotary(positions=torch.tensor([0, 9])),
+            IndexError,
+            "1 positions are outside the cache of 9",
+        ),
+        (lambda: rotary(positions=torch.tensor([0, -1])), IndexError, "outside the cache"),
+        (lambda: rotary(k=torch.ones(3, 1, 8)), ValueError, r"k must be \[2, heads, >= 8\]"),
+        (lambda: rotary(q=torch.ones(2, 1, 6)), ValueError, "q must be"),
+        (lambda: rotary(k=torch.ones(2, 1, 8).half()), ValueError, "k must be torch.float32"),
+        (lambda: rotary(cache=torch.ones(9, 8).half()), ValueError, "cos_sin_cache must be float32"),
+    ],
+)
+def test_wrong_arguments_are_clear_errors(
+    call: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def rotary(**changed: Tensor) -> None:
+    good = {
+        "positions": torch.zeros(2, dtype=torch.int64),
+        "q": torch.ones(2, 3, 8),
+        "k": torch.ones(2, 1, 8),
+        "cache": torch.ones(9, 8),
+    }
+    binding.rotary_embedding(*(good | changed).values())
