@@ -1,0 +1,227 @@
+"""`NullExecutor`: computes nothing, and checks everything that a worker takes on trust.
+
+Its next token is a pure function of the tokens before it, so a request's output does not depend on its
+company. In place of keys and values, each slot of its cache holds a fingerprint of all tokens up to that
+position; a plan that would make a worker read wrong, stale or foreign cache content therefore fails here.
+
+Invariant: a plan that breaks a promise of `quire.scheduler.output` raises AssertionError; the checks are
+explicit, so that `python -O` keeps them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from quire.config import EngineConfig
+from quire.executor.base import Executor
+from quire.kv_cache.block_pool import NULL_BLOCK_ID
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, bytes_per_block
+from quire.scheduler.output import (
+    WAIST_VERSION,
+    CachedRequestData,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    TokenLogprobs,
+)
+
+DEFAULT_NUM_BLOCKS = 16384
+DEFAULT_VOCAB_SIZE = 32000
+
+
+def fingerprint(previous: int, token_id: int) -> int:
+    """Fingerprint of a sequence plus one token: a step of Knuth's MMIX linear congruential generator."""
+    return ((previous ^ (token_id + 1)) * 6364136223846793005 + 1442695040888963407) % 2**64
+
+
+class _Row:
+    """One request as the worker knows it; `fingerprints[i]` stands for tokens 0 to i."""
+
+    def __init__(self, data: NewRequestData) -> None:
+        self.request_id = data.request_id
+        self.params = data.sampling_params
+        self.eos_token_ids = data.eos_token_ids
+        self.num_prompt_tokens = data.num_prompt_tokens
+        self.num_computed_tokens = data.num_computed_tokens
+        self.block_ids = [list(ids) for ids in data.block_ids]
+        self.token_ids: list[int] = []
+        self.fingerprints: list[int] = []
+        for token_id in data.token_ids:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        self.fingerprints.append(fingerprint(self.fingerprints[-1] if self.fingerprints else 0, token_id))
+        self.token_ids.append(token_id)
+
+
+class NullExecutor(Executor):
+    """An executor without a model, for tests of everything above it.
+
+    It honours `min_tokens`, `logprobs` and `prompt_logprobs` (as of a uniform distribution); what else shapes
+    a distribution has nothing to act on here. `specs` and `vocab_size` are used where the config has no model.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        specs: Mapping[str, KVCacheSpec] | None = None,
+        vocab_size: int = DEFAULT_VOCAB_SIZE,
+    ) -> None:
+        super().__init__(config)
+        self.vocab_size = config.model_arch.vocab_size if config.model_arch else vocab_size
+        self._specs = dict(specs or _default_specs(config))
+        self._kv_config: KVCacheConfig | None = None
+        self._rows: dict[str, _Row] = {}
+        self._holders: Counter[int] = Counter()
+        self._slots: dict[tuple[int, int], int] = {}  # (block id, offset) -> fingerprint
+        self._last_step_id = 0
+
+    def load(self) -> None:
+        """Nothing to load."""
+
+    def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
+        return self._specs
+
+    def available_kv_bytes(self) -> int:
+        num_blocks = self.config.cache.num_gpu_blocks_override or DEFAULT_NUM_BLOCKS
+        return num_blocks * bytes_per_block(self._specs)
+
+    def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
+        _check(self._kv_config is None, "the cache is allocated once")
+        self._kv_config = kv_config
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Check the plan, then do what a worker does with it, less the computing.
+
+        Raises:
+            AssertionError: the plan is inconsistent with itself, with earlier plans or with the cache.
+        """
+        self._check_header(plan)
+        self._last_step_id = plan.step_id
+        for request_id in plan.removed_request_ids:
+            self._remove_row(request_id)
+        for new_request in plan.new_requests:
+            self._add_row(new_request)
+        for cached_request in plan.cached_requests:
+            self._grow_row(cached_request)
+        _check(len(self._rows) <= self.config.scheduler.max_num_seqs, f"{len(self._rows)} rows are too many")
+        scheduled = [(self._rows[name], count) for name, count in plan.num_scheduled_tokens.items()]
+        output = ModelRunnerOutput(step_id=plan.step_id, sampled_token_ids={})
+        for row, count in scheduled:
+            self._run_row(row, count, output)
+        return output
+
+    def _run_row(self, row: _Row, count: int, output: ModelRunnerOutput) -> None:
+        """Compute `count` tokens, sample if that reaches the last known one, and report as asked for."""
+        params, start = row.params, row.num_computed_tokens
+        self._compute(row, count)
+        if params.prompt_logprobs is not None and start + 1 < row.num_prompt_tokens:
+            about = row.token_ids[start + 1 : min(start + 1 + count, row.num_prompt_tokens)]
+            output.prompt_logprobs[row.request_id] = self._uniform(about, params.prompt_logprobs)
+        if row.num_computed_tokens == len(row.token_ids):
+            row.append(self._next_token(row))
+            output.sampled_token_ids[row.request_id] = [row.token_ids[-1]]
+            if params.logprobs is not None:
+                output.logprobs[row.request_id] = self._uniform(row.token_ids[-1:], params.logprobs)
+
+    def _check_header(self, plan: SchedulerOutput) -> None:
+        _check(self._kv_config is not None, "a plan came before the cache was allocated")
+        _check(plan.version == WAIST_VERSION, f"waist version {plan.version}, not {WAIST_VERSION}")
+        _check(plan.step_id > self._last_step_id, f"step {plan.step_id} after step {self._last_step_id}")
+        planned = [data.request_id for data in plan.new_requests]
+        planned += [data.request_id for data in plan.cached_requests]
+        _check(len(set(planned)) == len(planned), f"a request is planned twice: {planned}")
+        _check(set(planned) == plan.num_scheduled_tokens.keys(), "planned requests and token counts differ")
+        counts = plan.num_scheduled_tokens.values()
+        _check(all(count > 0 for count in counts), "a request is planned without tokens")
+        _check(sum(counts) == plan.total_num_scheduled_tokens, "the token counts do not add up")
+        budget = self.config.scheduler.max_num_batched_tokens
+        _check(plan.total_num_scheduled_tokens <= budget, f"the plan exceeds the budget of {budget} tokens")
+
+    def _remove_row(self, request_id: str) -> None:
+        _check(request_id in self._rows, f"{request_id} is removed and has no row")
+        for ids in self._rows.pop(request_id).block_ids:
+            self._holders.subtract(ids)
+
+    def _add_row(self, data: NewRequestData) -> None:
+        _check(data.request_id not in self._rows, f"{data.request_id} is new and has a row")
+        assert self._kv_config is not None
+        _check(
+            len(data.block_ids) == len(self._kv_config.groups), f"{data.request_id}: not one list per group"
+        )
+        row = self._rows[data.request_id] = _Row(data)
+        for ids in row.block_ids:
+            self._hold(row, ids, ids)
+        for position in range(row.num_computed_tokens):
+            for slot in self._slots_at(row, position):
+                found = self._slots.get(slot) == row.fingerprints[position]
+                _check(found, f"{row.request_id}: {slot} does not hold the prefix to token {position}")
+
+    def _grow_row(self, data: CachedRequestData) -> None:
+        _check(data.request_id in self._rows, f"{data.request_id} is cached and has no row")
+        row = self._rows[data.request_id]
+        expected = row.num_computed_tokens
+        _check(data.num_computed_tokens == expected, f"{data}, but {expected} tokens are computed")
+        for ids, new_ids in zip(row.block_ids, data.new_block_ids, strict=True):
+            ids.extend(new_ids)
+            self._hold(row, ids, new_ids)
+
+    def _hold(self, row: _Row, table: list[int], new_ids: list[int]) -> None:
+        assert self._kv_config is not None
+        _check(len(set(table)) == len(table), f"{row.request_id}: a block is twice in {table}")
+        valid = range(NULL_BLOCK_ID + 1, self._kv_config.num_blocks)
+        _check(all(block_id in valid for block_id in new_ids), f"{row.request_id}: no such blocks {new_ids}")
+        self._holders.update(new_ids)
+
+    def _compute(self, row: _Row, count: int) -> None:
+        """Write the fingerprints of the next `count` tokens to their slots."""
+        end = row.num_computed_tokens + count
+        _check(end <= len(row.token_ids), f"{row.request_id}: token {end} of {len(row.token_ids)} planned")
+        for position in range(row.num_computed_tokens, end):
+            for slot in self._slots_at(row, position):
+                _check(self._holders[slot[0]] == 1, f"{row.request_id} writes to a shared block: {slot}")
+                self._slots[slot] = row.fingerprints[position]
+        row.num_computed_tokens = end
+
+    def _slots_at(self, row: _Row, position: int) -> list[tuple[int, int]]:
+        """Where a position lies in each group's cache: (block id, offset)."""
+        assert self._kv_config is not None
+        slots = []
+        for group, ids in zip(self._kv_config.groups, row.block_ids, strict=True):
+            index, offset = divmod(position, group.spec.block_size)
+            _check(index < len(ids), f"{row.request_id}: no block covers token {position}")
+            slots.append((ids[index], offset))
+        return slots
+
+    def _next_token(self, row: _Row) -> int:
+        """A function of the row's tokens alone; no end token before `min_tokens`."""
+        token_id = (row.fingerprints[-1] >> 33) % self.vocab_size
+        if len(row.token_ids) - row.num_prompt_tokens >= row.params.min_tokens:
+            return token_id
+        masked = {*row.eos_token_ids, *row.params.stop_token_ids}
+        candidates = (i % self.vocab_size for i in range(token_id, token_id + self.vocab_size))
+        return next(i for i in candidates if i not in masked)
+
+    def _uniform(self, token_ids: list[int], num_logprobs: int) -> list[TokenLogprobs]:
+        """Logprobs at positions where every token was equally likely; -1 lists all tokens."""
+        top = list(range(self.vocab_size if num_logprobs < 0 else min(num_logprobs, self.vocab_size)))
+        logprobs = [-math.log(self.vocab_size)] * (len(top) + 1)
+        return [TokenLogprobs([token_id, *top], logprobs, rank=1) for token_id in token_ids]
+
+
+def _default_specs(config: EngineConfig) -> dict[str, KVCacheSpec]:
+    """The model's layers in float32, or one small layer where no model is configured."""
+    arch, block_size = config.model_arch, config.cache.block_size
+    if arch is None:
+        return {"layers.0": FullAttentionSpec(block_size, num_kv_heads=1, head_size=8, dtype_bytes=4)}
+    spec = FullAttentionSpec(block_size, arch.num_kv_heads, arch.head_dim, dtype_bytes=4)
+    return {f"layers.{i}": spec for i in range(arch.num_layers)}
+
+
+def _check(condition: bool, message: str) -> None:
+    """`assert` that `python -O` keeps."""
+    if not condition:
+        raise AssertionError(message)

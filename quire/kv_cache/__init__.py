@@ -1,0 +1,1 @@
+"""Ownership of KV cache blocks; pure Python, never imports torch."""

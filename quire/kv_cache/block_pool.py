@@ -1,0 +1,175 @@
+"""The blocks of the KV cache: who holds them, which are free, and which hold a reusable prefix.
+
+Invariant: every block but the null block is either held (`ref_cnt` > 0) or in the free queue, never both. A
+free block that has a hash is still cached: it can be revived by `touch` until `get_new_blocks` takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from quire.kv_cache.hashing import BlockHash
+
+NULL_BLOCK_ID = 0
+
+
+class KVCacheBlock:
+    """One block: `ref_cnt` tables hold it; `block_hash` is set while it can be found by its content."""
+
+    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.block_hash: BlockHash | None = None
+        self.prev_free: KVCacheBlock | None = None
+        self.next_free: KVCacheBlock | None = None
+
+    def __repr__(self) -> str:
+        name = self.block_hash.hex()[:8] if self.block_hash else None
+        return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, hash={name})"
+
+
+class FreeBlockQueue:
+    """Free blocks in eviction order: the first is given out next.
+
+    A doubly linked list through the blocks themselves, because a prefix hit takes a block out of the middle:
+    O(1) here and O(n) in a `collections.deque`. An ordered dict would do it too, but allocates per operation.
+    """
+
+    def __init__(self) -> None:
+        self._num_blocks = 0
+        self._end = KVCacheBlock(-1)  # sentinel: its next is the first block, its prev the last
+        self._end.next_free = self._end.prev_free = self._end
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        block = self._end.next_free
+        while block is not self._end:
+            assert block is not None, "the free list is cut"
+            yield block
+            block = block.next_free
+
+    def pop_first(self) -> KVCacheBlock:
+        """Take the next block in eviction order; the queue must not be empty."""
+        first = self._end.next_free
+        assert first is not None
+        assert first is not self._end, "no free block left"
+        self.remove(first)
+        return first
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Add as the last to be given out."""
+        self._link(block, before=self._end)
+
+    def prepend(self, block: KVCacheBlock) -> None:
+        """Add as the next to be given out."""
+        first = self._end.next_free
+        assert first is not None
+        self._link(block, before=first)
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take a block out from wherever it stands."""
+        before, after = block.prev_free, block.next_free
+        assert before is not None, f"{block!r} is not in the free queue"
+        assert after is not None
+        before.next_free, after.prev_free = after, before
+        block.prev_free = block.next_free = None
+        self._num_blocks -= 1
+
+    def _link(self, block: KVCacheBlock, before: KVCacheBlock) -> None:
+        assert block.next_free is None, f"{block!r} is in the free queue already"
+        previous = before.prev_free
+        assert previous is not None
+        block.prev_free, block.next_free = previous, before
+        previous.next_free = before.prev_free = block
+        self._num_blocks += 1
+
+
+class BlockPool:
+    """Owns `num_blocks` blocks, of which block 0, the null block, is never given out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 1, "the pool needs room for the null block"
+        self.blocks = tuple(KVCacheBlock(block_id) for block_id in range(num_blocks))
+        self.free_queue = FreeBlockQueue()
+        for block in self.blocks[NULL_BLOCK_ID + 1 :]:
+            self.free_queue.append(block)
+        self._cached: dict[BlockHash, KVCacheBlock] = {}
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that can be held at once."""
+        return len(self.blocks) - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be had now, cached or not."""
+        return len(self.free_queue)
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks that is held, 0 to 1."""
+        return 1.0 - self.num_free_blocks / self.num_usable_blocks if self.num_usable_blocks else 0.0
+
+    @property
+    def cached_blocks(self) -> Mapping[BlockHash, KVCacheBlock]:
+        """Read-only view: hash -> the one block that holds this content."""
+        return MappingProxyType(self._cached)
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Give out blocks with `ref_cnt` 1, evicting what they cached; that many must be free."""
+        assert num_blocks <= self.num_free_blocks, f"{num_blocks} blocks wanted, {self.num_free_blocks} free"
+        blocks = [self.free_queue.pop_first() for _ in range(num_blocks)]
+        for block in blocks:
+            self._evict(block)
+            block.ref_cnt = 1
+        return blocks
+
+    def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
+        """The block with this content, held or free, or None."""
+        return self._cached.get(block_hash)
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Add one holder to each block; a free one leaves the free queue and keeps its content."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self.free_queue.remove(block)
+            block.ref_cnt += 1
+
+    def free(self, chain: Sequence[KVCacheBlock]) -> None:
+        """Drop one holder of each block of a sequence, given in the sequence's order.
+
+        Blocks nobody holds any more are queued tail first: a prefix is useful without what follows it, never
+        the other way round. A block without a hash holds nothing to reuse and is given out before all others.
+        """
+        for block in reversed(chain):
+            assert block.ref_cnt > 0, f"{block!r} is freed twice"
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                (self.free_queue.prepend if block.block_hash is None else self.free_queue.append)(block)
+
+    def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], hashes: Sequence[BlockHash]) -> None:
+        """Make full, computed blocks findable; content that another block holds already keeps that block."""
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            assert block.ref_cnt > 0, f"{block!r} is cached by nobody"
+            assert block.block_hash is None, f"{block!r} is cached twice"
+            if self._cached.setdefault(block_hash, block) is block:
+                block.block_hash = block_hash
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; refused (False) while any block is held."""
+        if self.num_free_blocks != self.num_usable_blocks:
+            return False
+        for block in self._cached.values():
+            block.block_hash = None
+        self._cached.clear()
+        return True
+
+    def _evict(self, block: KVCacheBlock) -> None:
+        if block.block_hash is not None:
+            del self._cached[block.block_hash]
+            block.block_hash = None

@@ -1,0 +1,83 @@
+"""Makes the groups of a model act as one: a prefix hit must hold in all of them, an allocation covers all.
+
+Invariant: all groups cover the same tokens of a request at all times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
+from quire.kv_cache.hashing import BlockHash
+from quire.kv_cache.single_type_manager import MANAGERS
+from quire.kv_cache.spec import KVCacheGroup
+
+
+class PrefixHit(NamedTuple):
+    """The first `num_tokens` tokens of a request are cached in these blocks (one list per group)."""
+
+    num_tokens: int
+    blocks: tuple[list[KVCacheBlock], ...]
+
+
+class KVCacheCoordinator:
+    """One manager per group, in the order of the groups."""
+
+    def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool) -> None:
+        self.managers = [MANAGERS[type(group.spec)](group.spec, pool, i) for i, group in enumerate(groups)]
+        self.block_size = self.managers[0].block_size
+        assert all(m.block_size == self.block_size for m in self.managers), "groups differ in block size"
+        self.no_hit = PrefixHit(0, tuple([] for _ in self.managers))
+
+    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], max_num_tokens: int) -> PrefixHit:
+        """The longest prefix that every group has cached.
+
+        Each group in turn shortens the candidate to what it can serve, until a whole round agrees; one group
+        that needs less of the prefix than another (a sliding window) may have to be asked again.
+        """
+        num_tokens, agreed = max_num_tokens // self.block_size * self.block_size, -1
+        blocks: tuple[list[KVCacheBlock], ...] = ()
+        while num_tokens != agreed:
+            agreed, blocks = num_tokens, ()
+            for manager in self.managers:
+                hit = manager.find_longest_cache_hit(hashes, num_tokens)
+                num_tokens = len(hit) * self.block_size
+                blocks += (hit,)
+        return PrefixHit(num_tokens, blocks)
+
+    def max_blocks(self, num_tokens: int) -> int:
+        """Blocks over all groups that a sequence of this length holds at most."""
+        return sum(manager.max_blocks(num_tokens) for manager in self.managers)
+
+    def num_blocks_to_start(self, num_tokens: int, hit: PrefixHit) -> int:
+        """Free blocks over all groups that a new request needs for `num_tokens` tokens, given a prefix hit."""
+        pairs = zip(self.managers, hit.blocks, strict=True)
+        return sum(manager.num_blocks_to_start(num_tokens, blocks) for manager, blocks in pairs)
+
+    def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
+        """Free blocks over all groups that a request needs to cover `num_tokens` tokens."""
+        return sum([manager.num_blocks_to_grow(request_id, num_tokens) for manager in self.managers])
+
+    def adopt(self, request_id: str, hit: PrefixHit) -> None:
+        """Start a request's tables with a prefix hit (possibly an empty one)."""
+        for manager, blocks in zip(self.managers, hit.blocks, strict=True):
+            manager.adopt(request_id, blocks)
+
+    def allocate(self, request_id: str, num_tokens: int) -> list[list[int]]:
+        """Grow the tables to cover `num_tokens` tokens; returns the new block ids per group."""
+        return [manager.allocate(request_id, num_tokens) for manager in self.managers]
+
+    def cache_blocks(self, request_id: str, hashes: Sequence[BlockHash], num_full: int) -> None:
+        """Offer the first `num_full` blocks of every group to the prefix cache."""
+        for manager in self.managers:
+            manager.cache_blocks(request_id, hashes, num_full)
+
+    def free(self, request_id: str) -> None:
+        """Give back the request's blocks in all groups."""
+        for manager in self.managers:
+            manager.free(request_id)
+
+    def block_ids(self, request_id: str) -> list[list[int]]:
+        """The request's block ids per group, in order of position."""
+        return [[block.block_id for block in m.tables.get(request_id, ())] for m in self.managers]

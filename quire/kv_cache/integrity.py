@@ -1,0 +1,100 @@
+"""The invariants of the KV cache, in code.
+
+    1. A block is in the free queue exactly if nobody holds it; the null block is in neither place.
+    2. `ref_cnt` is the number of tables that hold the block; a table holds a block once.
+    3. A block in two tables has a hash (so it is full and computed) and the same position in both.
+    4. Hash -> block is a bijection between the cached hashes and the blocks that have one.
+
+That free + used = total follows from 1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
+from quire.kv_cache.single_type_manager import SingleTypeManager
+
+
+class IntegrityError(AssertionError):
+    """Our own bookkeeping is broken; `state` is what is needed to find out how."""
+
+    def __init__(self, message: str, state: Mapping[str, object]) -> None:
+        super().__init__(f"{message}\n" + "\n".join(f"  {name}: {value}" for name, value in state.items()))
+        self.state = state
+
+
+def check_integrity(pool: BlockPool, managers: Sequence[SingleTypeManager]) -> None:
+    """Raise IntegrityError, with the whole state, at the first invariant that does not hold."""
+    try:
+        _check_free_queue(pool)
+        _check_tables(pool, managers)
+        _check_hashes(pool)
+    except _BrokenError as broken:
+        raise IntegrityError(str(broken), _dump(pool, managers)) from None
+
+
+class _BrokenError(Exception):
+    """An invariant does not hold."""
+
+
+def _require(condition: bool, message: str, *about: object) -> None:
+    """`about` is formatted only on failure: a check of a large pool is cheap."""
+    if not condition:
+        raise _BrokenError(message + "".join(f", {item!r}" for item in about))
+
+
+def _check_free_queue(pool: BlockPool) -> None:
+    queued: set[int] = set()
+    for block in pool.free_queue:
+        _require(block.block_id not in queued, "a block is in the free queue twice", block)
+        linked = block.prev_free is not None and block.prev_free.next_free is block
+        _require(linked, "the free queue's links are broken", block)
+        queued.add(block.block_id)
+    _require(
+        len(queued) == len(pool.free_queue), "the free queue miscounts", len(queued), len(pool.free_queue)
+    )
+    unheld = {block.block_id for block in pool.blocks if block.ref_cnt == 0} - {NULL_BLOCK_ID}
+    _require(queued == unheld, "blocks are free and held, or lost", sorted(queued ^ unheld))
+
+
+def _check_tables(pool: BlockPool, managers: Sequence[SingleTypeManager]) -> None:
+    places: dict[int, list[tuple[int, int]]] = defaultdict(list)  # block id -> (group, position) per holder
+    for group_id, manager in enumerate(managers):
+        for request_id, table in manager.tables.items():
+            _require(len(set(table)) == len(table), "a table holds a block twice", request_id)
+            for position, block in enumerate(table):
+                places[block.block_id].append((group_id, position))
+    for block in pool.blocks:
+        held_at = places.get(block.block_id, [])
+        _require(len(held_at) == block.ref_cnt, "references differ from holders", block, held_at)
+        _require(len(set(held_at)) <= 1, "a block is at several (group, position)", block, held_at)
+        _require(len(held_at) <= 1 or block.block_hash is not None, "a shared block is not full", block)
+    _require(pool.blocks[NULL_BLOCK_ID].ref_cnt == 0, "the null block was given out")
+    _require(len({frozenset(m.tables) for m in managers}) == 1, "groups serve different requests")
+
+
+def _check_hashes(pool: BlockPool) -> None:
+    for block_hash, block in pool.cached_blocks.items():
+        _require(block.block_hash == block_hash, "a block is cached under another's hash", block)
+    hashed = [block for block in pool.blocks if block.block_hash is not None]
+    _require(len(hashed) == len(pool.cached_blocks), "cached blocks cannot be found", hashed)
+
+
+def _dump(pool: BlockPool, managers: Sequence[SingleTypeManager]) -> dict[str, object]:
+    return {
+        "blocks": [repr(block) for block in pool.blocks if block.ref_cnt or block.block_hash],
+        "free": _free_ids(pool),
+        "cached": {key.hex()[:8]: block.block_id for key, block in pool.cached_blocks.items()},
+        "tables": [{name: _ids(table) for name, table in m.tables.items()} for m in managers],
+    }
+
+
+def _free_ids(pool: BlockPool) -> list[int]:
+    """Ids in queue order; bounded, because the queue itself may be what is broken."""
+    return [block.block_id for block, _ in zip(pool.free_queue, pool.blocks, strict=False)]
+
+
+def _ids(blocks: Sequence[KVCacheBlock]) -> list[int]:
+    return [block.block_id for block in blocks]

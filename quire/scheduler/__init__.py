@@ -1,0 +1,1 @@
+"""Scheduling of requests onto steps; pure Python, never imports torch."""

@@ -1,0 +1,138 @@
+"""`Request`: one sequence to generate, as the scheduler sees it.
+
+Invariant: `status` moves along the edges of `_EDGES` only, and a finished request never changes again.
+`num_computed_tokens` counts tokens whose keys and values are in the cache or in the step that is running.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from quire.kv_cache.hashing import BlockHash, ExtraKeys
+from quire.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = enum.auto()
+    """Never scheduled; holds no blocks and no row."""
+    RUNNING = enum.auto()
+    """Holds blocks and a row of the worker's batch."""
+    PREEMPTED = enum.auto()
+    """Waiting again: lost its blocks and its row, kept its tokens."""
+    FINISHED = enum.auto()
+    """Over, for one reason, and for good."""
+
+
+_EDGES = {
+    RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.RUNNING: {RequestStatus.PREEMPTED, RequestStatus.FINISHED},
+    RequestStatus.PREEMPTED: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.FINISHED: set[RequestStatus](),
+}
+
+
+class Request:
+    """State of one request; the keywords of the constructor are the fields of the core's add message.
+
+    Attributes:
+        token_ids: all known tokens, `num_prompt_tokens` of the prompt and then the generated ones.
+        num_computed_tokens: how many of them are computed; the scheduler lets this catch up.
+        num_cached_tokens: how many were found in the prefix cache when the request first ran.
+        block_hashes: names of the first full blocks, for the KV cache manager.
+        num_prompt_logprobs: prompt positions whose logprobs were reported already.
+        queued_ts, scheduled_ts: monotonic seconds; 0.0 until it happened.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        arrival_time: float = 0.0,
+        eos_token_ids: Sequence[int] = (),
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.sampling_params = sampling_params
+        self.arrival_time = arrival_time
+        self.eos_token_ids = list(eos_token_ids)
+        self.priority = priority
+        self.extra_keys = ExtraKeys(cache_salt=cache_salt)
+        self.block_hashes: list[BlockHash] = []
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_prompt_logprobs = 0
+        self.num_preemptions = 0
+        self.queued_ts = 0.0
+        self.scheduled_ts = 0.0
+        self.reported = False
+        self.finish_reason: str | None = None
+        self._status = RequestStatus.WAITING
+
+    def __repr__(self) -> str:
+        progress = f"{self.num_computed_tokens}/{self.num_tokens} computed"
+        return f"Request({self.request_id!r}, {self.status.name}, {progress})"
+
+    @property
+    def status(self) -> RequestStatus:
+        return self._status
+
+    @property
+    def is_finished(self) -> bool:
+        return self._status is RequestStatus.FINISHED
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def max_num_tokens(self, max_model_len: int) -> int:
+        """Prompt plus output at most, given the model's limit."""
+        if self.sampling_params.max_tokens is None:
+            return max_model_len
+        return min(self.num_prompt_tokens + self.sampling_params.max_tokens, max_model_len)
+
+    def start(self, now: float, num_cached_tokens: int) -> None:
+        """Begin or resume running with the first `num_cached_tokens` tokens computed."""
+        if self._status is RequestStatus.WAITING:
+            self.scheduled_ts = now
+            self.num_cached_tokens = num_cached_tokens
+        self._move(RequestStatus.RUNNING)
+        self.num_computed_tokens = num_cached_tokens
+
+    def preempt(self) -> None:
+        """Go back to waiting, with all tokens to be computed again."""
+        self._move(RequestStatus.PREEMPTED)
+        self.num_computed_tokens = 0
+        self.num_preemptions += 1
+
+    def finish(self, reason: str) -> bool:
+        """End the request; False, and nothing done, if it has ended already."""
+        if self.is_finished:
+            return False
+        self._move(RequestStatus.FINISHED)
+        self.finish_reason = reason
+        return True
+
+    def _move(self, status: RequestStatus) -> None:
+        assert status in _EDGES[self._status], f"{self!r} cannot become {status.name}"
+        self._status = status

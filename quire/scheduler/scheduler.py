@@ -1,0 +1,314 @@
+"""`Scheduler`: decides what each step computes.
+
+Invariant: pure. Requests, results and the time come in as arguments and plans go out; there is no clock, no
+I/O, no randomness and no torch here, so the same events always give the same plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.config import EngineConfig
+from quire.errors import ValidationError
+from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixHit
+from quire.kv_cache.spec import KVCacheConfig
+from quire.scheduler.admission import check_admissible
+from quire.scheduler.output import (
+    BlockIds,
+    ModelRunnerOutput,
+    RequestUpdate,
+    SchedulerOutput,
+    SchedulerStats,
+    TokenLogprobs,
+)
+from quire.scheduler.queues import QUEUES
+from quire.scheduler.request import Request, RequestStatus
+from quire.scheduler.step import Chunk, StepPlan
+from quire.scheduler.stop import check_stop
+
+
+class Scheduler:
+    """Owns all requests that are not finished, and the KV cache's bookkeeping.
+
+    Running requests are kept in the order in which they started. That order is also the order of planning,
+    and preemption takes from its end, so a request that has its place in the plan never loses it again.
+    """
+
+    def __init__(self, config: EngineConfig, kv_config: KVCacheConfig) -> None:
+        self._limits = config.scheduler
+        self._max_model_len = config.model.max_model_len
+        self._kv = KVCacheManager(kv_config, enable_prefix_caching=config.cache.enable_prefix_caching)
+        self._requests: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}
+        self._waiting = QUEUES[config.scheduler.scheduling_policy]()
+        self._removed_request_ids: list[str] = []
+        self._in_flight: StepPlan | None = None
+        self._num_steps = 0
+        self._num_preemptions = 0
+
+    # Events
+
+    def add_request(self, request: Request, now: float) -> None:
+        """Queue a new request.
+
+        Raises:
+            ValidationError: the id is in use, or the request could not run even with the engine to itself.
+        """
+        if request.request_id in self._requests:
+            raise ValidationError(f"request id {request.request_id!r} is in use", param="request_id")
+        check_admissible(request, self._max_model_len, self._kv)
+        request.queued_ts = now
+        self._requests[request.request_id] = request
+        self._waiting.add(request)
+
+    def finish_requests(self, request_ids: Iterable[str], reason: str) -> list[RequestUpdate]:
+        """End these requests, whatever they are doing, and free their blocks; unknown ids are ignored.
+
+        Returns the last update of each request that this call ended.
+        """
+        found = [self._requests[name] for name in dict.fromkeys(request_ids) if name in self._requests]
+        for request in found:
+            self._finish(request, reason)
+        return [self._update(request, []) for request in found]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing done, while a request is running."""
+        return self._kv.reset_prefix_cache()
+
+    # The step
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Plan the next step.
+
+        There is no prefill phase and no decode phase. A request has a number of known tokens and a number of
+        computed tokens, and each step lets the second catch up with the first, within the step's token
+        budget: by many tokens for a prompt, by part of them if the budget is short, by what the prefix
+        cache lacks, by everything after a preemption, and by one for a request that only waits for its own
+        last token. Running requests go first, in order; then waiting ones start while budget, rows and
+        blocks last.
+        """
+        self._num_steps += 1
+        step = StepPlan(self._num_steps, self._limits.max_num_batched_tokens)
+        self._plan_running(step)
+        self._plan_waiting(step, now)
+        self._in_flight = step
+        removed, self._removed_request_ids = self._removed_request_ids, []
+        return step.seal(removed)
+
+    def update_from_output(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float
+    ) -> list[RequestUpdate]:
+        """Take in the result of a step: what was sampled, what ended, what may now be reused.
+
+        Requests that ended while the step ran are passed over, even if a new one has taken the same id. `now`
+        completes the event for whoever records it; no decision depends on it.
+        """
+        step, self._in_flight = self._in_flight, None
+        assert step is not None, "a result came for no step"
+        assert step.step_id == plan.step_id == output.step_id, "steps are out of order"
+        updates = [self._apply(chunk, output) for chunk in step.chunks if not chunk.request.is_finished]
+        return [update for update in updates if update is not None]
+
+    # State
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._requests)
+
+    def has_work(self) -> bool:
+        """Whether the next plan would not be empty: requests to run, or rows for the worker to free."""
+        return bool(self._requests or self._removed_request_ids)
+
+    def stats(self) -> SchedulerStats:
+        """Counts and totals, as of now."""
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            kv_cache_usage=self._kv.usage,
+            num_preemptions=self._num_preemptions,
+            prefix_cache_queries=self._kv.prefix_queries,
+            prefix_cache_hits=self._kv.prefix_hits,
+        )
+
+    def check_integrity(self) -> None:
+        """Check that the queues agree with the requests, and every invariant of the KV cache.
+
+        Raises:
+            IntegrityError: a bug of ours; holds the state.
+        """
+        self._kv.check_integrity()
+        waiting = [request.request_id for request in self._waiting]
+        state = {"requests": self._requests, "running": list(self._running), "waiting": waiting}
+        if sorted([*self._running, *waiting]) != sorted(self._requests):
+            raise IntegrityError("a request is in no queue, or in two", state)
+        running = {r.request_id for r in self._requests.values() if r.status is RequestStatus.RUNNING}
+        if running != self._running.keys() or running != self._kv.holders():
+            raise IntegrityError("running requests and holders of blocks differ", state)
+
+    # Planning
+
+    def _plan_running(self, step: StepPlan) -> None:
+        """Let running requests catch up, the first ones at the cost of the last if blocks are short."""
+        for request in list(self._running.values()):
+            if step.budget == 0 or request.status is not RequestStatus.RUNNING:
+                break
+            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
+            new_block_ids = self._allocate_or_preempt(request, num_new_tokens)
+            if new_block_ids is not None:
+                step.add_cached(request, num_new_tokens, new_block_ids)
+
+    def _allocate_or_preempt(self, request: Request, num_new_tokens: int) -> BlockIds | None:
+        """Blocks for a running request, taken from the last ones if need be; None if it was itself the last.
+
+        The first running request always gets what it needs: alone, it fits (see `check_admissible`). So every
+        step advances somebody and nobody waits for ever.
+        """
+        while request.status is RequestStatus.RUNNING:
+            block_ids = self._kv.allocate_slots(request, num_new_tokens)
+            if block_ids is not None:
+                return block_ids
+            self._preempt_last()
+        return None
+
+    def _preempt_last(self) -> None:
+        """Take the blocks of the request that started last; it keeps its tokens, to be computed again."""
+        request_id, victim = self._running.popitem()
+        victim.preempt()
+        self._kv.free(victim)
+        self._waiting.put_back(victim)
+        self._removed_request_ids.append(request_id)
+        self._num_preemptions += 1
+
+    def _plan_waiting(self, step: StepPlan, now: float) -> None:
+        """Start waiting requests, strictly in the queue's order, until one does not fit.
+
+        Budget is left only if every running request has caught up, so no free block is promised to one. After
+        a preemption nothing starts: the victim is first in the queue and needs more than it just gave up.
+        """
+        while self._waiting and step.budget > 0 and len(self._running) < self._limits.max_num_seqs:
+            if not self._start(self._waiting.peek(), step, now):
+                break
+
+    def _start(self, request: Request, step: StepPlan, now: float) -> bool:
+        """Start or resume a request if a first chunk fits the budget and all known tokens fit the cache.
+
+        Asking for room for all tokens, not only the chunk's, keeps a preempted request from coming back just
+        to be preempted again.
+        """
+        hit = self._find_prefix(request)
+        num_new_tokens = self._first_chunk(request.num_tokens - hit.num_tokens, step.budget)
+        if num_new_tokens == 0 or not self._kv.can_start(request, hit):
+            return False
+        self._waiting.remove(request)
+        self._running[request.request_id] = request
+        request.start(now, hit.num_tokens)
+        self._kv.start(request, hit)
+        allocated = self._kv.allocate_slots(request, num_new_tokens)
+        assert allocated is not None, "the room just found is gone"
+        step.add_new(request, num_new_tokens, self._kv.get_block_ids(request))
+        return True
+
+    def _find_prefix(self, request: Request) -> PrefixHit:
+        """What the prefix cache has of a request; prompt logprobs need every position to be computed."""
+        if request.sampling_params.prompt_logprobs is not None:
+            return self._kv.no_hit
+        return self._kv.get_computed_blocks(request)
+
+    def _first_chunk(self, num_missing: int, budget: int) -> int:
+        """Tokens to compute now of `num_missing`; 0 to wait for a step with more room.
+
+        Without chunked prefill a prompt is computed in one step. Only what exceeds a whole step is split all
+        the same: a resumed request may have grown past it and must still come to its end.
+        """
+        if num_missing <= budget:
+            return num_missing
+        may_split = self._limits.enable_chunked_prefill or num_missing > self._limits.max_num_batched_tokens
+        return budget if may_split else 0
+
+    # Results
+
+    def _apply(self, chunk: Chunk, output: ModelRunnerOutput) -> RequestUpdate | None:
+        """What one request's share of a step's result means for it; None if there is nothing to tell."""
+        request, request_id = chunk.request, chunk.request.request_id
+        error = output.failed.get(request_id)
+        if error is not None:
+            self._finish(request, "error")
+            return self._update(request, [], error=error)
+        self._kv.cache_blocks(request, chunk.end)
+        sampled = output.sampled_token_ids.get(request_id, [])
+        assert bool(sampled) == (chunk.end == request.num_tokens), f"{request!r} sampled {sampled}"
+        new_token_ids, stop_reason = self._append(request, sampled)
+        prompt_logprobs = _unreported(chunk, output.prompt_logprobs.get(request_id))
+        if not new_token_ids and not prompt_logprobs:
+            return None
+        return self._update(
+            request,
+            new_token_ids,
+            stop_reason=stop_reason,
+            logprobs=_first(output.logprobs.get(request_id), len(new_token_ids)),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _append(self, request: Request, sampled: list[int]) -> tuple[list[int], int | None]:
+        """Add sampled tokens up to the one that ends the request; returns those added and the stop reason."""
+        for count, token_id in enumerate(sampled, start=1):
+            request.token_ids.append(token_id)
+            stop = check_stop(request, self._max_model_len)
+            if stop is not None:
+                self._finish(request, stop[0])
+                return sampled[:count], stop[1]
+        return sampled, None
+
+    def _finish(self, request: Request, reason: str) -> None:
+        """The one way out: whatever the reason and the state, everything the request holds is released."""
+        status = request.status
+        if not request.finish(reason):
+            return
+        if status is RequestStatus.RUNNING:
+            del self._running[request.request_id]
+            self._removed_request_ids.append(request.request_id)
+        else:
+            self._waiting.remove(request)
+        del self._requests[request.request_id]
+        self._kv.free(request)
+
+    def _update(
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        *,
+        stop_reason: int | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+    ) -> RequestUpdate:
+        """Report on a request; its history goes with its first and its last report only."""
+        update = RequestUpdate(
+            request_id=request.request_id,
+            new_token_ids=new_token_ids,
+            finish_reason=request.finish_reason,
+            stop_reason=stop_reason,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            error=error,
+        )
+        if not request.reported or request.is_finished:
+            update.num_cached_tokens = request.num_cached_tokens
+            update.queued_ts, update.scheduled_ts = request.queued_ts, request.scheduled_ts
+            update.num_preemptions = request.num_preemptions
+            request.reported = True
+        return update
+
+
+def _first(logprobs: list[TokenLogprobs] | None, num_tokens: int) -> list[TokenLogprobs] | None:
+    return None if logprobs is None else logprobs[:num_tokens]
+
+
+def _unreported(chunk: Chunk, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
+    """Prompt logprobs of a chunk, less those reported before a preemption made it be computed again."""
+    if logprobs is None:
+        return None
+    request = chunk.request
+    unreported = logprobs[max(request.num_prompt_logprobs - chunk.start, 0) :]
+    request.num_prompt_logprobs += len(unreported)
+    return unreported or None

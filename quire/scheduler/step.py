@@ -1,0 +1,70 @@
+"""`StepPlan`: one step while it is being planned, and the memory of it until its result comes back.
+
+Invariant: the chunks are in the order of the plan, their sizes sum to at most the budget, and a request has
+at most one of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.scheduler.output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
+from quire.scheduler.request import Request
+
+
+class Chunk(NamedTuple):
+    """Tokens `start` to `end` (exclusive) of a request, computed in one step."""
+
+    request: Request
+    start: int
+    end: int
+
+
+class StepPlan:
+    """Collects what a step computes; `budget` is the number of tokens it may still take."""
+
+    def __init__(self, step_id: int, budget: int) -> None:
+        self.step_id = step_id
+        self.budget = budget
+        self.chunks: list[Chunk] = []
+        self._new_requests: list[NewRequestData] = []
+        self._cached_requests: list[CachedRequestData] = []
+
+    def add_new(self, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
+        """Plan the first tokens of a request for which the worker has no row."""
+        data = NewRequestData(
+            request_id=request.request_id,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            block_ids=block_ids,
+            num_computed_tokens=request.num_computed_tokens,
+            eos_token_ids=request.eos_token_ids,
+        )
+        self._new_requests.append(data)
+        self._take(request, num_tokens)
+
+    def add_cached(self, request: Request, num_tokens: int, new_block_ids: BlockIds) -> None:
+        """Plan the next tokens of a request that has a row."""
+        data = CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens)
+        self._cached_requests.append(data)
+        self._take(request, num_tokens)
+
+    def seal(self, removed_request_ids: list[str]) -> SchedulerOutput:
+        """The plan as the executor gets it."""
+        num_scheduled_tokens = {chunk.request.request_id: chunk.end - chunk.start for chunk in self.chunks}
+        return SchedulerOutput(
+            step_id=self.step_id,
+            new_requests=self._new_requests,
+            cached_requests=self._cached_requests,
+            num_scheduled_tokens=num_scheduled_tokens,
+            total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
+            removed_request_ids=removed_request_ids,
+        )
+
+    def _take(self, request: Request, num_tokens: int) -> None:
+        assert 0 < num_tokens <= self.budget, f"{num_tokens} tokens of {self.budget} planned for {request!r}"
+        start = request.num_computed_tokens
+        self.chunks.append(Chunk(request, start, start + num_tokens))
+        request.num_computed_tokens += num_tokens
+        self.budget -= num_tokens

@@ -1,0 +1,112 @@
+import msgspec
+import pytest
+
+from quire.scheduler.output import CachedRequestData, SchedulerOutput
+from tests.scheduler.harness import Engine, make_config
+
+
+@pytest.fixture
+def steps():
+    """An engine that has run `a` for two steps, and the plan of its third, not yet executed."""
+    engine = Engine()
+    engine.add("a", range(7))
+    engine.step()
+    engine.step()
+    return engine, engine.schedule()
+
+
+def change(plan: SchedulerOutput, **fields) -> SchedulerOutput:
+    return msgspec.structs.replace(plan, **fields)
+
+
+def cached(**fields) -> list[CachedRequestData]:
+    given = {"request_id": "a", "new_block_ids": [[3]], "num_computed_tokens": 8, **fields}
+    return [CachedRequestData(**given)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"version": 999}, "waist version"),
+        ({"step_id": 2}, "step 2 after step 2"),
+        ({"total_num_scheduled_tokens": 2}, "do not add up"),
+        ({"num_scheduled_tokens": {"b": 1}}, "differ"),
+        ({"num_scheduled_tokens": {"a": 0}, "total_num_scheduled_tokens": 0}, "without tokens"),
+        ({"num_scheduled_tokens": {"a": 17}, "total_num_scheduled_tokens": 17}, "budget of 16"),
+        ({"num_scheduled_tokens": {"a": 2}, "total_num_scheduled_tokens": 2}, "token 10 of 9 planned"),
+        ({"removed_request_ids": ["b"]}, "has no row"),
+        ({"removed_request_ids": ["a"]}, "has no row"),
+        ({"cached_requests": cached() * 2}, "planned twice"),
+        ({"cached_requests": cached(num_computed_tokens=7)}, "but 8 tokens are computed"),
+        ({"cached_requests": cached(new_block_ids=[[]])}, "no block covers token 8"),
+        ({"cached_requests": cached(new_block_ids=[[0]])}, "no such blocks"),
+        ({"cached_requests": cached(new_block_ids=[[65]])}, "no such blocks"),
+        ({"cached_requests": cached(new_block_ids=[[1]])}, "twice in"),
+    ],
+)
+def test_a_plan_that_breaks_a_promise_is_refused(steps, fields, message):
+    engine, plan = steps
+    with pytest.raises(AssertionError, match=message):
+        engine.executor.execute_model(change(plan, **fields))
+
+
+def test_the_plan_that_the_cases_above_change_is_a_good_one(steps):
+    engine, plan = steps
+    assert plan.cached_requests == cached()
+    engine.finish_step(plan, engine.executor.execute_model(plan))
+    engine.drain()
+
+
+def test_a_prefix_that_is_not_in_the_cache_is_noticed():
+    engine = Engine()
+    engine.add("a", range(9))
+    engine.drain()
+    engine.add("b", range(9))
+    plan = engine.schedule()
+    (data,) = plan.new_requests
+    assert data.num_computed_tokens == 8
+    other = msgspec.structs.replace(data, token_ids=[99, *data.token_ids[1:]])
+    with pytest.raises(AssertionError, match="does not hold the prefix to token 0"):
+        engine.executor.execute_model(change(plan, new_requests=[other]))
+
+
+def test_writing_to_a_shared_block_is_noticed():
+    engine = Engine()
+    engine.add("a", range(6))
+    engine.step()
+    engine.add("b", range(50, 56))
+    plan = engine.schedule()
+    (data,) = plan.new_requests
+    shared = msgspec.structs.replace(data, block_ids=[[2, 1]])
+    with pytest.raises(AssertionError, match="writes to a shared block"):
+        engine.executor.execute_model(change(plan, new_requests=[shared]))
+
+
+def test_min_tokens_keeps_end_tokens_away():
+    engine = Engine()
+    end = list(range(39))
+    engine.add("a", [1, 2, 3], max_tokens=9, min_tokens=5, stop_token_ids=end)
+    engine.drain()
+    assert engine.tokens("a")[:5] == [39] * 5
+
+
+@pytest.mark.parametrize(("asked", "listed"), [(0, 1), (3, 4), (-1, 41)])
+def test_logprobs_list_the_chosen_token_first(asked, listed):
+    engine = Engine(make_config(max_num_batched_tokens=3))
+    engine.add("a", range(20, 27), max_tokens=2, logprobs=asked, prompt_logprobs=asked)
+    engine.drain()
+    updates = engine.updates["a"]
+    entries = [entry for update in updates for entry in update.prompt_logprobs or []]
+    assert [entry.token_ids[0] for entry in entries] == list(range(21, 27))
+    entries += [entry for update in updates for entry in update.logprobs or []]
+    assert [len(entry.token_ids) for entry in entries] == [listed] * 8
+    assert all(len(entry.logprobs) == listed for entry in entries)
+
+
+def test_the_contract_of_an_executor():
+    executor = Engine(make_config(num_gpu_blocks_override=10)).executor
+    executor.load()
+    (spec,) = executor.kv_cache_specs().values()
+    assert executor.available_kv_bytes() == 10 * spec.block_bytes
+    executor.shutdown()
+    executor.shutdown()

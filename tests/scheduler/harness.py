@@ -1,0 +1,134 @@
+"""A scheduler and a null executor, driven as the engine core drives them, with every promise checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.executor.null import NullExecutor
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from quire.sampling_params import SamplingParams
+from quire.scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput
+from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Scheduler
+
+VOCAB_SIZE = 40
+
+
+def make_config(**changes: Any) -> EngineConfig:
+    """A small engine: 4 rows, 16 tokens a step, blocks of 4 tokens, contexts up to 64."""
+    fields = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "block_size": 4,
+        "max_model_len": 64,
+        "num_gpu_blocks_override": 65,
+    }
+    return EngineConfig.from_args(**{**fields, **changes})
+
+
+def make_kv_config(config: EngineConfig, num_groups: int = 1) -> KVCacheConfig:
+    """`num_groups` groups of one full-attention layer each, which share the pool."""
+    spec = FullAttentionSpec(config.cache.block_size, num_kv_heads=1, head_size=8, dtype_bytes=4)
+    names = [f"layers.{i}" for i in range(num_groups)]
+    groups = tuple(KVCacheGroup((name,), spec) for name in names)
+    return KVCacheConfig(config.cache.num_gpu_blocks_override, groups, dict.fromkeys(names, spec))
+
+
+class Engine:
+    """Runs steps and collects, per request, what a front end would have received."""
+
+    def __init__(self, config: EngineConfig | None = None, num_groups: int = 1) -> None:
+        self.config = config or make_config()
+        kv_config = make_kv_config(self.config, num_groups)
+        self.executor = NullExecutor(self.config, specs=kv_config.layer_specs, vocab_size=VOCAB_SIZE)
+        self.executor.initialize_kv_cache(kv_config)
+        self.scheduler = Scheduler(self.config, kv_config)
+        self.requests: dict[str, Request] = {}
+        self.updates: dict[str, list[RequestUpdate]] = {}
+        self.plans: list[SchedulerOutput] = []
+        self.now = 100.0
+
+    def add(self, request_id: str, prompt: Sequence[int], **fields: Any) -> Request:
+        """Queue a request; keywords that are no field of `Request` are sampling parameters."""
+        own = {name: fields.pop(name) for name in ("eos_token_ids", "cache_salt") if name in fields}
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(**{"max_tokens": 8, **fields}),
+            **own,
+        )
+        self.scheduler.add_request(request, self.now)
+        self.requests[request_id], self.updates[request_id] = request, []
+        return request
+
+    def step(self) -> SchedulerOutput:
+        """One step, with the checks that hold after every one."""
+        plan = self.schedule()
+        self.finish_step(plan, self.executor.execute_model(plan))
+        return plan
+
+    def schedule(self) -> SchedulerOutput:
+        had_requests = self.scheduler.has_unfinished_requests()
+        self.now += 1.0
+        plan = self.scheduler.schedule(self.now)
+        assert not had_requests or plan.total_num_scheduled_tokens > 0, "a step without progress"
+        assert plan.total_num_scheduled_tokens <= self.config.scheduler.max_num_batched_tokens
+        assert self.scheduler.stats().num_running <= self.config.scheduler.max_num_seqs
+        self.plans.append(plan)
+        return plan
+
+    def finish_step(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        self.collect(self.scheduler.update_from_output(plan, output, self.now + 0.5))
+        self.scheduler.check_integrity()
+
+    def abort(self, *request_ids: str) -> list[RequestUpdate]:
+        updates = self.scheduler.finish_requests(request_ids, "abort")
+        self.collect(updates)
+        self.scheduler.check_integrity()
+        return updates
+
+    def collect(self, updates: list[RequestUpdate]) -> None:
+        for update in updates:
+            history = self.updates[update.request_id]
+            assert not any(earlier.finish_reason for earlier in history), "an update after the last"
+            if not history or update.finish_reason:
+                assert update.queued_ts > 0.0
+            history.append(update)
+
+    def drain(self, max_steps: int = 10_000) -> None:
+        """Step until nothing is left; then the cache must be empty-handed and every row freed."""
+        while self.scheduler.has_work():
+            assert max_steps > 0, "the engine does not come to an end"
+            max_steps -= 1
+            self.step()
+        stats = self.scheduler.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+
+    def preempted(self, plan: SchedulerOutput) -> list[str]:
+        """Requests that lost their rows in this plan and come back in a later one."""
+        later = [data.request_id for p in self.plans if p.step_id > plan.step_id for data in p.new_requests]
+        return [name for name in plan.removed_request_ids if name in later]
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for update in self.updates[request_id] for token in update.new_token_ids]
+
+    def last(self, request_id: str) -> RequestUpdate:
+        return self.updates[request_id][-1]
+
+
+def run_alone(request: Request, config: EngineConfig) -> RequestUpdate:
+    """What a request gives in an engine of its own, with room for all and one token budget for all."""
+    roomy = config.evolve(
+        num_gpu_blocks_override=1000, max_num_batched_tokens=1000, enable_prefix_caching=False
+    )
+    engine = Engine(roomy)
+    params = request.sampling_params
+    own = {"eos_token_ids": request.eos_token_ids, "cache_salt": request.extra_keys.cache_salt}
+    copy = Request(request_id="r", prompt_token_ids=request.prompt_token_ids, sampling_params=params, **own)
+    engine.requests["r"], engine.updates["r"] = copy, []
+    engine.scheduler.add_request(copy, engine.now)
+    engine.drain()
+    last = engine.last("r")
+    return RequestUpdate("r", engine.tokens("r"), last.finish_reason, last.stop_reason)

@@ -1,0 +1,162 @@
+"""Random events against a whole scheduler, prefix cache and block pool; the oracle runs each request alone.
+
+The null executor checks every plan and every slot that is read; the harness checks budget, rows, progress and the
+integrity of the cache after every step.
+"""
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from quire.errors import ValidationError
+from tests.scheduler.harness import VOCAB_SIZE, Engine, make_config, run_alone
+
+STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2] * 16, [3, 1, 4, 1, 2, 7, 1, 8, 2, 8, 1, 8])
+token_ids = st.integers(0, VOCAB_SIZE - 1)
+
+
+@st.composite
+def prompts(draw):
+    """1 to 22 tokens, most of them a prefix that other prompts have too."""
+    stem = draw(st.sampled_from(STEMS))[: draw(st.sampled_from([16, 12, 9, 8, 5, 0]))]
+    return stem + draw(st.lists(token_ids, min_size=0 if stem else 1, max_size=6))
+
+
+@st.composite
+def parameters(draw):
+    max_tokens = draw(st.integers(1, 12) | st.none())
+    return {
+        "max_tokens": max_tokens,
+        "min_tokens": draw(st.integers(0, min(max_tokens or 6, 6))),
+        "stop_token_ids": draw(st.lists(token_ids, max_size=2)),
+        "eos_token_ids": draw(st.lists(token_ids, max_size=1)),
+        "ignore_eos": draw(st.booleans()),
+        "cache_salt": draw(st.sampled_from([None, None, "tenant"])),
+        "logprobs": draw(st.sampled_from([None, 0, 2])),
+        "prompt_logprobs": draw(st.sampled_from([None, None, None, 1])),
+    }
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, go and fail at any moment; at the end everyone left must finish as if alone."""
+
+    @initialize(
+        slack=st.sampled_from([1, 2, 5, 20, 100]),
+        num_groups=st.sampled_from([1, 1, 2]),
+        max_num_seqs=st.integers(1, 5),
+        max_num_batched_tokens=st.sampled_from([1, 3, 8, 32, 64]),
+        block_size=st.sampled_from([1, 4, 5]),
+        enable_prefix_caching=st.sampled_from([True, True, False]),
+        enable_chunked_prefill=st.sampled_from([True, True, False]),
+    )
+    def start(self, slack, num_groups, enable_chunked_prefill, max_num_batched_tokens, block_size, **fields):
+        """`slack` is what the pool has beyond the blocks of one request of 28 tokens."""
+        if not enable_chunked_prefill:  # prompts must fit a step, which is checked before the scheduler
+            max_num_batched_tokens = max(max_num_batched_tokens, 24)
+        config = make_config(
+            num_gpu_blocks_override=-(-27 // block_size) * num_groups + slack,
+            block_size=block_size,
+            max_model_len=40,
+            enable_chunked_prefill=enable_chunked_prefill,
+            max_num_batched_tokens=max_num_batched_tokens,
+            **fields,
+        )
+        self.engine = Engine(config, num_groups)
+        self.num_groups = num_groups
+        self.ended_early: set[str] = set()
+
+    @property
+    def unfinished(self) -> list[str]:
+        return [name for name, request in self.engine.requests.items() if not request.is_finished]
+
+    @rule(burst=st.lists(st.tuples(prompts(), parameters()), min_size=1, max_size=3))
+    def add(self, burst):
+        for prompt, params in burst:
+            self._add(prompt, params)
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(data=st.data(), params=parameters())
+    def add_next_turn(self, data, params):
+        """A prompt that goes on from what another request knows by now, or from a part of it."""
+        name = data.draw(st.sampled_from(sorted(self.engine.requests)))
+        known = self.engine.requests[name].token_ids
+        self._add(known[: data.draw(st.integers(1, 24))], params)
+
+    def _add(self, prompt, params):
+        config = self.engine.config
+        name = f"r{len(self.engine.requests)}"
+        longest = min(len(prompt) + (params["max_tokens"] or 40), config.model.max_model_len)
+        needed = -(-(longest - 1) // config.cache.block_size) * self.num_groups
+        if needed <= config.cache.num_gpu_blocks_override - 1:
+            self.engine.add(name, prompt, **params)
+        else:
+            with pytest.raises(ValidationError):
+                self.engine.add(name, prompt, **params)
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count):
+        for _ in range(count):
+            self.engine.step()
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data(), disturb=st.sampled_from(["abort", "abort_in_flight", "fail"]))
+    def disturb(self, data, disturb):
+        getattr(self, disturb)(data)
+
+    def abort(self, data):
+        names = data.draw(st.lists(st.sampled_from(self.unfinished), min_size=1, max_size=2))
+        self.engine.abort(*names, "unknown")
+        self.ended_early.update(names)
+
+    def abort_in_flight(self, data):
+        plan = self.engine.schedule()
+        output = self.engine.executor.execute_model(plan)
+        self.abort(data)
+        self.engine.finish_step(plan, output)
+
+    def fail(self, data):
+        plan = self.engine.schedule()
+        output = self.engine.executor.execute_model(plan)
+        name = data.draw(st.sampled_from(sorted(plan.num_scheduled_tokens)))
+        sampled = {key: ids for key, ids in output.sampled_token_ids.items() if key != name}
+        failed = msgspec.structs.replace(output, sampled_token_ids=sampled, failed={name: "numbers went bad"})
+        self.engine.finish_step(plan, failed)
+        assert self.engine.last(name).finish_reason == "error"
+        self.ended_early.add(name)
+
+    @rule()
+    def reset_prefix_cache(self):
+        idle = self.engine.scheduler.stats().num_running == 0
+        assert self.engine.scheduler.reset_prefix_cache() == idle
+
+    @invariant()
+    def the_cache_is_whole(self):
+        if hasattr(self, "engine"):
+            self.engine.scheduler.check_integrity()
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        self.engine.drain()
+        for name, request in self.engine.requests.items():
+            last = self.engine.last(name)
+            assert last.finish_reason is not None
+            alone = run_alone(request, self.engine.config)
+            if name in self.ended_early:
+                assert self.engine.tokens(name) == alone.new_token_ids[: len(self.engine.tokens(name))]
+            else:
+                assert self.engine.tokens(name) == alone.new_token_ids
+                assert (last.finish_reason, last.stop_reason) == (alone.finish_reason, alone.stop_reason)
+
+
+def machine(**options):
+    case = type("Case", (SchedulerMachine.TestCase,), {})
+    quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    case.settings = settings(derandomize=True, deadline=None, suppress_health_check=quiet, **options)
+    return case
+
+
+TestScheduler = machine(max_examples=50, stateful_step_count=30)
+TestSchedulerAtLength = pytest.mark.soak(machine(max_examples=4000, stateful_step_count=100))
