@@ -101,7 +101,7 @@ def native_library_section() -> Section:
         return Section(
             title, {"state": "not loaded"}, [Problem(str(error), "correct or unset QUIRE_CPU_ISA")]
         )
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, StartupError) as error:
         return Section(title, {"state": "not loaded"}, [Problem(str(error), REINSTALL)])
     if loaded is None:
         return Section(title, {"state": status}, [Problem(status, REINSTALL)])
@@ -117,7 +117,7 @@ def kernels_section() -> Section:
         from quire.kernels import ops
 
         table = ops.describe("cpu", torch.float32)
-    except (ImportError, OSError, ValueError, RuntimeError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, StartupError) as error:
         return Section(
             title, {}, [Problem(f"the kernels cannot be chosen: {error}", "see the sections above")]
         )

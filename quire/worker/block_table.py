@@ -1,0 +1,64 @@
+"""Block tables: which cache blocks hold a row's tokens, for one KV cache group.
+
+Invariant: `block_ids[row, :num_blocks[row]]` are blocks of the pool (never the null block 0, never past its
+end), checked when they come in, so that no kernel ever indexes with anything else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import EngineError
+
+
+class BlockTable:
+    """One row of physical block ids per request.
+
+    Args:
+        max_num_rows: rows, one per running request.
+        max_num_blocks: blocks of the longest request.
+        block_size: tokens per block.
+        pool_size: blocks in the cache, the null block included.
+    """
+
+    def __init__(self, max_num_rows: int, max_num_blocks: int, block_size: int, pool_size: int) -> None:
+        self.block_size = block_size
+        self.pool_size = pool_size
+        self.block_ids: NDArray[np.int32] = np.zeros((max_num_rows, max_num_blocks), dtype=np.int32)
+        self.num_blocks: NDArray[np.int64] = np.zeros(max_num_rows, dtype=np.int64)
+
+    def append(self, row: int, block_ids: list[int]) -> None:
+        """Add blocks at the end of a row.
+
+        Raises:
+            EngineError: a block id is not in the pool, or the row is full.
+        """
+        if not block_ids:
+            return
+        if min(block_ids) <= 0 or max(block_ids) >= self.pool_size:
+            raise EngineError(f"block ids {block_ids} must be in [1, {self.pool_size})")
+        start, end = int(self.num_blocks[row]), int(self.num_blocks[row]) + len(block_ids)
+        if end > self.block_ids.shape[1]:
+            raise EngineError(f"a row of {end} blocks is longer than the limit of {self.block_ids.shape[1]}")
+        self.block_ids[row, start:end] = block_ids
+        self.num_blocks[row] = end
+
+    def clear(self, row: int) -> None:
+        """Forget a row's blocks."""
+        self.num_blocks[row] = 0
+
+    def capacity(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens that each row's blocks can hold."""
+        return self.num_blocks[rows] * self.block_size
+
+    def slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Slot of each token: rows [T] and positions [T] -> block_id * block_size + offset, [T] int64."""
+        blocks = self.block_ids[rows, positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
+
+    def gather(self, rows: NDArray[np.int64], num_tokens: int) -> NDArray[np.int32]:
+        """The tables of some rows, wide enough for `num_tokens` tokens: a new [R, blocks] int32."""
+        width = -(-num_tokens // self.block_size)
+        gathered: NDArray[np.int32] = self.block_ids[:, :width].take(rows, axis=0)
+        return gathered

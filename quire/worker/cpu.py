@@ -1,0 +1,125 @@
+"""What the worker has to know of a CPU: how many threads to use and how much memory is left.
+
+Invariant: a container is believed over its host. Limits of control groups (versions 1 and 2) bound what the
+kernel says of the whole machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from quire.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+DEFAULT_CACHE_BYTES = 4 * GIB
+
+
+class CpuDevice:
+    """The host's processor.
+
+    Args:
+        root: where /proc and /sys are; tests put their own there.
+    """
+
+    torch_device = torch.device("cpu")
+    default_cache_bytes: int | None = DEFAULT_CACHE_BYTES
+    warm_up_tokens = 32
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+
+    def start(self, config: EngineConfig) -> None:
+        """Set the number of compute threads of this process."""
+        asked = config.device.cpu_threads
+        threads, reason = (asked, "as --cpu-threads says") if asked else self._default_threads()
+        torch.set_num_threads(threads)
+        logger.info("cpu_threads = %d: %s", threads, reason)
+
+    def available_bytes(self) -> int:
+        """Memory that this process can still take without pushing anyone out."""
+        return min([self._host_available(), *self._group_available()])
+
+    def _default_threads(self) -> tuple[int, str]:
+        if os.environ.get("OMP_NUM_THREADS"):
+            return torch.get_num_threads(), "as OMP_NUM_THREADS says"
+        cores, quota = self._num_cores(), self._cpu_quota()
+        if quota < cores:
+            return max(
+                1, math.floor(quota)
+            ), f"the control group allows {quota:g} processors of {cores} cores"
+        return cores, "one per physical core that this process may use"
+
+    def _num_cores(self) -> int:
+        return len({self._core_of(cpu) for cpu in os.sched_getaffinity(0)})
+
+    def _core_of(self, cpu: int) -> str:
+        topology = self._root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        siblings = [_read(topology / name) for name in ("physical_package_id", "core_id")]
+        return f"{siblings[0]}.{siblings[1]}" if None not in siblings else f"cpu{cpu}"
+
+    def _cpu_quota(self) -> float:
+        """Processors' worth of time that control groups grant; infinite if none limits it."""
+        quotas = [math.inf]
+        for folder in self._groups(""):
+            limit, _, period = (_read(folder / "cpu.max") or "max").partition(" ")
+            if limit != "max":
+                quotas.append(int(limit) / int(period))
+        for folder in self._groups("cpu"):
+            limit, period = (
+                _read(folder / "cpu.cfs_quota_us") or "-1",
+                _read(folder / "cpu.cfs_period_us") or "1",
+            )
+            if int(limit) > 0:
+                quotas.append(int(limit) / int(period))
+        return min(quotas)
+
+    def _host_available(self) -> int:
+        fields = _fields((self._root / "proc/meminfo").read_text())
+        return fields["MemAvailable:"] * 1024
+
+    def _group_available(self) -> Iterator[int]:
+        """What is left under each memory limit; cached file pages, which the kernel drops first, do not count."""
+        for controller, limit_file, usage_file, cache_field in (
+            ("", "memory.max", "memory.current", "inactive_file"),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            for folder in self._groups(controller):
+                limit, usage = _read(folder / limit_file), _read(folder / usage_file)
+                if limit is None or usage is None or limit == "max":
+                    continue
+                cached = _fields(_read(folder / "memory.stat") or "").get(cache_field, 0)
+                yield max(0, int(limit) - int(usage) + cached)
+
+    def _groups(self, controller: str) -> Iterator[Path]:
+        """Folders of this process's control group and its parents: version 2 for "", else a version 1
+        controller.
+
+        Inside a container the named folder may not be visible while the mounted root is its own group.
+        """
+        base = self._root / "sys/fs/cgroup" / controller
+        for line in (_read(self._root / "proc/self/cgroup") or "").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                own = Path(path.lstrip("/"))
+                yield from (base / folder for folder in (own, *own.parents) if folder != Path())
+        yield base
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:  # not there, or not for us to see: it then limits nothing that we can know of
+        return None
+
+
+def _fields(text: str) -> dict[str, int]:
+    """Lines of the form "name number [unit]"."""
+    return {name: int(value) for name, value, *_ in map(str.split, text.splitlines())}

@@ -1,0 +1,94 @@
+"""From rows to one step's flat inputs.
+
+Invariant: numpy vector operations only, so the cost does not depend on Python visiting tokens; a plain loop
+that does the same is the oracle in the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.errors import EngineError
+from quire.kernels.attention_metadata import AttentionMetadata
+from quire.worker.input_batch import InputBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The inputs of one step with R requests and T tokens; N of the requests sample."""
+
+    rows: NDArray[np.int64]
+    """[R] batch row of each request, in the plan's order."""
+    starts: NDArray[np.int64]
+    """[R] position of each request's first token in this step."""
+    query_start_loc: NDArray[np.int64]
+    """[R + 1] index of each request's first token in the flat inputs, and T."""
+    sampling: NDArray[np.int64]
+    """[N] indices, into `rows`, of the requests that sample."""
+    input_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64."""
+    metadata: AttentionMetadata
+
+    @property
+    def logits_indices(self) -> NDArray[np.int64]:
+        """[N] index, in the flat inputs, of the last token of each request that samples."""
+        return self.query_start_loc[1:][self.sampling] - 1
+
+
+def gather_inputs(
+    batch: InputBatch, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64], device: torch.device
+) -> StepInputs:
+    """Lay the scheduled tokens of some rows side by side.
+
+    Args:
+        rows: [R] rows of the step, all different.
+        num_scheduled_tokens: [R] tokens to compute for each, counted from its computed tokens.
+
+    Raises:
+        EngineError: the plan schedules tokens that a row does not know or has no blocks for.
+    """
+    starts = batch.num_computed_tokens[rows]
+    ends = starts + num_scheduled_tokens
+    _check_bounds(batch, rows, starts, ends)
+    query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(num_scheduled_tokens, out=query_start_loc[1:])
+    token_rows = rows.repeat(num_scheduled_tokens)
+    positions = np.arange(query_start_loc[-1]) + (starts - query_start_loc[:-1]).repeat(num_scheduled_tokens)
+    longest = int(ends.max())
+    table = batch.block_tables[0]
+
+    def on_device(array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return StepInputs(
+        rows=rows,
+        starts=starts,
+        query_start_loc=query_start_loc,
+        sampling=np.flatnonzero(ends == batch.num_tokens[rows]),
+        input_ids=on_device(batch.token_ids[token_rows, positions].astype(np.int64)),
+        positions=on_device(positions),
+        metadata=AttentionMetadata(
+            query_start_loc=on_device(query_start_loc.astype(np.int32)),
+            seq_lens=on_device(ends.astype(np.int32)),
+            block_tables=on_device(table.gather(rows, longest)),
+            slot_mapping=on_device(table.slots(token_rows, positions)),
+            max_query_len=int(num_scheduled_tokens.max()),
+            max_seq_len=longest,
+        ),
+    )
+
+
+def _check_bounds(
+    batch: InputBatch, rows: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> None:
+    if (starts < 0).any() or (starts >= ends).any() or (ends > batch.num_tokens[rows]).any():
+        raise EngineError("the plan schedules tokens outside those that a request has")
+    if any((ends > table.capacity(rows)).any() for table in batch.block_tables):
+        raise EngineError("the plan schedules tokens for which a request has no cache blocks")

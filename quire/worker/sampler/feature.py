@@ -1,0 +1,85 @@
+"""The one shape of a sampling feature.
+
+Invariant: a feature owns the settings of the rows that use it. `stage` (host: numpy, indices) and `apply`
+(device: torch, logits) are apart so that staging can run while the model computes; what passes between them
+is a value, never state. A feature that no row of a step uses costs one comparison.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.sampling_params import SamplingParams
+from quire.scheduler.output import NewRequestData
+
+Staged = TypeVar("Staged")
+
+
+class Feature(ABC, Generic[Staged]):
+    """A step of sampling that some requests ask for.
+
+    Args:
+        max_num_seqs: rows of the batch.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._is_user = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._num_users = 0
+
+    def add_request(self, row: int, request: NewRequestData) -> None:
+        """Keep what this request asks for, if it uses the feature at all."""
+        if self.wants(request.sampling_params):
+            self._is_user[row] = True
+            self._num_users += 1
+            self._store(row, request)
+
+    def remove_request(self, row: int) -> None:
+        """Forget the row; nothing happens if it did not use the feature."""
+        if self._is_user[row]:
+            self._is_user[row] = False
+            self._num_users -= 1
+            self._forget(row)
+
+    def stage(self, rows: NDArray[np.int64]) -> Staged | None:
+        """Gather what `apply` needs for the rows [N] that sample, or None if none of them uses the feature."""
+        if not self._num_users:
+            return None
+        users = np.flatnonzero(self._is_user[rows])
+        return self._stage(rows, users) if len(users) else None
+
+    @abstractmethod
+    def wants(self, params: SamplingParams) -> bool:
+        """Whether a request with these parameters uses the feature."""
+
+    @abstractmethod
+    def _store(self, row: int, request: NewRequestData) -> None:
+        """Keep a user's settings."""
+
+    def _forget(self, row: int) -> None:
+        """Drop a user's settings where keeping them would cost memory or be wrong for the row's next owner."""
+        return None
+
+    @abstractmethod
+    def _stage(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> Staged | None:
+        """`stage`, where the indices `users` into `rows` are of users and not empty."""
+
+
+class LogitsFeature(Feature[Staged]):
+    """A feature that changes the logits."""
+
+    @abstractmethod
+    def apply(self, logits: Tensor, staged: Staged) -> None:
+        """Change logits [N, V] float32, contiguous, in place. Each row's result depends on that row alone."""
+
+
+def flat_indices(users: NDArray[np.int64], ids: Sequence[NDArray[np.int64]], vocab_size: int) -> Tensor:
+    """Indices into the flattened logits of the token ids `ids[i]` of step row `users[i]`."""
+    lengths = [len(some) for some in ids]
+    return torch.from_numpy((users * vocab_size).repeat(lengths) + np.concatenate(ids))

@@ -1,0 +1,34 @@
+"""The worker's last look at a request before its integers become indices.
+
+Invariant: the front end has already refused such requests with a better message; this check exists so that a
+bug there costs one request and never memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.scheduler.output import NewRequestData
+
+
+def why_unusable(request: NewRequestData, vocab_size: int, max_model_len: int) -> str | None:
+    """The reason why the request cannot get a row, or None if it can."""
+    num_tokens = len(request.token_ids)
+    if not 0 < num_tokens <= max_model_len:
+        return f"the request has {num_tokens} tokens, the limit is 1 to {max_model_len}"
+    if not 0 < request.num_prompt_tokens <= num_tokens:
+        return f"the request has {request.num_prompt_tokens} prompt tokens of {num_tokens} tokens"
+    params = request.sampling_params
+    indexed: dict[str, Iterable[int]] = {
+        "token id": request.token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": params.logit_bias or (),
+    }
+    return next((bad for name, ids in indexed.items() if (bad := _out_of_range(name, ids, vocab_size))), None)
+
+
+def _out_of_range(name: str, token_ids: Iterable[int], vocab_size: int) -> str | None:
+    low, high = min(token_ids, default=0), max(token_ids, default=0)
+    if low >= 0 and high < vocab_size:
+        return None
+    return f"{name} {low if low < 0 else high} is not in the vocabulary of {vocab_size} tokens"

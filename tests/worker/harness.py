@@ -1,0 +1,215 @@
+"""What the worker's tests share: requests, a batch, an exact toy model, and a driver that plays the scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig, ModelArch
+from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, group_layers
+from quire.sampling_params import SamplingParams
+from quire.scheduler.output import (
+    CachedRequestData,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    TokenLogprobs,
+)
+from quire.worker.block_table import BlockTable
+from quire.worker.input_batch import InputBatch
+from quire.worker.model_runner import ModelRunner
+
+VOCAB_SIZE = 23
+BLOCK_SIZE = 4
+NUM_BLOCKS = 80
+POISON = 22
+"""After this token the toy model's logits are NaN."""
+
+
+def request(
+    prompt: Iterable[int],
+    params: SamplingParams | None = None,
+    *,
+    request_id: str = "r",
+    output: Iterable[int] = (),
+    block_ids: list[int] | None = None,
+    num_computed_tokens: int = 0,
+    eos_token_ids: Iterable[int] = (),
+) -> NewRequestData:
+    prompt = list(prompt)
+    return NewRequestData(
+        request_id,
+        [*prompt, *output],
+        len(prompt),
+        params or SamplingParams(temperature=0),
+        [block_ids or []],
+        num_computed_tokens,
+        list(eos_token_ids),
+    )
+
+
+def input_batch(
+    max_num_seqs: int = 8, max_model_len: int = 64, block_size: int = BLOCK_SIZE, pool_size: int = NUM_BLOCKS
+) -> InputBatch:
+    table = BlockTable(max_num_seqs, -(-max_model_len // block_size), block_size, pool_size)
+    return InputBatch(max_num_seqs, max_model_len, (table,))
+
+
+def tiny_config(**args: Any) -> EngineConfig:
+    """A prepared config of the toy model."""
+    defaults = {
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "block_size": BLOCK_SIZE,
+    }
+    arch = ModelArch("Toy", "toy", VOCAB_SIZE, 1, 1, 1, 1, 1, 1, 64)
+    return dataclasses.replace(EngineConfig.from_args(**defaults | args), model_arch=arch)
+
+
+class ToyModel:
+    """Next-token logits are a fixed random table's row, picked by a hash of all tokens so far.
+
+    The hash is an integer sum read back through the block tables, so it is exact, and wrong if a token, position, slot
+    or block is.
+    """
+
+    def __init__(self) -> None:
+        self.cache = torch.full((NUM_BLOCKS * BLOCK_SIZE,), torch.nan, dtype=torch.float64)
+        self.table = torch.randn(997, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        self.cache[metadata.slot_mapping] = ((input_ids + 1) * (positions * positions + 7)).double()
+        starts = metadata.query_start_loc.tolist()
+        hidden = []
+        for index, seq_len in enumerate(metadata.seq_lens.tolist()):
+            num_blocks = -(-seq_len // BLOCK_SIZE)
+            blocks = metadata.block_tables[index, :num_blocks].long()
+            slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:seq_len]
+            sums = self.cache[slots].cumsum(0)[seq_len - (starts[index + 1] - starts[index]) :]
+            hidden.append(sums % 997)
+        state = torch.cat(hidden)
+        return torch.stack((state, input_ids.double()), dim=1)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        assert not hidden.isnan().any(), "the model read a slot that was never written"
+        logits = self.table[hidden[:, 0].long()]
+        logits[hidden[:, 1] == POISON, 3] = torch.nan
+        return logits
+
+
+def toy_runner(model: ToyModel | None = None, **args: Any) -> ModelRunner:
+    config = tiny_config(**args)
+    specs = {"layer": FullAttentionSpec(BLOCK_SIZE, 1, 1, 4)}
+    kv_config = KVCacheConfig(NUM_BLOCKS, group_layers(specs), specs)
+    return ModelRunner(model or ToyModel(), config, kv_config, torch.device("cpu"))
+
+
+@dataclasses.dataclass
+class Sequence:
+    """A request as the driver sees it."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    block_ids: list[int] = dataclasses.field(default_factory=list)
+    num_computed_tokens: int = 0
+    has_row: bool = False
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+class Driver:
+    """Plays the scheduler: any number of tokens of any requests per step, blocks in random order."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0, num_blocks: int = NUM_BLOCKS) -> None:
+        self.runner = runner
+        self.block_size = runner.batch.block_tables[0].block_size
+        self.free_blocks = list(range(1, num_blocks))
+        random.Random(seed).shuffle(self.free_blocks)
+        self.sequences: dict[str, Sequence] = {}
+        self.removed: list[str] = []
+        self.step_id = 0
+
+    def submit(self, request_id: str, prompt: list[int], params: SamplingParams) -> Sequence:
+        self.sequences[request_id] = Sequence(list(prompt), len(prompt), params)
+        return self.sequences[request_id]
+
+    def preempt(self, request_id: str) -> None:
+        """Take its blocks and row away; it starts again from its known tokens when scheduled next."""
+        sequence = self.sequences[request_id]
+        self.free_blocks = sequence.block_ids + self.free_blocks
+        sequence.block_ids, sequence.num_computed_tokens = [], 0
+        if sequence.has_row:
+            self.removed.append(request_id)
+        sequence.has_row = False
+
+    def finish(self, request_id: str) -> Sequence:
+        self.preempt(request_id)
+        return self.sequences.pop(request_id)
+
+    def step(self, num_scheduled_tokens: Mapping[str, int]) -> ModelRunnerOutput:
+        new, cached = [], []
+        for request_id, count in num_scheduled_tokens.items():
+            sequence = self.sequences[request_id]
+            blocks = self._grow(sequence, sequence.num_computed_tokens + count)
+            if sequence.has_row:
+                cached.append(CachedRequestData(request_id, [blocks], sequence.num_computed_tokens))
+            else:
+                new.append(self._new(request_id, sequence))
+            sequence.has_row = True
+        total = sum(num_scheduled_tokens.values())
+        plan = SchedulerOutput(self.step_id, new, cached, dict(num_scheduled_tokens), total, self.removed)
+        self.removed, self.step_id = [], self.step_id + 1
+        output = self.runner.execute_model(plan)
+        for request_id, count in num_scheduled_tokens.items():
+            self._take(request_id, count, output)
+        return output
+
+    def generate(self, request_id: str, num_tokens: int, chunk: int = 1000) -> Sequence:
+        """Run one request alone, `chunk` tokens a step, until it has that many output tokens."""
+        sequence = self.sequences[request_id]
+        while len(sequence.output) < num_tokens:
+            pending = len(sequence.token_ids) - sequence.num_computed_tokens
+            self.step({request_id: min(chunk, pending)})
+        return sequence
+
+    def _new(self, request_id: str, sequence: Sequence) -> NewRequestData:
+        return NewRequestData(
+            request_id,
+            list(sequence.token_ids),
+            sequence.num_prompt_tokens,
+            sequence.params,
+            [list(sequence.block_ids)],
+            sequence.num_computed_tokens,
+        )
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        missing = -(-num_tokens // self.block_size) - len(sequence.block_ids)
+        blocks = [self.free_blocks.pop() for _ in range(missing)]
+        sequence.block_ids += blocks
+        return blocks
+
+    def _take(self, request_id: str, count: int, output: ModelRunnerOutput) -> None:
+        sequence = self.sequences[request_id]
+        sequence.num_computed_tokens += count
+        samples = sequence.num_computed_tokens == len(sequence.token_ids) and request_id not in output.failed
+        assert samples == (request_id in output.sampled_token_ids)
+        sequence.token_ids += output.sampled_token_ids.get(request_id, [])
+        sequence.logprobs += output.logprobs.get(request_id, [])
+        sequence.prompt_logprobs += output.prompt_logprobs.get(request_id, [])
+
+
+def rows_of(*rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(rows, dtype=np.int64)

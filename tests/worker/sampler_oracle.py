@@ -1,0 +1,104 @@
+"""The sampler, one row at a time and as plainly as it can be said."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from quire.scheduler.output import NewRequestData
+
+MASK_32 = 0xFFFFFFFF
+
+
+def philox4x32(counter: list[int], key: list[int]) -> list[int]:
+    for _ in range(10):
+        first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [
+            (second >> 32) ^ counter[1] ^ key[0],
+            second & MASK_32,
+            (first >> 32) ^ counter[3] ^ key[1],
+            first & MASK_32,
+        ]
+        key = [(key[0] + 0x9E3779B9) & MASK_32, (key[1] + 0xBB67AE85) & MASK_32]
+    return counter
+
+
+def uniform(seed: int, position: int) -> float:
+    seed %= 2**64
+    words = philox4x32([position & MASK_32, position >> 32, 0, 0], [seed & MASK_32, seed >> 32])
+    return ((words[0] << 32 | words[1]) >> 12) / 2**52
+
+
+def order(logits: list[float]) -> list[int]:
+    """Token ids from the most to the least likely."""
+    return sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+
+
+def probabilities(logits: list[float]) -> list[float]:
+    weights = [math.exp(x - max(logits)) for x in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
+def changed_logits(logits: list[float], request: NewRequestData) -> list[float]:
+    """After every feature that changes logits, for the token that comes after `request.token_ids`."""
+    params, tokens = request.sampling_params, request.token_ids
+    output = tokens[request.num_prompt_tokens :]
+    new = list(logits)
+    if params.allowed_token_ids is not None:
+        new = [x if token in params.allowed_token_ids else -math.inf for token, x in enumerate(new)]
+    if len(output) < params.min_tokens:
+        for token in {*request.eos_token_ids, *params.stop_token_ids}:
+            new[token] = -math.inf
+    for token, bias in (params.logit_bias or {}).items():
+        new[token] = float(np.float32(new[token]) + np.float32(bias))
+    for token in set(tokens):
+        x = new[token]
+        x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+        x -= params.frequency_penalty * output.count(token) + params.presence_penalty * (token in output)
+        new[token] = float(np.float32(x))
+    return new
+
+
+def filtered_logits(logits: list[float], request: NewRequestData) -> list[float]:
+    """After the features that shape a random row's distribution."""
+    params = request.sampling_params
+    new = [float(np.float32(x) / np.float32(params.temperature)) for x in logits]
+    probs = probabilities(new)
+    new = [x if p >= params.min_p * max(probs) else -math.inf for x, p in zip(new, probs, strict=True)]
+    kept = order(new)[: params.top_k or None]
+    new = [x if token in kept else -math.inf for token, x in enumerate(new)]
+    if params.top_p < 1:
+        probs, mass, nucleus = probabilities(new), 0.0, []
+        for token in order(new):
+            if mass >= params.top_p:
+                break
+            nucleus.append(token)
+            mass += probs[token]
+        new = [x if token in nucleus else -math.inf for token, x in enumerate(new)]
+    return new
+
+
+def sample(logits: list[float], request: NewRequestData) -> int:
+    """The token that comes after `request.token_ids`."""
+    params = request.sampling_params
+    new = changed_logits(logits, request)
+    if params.greedy:
+        return order(new)[0]
+    assert params.seed is not None
+    u = uniform(params.seed, len(request.token_ids) - request.num_prompt_tokens)
+    cumulative = 0.0
+    probs = probabilities(filtered_logits(new, request))
+    for token, p in enumerate(probs):
+        cumulative += p
+        if cumulative > u:
+            return token
+    return max(token for token, p in enumerate(probs) if p > 0)
+
+
+def logprobs(logits: list[float], chosen: int, count: int) -> tuple[list[int], list[float], int]:
+    """Token ids, log-probabilities and the chosen token's rank; the chosen token first."""
+    logs = [math.log(p) if p > 0 else -math.inf for p in probabilities(logits)]
+    ranked = order(logits)
+    ids = [chosen, *(ranked if count == -1 else ranked[:count])]
+    return ids, [logs[token] for token in ids], ranked.index(chosen) + 1

@@ -1,0 +1,133 @@
+"""The CPU's facts, read from a made-up /proc and /sys."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.worker.cpu import CpuDevice
+from tests.worker.harness import tiny_config
+
+GIB = 2**30
+MEMINFO = "MemTotal: 33554432 kB\nMemFree: 1048576 kB\nMemAvailable:   16777216 kB\nHugePages_Total:  0\n"
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in ({"proc/meminfo": MEMINFO} | files).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "gib"),
+    [
+        ({}, 16),
+        ({"sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "5"}, 16),
+        ({"sys/fs/cgroup/memory.max": f"{8 * GIB}", "sys/fs/cgroup/memory.current": f"{3 * GIB}"}, 5),
+        (
+            {
+                "sys/fs/cgroup/memory.max": f"{8 * GIB}",
+                "sys/fs/cgroup/memory.current": f"{3 * GIB}",
+                "sys/fs/cgroup/memory.stat": f"anon 7\ninactive_file {GIB}\n",
+            },
+            6,
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/memory.max": f"{4 * GIB}",
+                "sys/fs/cgroup/a/memory.current": f"{1 * GIB}",
+                "sys/fs/cgroup/a/b/memory.max": f"{9 * GIB}",
+                "sys/fs/cgroup/a/b/memory.current": "0",
+            },
+            3,
+        ),
+        (
+            {
+                "proc/self/cgroup": "9:cpu,cpuacct:/x\n5:memory:/x\n",
+                "sys/fs/cgroup/memory/x/memory.limit_in_bytes": f"{2 * GIB}",
+                "sys/fs/cgroup/memory/x/memory.usage_in_bytes": f"{1 * GIB}",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{1 * GIB}",
+            },
+            1,
+        ),
+        ({"sys/fs/cgroup/memory.max": "10", "sys/fs/cgroup/memory.current": "20"}, 0),
+    ],
+    ids=["host", "unlimited", "v2", "v2 with page cache", "v2 parent", "v1", "over its limit"],
+)
+def test_available_memory(tmp_path: Path, files: dict[str, str], gib: int) -> None:
+    assert CpuDevice(write(tmp_path, files)).available_bytes() == gib * GIB
+
+
+def topology(cores: list[int]) -> dict[str, str]:
+    """CPU i is on core `cores[i]` of one package."""
+    folder = "sys/devices/system/cpu/cpu{}/topology/"
+    return {folder.format(i) + "core_id": str(core) for i, core in enumerate(cores)} | {
+        folder.format(i) + "physical_package_id": "0" for i in range(len(cores))
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "affinity", "threads"),
+    [
+        ({}, {0, 1, 2}, 3),
+        (topology([0, 0, 1, 1]), {0, 1, 2, 3}, 2),
+        (topology([0, 0, 1, 1]), {0, 1}, 1),
+        (topology([0, 1, 2, 3]) | {"sys/fs/cgroup/cpu.max": "250000 100000"}, {0, 1, 2, 3}, 2),
+        (topology([0, 1, 2, 3]) | {"sys/fs/cgroup/cpu.max": "50000 100000"}, {0, 1, 2, 3}, 1),
+        (topology([0, 1]) | {"sys/fs/cgroup/cpu.max": "max 100000"}, {0, 1}, 2),
+        (
+            topology([0, 1])
+            | {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            {0, 1},
+            1,
+        ),
+    ],
+    ids=["no topology", "hyperthreads", "affinity", "quota", "small quota", "no quota", "v1 quota"],
+)
+def test_default_threads(
+    tmp_path: Path,
+    files: dict[str, str],
+    affinity: set[int],
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: affinity)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    with caplog.at_level(logging.INFO):
+        CpuDevice(write(tmp_path, files)).start(tiny_config())
+    assert chosen == [threads]
+    assert f"cpu_threads = {threads}: " in caplog.text
+
+
+def test_threads_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    CpuDevice().start(tiny_config(cpu_threads=3))
+    assert chosen == [3]
+
+
+def test_threads_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    CpuDevice().start(tiny_config())
+    assert chosen == [5]
+
+
+def test_this_machine_can_be_read() -> None:
+    assert CpuDevice().available_bytes() > 0

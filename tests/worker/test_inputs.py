@@ -1,0 +1,160 @@
+"""The persistent batch and the gather, against a dictionary of lists and a loop over tokens."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import EngineError
+from quire.scheduler.output import CachedRequestData
+from quire.worker.input_batch import InputBatch
+from quire.worker.inputs import StepInputs, gather_inputs
+from tests.worker.harness import BLOCK_SIZE, NUM_BLOCKS, input_batch, request, rows_of
+
+CPU = torch.device("cpu")
+
+
+class PlainRequest:
+    """What the batch should know of one request."""
+
+    def __init__(self, rng: random.Random, request_id: str) -> None:
+        self.request_id = request_id
+        self.tokens = [rng.randrange(1000) for _ in range(rng.randint(1, 40))]
+        self.num_prompt_tokens = rng.randint(1, len(self.tokens))
+        self.num_computed_tokens = rng.randrange(len(self.tokens))
+        self.blocks = rng.sample(range(1, NUM_BLOCKS), -(-len(self.tokens) // BLOCK_SIZE))
+
+
+def add(batch: InputBatch, plain: PlainRequest) -> None:
+    batch.add(
+        request(
+            plain.tokens[: plain.num_prompt_tokens],
+            request_id=plain.request_id,
+            output=plain.tokens[plain.num_prompt_tokens :],
+            block_ids=plain.blocks,
+            num_computed_tokens=plain.num_computed_tokens,
+        )
+    )
+
+
+def sample_token(batch: InputBatch, plain: PlainRequest, token: int) -> None:
+    """What a step that computed everything leaves behind."""
+    row = batch.row(plain.request_id)
+    plain.num_computed_tokens = len(plain.tokens)
+    plain.tokens.append(token)
+    new_blocks = (
+        [[token % (NUM_BLOCKS - 1) + 1]] if len(plain.tokens) > len(plain.blocks) * BLOCK_SIZE else [[]]
+    )
+    plain.blocks += new_blocks[0]
+    batch.append_tokens(rows_of(row), rows_of(token))
+    batch.update(CachedRequestData(plain.request_id, new_blocks, plain.num_computed_tokens))
+
+
+def check_gather(inputs: StepInputs, requests: list[PlainRequest], counts: list[int]) -> None:
+    """The slow way: token by token."""
+    ids, positions, slots, starts, samples = [], [], [], [0], []
+    for index, (plain, count) in enumerate(zip(requests, counts, strict=True)):
+        for position in range(plain.num_computed_tokens, plain.num_computed_tokens + count):
+            ids.append(plain.tokens[position])
+            positions.append(position)
+            slots.append(plain.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+        starts.append(len(ids))
+        if plain.num_computed_tokens + count == len(plain.tokens):
+            samples.append(index)
+    lengths = [plain.num_computed_tokens + count for plain, count in zip(requests, counts, strict=True)]
+    meta = inputs.metadata
+    assert inputs.input_ids.tolist() == ids
+    assert inputs.positions.tolist() == positions
+    assert meta.slot_mapping.tolist() == slots
+    assert meta.query_start_loc.tolist() == inputs.query_start_loc.tolist() == starts
+    assert meta.seq_lens.tolist() == lengths
+    assert (meta.max_seq_len, meta.max_query_len) == (max(lengths), max(counts))
+    assert inputs.sampling.tolist() == samples
+    assert inputs.logits_indices.tolist() == [starts[index + 1] - 1 for index in samples]
+    for table, plain, length in zip(meta.block_tables.tolist(), requests, lengths, strict=True):
+        needed = -(-length // BLOCK_SIZE)
+        assert table[:needed] == plain.blocks[:needed]
+    dtypes = [t.dtype for t in (inputs.input_ids, inputs.positions, meta.slot_mapping)]
+    assert dtypes == [torch.int64] * 3
+    assert {t.dtype for t in (meta.query_start_loc, meta.seq_lens, meta.block_tables)} == {torch.int32}
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.sampled_from("aarsg"), max_size=30))
+def test_gather_equals_a_loop_over_tokens(seed: int, actions: list[str]) -> None:
+    """a: add, r: remove, s: sample a token, g: gather some rows in any order."""
+    rng = random.Random(seed)
+    batch = input_batch()
+    known: dict[str, PlainRequest] = {}
+    for number, action in enumerate([*actions, "g"]):
+        if action == "a" and len(known) < batch.max_num_seqs:
+            known[f"r{number}"] = PlainRequest(rng, f"r{number}")
+            add(batch, known[f"r{number}"])
+        if not known:
+            continue
+        picked = rng.sample(sorted(known), rng.randint(1, len(known)))
+        if action == "r":
+            del known[picked[0]]
+            batch.remove(picked[0])
+        elif action == "s":
+            sample_token(batch, known[picked[0]], rng.randrange(1000))
+        elif action == "g":
+            requests = [known[request_id] for request_id in picked]
+            counts = [rng.randint(1, len(plain.tokens) - plain.num_computed_tokens) for plain in requests]
+            rows = rows_of(*(batch.row(request_id) for request_id in picked))
+            check_gather(gather_inputs(batch, rows, np.array(counts), CPU), requests, counts)
+    assert len(batch) == len(known)
+
+
+def test_a_row_is_for_life() -> None:
+    batch = input_batch(max_num_seqs=3)
+    rows = [batch.add(request([1, 2], request_id=name)) for name in "abc"]
+    assert batch.remove("b") == rows[1]
+    assert (batch.row("a"), batch.row("c")) == (rows[0], rows[2])
+    assert batch.add(request([3], request_id="d")) == rows[1]
+    assert batch.num_output_tokens(rows_of(rows[1])).tolist() == [0]
+
+
+def test_removing_what_has_no_row_is_fine() -> None:
+    assert input_batch().remove("never seen") is None
+
+
+def test_batch_refuses_contradictions() -> None:
+    batch = input_batch(max_num_seqs=1)
+    batch.add(request([1], request_id="a"))
+    with pytest.raises(EngineError, match="already has a row"):
+        batch.add(request([1], request_id="a"))
+    with pytest.raises(EngineError, match="more than max_num_seqs"):
+        batch.add(request([1], request_id="b"))
+    with pytest.raises(EngineError, match="b has no row"):
+        batch.row("b")
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "num_scheduled", "blocks", "message"),
+    [
+        (0, 4, [1], "outside those"),
+        (0, 0, [1], "outside those"),
+        (-1, 2, [1], "outside those"),
+        (0, 3, [], "no cache blocks"),
+    ],
+)
+def test_gather_refuses_an_impossible_plan(
+    num_computed: int, num_scheduled: int, blocks: list[int], message: str
+) -> None:
+    batch = input_batch()
+    batch.add(request([1, 2, 3], block_ids=blocks, num_computed_tokens=num_computed))
+    with pytest.raises(EngineError, match=message):
+        gather_inputs(batch, rows_of(0), rows_of(num_scheduled), CPU)
+
+
+def test_context_can_be_full() -> None:
+    batch = input_batch(max_model_len=4)
+    batch.add(request([1, 2, 3, 4], block_ids=[1]))
+    batch.append_tokens(rows_of(0), rows_of(5))
+    assert batch.num_tokens[0] == 5

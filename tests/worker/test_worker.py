@@ -1,0 +1,116 @@
+"""The worker and its executor with a real, tiny Llama."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.executor.registry import resolve_executor
+from quire.executor.uniproc import UniprocExecutor
+from quire.kv_cache.spec import KVCacheConfig, bytes_per_block, group_layers
+from quire.sampling_params import SamplingParams
+from quire.worker.cpu import CpuDevice
+from quire.worker.worker import Worker
+from tests.models.harness import prepared_config
+from tests.worker.harness import Driver, Sequence
+
+GIB = 2**30
+NUM_BLOCKS = 40
+
+
+class FakeDevice(CpuDevice):
+    """A CPU with a given amount of free memory, whose threads are left alone."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__()
+        self._free = free
+
+    def start(self, config: EngineConfig) -> None:
+        return None
+
+    def available_bytes(self) -> int:
+        return self._free
+
+
+@pytest.fixture
+def config(tiny_model: Callable[[str], Path]) -> EngineConfig:
+    return prepared_config(tiny_model("llama"), max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
+
+
+def loaded(config: EngineConfig, free: int = GIB) -> Worker:
+    worker = Worker(config, FakeDevice(free))
+    worker.load()
+    return worker
+
+
+def driver_of(config: EngineConfig) -> Driver:
+    worker = loaded(config)
+    specs = worker.kv_cache_specs()
+    worker.initialize_kv_cache(KVCacheConfig(NUM_BLOCKS, group_layers(specs), dict(specs)))
+    assert worker._runner is not None
+    return Driver(worker._runner, num_blocks=NUM_BLOCKS)
+
+
+def test_cache_is_what_the_requests_can_use(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+    worker = loaded(config)
+    with caplog.at_level(logging.INFO):
+        chosen = worker.available_kv_bytes()
+    blocks = 4 * 16 + 1  # max_num_seqs * max_model_len / block_size, and the null block
+    assert chosen == blocks * bytes_per_block(worker.kv_cache_specs())
+    assert "all that 4 requests of 64 tokens can use" in caplog.text
+
+
+def test_cache_is_a_share_of_what_is_free(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+    worker = loaded(config.evolve(gpu_memory_utilization=0.5), free=10_000)
+    with caplog.at_level(logging.INFO):
+        assert worker.available_kv_bytes() == 5_000
+    assert "50% of" in caplog.text
+
+
+def test_cache_has_a_default_limit_but_holds_one_request(config: EngineConfig) -> None:
+    worker = loaded(config)
+    block_bytes = bytes_per_block(worker.kv_cache_specs())
+    worker._device.default_cache_bytes = 30 * block_bytes
+    assert worker.available_kv_bytes() == 30 * block_bytes
+    worker._device.default_cache_bytes = 1
+    assert worker.available_kv_bytes() == 17 * block_bytes
+
+
+def test_cache_is_exactly_what_is_asked_for(config: EngineConfig) -> None:
+    assert loaded(config.evolve(kv_cache_memory_bytes=123_456_789)).available_kv_bytes() == 123_456_789
+
+
+def generate(driver: Driver, name: str, chunk: int) -> Sequence:
+    params = SamplingParams(seed=3, temperature=0.8, top_p=0.95, max_tokens=99, logprobs=2)
+    driver.submit(name, [(7 * i) % 250 for i in range(21)], params)
+    return driver.generate(name, 8, chunk)
+
+
+def test_tiny_llama_runs_in_chunks_as_whole(config: EngineConfig) -> None:
+    driver = driver_of(config)
+    whole, chunked = generate(driver, "a", 1000), generate(driver, "b", 5)
+    assert whole.output == chunked.output
+    for one, other in zip(whole.logprobs, chunked.logprobs, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_executor_is_its_worker(config: EngineConfig) -> None:
+    executor = resolve_executor("uni")(config)
+    assert isinstance(executor, UniprocExecutor)
+    executor.load()
+    specs = executor.kv_cache_specs()
+    assert executor.available_kv_bytes() > 0
+    executor.initialize_kv_cache(KVCacheConfig(NUM_BLOCKS, group_layers(specs), dict(specs)))
+    executor.shutdown()
+    executor.shutdown()
+
+
+def test_unknown_executor_is_named() -> None:
+    with pytest.raises(ConfigError, match="one of uni, null, got 'ray'"):
+        resolve_executor("ray")
