@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+# Before torch is imported: OpenMP threads that spin while they wait starve the other processes of a test.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 

@@ -1,0 +1,63 @@
+"""A real `quire serve` in a process of its own, for tests that look at it from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+START_TIMEOUT_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Server:
+    """Starts serving on a free port; `wait_ready` blocks until `/health` says 200."""
+
+    def __init__(self, *args: str, log: Path) -> None:
+        self.port = free_port()
+        self.log = log
+        command = [sys.executable, "-m", "quire.entrypoints.cli.main", "serve", *args, "--port", str(self.port)]
+        with log.open("w") as sink:
+            self.process = subprocess.Popen(
+                command, stdout=sink, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_ready(self) -> Server:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self.health() != 200:
+            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()}"
+            assert time.monotonic() < deadline, f"not ready in time:\n{self.log.read_text()}"
+            time.sleep(0.05)
+        return self
+
+    def health(self) -> int | None:
+        """Status of `/health`, None while nobody listens."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as reply:
+                return int(reply.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return None
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
