@@ -46,7 +46,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; one output per prompt, in order.
 
@@ -61,7 +61,7 @@ class LLM:
         all_params = _per_prompt(
             "sampling_params", sampling_params or self.get_default_sampling_params(), all_prompts
         )
-        priorities = _per_prompt("priority", priority, all_prompts)
+        priorities = _per_prompt("priority", priority or 0, all_prompts)
         requests = [self._request_id() for _ in all_prompts]
         try:
             for request_id, prompt, params, urgency in zip(

@@ -1,0 +1,107 @@
+"""Messages as templates want them: checked, with plain text content and parsed tool-call arguments.
+
+Invariant: what leaves `checked_messages` holds only known fields, and every `content` is a string.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from quire.errors import ValidationError
+from quire.inputs import ChatMessage, Conversation
+
+ROLES = ("system", "user", "assistant", "tool")
+ROLE_ALIASES = {"developer": "system"}
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+PASSED_FIELDS = frozenset({"name", "tool_call_id", "reasoning", "reasoning_content"})
+SILENT_FIELDS = frozenset({"refusal", "annotations", "id", "object"})
+"""What servers put into assistant messages and clients send back; no template reads it."""
+
+
+def checked_messages(messages: Conversation) -> list[ChatMessage]:
+    """Copies of `messages` in the one form that templates see.
+
+    Raises:
+        ValidationError: names the message and the field, for example `messages.2.content`.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValidationError("messages must be a list with at least one message", param="messages")
+    return [_checked(message, f"messages.{index}") for index, message in enumerate(messages)]
+
+
+def _checked(message: Any, where: str) -> ChatMessage:
+    if not isinstance(message, dict):
+        raise ValidationError(f"{where} must be an object with role and content", param=where)
+    fields = {name: value for name, value in message.items() if value is not None}
+    role = _checked_role(fields.pop("role", None), f"{where}.role")
+    tool_calls = fields.pop("tool_calls", None) or []
+    content = fields.pop("content", "" if tool_calls else None)
+    checked: ChatMessage = {"role": role, "content": _as_text(content, f"{where}.content")}
+    for name, value in fields.items():
+        if name in PASSED_FIELDS:
+            checked[name] = _as_text(value, f"{where}.{name}")
+        elif name not in SILENT_FIELDS:
+            raise ValidationError(f"{where} has an unknown field {name!r}", param=f"{where}.{name}")
+    if tool_calls:
+        checked["tool_calls"] = _checked_tool_calls(tool_calls, role, f"{where}.tool_calls")
+    return checked
+
+
+def _checked_role(role: Any, where: str) -> str:
+    role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise ValidationError(f"{where} must be one of {', '.join(ROLES)}, got {role!r:.40}", param=where)
+    return str(role)
+
+
+def _as_text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(_part_text(part, f"{where}.{index}") for index, part in enumerate(content))
+    raise ValidationError(f"{where} must be text or a list of text parts", param=where)
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise ValidationError(
+            f"{where} is no text part: this model takes text only, got {kind!r:.40}", param=where
+        )
+    unknown = part.keys() - {"type", field}
+    if unknown or not isinstance(part.get(field), str):
+        raise ValidationError(f"{where} must hold exactly 'type' and a string {field!r}", param=where)
+    return str(part[field])
+
+
+def _checked_tool_calls(calls: Any, role: str, where: str) -> list[dict[str, Any]]:
+    if role != "assistant" or not isinstance(calls, list):
+        raise ValidationError(f"{where} must be a list in a message of the assistant", param=where)
+    return [_checked_tool_call(call, f"{where}.{index}") for index, call in enumerate(calls)]
+
+
+def _checked_tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValidationError(f"{where} needs a function with a name", param=where)
+    arguments = _parsed_arguments(function.get("arguments"), f"{where}.function.arguments")
+    checked = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if isinstance(call.get("id"), str):
+        checked["id"] = call["id"]
+    return checked
+
+
+def _parsed_arguments(arguments: Any, where: str) -> dict[str, Any]:
+    """OpenAI sends arguments as JSON text, templates want the object."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise ValidationError(f"{where} must be the text of a JSON object", param=where) from None
+    if arguments is not None and not isinstance(arguments, dict):
+        raise ValidationError(f"{where} must be a JSON object", param=where)
+    return arguments or {}

@@ -1,0 +1,117 @@
+"""Keeps a user's text from turning into special tokens inside a rendered prompt.
+
+A template may write `<|im_end|>` and mean the token; a user who writes it must get eleven characters of text.
+After rendering the two look the same, so the difference is marked before: a character that occurs nowhere in
+the conversation is put in front of every special-token literal in user text, and in front of a beginning of
+one at the end of a string, which the template could complete. After rendering, a literal with the mark before
+it is text. The text between two true special tokens that holds a mark is encoded on its own with special
+tokens off; a tokenizer cuts at special tokens anyway, so cutting there changes no other id.
+
+Invariant: a prompt without such text is encoded in one call, exactly as rendered.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+from quire.errors import ValidationError
+
+MARKS = tuple(map(chr, itertools.chain(range(0xFDD0, 0xFDF0), range(0xE000, 0xF900))))
+"""Candidates for the mark: noncharacters first, then the private use area."""
+
+
+class Encoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True
+    ) -> list[int]: ...
+
+
+class PlainText:
+    """Marks and unmarks the special-token literals of one conversation; `end` is a free character for the caller.
+
+    Args:
+        special_tokens: the literals of the tokenizer's special tokens.
+        values: everything user-made that will be rendered; decides which character is free to be the mark.
+    """
+
+    def __init__(self, special_tokens: Iterable[str], values: Any) -> None:
+        used = set().union(*map(set, _strings(values)))
+        free = [mark for mark in MARKS if mark not in used][:2]
+        if len(free) < 2:
+            raise ValidationError("messages use every private-use character there is", param="messages")
+        self._mark, self.end = free
+        self._literals = sorted(filter(None, special_tokens), key=len, reverse=True)
+        self._beginnings = {text[:size] for text in self._literals for size in range(1, len(text))}
+        self._longest = max(map(len, self._literals), default=0)
+
+    def protect(self, value: Any) -> Any:
+        """`value` with every string in it, keys included, marked."""
+        if isinstance(value, str):
+            return self._protect_end(self._protect_inside(value))
+        if isinstance(value, dict):
+            return {self.protect(key): self.protect(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.protect(item) for item in value]
+        return value
+
+    def encode(self, tokenizer: Encoder, rendered: str) -> list[int]:
+        """Token ids of a rendered prompt in which user text was marked."""
+        ids: list[int] = []
+        for piece, is_plain in self._pieces(rendered):
+            ids += tokenizer.encode(piece, add_special_tokens=False, allow_special=not is_plain)
+        return ids
+
+    def unmark(self, text: str) -> str:
+        return text.replace(self._mark, "")
+
+    def _protect_inside(self, text: str) -> str:
+        present = [re.escape(literal) for literal in self._literals if literal in text]
+        if not present:
+            return text
+        # A lookahead finds overlapping literals too.
+        return re.sub(f"(?={'|'.join(present)})", self._mark, text)
+
+    def _protect_end(self, text: str) -> str:
+        sizes = range(min(self._longest - 1, len(text)), 0, -1)
+        size = next((size for size in sizes if text[-size:] in self._beginnings), 0)
+        return f"{text[:-size]}{self._mark}{text[-size:]}" if size else text
+
+    def _pieces(self, rendered: str) -> Iterator[tuple[str, bool]]:
+        """Maximal stretches of the prompt without marks, and between them the marked stretches, unmarked."""
+        if self._mark not in rendered:
+            yield rendered, False
+            return
+        open_text = ""
+        for piece in self._split_at_special_tokens(rendered):
+            if self._mark not in piece:
+                open_text += piece
+                continue
+            if open_text:
+                yield open_text, False
+            yield self.unmark(piece), True
+            open_text = ""
+        if open_text:
+            yield open_text, False
+
+    def _split_at_special_tokens(self, rendered: str) -> list[str]:
+        present = [re.escape(literal) for literal in self._literals if literal in rendered]
+        if not present:
+            return [rendered]
+        return re.split(f"((?<!{self._mark})(?:{'|'.join(present)}))", rendered)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

@@ -1,0 +1,243 @@
+"""`ChatTemplate`: from a conversation to the token ids of its prompt.
+
+Invariant: only the operator chooses the template. A conversation is data: it cannot reach the template's
+options, and its text never becomes a special token (`quire.entrypoints.chat.plain_text` tells how).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jinja2 import TemplateSyntaxError, meta
+
+from quire.entrypoints.chat.environment import TemplateRefusalError, make_environment
+from quire.entrypoints.chat.messages import checked_messages
+from quire.entrypoints.chat.plain_text import Encoder, PlainText
+from quire.errors import ConfigError, ValidationError
+from quire.inputs import Conversation
+
+logger = logging.getLogger(__name__)
+
+MAX_RENDERED_CHARS = 32 * 2**20
+OWN_VARIABLES = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "bos_token",
+        "eos_token",
+    }
+)
+PROBE = "quire probes the content format"
+
+
+class TemplateTokenizer(Encoder, Protocol):
+    """What a chat template needs to know of a tokenizer; `quire.engine.tokenizer.Tokenizer` has it."""
+
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+
+    @property
+    def special_tokens(self) -> Iterable[str]: ...
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    Args:
+        source: Jinja text.
+        bos_token, eos_token: given to the template under these names.
+        special_tokens: literals that user text must not turn into tokens.
+
+    Raises:
+        ConfigError: the text is no valid template.
+    """
+
+    def __init__(
+        self, source: str, *, bos_token: str = "", eos_token: str = "", special_tokens: Iterable[str] = ()
+    ) -> None:
+        environment = make_environment()
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
+            ) from None
+        self.source = source
+        undeclared = meta.find_undeclared_variables(environment.parse(source))
+        self.variables = frozenset(undeclared) - environment.globals.keys()
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._special_tokens = frozenset(special_tokens)
+        self._wants_parts = not self._shows(PROBE) and self._shows([{"type": "text", "text": PROBE}])
+
+    @staticmethod
+    def from_tokenizer(tokenizer: TemplateTokenizer, override: str | Path | None = None) -> ChatTemplate:
+        """The model's own template, or `override`: a file, or the text of a template.
+
+        Raises:
+            ValidationError: there is neither.
+            ConfigError: the file does not exist, or the template is not valid.
+        """
+        source = read_template(override) if override is not None else tokenizer.chat_template
+        if source is None:
+            raise ValidationError(
+                "the model has no chat template; start the server with --chat-template", param="messages"
+            )
+        return ChatTemplate(
+            source,
+            bos_token=tokenizer.bos_token or "",
+            eos_token=tokenizer.eos_token or "",
+            special_tokens=tokenizer.special_tokens,
+        )
+
+    def render(
+        self,
+        messages: Conversation,
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **chat_template_kwargs: Any,
+    ) -> str:
+        """The prompt as text, for people to read; `encode` is what a model should be given.
+
+        Raises:
+            ValidationError: a bad message or option, or the template refused the conversation.
+        """
+        options = {"tools": tools, "documents": documents, **chat_template_kwargs}
+        plain, rendered = self._render(messages, options, add_generation_prompt, continue_final_message)
+        return plain.unmark(rendered)
+
+    def encode(
+        self,
+        tokenizer: Encoder,
+        messages: Conversation,
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **chat_template_kwargs: Any,
+    ) -> list[int]:
+        """The prompt's token ids; the template's special tokens are tokens, the conversation's are text.
+
+        Raises:
+            ValidationError: as `render`.
+        """
+        options = {"tools": tools, "documents": documents, **chat_template_kwargs}
+        plain, rendered = self._render(messages, options, add_generation_prompt, continue_final_message)
+        try:
+            return plain.encode(tokenizer, rendered)
+        except UnicodeEncodeError:
+            raise ValidationError("messages hold text that is not valid Unicode", param="messages") from None
+
+    def _render(
+        self,
+        messages: Conversation,
+        options: dict[str, Any],
+        add_generation_prompt: bool,
+        continue_final: bool,
+    ) -> tuple[PlainText, str]:
+        if continue_final and add_generation_prompt:
+            raise ValidationError(
+                "continue_final_message needs add_generation_prompt false", param="continue_final_message"
+            )
+        options = {name: value for name, value in options.items() if value is not None}
+        self._check_options(options)
+        checked = checked_messages(messages)
+        plain = PlainText(self._special_tokens, [checked, options])
+        conversation = [{**plain.protect(message), "role": message["role"]} for message in checked]
+        if continue_final:
+            conversation[-1]["content"] += plain.end
+        variables = {**plain.protect(options), "add_generation_prompt": add_generation_prompt}
+        rendered = self._run(plain, {**variables, "messages": conversation})
+        return plain, _cut_at(plain.end, rendered) if continue_final else rendered
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        for name in options:
+            if name in ("tools", "documents"):
+                if name not in self.variables:
+                    raise ValidationError(f"the model's chat template has no place for {name}", param=name)
+            elif name in OWN_VARIABLES or name not in self.variables:
+                known = ", ".join(sorted(self.variables - OWN_VARIABLES))
+                raise ValidationError(
+                    f"chat_template_kwargs has {name!r:.60}, but the template's options are: {known or 'none'}",
+                    param="chat_template_kwargs",
+                )
+
+    def _run(self, plain: PlainText, variables: dict[str, Any]) -> str:
+        if self._wants_parts:
+            variables["messages"] = [_with_parts(message) for message in variables["messages"]]
+        context = {**self._tokens, "tools": None, "documents": None, **variables}
+        try:
+            return _bounded_join(self._template.generate(context))
+        except ValidationError:
+            raise
+        except TemplateRefusalError as error:
+            reason = f"the chat template refused the messages: {plain.unmark(error.message or '')}"
+            raise ValidationError(reason, param="messages") from None
+        except Exception as error:  # the template is foreign code: whatever it does wrong ends here
+            logger.warning("the chat template failed", exc_info=error)
+            raise ValidationError("the chat template failed on these messages", param="messages") from None
+
+    def _shows(self, content: Any) -> bool:
+        """Whether a user message with this content has its text in the prompt, and nothing of its structure."""
+        context = {**self._tokens, "messages": [{"role": "user", "content": content}]}
+        try:
+            rendered = self._template.render(context)
+        except Exception:  # the template is foreign code; that it fails on the probe is the answer
+            return False
+        return PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
+
+
+def read_template(template: str | Path) -> str:
+    """The text of a template given as a file name or as itself.
+
+    Raises:
+        ConfigError: it looks like a file name, and there is no such file.
+    """
+    text = str(template)
+    if "{" in text or "\n" in text:
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--chat-template {text} is neither a readable file nor template text: {error}"
+        ) from None
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _bounded_join(pieces: Iterable[str]) -> str:
+    kept, num_chars = [], 0
+    for piece in pieces:
+        kept.append(piece)
+        num_chars += len(piece)
+        if num_chars > MAX_RENDERED_CHARS:
+            raise ValidationError(
+                f"the rendered chat is longer than {MAX_RENDERED_CHARS} characters", param="messages"
+            )
+    return "".join(kept)
+
+
+def _cut_at(end: str, rendered: str) -> str:
+    """End the prompt inside its last message, where the model is to go on."""
+    kept, found, _ = rendered.rpartition(end)
+    if not found:
+        raise ValidationError(
+            "the chat template does not show the last message, so it cannot be continued",
+            param="continue_final_message",
+        )
+    return kept

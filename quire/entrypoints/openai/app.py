@@ -1,0 +1,88 @@
+"""The web application: routes, middleware and error handlers around one engine.
+
+Invariant: importing this module loads neither torch nor transformers; building the app starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from quire import __version__
+from quire.config import ServerConfig
+from quire.entrypoints.openai import chat_completions, completions, health, metrics, models, tokenize
+from quire.entrypoints.openai.errors import handle_http_exception, handle_quire_error
+from quire.entrypoints.openai.middleware.auth import Auth
+from quire.entrypoints.openai.middleware.availability import Availability
+from quire.entrypoints.openai.middleware.body_limit import BodyLimit
+from quire.entrypoints.openai.middleware.boundary import Boundary
+from quire.entrypoints.openai.middleware.http_metrics import HttpMetrics
+from quire.entrypoints.openai.state import ServerState
+from quire.errors import QuireError
+from quire.metrics.prometheus import PrometheusStatLogger
+
+if TYPE_CHECKING:
+    from quire.engine.async_llm import AsyncLLM
+
+ROUTERS = tuple(
+    family.router for family in (completions, chat_completions, models, tokenize, health, metrics)
+)
+
+
+def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
+    """An app that serves `engine`; the caller starts and ends both."""
+    registry = CollectorRegistry()
+    state = ServerState(engine, config, registry)
+    engine.add_stat_logger(
+        PrometheusStatLogger(state.model_names[0], engine.config.model.max_model_len, registry=registry)
+    )
+    app = FastAPI(
+        title="quire",
+        version=__version__,
+        middleware=_middleware(state),
+        # Without the schema there are no pages that show it either.
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
+    )
+    app.state.server = state
+    app.add_exception_handler(QuireError, handle_quire_error)
+    app.add_exception_handler(HTTPException, handle_http_exception)
+    for router in ROUTERS:
+        app.include_router(router)
+    return app
+
+
+def _middleware(state: ServerState) -> list[Middleware]:
+    config = state.config
+    layers = [Middleware(HttpMetrics, registry=state.registry), Middleware(Boundary)]
+    if config.allowed_origins:
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(config.allowed_origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["authorization", "content-type"],
+            )
+        )
+    layers += [
+        Middleware(Auth, api_keys=api_keys(config), root_path=config.root_path),
+        Middleware(
+            Availability,
+            why_not=lambda: state.unavailable,
+            is_draining=lambda: state.draining,
+            root_path=config.root_path,
+        ),
+        Middleware(BodyLimit, max_bytes=config.max_request_bytes),
+    ]
+    return layers
+
+
+def api_keys(config: ServerConfig) -> tuple[str, ...]:
+    """Keys from the configuration, else from the environment."""
+    from_environment = os.environ.get("QUIRE_API_KEY")
+    return config.api_key or ((from_environment,) if from_environment else ())

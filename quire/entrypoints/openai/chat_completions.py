@@ -1,0 +1,188 @@
+"""POST /v1/chat/completions
+
+Invariant: the deltas of a stream join to the message of the same request without stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.entrypoints.chat.tool_parser import PlainParser
+from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder, ChoicePart
+from quire.entrypoints.openai.chat_prompt import chat_token_ids
+from quire.entrypoints.openai.errors import request_id_of
+from quire.entrypoints.openai.generation import Outputs
+from quire.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs_json
+from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.parsing import read_request
+from quire.entrypoints.openai.prompts import with_options
+from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest
+from quire.entrypoints.openai.protocol.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    Usage,
+)
+from quire.entrypoints.openai.respond import respond
+from quire.entrypoints.openai.sampling import chat_params
+from quire.entrypoints.openai.state import ServerState, server_of
+from quire.entrypoints.openai.stream_usage import StreamUsage
+from quire.entrypoints.openai.streaming import frame
+from quire.entrypoints.openai.tool_choice import tools_in_use
+from quire.entrypoints.openai.usage import UsageMeter
+from quire.entrypoints.openai.version import FINGERPRINT
+from quire.inputs import TokensPrompt
+from quire.outputs import CompletionOutput, RequestOutput
+
+ROLE = "assistant"
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    body = await read_request(request, ChatCompletionRequest)
+    answer = ChatAnswer(server_of(request), body, f"chatcmpl-{request_id_of(request.scope)}")
+    return await respond(request, body, answer)
+
+
+class ChatAnswer:
+    """Writes the answer to one request, whole or in chunks."""
+
+    def __init__(self, server: ServerState, request: ChatCompletionRequest, answer_id: str) -> None:
+        self._server = server
+        self._request = request
+        self._id = answer_id
+        self._model = server.check_model(request.model)
+        self._created = int(time.time())
+        self._uses_tools = tools_in_use(server, request)
+        self._choices: dict[int, ChatChoiceBuilder] = {}
+
+    async def start(self) -> Outputs:
+        engine, request = self._server.engine, self._request
+        params = chat_params(request, engine.input_processor.default_sampling_params)
+        token_ids = await chat_token_ids(self._server, request, with_tools=self._uses_tools)
+        prompt = with_options(TokensPrompt(prompt_token_ids=token_ids), request)
+        interval = engine.config.scheduler.stream_interval
+        return Outputs(
+            engine, [prompt], params, self._id, priority=request.priority, stream_interval=interval
+        )
+
+    def whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
+        (output,) = outputs
+        meter = UsageMeter()
+        meter.add(0, output)
+        by_index = sorted(output.outputs, key=lambda completion: completion.index)
+        return ChatCompletion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(completion) for completion in by_index],
+            usage=meter.usage(),
+            system_fingerprint=FINGERPRINT,
+            prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs),
+            prompt_token_ids=output.prompt_token_ids if self._request.return_token_ids else UNSET,
+        )
+
+    async def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+        usage = StreamUsage(
+            self._request.stream_options, force=self._server.config.enable_force_include_usage
+        )
+        async with aclosing(outputs):
+            async for _, output in outputs:
+                if not self._choices:
+                    prompt_token_ids = output.prompt_token_ids if self._request.return_token_ids else UNSET
+                    for opening in self._openings():
+                        yield frame(self._chunk([opening], usage.of_chunk(), prompt_token_ids))
+                usage.add(0, output)
+                for completion in output.outputs:
+                    choice = self._chunk_choice(completion)
+                    if _has_news(choice):
+                        yield frame(self._chunk([choice], usage.of_chunk()))
+        if usage.wanted:
+            yield frame(self._chunk([], usage.total()))
+
+    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+        part = self._take(completion)
+        for call in part.tool_calls:
+            call.index = UNSET
+        message = ChatMessage(
+            role=ROLE,
+            content=None if part.tool_calls and not part.content else part.content,
+            tool_calls=part.tool_calls or UNSET,
+        )
+        return ChatChoice(
+            index=completion.index,
+            message=message,
+            logprobs=self._logprobs(completion),
+            finish_reason=part.finish_reason,
+            stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if self._request.return_token_ids else UNSET,
+        )
+
+    def _openings(self) -> list[ChatChunkChoice]:
+        """Every choice's first chunk, which brings the role."""
+        delta = ChatDelta(role=ROLE, content="")
+        return [ChatChunkChoice(index=index, delta=delta) for index in range(self._request.n)]
+
+    def _chunk_choice(self, completion: CompletionOutput) -> ChatChunkChoice:
+        part = self._take(completion)
+        delta = ChatDelta(content=part.content or UNSET, tool_calls=part.tool_calls or UNSET)
+        return ChatChunkChoice(
+            index=completion.index,
+            delta=delta,
+            logprobs=self._logprobs(completion),
+            finish_reason=part.finish_reason,
+            stop_reason=completion.stop_reason if part.finish_reason else UNSET,
+            token_ids=completion.token_ids if self._request.return_token_ids else UNSET,
+        )
+
+    def _chunk(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Usage | UnsetType | None,
+        prompt_token_ids: list[int] | UnsetType = UNSET,
+    ) -> ChatChunk:
+        return ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+            system_fingerprint=FINGERPRINT,
+            prompt_token_ids=prompt_token_ids,
+        )
+
+    def _take(self, completion: CompletionOutput) -> ChoicePart:
+        builder = self._choices.get(completion.index)
+        if builder is None:
+            builder = self._choices[completion.index] = self._new_builder()
+        return builder.take(completion.text, completion.finish_reason)
+
+    def _new_builder(self) -> ChatChoiceBuilder:
+        make_parser = self._server.make_tool_parser if self._uses_tools else None
+        parser = make_parser() if make_parser is not None else PlainParser()
+        return ChatChoiceBuilder(parser, None if self._request.parallel_tool_calls else 1)
+
+    def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
+        if not self._request.logprobs:
+            return None
+        return chat_logprobs(completion.logprobs or [], self._request.top_logprobs or 0)
+
+
+def _has_news(choice: ChatChunkChoice) -> bool:
+    delta = choice.delta
+    return bool(
+        delta.content or delta.tool_calls or choice.finish_reason or choice.logprobs or choice.token_ids
+    )

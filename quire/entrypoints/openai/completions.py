@@ -1,0 +1,148 @@
+"""POST /v1/completions
+
+Invariant: the text, tokens and logprobs of a stream's chunks join to those of the same request without stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.entrypoints.openai.errors import request_id_of
+from quire.entrypoints.openai.generation import Outputs
+from quire.entrypoints.openai.logprobs import completion_logprobs, id_text, prompt_logprobs_json
+from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.parsing import read_request
+from quire.entrypoints.openai.prompts import completion_prompts
+from quire.entrypoints.openai.protocol.requests import CompletionRequest
+from quire.entrypoints.openai.protocol.responses import Completion, CompletionChoice, Usage
+from quire.entrypoints.openai.respond import respond
+from quire.entrypoints.openai.sampling import completion_params
+from quire.entrypoints.openai.state import ServerState, server_of
+from quire.entrypoints.openai.stream_usage import StreamUsage
+from quire.entrypoints.openai.streaming import frame
+from quire.entrypoints.openai.usage import UsageMeter
+from quire.entrypoints.openai.version import FINGERPRINT
+from quire.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+async def create_completion(request: Request) -> Response:
+    """Complete one or several prompts."""
+    body = await read_request(request, CompletionRequest)
+    answer = CompletionAnswer(server_of(request), body, f"cmpl-{request_id_of(request.scope)}")
+    return await respond(request, body, answer)
+
+
+class CompletionAnswer:
+    """Writes the answer to one request, whole or in chunks."""
+
+    def __init__(self, server: ServerState, request: CompletionRequest, answer_id: str) -> None:
+        self._server = server
+        self._request = request
+        self._id = answer_id
+        self._model = server.check_model(request.model)
+        self._created = int(time.time())
+        self._num_chars: dict[int, int] = {}
+
+    async def start(self) -> Outputs:
+        engine, request = self._server.engine, self._request
+        params = completion_params(
+            request, engine.input_processor.default_sampling_params, detokenize=engine.tokenizer is not None
+        )
+        prompts = await completion_prompts(self._server, request)
+        interval = engine.config.scheduler.stream_interval
+        return Outputs(engine, prompts, params, self._id, priority=request.priority, stream_interval=interval)
+
+    def whole(self, outputs: list[RequestOutput]) -> Completion:
+        meter = UsageMeter()
+        choices = []
+        for prompt_index, output in enumerate(outputs):
+            meter.add(prompt_index, output)
+            by_index = sorted(output.outputs, key=lambda completion: completion.index)
+            choices += [self._choice(prompt_index, output, completion) for completion in by_index]
+        return self._answer(choices, meter.usage())
+
+    async def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+        usage = StreamUsage(
+            self._request.stream_options, force=self._server.config.enable_force_include_usage
+        )
+        async with aclosing(outputs):
+            async for prompt_index, output in outputs:
+                usage.add(prompt_index, output)
+                for completion in output.outputs:
+                    choice = self._choice(prompt_index, output, completion)
+                    if _has_news(choice):
+                        yield frame(self._answer([choice], usage.of_chunk()))
+        if usage.wanted:
+            yield frame(self._answer([], usage.total()))
+
+    def _answer(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+            system_fingerprint=FINGERPRINT,
+        )
+
+    def _choice(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> CompletionChoice:
+        request, index = self._request, prompt_index * self._request.n + completion.index
+        is_first = index not in self._num_chars
+        text, logprobs = completion.text, None
+        if is_first and request.echo:
+            text = self._prompt_text(output) + text
+        if request.logprobs is not None:
+            ids, positions = self._positions(output, completion, with_prompt=is_first and request.echo)
+            offset = self._num_chars.get(index, 0)
+            logprobs = completion_logprobs(ids, positions, request.logprobs, offset, self._token_text)
+        token_chars = sum(map(len, logprobs.tokens)) if logprobs else 0
+        self._num_chars[index] = self._num_chars.get(index, 0) + token_chars
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            prompt_logprobs=UNSET if request.stream else self._prompt_logprobs(output),
+            prompt_token_ids=output.prompt_token_ids if is_first and request.return_token_ids else UNSET,
+            token_ids=completion.token_ids if request.return_token_ids else UNSET,
+        )
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        skip = self._request.skip_special_tokens
+        return self._server.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
+
+    def _prompt_logprobs(self, output: RequestOutput) -> list[Any] | None:
+        asked = self._request.prompt_logprobs is not None  # else they may be there for the echo
+        return prompt_logprobs_json(output.prompt_logprobs) if asked else None
+
+    def _token_text(self, token_id: int) -> str:
+        tokenizer = self._server.engine.tokenizer
+        return tokenizer.token_text(token_id) if tokenizer else id_text(token_id)
+
+    def _positions(
+        self, output: RequestOutput, completion: CompletionOutput, *, with_prompt: bool
+    ) -> tuple[list[int], list[PositionLogprobs | None]]:
+        ids, positions = list(completion.token_ids), list[PositionLogprobs | None](completion.logprobs or [])
+        if not with_prompt:
+            return ids, positions
+        return [*output.prompt_token_ids, *ids], [*(output.prompt_logprobs or []), *positions]
+
+
+def _has_news(choice: CompletionChoice) -> bool:
+    return bool(choice.text or choice.finish_reason or choice.logprobs or choice.token_ids)

@@ -1,0 +1,146 @@
+"""Runs the prompts of one HTTP request on the engine; shared by all endpoint families.
+
+Invariant: closing `Outputs` closes every engine generator in it, which aborts what is still running; an output
+that ended in an error is raised, never passed on as text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import EngineError
+from quire.inputs import PromptType
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.async_llm import AsyncLLM
+
+Indexed = tuple[int, RequestOutput]
+"""Index of the prompt, and an output for it."""
+
+
+class Outputs:
+    """The outputs of several prompts, in the order in which they come.
+
+    Args:
+        prompts: any number; each runs as an engine request of its own.
+        request_id: of the HTTP request; the engine's ids are derived from it.
+        stream_interval: tokens of one prompt that are gathered before an output is passed on.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        prompts: list[Any],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        stream_interval: int = 1,
+    ) -> None:
+        generators = [
+            _run(engine, prompt, params, f"{request_id}-{index}", priority, stream_interval)
+            for index, prompt in enumerate(prompts)
+        ]
+        self._outputs = _numbered(generators[0]) if len(generators) == 1 else _merged(generators)
+        self._first: list[Indexed] = []
+
+    async def prime(self) -> None:
+        """Wait for the first output, so that a refusal comes before the response has begun."""
+        async for output in self._outputs:
+            self._first.append(output)
+            return
+
+    async def final(self) -> list[RequestOutput]:
+        """The last output of each prompt, in the order of the prompts."""
+        async with aclosing(self):
+            last = {index: output async for index, output in self}
+        return [last[index] for index in sorted(last)]
+
+    def __aiter__(self) -> AsyncIterator[Indexed]:
+        return self
+
+    async def __anext__(self) -> Indexed:
+        return self._first.pop() if self._first else await anext(self._outputs)
+
+    async def aclose(self) -> None:
+        await self._outputs.aclose()
+
+
+async def _run(
+    engine: AsyncLLM,
+    prompt: PromptType,
+    params: SamplingParams,
+    request_id: str,
+    priority: int,
+    interval: int,
+) -> AsyncGenerator[RequestOutput, None]:
+    """One engine request, with outputs gathered up to `interval` tokens; its first token never waits."""
+    gathered: RequestOutput | None = None
+    is_first = True
+    async with aclosing(engine.generate(prompt, params, request_id, priority=priority)) as outputs:
+        async for output in outputs:
+            _raise_failure(output)
+            if gathered is None:
+                gathered = output
+            else:
+                gathered.add(output)
+            if is_first or gathered.finished or _num_tokens(gathered) >= interval:
+                yield gathered
+                gathered, is_first = None, False
+
+
+def _num_tokens(output: RequestOutput) -> int:
+    return max(len(completion.token_ids) for completion in output.outputs)
+
+
+def _raise_failure(output: RequestOutput) -> None:
+    for completion in output.outputs:
+        if completion.finish_reason in ("error", "abort"):
+            how = "failed" if completion.finish_reason == "error" else "was aborted"
+            raise EngineError(f"the request {how} in the engine before it was complete")
+
+
+async def _numbered(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Indexed, None]:
+    async with aclosing(outputs):
+        async for output in outputs:
+            yield 0, output
+
+
+async def _merged(generators: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[Indexed, None]:
+    """Outputs of all generators as they come; the first error of any ends all."""
+    queue: asyncio.Queue[Indexed | BaseException | None] = asyncio.Queue(maxsize=len(generators))
+    pumps = [asyncio.create_task(_pump(index, outputs, queue)) for index, outputs in enumerate(generators)]
+    num_running = len(pumps)
+    try:
+        while num_running:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield item
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(
+    index: int,
+    outputs: AsyncGenerator[RequestOutput, None],
+    queue: asyncio.Queue[Indexed | BaseException | None],
+) -> None:
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                await queue.put((index, output))
+    except Exception as error:  # handed to the consumer, who raises it
+        await queue.put(error)
+    else:
+        await queue.put(None)

@@ -1,0 +1,41 @@
+"""Probes, and what the server is.
+
+Invariant: a probe never touches the engine core, so it answers while the core loads or computes.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from quire import __version__
+from quire.entrypoints.openai.state import server_of
+from quire.errors import EngineDeadError, UnavailableError
+
+router = APIRouter()
+
+
+@router.get("/health")
+@router.get("/readyz")
+@router.get("/ping")
+@router.post("/ping")
+async def ready(request: Request) -> Response:
+    """200 if a request would be taken now; 503 while loading, draining or after the engine's end."""
+    reason = server_of(request).unavailable
+    if reason is not None:
+        raise UnavailableError(reason)
+    return Response()
+
+
+@router.get("/livez")
+async def live(request: Request) -> Response:
+    """200 as long as restarting the process would not help: also while loading and draining."""
+    if server_of(request).engine.errored:
+        raise EngineDeadError("the engine has stopped")
+    return Response()
+
+
+@router.get("/version")
+async def version() -> JSONResponse:
+    return JSONResponse({"version": __version__})

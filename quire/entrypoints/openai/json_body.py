@@ -1,0 +1,125 @@
+"""Reads a request body as JSON, strictly.
+
+Invariant: what comes out is a JSON object of finite numbers and valid Unicode, without repeated keys and not
+deeper than `MAX_DEPTH`; so no later code meets NaN, a lone surrogate or a recursion limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from quire.errors import UnsupportedMediaTypeError, ValidationError
+
+MAX_DEPTH = 64
+MAX_INT_DIGITS = 20
+THREAD_ABOVE_BYTES = 64 * 2**10
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body of `request`.
+
+    Raises:
+        UnsupportedMediaTypeError: the body is declared as something else than plain JSON.
+        ValidationError: it is no JSON object, or breaks the rules above.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise UnsupportedMediaTypeError("the body must be sent with Content-Type: application/json")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise UnsupportedMediaTypeError("the body must be sent without Content-Encoding")
+    body = await request.body()
+    if len(body) > THREAD_ABOVE_BYTES:
+        return await asyncio.to_thread(parse_json, body)
+    return parse_json(body)
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Parse one JSON object under the rules above."""
+    try:
+        value = _DECODER.decode(body.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValidationError(f"the body is not valid UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValidationError(f"the body is not valid JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if not isinstance(value, dict):
+        raise ValidationError("the body must be a JSON object")
+    _check_contents(value)
+    return value
+
+
+def _check_contents(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _containers_in(outer)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _containers_in(outer: Any) -> list[Any]:
+    items = outer
+    if isinstance(outer, dict):
+        for key in outer:
+            _check_text(key)
+        items = outer.values()
+    containers = []
+    for item in items:
+        kind = type(item)
+        if kind is str:
+            _check_text(item)
+        elif kind is dict or kind is list:
+            containers.append(item)
+    return containers
+
+
+def _check_text(text: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValidationError("the body holds a \\u escape that is half of a surrogate pair") from None
+
+
+def _too_deep() -> ValidationError:
+    return ValidationError(f"the body is nested deeper than {MAX_DEPTH} levels")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValidationError(f"the body holds {name}, which is no JSON number")
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_INT_DIGITS:
+        raise ValidationError(
+            f"the body holds an integer of {len(digits)} digits, the limit is {MAX_INT_DIGITS}"
+        )
+    return int(digits)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        raise ValidationError("the body holds an object with a repeated key")
+    return unique
+
+
+def _parse_float(digits: str) -> float:
+    number = float(digits)
+    if number in (float("inf"), float("-inf")):
+        raise ValidationError("the body holds a number beyond the range of a double")
+    return number
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_keys,
+    parse_constant=_refuse_constant,
+    parse_int=_parse_int,
+    parse_float=_parse_float,
+)

@@ -1,0 +1,108 @@
+"""Logprobs in the shapes of the two endpoint families.
+
+Invariant: JSON has no minus infinity, so a logprob is at least `FLOOR`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.entrypoints.openai.protocol.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
+from quire.outputs import Logprob, PositionLogprobs
+
+FLOOR = -9999.0
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs], num_top: int) -> ChatLogprobs:
+    """One entry per generated token, each with the `num_top` most likely tokens in its place."""
+    return ChatLogprobs(content=[_chat_entry(position, num_top) for position in positions])
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    positions: Sequence[PositionLogprobs | None],
+    num_top: int,
+    offset: int,
+    text_of: Callable[[int], str],
+) -> CompletionLogprobs:
+    """Parallel lists over tokens.
+
+    Args:
+        positions: one per token; None for the first token of an echoed prompt, which has no logprob.
+        num_top: most likely tokens to report at each position.
+        offset: where the first token begins in the choice's text.
+        text_of: gives the text of a token that has no logprob.
+    """
+    result = CompletionLogprobs([], [], [], [])
+    for token_id, position in zip(token_ids, positions, strict=True):
+        chosen = position[token_id] if position else None
+        text = token_text(token_id, chosen) if chosen else text_of(token_id)
+        result.tokens.append(text)
+        result.text_offset.append(offset)
+        result.token_logprobs.append(None if chosen is None else floored(chosen.logprob))
+        result.top_logprobs.append(None if position is None else _top_by_text(position, num_top))
+        offset += len(text)
+    return result
+
+
+def prompt_logprobs_json(positions: Sequence[PositionLogprobs | None] | None) -> list[Any] | None:
+    """The prompt's logprobs as vLLM shows them: a map from token id per position, null for the first."""
+    if positions is None:
+        return None
+    return [None if position is None else _by_id(position) for position in positions]
+
+
+def floored(logprob: float) -> float:
+    return max(logprob, FLOOR)
+
+
+def token_text(token_id: int, logprob: Logprob) -> str:
+    """The token as text; without a tokenizer, its id."""
+    return id_text(token_id) if logprob.decoded_token is None else logprob.decoded_token
+
+
+def id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _chat_entry(position: PositionLogprobs, num_top: int) -> TokenLogprob:
+    token_id, chosen = next(iter(position.items()))
+    text = token_text(token_id, chosen)
+    top = [_top_entry(token_id, logprob) for token_id, logprob in _most_likely(position, num_top)]
+    return TokenLogprob(text, floored(chosen.logprob), list(text.encode()), top)
+
+
+def _top_entry(token_id: int, logprob: Logprob) -> TopLogprob:
+    text = token_text(token_id, logprob)
+    return TopLogprob(text, floored(logprob.logprob), list(text.encode()))
+
+
+def _top_by_text(position: PositionLogprobs, num_top: int) -> dict[str, float]:
+    """The most likely tokens and the chosen one; of two tokens with the same text the likelier stays."""
+    by_text: dict[str, float] = {}
+    chosen = next(iter(position.items()))
+    for token_id, logprob in [*_most_likely(position, num_top), chosen]:
+        by_text.setdefault(token_text(token_id, logprob), floored(logprob.logprob))
+    return by_text
+
+
+def _most_likely(position: PositionLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
+    ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
+    return [item for item in ranked if num_top < 0 or (item[1].rank or 0) <= num_top]
+
+
+def _by_id(position: PositionLogprobs) -> dict[str, dict[str, Any]]:
+    return {
+        str(token_id): {
+            "logprob": floored(logprob.logprob),
+            "rank": logprob.rank,
+            "decoded_token": logprob.decoded_token,
+        }
+        for token_id, logprob in position.items()
+    }

@@ -1,0 +1,4 @@
+"""What every request passes, outermost first: metrics, boundary, CORS, auth, availability, body limit.
+
+Plain ASGI callables: none of them buffers a body, and all decide from the raw scope.
+"""

@@ -1,0 +1,43 @@
+"""Bearer-token authentication.
+
+Invariant: every path needs a key except those in `OPEN_PATHS`. The decision looks at the path that the router
+will use and at nothing else of the request; keys are compared in constant time.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.entrypoints.openai.errors import request_id_of, response_of
+from quire.errors import AuthenticationError
+
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping"})
+
+
+class Auth:
+    """Lets everything pass if there are no keys."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], root_path: str = "") -> None:
+        self._app = app
+        self._keys = [key.encode() for key in api_keys]
+        self._open_paths = OPEN_PATHS | {root_path + path for path in OPEN_PATHS}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._keys and scope["path"] not in self._open_paths and not self._has_key(scope):
+            error = AuthenticationError("this server needs an API key: Authorization: Bearer <key>")
+            await response_of(error, request_id_of(scope))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        values = Headers(scope=scope).getlist("authorization")
+        scheme, _, token = (values[0] if len(values) == 1 else "").partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        given = token.strip().encode("latin-1")
+        # All keys are compared, so that the time does not tell which one came near.
+        return sum(hmac.compare_digest(given, key) for key in self._keys) > 0

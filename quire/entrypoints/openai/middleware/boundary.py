@@ -1,0 +1,54 @@
+"""The layer around all that can fail: names the request and turns whatever escapes into an answer.
+
+Invariant: every response has the server's own `x-request-id`; a client's header of that name is no key to
+anything here. No exception reaches the HTTP server.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.entrypoints.openai.errors import response_of
+from quire.entrypoints.openai.field_policy import IGNORED_HEADER, header_value
+from quire.entrypoints.openai.in_flight import ClientDisconnectedError
+
+logger = logging.getLogger(__name__)
+
+
+class Boundary:
+    """Request id, ignored-fields header, last resort for errors."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = secrets.token_hex(12)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        has_begun = False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                headers = [(b"x-request-id", request_id.encode())]
+                if state.get("ignored_fields"):
+                    headers.append((IGNORED_HEADER.encode(), header_value(state["ignored_fields"]).encode()))
+                message["headers"] = [*message.get("headers", ()), *headers]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except (ClientDisconnectedError, ClientDisconnect):
+            logger.debug("request %s: the client went away", request_id)
+        except (
+            Exception
+        ) as error:  # the boundary of the process: anything else would close the connection bare
+            if has_begun:
+                logger.error("request %s failed after its response began", request_id, exc_info=error)
+            else:
+                await response_of(error, request_id)(scope, receive, send_with_headers)

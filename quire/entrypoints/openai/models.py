@@ -1,0 +1,39 @@
+"""GET /v1/models and /v1/models/{id}"""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.protocol.responses import ModelCard, ModelList
+from quire.entrypoints.openai.state import ServerState, server_of
+
+router = APIRouter()
+CREATED = int(time.time())
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """The names under which the model is served."""
+    server = server_of(request)
+    return json_response(ModelList([model_card(server, name) for name in server.model_names]))
+
+
+@router.get("/v1/models/{model_id:path}")
+async def show_model(request: Request, model_id: str) -> Response:
+    """One of the names."""
+    server = server_of(request)
+    return json_response(model_card(server, server.check_model(model_id)))
+
+
+def model_card(server: ServerState, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=CREATED,
+        root=server.model_names[0],
+        max_model_len=server.engine.config.model.max_model_len,
+    )

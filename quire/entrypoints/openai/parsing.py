@@ -1,0 +1,64 @@
+"""From an HTTP request to a checked request model.
+
+Invariant: every route with a body reads it here, so the rules about types and unknown fields are the same for all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pydantic
+from starlette.requests import Request
+
+from quire.entrypoints.openai.field_policy import settle_fields
+from quire.entrypoints.openai.json_body import read_json
+from quire.entrypoints.openai.protocol.requests import RequestModel
+from quire.entrypoints.openai.state import server_of
+from quire.errors import ValidationError
+
+Model = TypeVar("Model", bound=RequestModel)
+
+
+async def read_request(request: Request, model: type[Model]) -> Model:
+    """Read the body of `request` as `model`; names of ignored fields are left in the request's state.
+
+    Raises:
+        ClientError: the body is no JSON object, or a field is unknown or of the wrong type.
+    """
+    return checked(request, await read_json(request), model)
+
+
+def checked(request: Request, body: dict[str, Any], model: type[Model]) -> Model:
+    """The part of `read_request` after the body is JSON."""
+    reject = server_of(request).config.unknown_fields == "reject"
+    kept, ignored = settle_fields(body, model.model_fields, reject_unknown=reject)
+    request.state.ignored_fields = ignored
+    try:
+        return model.model_validate(kept)
+    except pydantic.ValidationError as error:
+        raise _translated(error) from None
+
+
+def _translated(error: pydantic.ValidationError) -> ValidationError:
+    details = error.errors(include_url=False, include_input=False, include_context=False)
+    first = details[0]
+    same_field = [detail for detail in details if detail["loc"][:1] == first["loc"][:1]]
+    path = ".".join(str(step) for step in _common(same_field))
+    if first["type"] == "missing":
+        return ValidationError(f"{path} is required", param=path)
+    problems = dict.fromkeys(detail["msg"].removeprefix("Input should be ") for detail in same_field)
+    if all(detail["msg"].startswith("Input should be ") for detail in same_field):
+        return ValidationError(f"{path} must be {' or '.join(problems)}", param=path)
+    return ValidationError(f"{path}: {'; '.join(problems)}", param=path)
+
+
+def _common(details: list[Any]) -> list[Any]:
+    """The longest path that all errors share; alternatives of one field differ only in their last steps."""
+    if len(details) == 1:
+        return list(details[0]["loc"])
+    shared = []
+    for steps in zip(*(detail["loc"] for detail in details), strict=False):
+        if len(set(steps)) > 1:
+            break
+        shared.append(steps[0])
+    return shared

@@ -1,0 +1,85 @@
+"""From the `prompt` field of a completion request to prompts with token ids.
+
+Invariant: a list of prompts is bounded before anything is done for its members, and text is tokenized off the
+event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from quire.entrypoints.openai.protocol.requests import CompletionRequest, GenerationRequest
+from quire.entrypoints.openai.state import ServerState
+from quire.errors import ValidationError
+from quire.inputs import TokensPrompt
+
+MAX_PROMPTS = 1024
+MAX_SEQUENCES = 1024
+FORM = "prompt must be text, a list of texts, a list of token ids, or a list of lists of token ids"
+
+
+async def completion_prompts(server: ServerState, request: CompletionRequest) -> list[TokensPrompt]:
+    """One engine prompt per prompt of the request, in order.
+
+    Raises:
+        ValidationError: the prompt has no valid form, is empty, or asks for too many sequences.
+    """
+    prompts = split_prompts(request.prompt)
+    if len(prompts) * max(request.n, 1) > MAX_SEQUENCES:
+        raise ValidationError(
+            f"{len(prompts)} prompts with n = {request.n} are {len(prompts) * request.n} sequences, the limit is "
+            f"{MAX_SEQUENCES}",
+            param="n",
+        )
+    tokenized = await asyncio.to_thread(_tokenize_all, server, prompts, request.add_special_tokens)
+    return [with_options(prompt, request) for prompt in tokenized]
+
+
+def split_prompts(prompt: Any) -> list[str | list[int]]:
+    """Bring the four forms of the field to a list of texts and lists of token ids."""
+    if isinstance(prompt, str):
+        prompts: list[Any] = [prompt]
+    elif isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
+        prompts = [prompt]
+    elif isinstance(prompt, list):
+        prompts = prompt
+    else:
+        raise ValidationError(FORM, param="prompt")
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise ValidationError(
+            f"prompt has {len(prompts)} prompts; 1 to {MAX_PROMPTS} are allowed", param="prompt"
+        )
+    for one in prompts:
+        _check_prompt(one)
+    return prompts
+
+
+def with_options(prompt: TokensPrompt, request: GenerationRequest) -> TokensPrompt:
+    """Apply the options that concern a prompt: truncation from the left, and the prefix-cache salt."""
+    limit = request.truncate_prompt_tokens
+    if limit is not None and len(prompt["prompt_token_ids"]) > limit:
+        prompt = TokensPrompt(prompt_token_ids=prompt["prompt_token_ids"][-limit:])
+    if request.cache_salt is not None:
+        prompt["cache_salt"] = request.cache_salt
+    return prompt
+
+
+def _check_prompt(prompt: Any) -> None:
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(i) is int for i in prompt)):
+        raise ValidationError(FORM, param="prompt")
+    if not prompt:
+        raise ValidationError("the prompt must not be empty", param="prompt")
+
+
+def _tokenize_all(
+    server: ServerState, prompts: list[str | list[int]], add_special_tokens: bool
+) -> list[TokensPrompt]:
+    tokenized = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            token_ids = server.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            tokenized.append(TokensPrompt(prompt_token_ids=token_ids, prompt=prompt))
+        else:
+            tokenized.append(TokensPrompt(prompt_token_ids=prompt))
+    return tokenized

@@ -1,0 +1,1 @@
+"""What goes over HTTP: pydantic models read requests, msgspec structs write responses."""

@@ -1,0 +1,137 @@
+"""Requests, as strict pydantic models: a field has the type it is documented with, and no other.
+
+Invariant: a model has exactly the fields that the server honours; what happens to any other field is told in
+`quire.entrypoints.openai.field_policy`. Ranges are checked by `SamplingParams`, for all entry points alike.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+INT64_MAX = 2**63 - 1
+TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
+PromptField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
+"""Text, token ids, or a list of either; read by `quire.entrypoints.openai.prompts`, whose errors are clearer."""
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
+
+
+class RequestModel(BaseModel):
+    """Base of all requests."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationRequest(RequestModel):
+    """What completions and chat completions share; None is the model's or the field's default."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
+    priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)
+    cache_salt: str | None = Field(None, min_length=1, max_length=128)
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions"""
+
+    prompt: PromptField
+    add_special_tokens: bool = True
+    echo: bool = False
+    logprobs: int | None = None
+
+
+class ToolFunction(RequestModel):
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(RequestModel):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChatFields(RequestModel):
+    """What decides how a conversation becomes a prompt."""
+
+    messages: Messages
+    tools: list[Tool] | None = Field(None, min_length=1, max_length=1024)
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, ChatFields):
+    """POST /v1/chat/completions"""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+
+
+class TokenizeRequest(RequestModel):
+    """POST /tokenize with a prompt"""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(ChatFields):
+    """POST /tokenize with messages"""
+
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(RequestModel):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[TokenId]

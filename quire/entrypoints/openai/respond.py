@@ -1,0 +1,50 @@
+"""The one way from a request to its response, for all endpoint families that generate.
+
+Invariant: the client's connection is watched from before the first token to the end, and a refusal comes
+before a stream has begun, with its proper status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.entrypoints.openai.generation import Outputs
+from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.protocol.requests import GenerationRequest
+from quire.entrypoints.openai.sampling import client_names
+from quire.entrypoints.openai.state import server_of
+from quire.entrypoints.openai.streaming import EventStream
+from quire.outputs import RequestOutput
+
+
+class Answer(Protocol):
+    """How one family writes its answers."""
+
+    async def start(self) -> Outputs:
+        """Check the request and hand it to the engine; nothing runs before the outputs are read."""
+        ...
+
+    def whole(self, outputs: list[RequestOutput]) -> msgspec.Struct:
+        """The answer as one object, from the final output of each prompt."""
+        ...
+
+    def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events, up to but without `[DONE]`."""
+        ...
+
+
+async def respond(request: Request, body: GenerationRequest, answer: Answer) -> Response:
+    """Generate, and answer whole or as a stream."""
+    in_flight = server_of(request).in_flight
+    with client_names(body):
+        outputs = await answer.start()
+        if not body.stream:
+            finals = await in_flight.run(outputs.final(), request.receive)
+            return json_response(answer.whole(finals))
+        await in_flight.run(outputs.prime(), request.receive)
+        return EventStream(answer.frames(outputs), outputs, in_flight)

@@ -1,0 +1,118 @@
+"""The one place that turns a request into `SamplingParams`.
+
+Invariant: a value comes from the request, else from the model's generation config, else from `SamplingParams`.
+Errors name the field that the client sent, also where the engine calls it by another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from quire.entrypoints.openai.protocol.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from quire.errors import ValidationError
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+COMPLETION_MAX_TOKENS = 16
+SAME_NAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids", "skip_special_tokens",
+    "include_stop_str_in_output", "prompt_logprobs",
+)  # fmt: skip
+MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
+MAX_TOKENS_DEFAULTS = ("max_tokens", "max_new_tokens")
+
+
+def completion_params(
+    request: CompletionRequest, defaults: Mapping[str, Any], *, detokenize: bool
+) -> SamplingParams:
+    """Sampling parameters of a completion.
+
+    Raises:
+        ValidationError: a value is out of range, or two do not go together.
+    """
+    _check_stream(request)
+    own = {"max_tokens": COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens}
+    params = {"logprobs": request.logprobs, **own}
+    if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
+        params["prompt_logprobs"] = request.logprobs
+    return _build(request, defaults, detokenize, params)
+
+
+def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters of a chat completion; without a limit it may fill the context.
+
+    Raises:
+        ValidationError: a value is out of range, or two do not go together.
+    """
+    _check_stream(request)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ValidationError("top_logprobs needs logprobs true", param="top_logprobs")
+    if request.top_logprobs is not None and request.top_logprobs < 0:
+        raise ValidationError(
+            f"top_logprobs must be at least 0, got {request.top_logprobs}", param="top_logprobs"
+        )
+    max_tokens = (
+        request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    )
+    if max_tokens is None:
+        max_tokens = next((int(defaults[name]) for name in MAX_TOKENS_DEFAULTS if name in defaults), None)
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _build(request, defaults, True, {"max_tokens": max_tokens, "logprobs": logprobs})
+
+
+@contextmanager
+def client_names(request: GenerationRequest) -> Iterator[None]:
+    """Rename fields in errors from the engine's names to those of the request."""
+    try:
+        yield
+    except ValidationError as error:
+        name = _client_name(error.param, request)
+        if name is None or error.param is None:
+            raise
+        raise ValidationError(error.message.replace(error.param, name, 1), param=name) from None
+
+
+def _client_name(param: str | None, request: GenerationRequest) -> str | None:
+    if not isinstance(request, ChatCompletionRequest):
+        return None
+    if param == "max_tokens" and request.max_completion_tokens is not None:
+        return "max_completion_tokens"
+    return {"logprobs": "top_logprobs", "prompt": "messages"}.get(param or "")
+
+
+def _build(
+    request: GenerationRequest, defaults: Mapping[str, Any], detokenize: bool, params: dict[str, Any]
+) -> SamplingParams:
+    values = {name: value for name, value in defaults.items() if name in MODEL_DEFAULTS}
+    for name in SAME_NAME:
+        value = getattr(request, name)
+        if value is not None:
+            values[name] = value
+    if "top_k" in values:
+        values["top_k"] = int(values["top_k"])
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(
+        **{**values, **params}, logit_bias=_logit_bias(request), detokenize=detokenize, output_kind=kind
+    )
+
+
+def _logit_bias(request: GenerationRequest) -> dict[int, float] | None:
+    if request.logit_bias is None:
+        return None
+    for key in request.logit_bias:
+        if not (key.isascii() and key.isdigit() and len(key) <= 19):
+            raise ValidationError(f"logit_bias keys must be token ids, got {key!r:.40}", param="logit_bias")
+    return {int(key): value for key, value in request.logit_bias.items()}
+
+
+def _check_stream(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise ValidationError("stream_options needs stream true", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise ValidationError("prompt_logprobs cannot be streamed", param="prompt_logprobs")

@@ -1,0 +1,95 @@
+"""`ServerState`: what the routes share.
+
+Invariant: one instance per app; `draining` only ever goes from False to True.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+
+from quire.config import ServerConfig
+from quire.entrypoints.chat.template import ChatTemplate
+from quire.entrypoints.chat.tool_parser import ToolParser, resolve_tool_parser
+from quire.entrypoints.openai.in_flight import InFlight
+from quire.errors import NotFoundError, ValidationError
+
+if TYPE_CHECKING:
+    from quire.engine.async_llm import AsyncLLM
+    from quire.engine.tokenizer import Tokenizer
+
+
+@dataclass(eq=False)
+class ServerState:
+    """The engine, the configuration, and what is derived from them once."""
+
+    engine: AsyncLLM
+    config: ServerConfig
+    registry: CollectorRegistry
+    in_flight: InFlight = field(default_factory=InFlight)
+    draining: bool = False
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why no generation can start now; None if it can."""
+        if self.engine.errored:
+            return "the engine has stopped"
+        if self.draining:
+            return "the server is shutting down"
+        return None if self.engine.is_ready else "the model is loading"
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        model = self.engine.config.model
+        return model.served_model_name or (model.model,)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ValidationError if the server works on token ids only."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise ValidationError("this server has no tokenizer (--skip-tokenizer-init); send token ids")
+        return tokenizer
+
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate:
+        """Raises ValidationError if the model has none, ConfigError if it is not valid."""
+        return ChatTemplate.from_tokenizer(self.tokenizer, self.config.chat_template)
+
+    @functools.cached_property
+    def make_tool_parser(self) -> Callable[[], ToolParser] | None:
+        """The class of the tool-call parser, None if there is none."""
+        return resolve_tool_parser(self.config.tool_call_parser, self.chat_template.source)
+
+    def prepare(self) -> None:
+        """Meet errors of the chat template at start-up, not at the first request."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is not None and (self.config.chat_template or tokenizer.chat_template):
+            _ = self.chat_template
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with; an absent or empty one means the model that is served.
+
+        Raises:
+            NotFoundError: the server does not serve `name`.
+        """
+        if not name:
+            return self.model_names[0]
+        if name not in self.model_names:
+            served = ", ".join(self.model_names)
+            raise NotFoundError(
+                f"the model {name!r:.100} does not exist; this server has: {served}", param="model"
+            )
+        return name
+
+
+def server_of(request: Request) -> ServerState:
+    """The state of the app that serves `request`."""
+    state = request.app.state.server
+    assert isinstance(state, ServerState)
+    return state

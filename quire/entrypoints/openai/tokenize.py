@@ -1,0 +1,59 @@
+"""POST /tokenize and /detokenize"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.entrypoints.openai.chat_prompt import chat_token_ids
+from quire.entrypoints.openai.json_body import read_json
+from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.parsing import checked, read_request
+from quire.entrypoints.openai.protocol.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from quire.entrypoints.openai.protocol.responses import Detokenized, Tokenized
+from quire.entrypoints.openai.state import ServerState, server_of
+from quire.errors import ValidationError
+
+router = APIRouter()
+
+
+@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest, TokenizeChatRequest))
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text, or of a conversation as the model would see it."""
+    server = server_of(request)
+    raw = await read_json(request)
+    if "messages" in raw:
+        chat = checked(request, raw, TokenizeChatRequest)
+        server.check_model(chat.model)
+        return _tokenized(server, await chat_token_ids(server, chat), chat.return_token_strs)
+    body = checked(request, raw, TokenizeRequest)
+    server.check_model(body.model)
+    encode = server.tokenizer.encode
+    token_ids = await asyncio.to_thread(encode, body.prompt, add_special_tokens=body.add_special_tokens)
+    return _tokenized(server, token_ids, body.return_token_strs)
+
+
+@router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
+    """Text of token ids, special tokens included."""
+    server = server_of(request)
+    body = await read_request(request, DetokenizeRequest)
+    server.check_model(body.model)
+    vocab_size = server.engine.config.arch.vocab_size
+    for token_id in body.tokens:
+        if token_id >= vocab_size:
+            raise ValidationError(
+                f"tokens has {token_id}, but token ids are integers in [0, {vocab_size - 1}]", param="tokens"
+            )
+    text = await asyncio.to_thread(server.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return json_response(Detokenized(text))
+
+
+def _tokenized(server: ServerState, token_ids: list[int], with_texts: bool) -> Response:
+    texts = [server.tokenizer.token_text(token_id) for token_id in token_ids] if with_texts else None
+    max_model_len = server.engine.config.model.max_model_len
+    return json_response(Tokenized(len(token_ids), max_model_len, token_ids, texts))

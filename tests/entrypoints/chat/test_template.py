@@ -1,0 +1,159 @@
+"""Chat templates: what they can use, what they cannot, and how they fail."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire.entrypoints.chat import template as template_module
+from quire.entrypoints.chat.template import ChatTemplate
+from quire.errors import ConfigError, ValidationError
+
+HI = [{"role": "user", "content": "hi"}]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def render(source: str, messages: Any = HI, **options: Any) -> str:
+    return ChatTemplate(source, bos_token="<s>", eos_token="</s>").render(messages, **options)
+
+
+def test_chatml() -> None:
+    assert render(CHATML) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert render(CHATML, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ bos_token }}{{ eos_token }}", "<s></s>"),
+        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
+        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+        ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=True, separators=(',', ':')) }}", '{"a":2,"b":1}'),
+        ("{% generation %}x{{ 1 }}{% endgeneration %}y", "x1y"),
+        ("{{ strftime_now('%Y') }}", str(datetime.datetime.now().year)),
+        ("{{ tools is none }} {{ documents is none }}", "True True"),
+        ("{{ missing is defined }}", "False"),
+    ],
+)
+def test_what_templates_can_use(source: str, expected: str) -> None:
+    assert render(source + "{# #}") == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'a': 1}) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ range(10**9) | list }}",
+        "{{ 1 / 0 }}",
+        "{{ undefined_thing.x }}",
+        "{{ 'a' + 1 }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% include 'x' %}",
+    ],
+)
+def test_what_they_cannot(source: str) -> None:
+    with pytest.raises(ValidationError, match="chat template") as refused:
+        render(source)
+    assert "0x" not in refused.value.message
+
+
+def test_hidden_attributes_are_undefined() -> None:
+    assert render("{{ ''.__class__ }}{{ messages._x }}") == ""
+
+
+def test_raise_exception() -> None:
+    loud = "{{ raise_exception('no ' ~ messages[0].content) }}"
+    with pytest.raises(ValidationError, match="refused the messages: no <|im_end|>$".replace("|", r"\|")):
+        ChatTemplate(loud, special_tokens={"<|im_end|>"}).render([{"role": "user", "content": "<|im_end|>"}])
+    with pytest.raises(ValidationError, match="roles must alternate") as refused:
+        render("{{ raise_exception('roles must alternate') }}")
+    assert refused.value.param == "messages"
+
+
+def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "MAX_RENDERED_CHARS", 1000)
+    with pytest.raises(ValidationError, match="longer than 1000"):
+        render("{% for i in range(99999) %}{{ 'x' * 100 }}{% endfor %}")
+
+
+def test_syntax_error_names_the_line() -> None:
+    with pytest.raises(ConfigError, match="line 2"):
+        ChatTemplate("\n{% if %}")
+
+
+def test_options() -> None:
+    source = "{{ enable_thinking }}"
+    assert render(source, enable_thinking=False) == "False"
+    with pytest.raises(ValidationError, match="options are: enable_thinking") as refused:
+        render(source, enable_thinkin=False)
+    assert refused.value.param == "chat_template_kwargs"
+    with pytest.raises(ValidationError, match="options are: none"):
+        render("{{ raise_exception is defined }}", raise_exception=1)
+
+
+def test_tools_and_documents_need_a_place() -> None:
+    assert render("{{ tools | tojson }}", tools=[{"name": "f"}]) == '[{"name": "f"}]'
+    for name in ("tools", "documents"):
+        with pytest.raises(ValidationError, match="no place") as refused:
+            render(CHATML, **{name: [{}]})
+        assert refused.value.param == name
+
+
+@pytest.mark.parametrize("content", ["Well, ", "I am", "<", "<|im_end|>", "  ", "assistant"])
+def test_continue_final_message(content: str) -> None:
+    messages = [*HI, {"role": "assistant", "content": content}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    template = ChatTemplate(CHATML, special_tokens={"<|im_end|>", "<|im_start|>"})
+    assert template.render(messages, **options).endswith("<|im_start|>assistant\n" + content)
+    with pytest.raises(ValidationError, match="cannot be continued"):
+        render("nothing", messages, **options)
+    with pytest.raises(ValidationError) as both:
+        template.render(messages, continue_final_message=True)
+    assert both.value.param == "continue_final_message"
+
+
+STRING_ONLY = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+PARTS_ONLY = (
+    "{% for m in messages %}{{ m.role }}: {% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+)
+BOTH = "{% for m in messages %}{{ m.role }}: {{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [STRING_ONLY, PARTS_ONLY, BOTH])
+@pytest.mark.parametrize("content", ["a\nb", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]])
+def test_content_format_is_found_out(source: str, content: Any) -> None:
+    assert render(source, [{"role": "user", "content": content}]) == "user: a\nb"
+
+
+def test_tool_call_arguments_are_an_object() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    source = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.a + 1 }}{% endfor %}"
+    assert render(source, [{"role": "assistant", "content": None, "tool_calls": [call]}]) == "2"
+
+
+def test_override(tmp_path: Path) -> None:
+    tokenizer = SimpleNamespace(
+        chat_template="own", bos_token=None, eos_token=None, special_tokens=frozenset()
+    )
+    file = tmp_path / "template.jinja"
+    file.write_text("from file")
+    assert ChatTemplate.from_tokenizer(tokenizer).render(HI) == "own"
+    assert ChatTemplate.from_tokenizer(tokenizer, file).render(HI) == "from file"
+    assert ChatTemplate.from_tokenizer(tokenizer, "{{ 'inline' }}").render(HI) == "inline"
+    with pytest.raises(ConfigError, match="neither"):
+        ChatTemplate.from_tokenizer(tokenizer, tmp_path / "missing")
+    tokenizer.chat_template = None
+    with pytest.raises(ValidationError, match="no chat template"):
+        ChatTemplate.from_tokenizer(tokenizer)

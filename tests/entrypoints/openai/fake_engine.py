@@ -1,0 +1,233 @@
+"""An engine with `AsyncLLM`'s interface that recites a text: for fast tests of the protocol.
+
+Prompts and parameters go through the real input processor, so refusals are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Any
+
+from quire.config import EngineConfig, ModelArch
+from quire.engine.input_processor import InputProcessor
+from quire.errors import EngineDeadError, QuireError
+from quire.metrics.stats import IterationStats, StatLogger
+from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.scheduler.output import SchedulerStats
+
+SPECIAL = {"<|im_start|>": 256, "<|im_end|>": 257}
+TEMPLATE = """\
+{%- if tools %}{{ '<|im_start|>system\n# Tools: answer with <tool_call>\n' }}
+{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.content == 'boom' %}{{ raise_exception('no booms here') }}{% endif %}
+{{- '<|im_start|>' ~ message.role ~ '\n' ~ message.content ~ '<|im_end|>\n' }}
+{%- endfor %}
+{%- if shout %}{{ 'SHOUT' }}{% endif %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+class FakeTokenizer:
+    """One token per byte, and two special tokens."""
+
+    vocab_size = 258
+    bos_token = None
+    eos_token = "<|im_end|>"
+    eos_token_id = 257
+    special_tokens = frozenset(SPECIAL)
+
+    def __init__(self, chat_template: str | None = TEMPLATE) -> None:
+        self.chat_template = chat_template
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
+        if not allow_special:
+            return list(text.encode())
+        ids: list[int] = []
+        while text:
+            literal = next((literal for literal in SPECIAL if text.startswith(literal)), None)
+            ids += list(text[0].encode()) if literal is None else [SPECIAL[literal]]
+            text = text[len(literal or text[0]) :]
+        return ids
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        names = {token_id: literal for literal, token_id in SPECIAL.items()}
+        chunks = [bytes([i]) if i < 256 else b"" if skip_special_tokens else names[i].encode() for i in ids]
+        return b"".join(chunks).decode(errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
+
+
+class FakeEngine:
+    """Recites `reply(prompt, index)`, a token (byte) per step; the knobs below make it misbehave."""
+
+    def __init__(self, tokenizer: FakeTokenizer | None = None, **engine_args: Any) -> None:
+        arch = ModelArch(
+            "Fake", "fake", FakeTokenizer.vocab_size, 8, 8, 1, 1, 1, 8, 4096, eos_token_ids=(257,)
+        )
+        args = {"model": "fake-model", "max_model_len": 4096, "max_num_batched_tokens": 4096, **engine_args}
+        config = EngineConfig.from_args(**args)
+        self.config = dataclasses.replace(config, model_arch=arch)
+        self.tokenizer = None if config.model.skip_tokenizer_init else tokenizer or FakeTokenizer()
+        self.input_processor = InputProcessor(self.config, self.tokenizer, strict_length=True)  # type: ignore[arg-type]
+        self.reply: Callable[[str, int], str] = lambda prompt, index: f"Reply {index}!"
+        self.is_ready = True
+        self.dead_error: QuireError | None = None
+        self.died = asyncio.Event()
+        self.hold_after: int | None = None
+        self.die_after: int | None = None
+        self.fail_after: int | None = None
+        self.num_cached_tokens = 0
+        self.running: set[str] = set()
+        self.closed: list[str] = []
+        self.seen: list[tuple[Any, SamplingParams]] = []
+        self.stat_loggers: list[StatLogger] = []
+        self.was_shut_down = False
+
+    @property
+    def errored(self) -> bool:
+        return self.dead_error is not None
+
+    def add_stat_logger(self, stat_logger: StatLogger) -> None:
+        self.stat_loggers.append(stat_logger)
+
+    async def wait_ready(self) -> None:
+        while not self.is_ready:
+            await asyncio.sleep(0.005)
+            await self.check_health()
+
+    async def check_health(self) -> None:
+        if self.dead_error is not None:
+            raise self.dead_error
+
+    async def shutdown(self) -> None:
+        self.was_shut_down = True
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        raise AssertionError("the server aborts by closing the generator")
+
+    def num_unfinished_requests(self) -> int:
+        return len(self.running)
+
+    def die(self) -> None:
+        self.dead_error = EngineDeadError("killed in /home/someone at 0x7f00")
+        self.died.set()
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        await self.check_health()
+        tokenized = self.input_processor.tokenize(prompt)
+        children = self.input_processor.process(request_id, tokenized, sampling_params, priority=priority)
+        self.seen.append((prompt, sampling_params))
+        text = self.tokenizer.decode(tokenized.token_ids, skip_special_tokens=False) if self.tokenizer else ""
+        sequences = [
+            _Sequence(index, child.sampling_params, self.reply(text, index))
+            for index, child in enumerate(children)
+        ]
+        self.running.add(request_id)
+        try:
+            async for completions in self._steps(sequences, sampling_params):
+                finished = all(sequence.finish_reason for sequence in sequences)
+                yield RequestOutput(
+                    request_id=request_id,
+                    prompt=tokenized.text,
+                    prompt_token_ids=tokenized.token_ids,
+                    outputs=completions,
+                    finished=finished,
+                    prompt_logprobs=_prompt_logprobs(tokenized.token_ids, sampling_params),
+                    num_cached_tokens=self.num_cached_tokens,
+                )
+        finally:
+            self.running.discard(request_id)
+            self.closed.append(request_id)
+
+    async def _steps(
+        self, sequences: list[_Sequence], params: SamplingParams
+    ) -> AsyncGenerator[list[CompletionOutput], None]:
+        num_steps, delta = 0, params.output_kind is RequestOutputKind.DELTA
+        while active := [sequence for sequence in sequences if sequence.finish_reason is None]:
+            await self._maybe_misbehave(num_steps)
+            num_steps += 1
+            for sequence in active:
+                sequence.step()
+                if self.fail_after is not None and num_steps > self.fail_after:
+                    sequence.finish_reason = "error"
+            self._tell_loggers(len(active))
+            if delta:
+                yield [sequence.news() for sequence in active]
+        if not delta:
+            yield [sequence.news() for sequence in sequences]
+
+    async def _maybe_misbehave(self, num_steps: int) -> None:
+        await asyncio.sleep(0)
+        if self.die_after is not None and num_steps >= self.die_after:
+            self.die()
+        await self.check_health()
+        if self.hold_after is not None and num_steps >= self.hold_after:
+            await self.died.wait()
+            await self.check_health()
+
+    def _tell_loggers(self, num_running: int) -> None:
+        for stat_logger in self.stat_loggers:
+            stat_logger.record(
+                IterationStats(num_generation_tokens=num_running), SchedulerStats(num_running=num_running)
+            )
+
+
+class _Sequence:
+    def __init__(self, index: int, params: SamplingParams, text: str) -> None:
+        self.index, self.params = index, params
+        self.stop_reason: str | None = None
+        for stop in params.stop:
+            if stop in text:
+                text, self.stop_reason = text[: text.index(stop)], stop
+        self.pending = list(text.encode())
+        self.finish_reason: str | None = None
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.text, self.token_ids, self.logprobs = "", list[int](), list[PositionLogprobs]()
+
+    def step(self) -> None:
+        token_id = self.pending.pop(0) if self.pending else 257
+        self.token_ids.append(token_id)
+        self.logprobs.append(_position(token_id, self.params.logprobs or 0))
+        if token_id < 256 and self.params.detokenize:
+            self.text += self.decoder.decode(bytes([token_id]))
+        if token_id == 257:
+            self.finish_reason = "stop"
+        elif self.params.max_tokens is not None:
+            self.params.max_tokens -= 1
+            if self.params.max_tokens == 0:
+                self.finish_reason = "length"
+
+    def news(self) -> CompletionOutput:
+        output = CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs if self.params.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason if self.finish_reason == "stop" else None,
+        )
+        self.text, self.token_ids, self.logprobs = "", [], []
+        return output
+
+
+def _position(token_id: int, num_top: int) -> PositionLogprobs:
+    """The chosen token is second; the most likely one has minus infinity in no place, the third has."""
+    text = FakeTokenizer().token_text
+    position = {token_id: Logprob(-1.0, 2, text(token_id))}
+    ranked = {1: ((token_id + 1) % 256, -0.5), 2: (token_id, -1.0), 3: ((token_id + 2) % 256, float("-inf"))}
+    for rank, (other, logprob) in list(ranked.items())[:num_top]:
+        position.setdefault(other, Logprob(logprob, rank, text(other)))
+    return position
+
+
+def _prompt_logprobs(ids: list[int], params: SamplingParams) -> list[PositionLogprobs | None] | None:
+    if params.prompt_logprobs is None:
+        return None
+    return [None, *(_position(token_id, params.prompt_logprobs) for token_id in ids[1:])]

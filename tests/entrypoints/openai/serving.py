@@ -1,0 +1,70 @@
+"""Ways to put the app in front of a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+
+from quire.config import ServerConfig
+from quire.entrypoints.openai.api_server import bind, http_config
+from quire.entrypoints.openai.app import build_app
+from quire.entrypoints.openai.lifecycle import HttpServer, Lifecycle
+from tests.entrypoints.openai.fake_engine import FakeEngine
+
+
+def client_for(engine: FakeEngine, **options: Any) -> httpx.AsyncClient:
+    """A client that calls the app directly."""
+    app = build_app(engine, ServerConfig(**options))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://quire")
+
+
+class LiveServer:
+    """A lifecycle on a free port; `code` is its exit code once it ended."""
+
+    def __init__(self, engine: FakeEngine, **options: Any) -> None:
+        config = ServerConfig(port=0, uvicorn_log_level="warning", **options)
+        self.listener = bind(config.host, config.port)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.app = build_app(engine, config)  # type: ignore[arg-type]
+        self.lifecycle = Lifecycle(
+            self.app.state.server, HttpServer(http_config(self.app, config)), self.listener, needs_key=False
+        )
+        self.task = asyncio.create_task(self.lifecycle.run())
+
+    async def code(self) -> int:
+        return await asyncio.wait_for(self.task, 30)
+
+
+@contextlib.asynccontextmanager
+async def live_server(engine: FakeEngine, **options: Any) -> AsyncIterator[LiveServer]:
+    server = LiveServer(engine, **options)
+    try:
+        yield server
+    finally:
+        server.lifecycle.on_signal()
+        server.lifecycle.on_signal()
+        await asyncio.gather(server.task, return_exceptions=True)
+
+
+def events(body: str) -> list[Any]:
+    """The JSON of each event of a stream; [DONE] stays text."""
+    frames = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in body.split("\n\n") if line)
+    return [frame if frame == "[DONE]" else json.loads(frame) for frame in frames]
+
+
+async def stream(client: httpx.AsyncClient, path: str, **body: Any) -> list[Any]:
+    """All events of a streamed answer, checked to be a well-formed stream."""
+    response = await client.post(path, json={**body, "stream": True})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    received = events(response.text)
+    assert received[-1] == "[DONE]"
+    assert received.count("[DONE]") == 1
+    return received[:-1]

@@ -1,0 +1,72 @@
+"""What clients see when the engine fails, and that every stream has exactly one end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.entrypoints.openai.fake_engine import FakeEngine
+from tests.entrypoints.openai.serving import stream
+
+BODIES = {
+    "/v1/completions": {"prompt": ["a", "b"], "n": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "n": 2},
+}
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
+async def test_core_dies_mid_stream(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+) -> None:
+    engine.die_after = 3
+    received = await stream(client, path, **body)
+    assert [event for event in received if "error" in event] == [received[-1]]
+    error = received[-1]["error"]
+    assert error["code"] == 503
+    assert "home" not in error["message"]
+    assert all(choice["finish_reason"] is None for event in received[:-1] for choice in event["choices"])
+    assert not engine.running
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
+async def test_core_dies_before_the_first_token(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+) -> None:
+    engine.die_after = 0
+    for streamed in (False, True):
+        response = await client.post(path, json={**body, "stream": streamed})
+        assert response.status_code == 503
+        assert "retry-after" in response.headers
+        assert response.json()["error"]["code"] == 503
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
+async def test_request_fails_in_the_engine(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+) -> None:
+    engine.fail_after = 2
+    received = await stream(client, path, **body)
+    assert received[-1]["error"]["code"] == 500
+    assert sum("error" in event for event in received) == 1
+    assert (await client.post(path, json=body)).status_code == 500
+
+
+async def test_unavailable_until_ready(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.is_ready = False
+    for path in ("/health", "/readyz", "/ping", "/v1/models"):
+        response = await client.get(path)
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        assert "loading" in response.json()["error"]["message"]
+    for path in ("/livez", "/version", "/metrics"):
+        assert (await client.get(path)).status_code == 200
+    assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 503
+    engine.is_ready = True
+    for path in ("/health", "/readyz", "/livez", "/ping"):
+        response = await client.get(path)
+        assert (response.status_code, response.text) == (200, "")
+    engine.die()
+    for path in ("/health", "/readyz", "/livez"):
+        assert (await client.get(path)).status_code == 503

@@ -1,0 +1,168 @@
+"""A live server: ready line, draining, second signal, death of the engine, failed start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+
+import httpx
+import pytest
+
+from quire.config import EngineConfig, ServerConfig
+from quire.entrypoints.openai.api_server import run_server
+from quire.errors import ModelLoadError
+from tests.entrypoints.openai.fake_engine import FakeEngine
+from tests.entrypoints.openai.serving import LiveServer, events, live_server
+
+BODY = {"prompt": "hi", "max_tokens": 50}
+
+
+async def started(
+    client: httpx.AsyncClient, engine: FakeEngine, num: int
+) -> list[asyncio.Task[httpx.Response]]:
+    """Streams (and one that is none) that run until the engine's hold is lifted."""
+    bodies = [{**BODY, "stream": index > 0} for index in range(num)]
+    tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
+    async with asyncio.timeout(30):
+        while len(engine.running) < num:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    return tasks
+
+
+async def ready(server: LiveServer, client: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(30):
+        while (await client.get("/health")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_serves_then_ends_with_code_0(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        await ready(server, client)
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        server.lifecycle.on_signal()
+        assert await server.code() == 0
+    assert server.url in capsys.readouterr().out
+
+
+async def test_drain_lets_requests_finish(engine: FakeEngine) -> None:
+    engine.hold_after = 3
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        await ready(server, client)
+        tasks = await started(client, engine, 5)
+        server.lifecycle.on_signal()
+        await asyncio.sleep(0.02)
+        for path in ("/health", "/v1/models"):
+            refused = await client.get(path)
+            assert refused.status_code == 503
+            assert refused.headers["connection"] == "close"
+        assert (await client.get("/livez")).status_code == 200
+        engine.hold_after = None
+        engine.died.set()
+        assert await server.code() == 0
+        whole, *streams = [await task for task in tasks]
+        assert whole.json()["choices"][0]["text"] == "Reply 0!"
+        for response in streams:
+            *chunks, done = events(response.text)
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Reply 0!"
+            assert (chunks[-1]["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
+
+
+@pytest.mark.parametrize("patience", [0.05, 60.0])
+async def test_end_of_patience_or_second_signal_cancels(engine: FakeEngine, patience: float) -> None:
+    engine.hold_after = 3
+    async with (
+        live_server(engine, shutdown_timeout=patience) as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+    ):
+        await ready(server, client)
+        tasks = await started(client, engine, 4)
+        server.lifecycle.on_signal()
+        if patience > 1:
+            await asyncio.sleep(0.02)
+            server.lifecycle.on_signal()
+        assert await server.code() == 0
+        whole, *streams = [await task for task in tasks]
+        assert whole.status_code == 503
+        for response in streams:
+            *chunks, error, done = events(response.text)
+            assert (error["error"]["code"], done) == (503, "[DONE]")
+            assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+    assert not engine.running
+
+
+async def test_death_of_the_engine_ends_the_process(engine: FakeEngine) -> None:
+    engine.hold_after = 3
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        await ready(server, client)
+        tasks = await started(client, engine, 4)
+        engine.die()
+        assert await server.code() == 1
+        whole, *streams = [await task for task in tasks]
+        assert whole.status_code == 503
+        assert all(events(response.text)[-2]["error"]["code"] == 503 for response in streams)
+
+
+async def test_failed_start_is_one_line(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.is_ready = False
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.get("/health")).status_code == 503
+        engine.dead_error = ModelLoadError("model.safetensors is cut off")
+        assert await server.code() == 1
+    assert capsys.readouterr().err == "error: model.safetensors is cut off\n"
+
+
+async def test_broken_template_is_a_failed_start(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with live_server(engine, chat_template="{% if %}") as server:
+        assert await server.code() == 1
+    assert "chat template" in capsys.readouterr().err
+
+
+async def test_signal_while_loading(engine: FakeEngine) -> None:
+    engine.is_ready = False
+    async with live_server(engine) as server:
+        await asyncio.sleep(0.02)
+        server.lifecycle.on_signal()
+        assert await server.code() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("early", [True, False])
+def test_real_signals(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, early: bool) -> None:
+    engines: list[FakeEngine] = []
+
+    def start(config: EngineConfig) -> FakeEngine:
+        engines.append(FakeEngine())
+        if early:
+            signal.raise_signal(number)
+        else:
+            asyncio.get_running_loop().call_later(0.3, signal.raise_signal, number)
+        return engines[0]
+
+    monkeypatch.setattr("quire.engine.async_llm.AsyncLLM.start", start)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    assert run_server(EngineConfig(), ServerConfig(port=0, uvicorn_log_level="warning")) == 0
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert engines[0].was_shut_down or early
+
+
+def test_port_taken_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run_server(EngineConfig(), ServerConfig(port=port)) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: cannot listen on 127.0.0.1:{port}: ")
+    assert err.count("\n") == 1
+
+
+async def test_huge_headers_are_refused(engine: FakeEngine) -> None:
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        await ready(server, client)
+        with contextlib.suppress(
+            httpx.ReadError, httpx.WriteError
+        ):  # the server may hang up while we still send
+            assert (await client.get("/health", headers={"x": "y" * 200_000})).status_code in (400, 431)
+        assert (await client.get("/health")).status_code == 200

@@ -1,0 +1,124 @@
+"""The smaller routes, the metrics, and what importing the app costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import httpx
+
+from quire.config import ServerConfig
+from quire.entrypoints.chat.tool_parser import TOOL_PARSERS
+from quire.entrypoints.openai.app import build_app
+from tests.entrypoints.openai.fake_engine import FakeEngine
+from tests.entrypoints.openai.serving import client_for
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def test_models(client: httpx.AsyncClient) -> None:
+    body = (await client.get("/v1/models")).json()
+    (card,) = body["data"]
+    assert body["object"] == "list"
+    assert (card["id"], card["object"], card["owned_by"], card["max_model_len"]) == (
+        "fake-model",
+        "model",
+        "quire",
+        4096,
+    )
+    assert (await client.get("/v1/models/fake-model")).json() == card
+
+
+async def test_several_served_names() -> None:
+    async with client_for(FakeEngine(served_model_name=("org/a", "b"))) as client:
+        assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == ["org/a", "b"]
+        assert (await client.get("/v1/models/org/a")).json()["id"] == "org/a"
+        answer = await client.post("/v1/completions", json={"model": "b", "prompt": "x"})
+        assert answer.json()["model"] == "b"
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).json()["model"] == "org/a"
+
+
+async def test_tokenize_and_back(client: httpx.AsyncClient) -> None:
+    text = "hi ä <|im_end|>"
+    body = (await client.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert body["max_model_len"] == 4096
+    assert body["tokens"][-1] == 257
+    assert (await client.post("/detokenize", json={"tokens": body["tokens"]})).json() == {"prompt": text}
+
+
+async def test_tokenize_chat_is_what_the_model_sees(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = (await client.post("/tokenize", json={"messages": HI, "tools": tools})).json()
+    await client.post("/v1/chat/completions", json={"messages": HI, "tools": tools})
+    assert engine.seen[0][0]["prompt_token_ids"] == body["tokens"]
+
+
+async def test_tokenize_refusals(client: httpx.AsyncClient) -> None:
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {"tokens": [258]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+        ("/detokenize", {"tokens": ["1"]}, "tokens.0"),
+        ("/detokenize", {"tokens": "1"}, "tokens"),
+    ):
+        response = await client.post(path, json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+
+
+async def test_version_and_docs(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/version")).json()["version"]
+    schema = (await client.get("/openapi.json")).json()
+    body = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "prompt" in body["required"]
+    assert "$ref" not in str(body)
+    async with client_for(FakeEngine(), disable_fastapi_docs=True) as bare:
+        for path in ("/docs", "/redoc", "/openapi.json"):
+            assert (await bare.get(path)).status_code == 404
+
+
+async def test_metrics_do_not_grow_with_strange_requests(client: httpx.AsyncClient) -> None:
+    await client.post("/v1/completions", json={"prompt": "hi"})
+    await client.get("/x")
+    await client.request("FOO0", "/v1/completions")
+    await client.get("/metrics")
+    before = (await client.get("/metrics")).text
+    assert 'quire:http_requests_total{handler="/v1/completions",method="POST",status="200"} 1.0' in before
+    assert 'quire:generation_tokens_total{engine="0",model_name="fake-model"} 9.0' in before
+    for index in range(50):
+        await client.get(f"/x{index}")
+        await client.request(f"FOO{index}", "/v1/completions")
+        await client.get(f"/v1/models/m{index}")
+    await client.get("/v1/models/m")
+    after = (await client.get("/metrics")).text
+    assert len(after.splitlines()) - len(before.splitlines()) <= 2
+
+
+async def test_client_request_id_is_no_key(client: httpx.AsyncClient) -> None:
+    ids = {
+        (await client.get("/health", headers={"x-request-id": "same"})).headers["x-request-id"]
+        for _ in range(2)
+    }
+    assert len(ids) == 2
+    assert "same" not in ids
+
+
+def test_parser_choices_are_the_registry(engine: FakeEngine) -> None:
+    choices = ServerConfig.__dataclass_fields__["tool_call_parser"].metadata["option"].choices
+    assert choices == ("auto", "none", *TOOL_PARSERS)
+    assert build_app(engine, ServerConfig()).state.server.make_tool_parser is TOOL_PARSERS["hermes"]  # type: ignore[arg-type]
+
+
+def test_app_loads_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys\n"
+        "import quire.entrypoints.openai.app, quire.entrypoints.openai.api_server\n"
+        "import quire.entrypoints.openai.lifecycle\n"
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
