@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from quire.version import __version__
 
 if TYPE_CHECKING:
-    from quire.config import EngineConfig
+    from quire.config import EngineArgs, EngineConfig
+    from quire.config import EngineArgs as AsyncEngineArgs
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.async_llm import AsyncLLM as AsyncLLMEngine
     from quire.engine.llm_engine import LLMEngine
@@ -23,6 +24,8 @@ _LAZY = {
     "LLMEngine": "quire.engine.llm_engine",
     "AsyncLLM": "quire.engine.async_llm",
     "AsyncLLMEngine": "quire.engine.async_llm:AsyncLLM",
+    "EngineArgs": "quire.config",
+    "AsyncEngineArgs": "quire.config:EngineArgs",
     "EngineConfig": "quire.config",
     "ModelRegistry": "quire.models.registry",
     "SamplingParams": "quire.sampling_params",
@@ -35,9 +38,11 @@ _LAZY = {
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
     "CompletionOutput",
+    "EngineArgs",
     "EngineConfig",
     "LLMEngine",
     "ModelRegistry",

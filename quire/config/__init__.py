@@ -4,6 +4,7 @@ from quire.config.arch import ModelArch, RopeScaling
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.engine import EngineConfig, child_configs, engine_fields
+from quire.config.engine_args import EngineArgs
 from quire.config.load import LoadConfig
 from quire.config.model import DEMO_MODEL, ModelConfig
 from quire.config.observability import ObservabilityConfig
@@ -15,6 +16,7 @@ __all__ = [
     "DEMO_MODEL",
     "CacheConfig",
     "DeviceConfig",
+    "EngineArgs",
     "EngineConfig",
     "LoadConfig",
     "ModelArch",

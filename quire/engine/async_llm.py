@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
-from quire.config import EngineConfig
+from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import make_client
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
 from quire.engine.messages import (
@@ -31,9 +31,10 @@ from quire.engine.startup import load_tokenizer, prepare
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import EngineDeadError, EngineError, QuireError
 from quire.inputs import PromptType
-from quire.metrics.stats import StatLogger
+from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.scheduler.output import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +73,9 @@ class AsyncLLM:
         return AsyncLLM(config, in_process=in_process)
 
     @staticmethod
-    def from_engine_args(**engine_args: Any) -> AsyncLLM:
-        """Build from flat configuration names, as `LLM` takes them."""
-        return AsyncLLM(EngineConfig.from_args(**engine_args))
+    def from_engine_args(engine_args: EngineArgs) -> AsyncLLM:
+        """Start from flat arguments."""
+        return AsyncLLM(engine_args.create_engine_config())
 
     @property
     def is_ready(self) -> bool:
@@ -131,7 +132,7 @@ class AsyncLLM:
         """End requests by label with finish_reason "abort"; unknown labels are ignored."""
         labels = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         core_ids = [core_id for label in labels for core_id in self._core_ids_by_label.get(label, ())]
-        self._abort_in_core(self.output_processor.abort(core_ids))
+        self._abort(core_ids)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False if some are in use."""
@@ -190,11 +191,17 @@ class AsyncLLM:
         return core_ids
 
     def _release(self, label: str, core_ids: list[str]) -> None:
-        self._abort_in_core(self.output_processor.forget(core_ids))
+        self._abort(core_ids)
         remaining = self._core_ids_by_label[label]
         remaining.difference_update(core_ids)
         if not remaining:
             del self._core_ids_by_label[label]
+
+    def _abort(self, core_ids: Iterable[str]) -> None:
+        aborted, stats = self.output_processor.abort(core_ids)
+        if aborted:
+            self._abort_in_core(aborted)
+            self._record(stats, None)
 
     def _abort_in_core(self, core_ids: list[str]) -> None:
         if core_ids and self.dead_error is None:
@@ -226,13 +233,16 @@ class AsyncLLM:
         if isinstance(message, EngineCoreOutputs):
             to_abort, stats = self.output_processor.process(message)
             self._abort_in_core(to_abort)
-            for stat_logger in self._stat_loggers:
-                stat_logger.record(stats, message.stats)
+            self._record(stats, message.stats)
         elif isinstance(message, UtilityResult):
             self._answer(message)
         elif isinstance(message, CoreReady):
             self.core_ready = message
             self._settled.set()
+
+    def _record(self, stats: IterationStats, scheduler: SchedulerStats | None) -> None:
+        for stat_logger in self._stat_loggers:
+            stat_logger.record(stats, scheduler)
 
     def _answer(self, message: UtilityResult) -> None:
         future = self._calls.pop(message.call_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -37,6 +38,7 @@ class CoreProcess:
         self._decoder = msgspec.msgpack.Decoder(CoreRequest)
         self._encoder = msgspec.msgpack.Encoder()
         self._parent = os.getppid()
+        self._directory = directory
         self._config = msgspec.json.decode((directory / "config.json").read_bytes(), type=EngineConfig)
 
     def run(self) -> int:
@@ -53,6 +55,8 @@ class CoreProcess:
                     self._send(core.step())
         finally:
             core.shutdown()
+        if self._is_orphan():
+            shutil.rmtree(self._directory, ignore_errors=True)
         return 0
 
     def _handle_messages(self, core: EngineCore) -> bool:
@@ -64,7 +68,10 @@ class CoreProcess:
             answer = core.handle(message)
             if answer is not None:
                 self._send(answer)
-        return os.getppid() == self._parent
+        return not self._is_orphan()
+
+    def _is_orphan(self) -> bool:
+        return os.getppid() != self._parent
 
     def _send(self, message: CoreMessage) -> None:
         self._outbox.send(self._encoder.encode(message))

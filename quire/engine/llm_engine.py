@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from quire.config import EngineConfig
+from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import CoreClient, make_client
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import AbortRequests, CoreReady, EngineCoreOutputs, UtilityCall, UtilityResult
@@ -17,9 +17,10 @@ from quire.engine.startup import load_tokenizer, prepare
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import EngineError, ValidationError
 from quire.inputs import PromptType
-from quire.metrics.stats import StatLogger
+from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.scheduler.output import SchedulerStats
 
 
 class LLMEngine:
@@ -43,9 +44,9 @@ class LLMEngine:
         self.core_ready = self._wait_ready()
 
     @staticmethod
-    def from_engine_args(**engine_args: Any) -> LLMEngine:
-        """Build from flat configuration names, as `LLM` takes them."""
-        return LLMEngine(EngineConfig.from_args(**engine_args))
+    def from_engine_args(engine_args: EngineArgs) -> LLMEngine:
+        """Build from flat arguments."""
+        return LLMEngine(engine_args.create_engine_config())
 
     def add_request(
         self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0
@@ -83,9 +84,10 @@ class LLMEngine:
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         core_ids = [core_id for rid in ids for core_id in self._core_ids.get(rid, [])]
-        aborted = self.output_processor.abort(core_ids)
+        aborted, stats = self.output_processor.abort(core_ids)
         if aborted:
             self._client.send(AbortRequests(aborted))
+            self._record(stats, None)
 
     def has_unfinished_requests(self) -> bool:
         return self.output_processor.num_unfinished > 0
@@ -133,8 +135,11 @@ class LLMEngine:
             to_abort, stats = self.output_processor.process(message)
             if to_abort:
                 self._client.send(AbortRequests(to_abort))
-            for logger in self._stat_loggers:
-                logger.record(stats, message.stats)
+            self._record(stats, message.stats)
+
+    def _record(self, stats: IterationStats, scheduler: SchedulerStats | None) -> None:
+        for logger in self._stat_loggers:
+            logger.record(stats, scheduler)
 
     def _collect(self) -> list[RequestOutput]:
         collected, self._outputs[:] = list(self._outputs), []

@@ -70,17 +70,18 @@ class OutputProcessor:
         _publish(touched)
         return to_abort, stats
 
-    def abort(self, core_request_ids: Iterable[str]) -> list[str]:
-        """End these sequences with finish_reason "abort"; returns those that were still running."""
+    def abort(self, core_request_ids: Iterable[str]) -> tuple[list[str], IterationStats]:
+        """End these sequences with finish_reason "abort".
+
+        Returns the core ids of those that were still running, and their statistics.
+        """
+        now = time.monotonic()
+        stats = IterationStats()
         aborted = [self._running.pop(rid) for rid in core_request_ids if rid in self._running]
         for sequence, _ in aborted:
-            sequence.end("abort", None)
+            sequence.abort(now, stats)
         _publish([group for _, group in aborted])
-        return [sequence.core_request_id for sequence, _ in aborted]
-
-    def forget(self, core_request_ids: Iterable[str]) -> list[str]:
-        """Drop sequences nobody listens to any more; returns those that were still running."""
-        return [rid for rid in core_request_ids if self._running.pop(rid, None) is not None]
+        return [sequence.core_request_id for sequence, _ in aborted], stats
 
     def fail_all(self, error: Exception) -> None:
         """The core is gone: every request in flight ends with this error."""

@@ -56,13 +56,18 @@ class SequenceState:
             assert len(self.prompt_logprobs) <= self._num_prompt_tokens
         self._append_tokens(update)
         if self._stop.matched is not None:
-            self.end("stop", self._stop.matched)
+            self._end("stop", self._stop.matched)
         elif update.finish_reason is not None:
-            self.end(update.finish_reason, update.error or update.stop_reason)
+            self._end(update.finish_reason, update.error or update.stop_reason)
         if self.finished:
             stats.finished.append(self._finished_stats(now))
 
-    def end(self, reason: str, stop_reason: int | str | None) -> None:
+    def abort(self, now: float, stats: IterationStats) -> None:
+        """Close the sequence because its caller wants no more of it."""
+        self._end("abort", None)
+        stats.finished.append(self._finished_stats(now))
+
+    def _end(self, reason: str, stop_reason: int | str | None) -> None:
         """Close the sequence: held-back text is released unless a stop string cut it."""
         if self._stop.matched is None:
             rest = self._detokenizer.flush() if self._detokenizer else ""

@@ -38,6 +38,7 @@ class LLM:
     ) -> None:
         self.llm_engine = LLMEngine(EngineConfig.from_args(model=model, **engine_args))
         self._chat_template = chat_template
+        self._templates: dict[str | None, ChatTemplate] = {}
         self._request_numbers = itertools.count()
 
     def generate(
@@ -93,7 +94,7 @@ class LLM:
             ValidationError: the model has no chat template, or a message cannot be rendered.
         """
         tokenizer = self.get_tokenizer()
-        template = ChatTemplate.from_tokenizer(tokenizer, chat_template or self._chat_template)
+        template = self._template(chat_template or self._chat_template)
         prompts: list[PromptType] = [
             template.encode(
                 tokenizer,
@@ -128,6 +129,11 @@ class LLM:
     def shutdown(self) -> None:
         """Release the engine."""
         self.llm_engine.shutdown()
+
+    def _template(self, override: str | None) -> ChatTemplate:
+        if override not in self._templates:
+            self._templates[override] = ChatTemplate.from_tokenizer(self.get_tokenizer(), override)
+        return self._templates[override]
 
     def _request_id(self) -> str:
         return str(next(self._request_numbers))

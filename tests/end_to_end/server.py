@@ -28,7 +28,15 @@ class Server:
     def __init__(self, *args: str, log: Path) -> None:
         self.port = free_port()
         self.log = log
-        command = [sys.executable, "-m", "quire.entrypoints.cli.main", "serve", *args, "--port", str(self.port)]
+        command = [
+            sys.executable,
+            "-m",
+            "quire.entrypoints.cli.main",
+            "serve",
+            *args,
+            "--port",
+            str(self.port),
+        ]
         with log.open("w") as sink:
             self.process = subprocess.Popen(
                 command, stdout=sink, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONUNBUFFERED": "1"}

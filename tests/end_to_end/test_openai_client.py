@@ -65,7 +65,13 @@ def test_streamed_chat_equals_unstreamed(client: openai.OpenAI) -> None:
 
 def test_n_and_logprobs(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(
-        model=MODEL, messages=ask("Tell me a joke."), n=2, temperature=1.0, seed=3, logprobs=True, top_logprobs=3
+        model=MODEL,
+        messages=ask("Tell me a joke."),
+        n=2,
+        temperature=1.0,
+        seed=3,
+        logprobs=True,
+        top_logprobs=3,
     )
     assert [choice.index for choice in reply.choices] == [0, 1]
     for choice in reply.choices:
@@ -89,7 +95,10 @@ def test_completion(client: openai.OpenAI) -> None:
 def test_tool_call(client: openai.OpenAI) -> None:
     messages = ask("What is the weather like in Paris?")
     reply = client.chat.completions.create(
-        model=MODEL, messages=messages, tools=[WEATHER], temperature=0  # type: ignore[list-item]
+        model=MODEL,
+        messages=messages,
+        tools=[WEATHER],
+        temperature=0,  # type: ignore[list-item]
     )
     choice = reply.choices[0]
     assert choice.finish_reason == "tool_calls"

@@ -154,6 +154,11 @@ async def test_statistics_reach_the_loggers(engine: AsyncLLM) -> None:
     (finished,) = [entry for step in recorder.steps for entry in step.finished]
     assert (finished.num_prompt_tokens, finished.finish_reason) == (3, "length")
     assert finished.e2e_s >= finished.prefill_s + finished.decode_s
+    stream = engine.generate([1, 2, 3], params(max_tokens=120), "gone")
+    await anext(stream)
+    await stream.aclose()
+    last = [entry for step in recorder.steps for entry in step.finished][-1]
+    assert last.finish_reason == "abort", "a request whose caller left is counted"
 
 
 async def test_utilities(engine: AsyncLLM) -> None:
