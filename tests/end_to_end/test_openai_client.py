@@ -26,7 +26,7 @@ WEATHER = {
 
 @pytest.fixture
 def client(demo_server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=180)
 
 
 def ask(text: str) -> list[Any]:
@@ -149,9 +149,8 @@ async def test_200_streams_with_disconnects(demo_server: Server) -> None:
         assert len(reasons) == 1
         return str(reasons[0])
 
-    limits = openai.DefaultAsyncHttpxClient(limits=openai.DEFAULT_CONNECTION_LIMITS)
     async with openai.AsyncOpenAI(
-        base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, http_client=limits
+        base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=180
     ) as client:
         results = await asyncio.gather(*(one(client, number) for number in range(200)))
     assert results.count("gone") == 40

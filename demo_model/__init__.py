@@ -1,0 +1,1 @@
+"""The recipe of quire-demo, a toy chat model; everything here is deterministic for a given seed."""

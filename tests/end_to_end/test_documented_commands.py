@@ -1,0 +1,122 @@
+"""Every command and every snippet of the README and the docs is run; the heavy ones with smaller numbers."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.server import Server
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [ROOT / "benchmarks/README.md", ROOT / "demo_model/README.md"]
+SMALLER = (
+    (r"--num-prompts \S+", "--num-prompts 2"),
+    (r"--num-iters \S+", "--num-iters 1"),
+    (r"--num-iters-warmup \S+", "--num-iters-warmup 0"),
+    (r"--(random-)?(input|output)-len \S+", r"--\1\2-len 8"),
+    (r"--request-rate \S+", "--request-rate 100"),
+)
+"""The same command with less work."""
+CLIENTS = ("quire chat", "quire complete", "quire bench serve")
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of one language, of all pages."""
+    fence = re.compile(rf"^```{language}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    return [block for page in PAGES for block in fence.findall(page.read_text(encoding="utf-8"))]
+
+
+def console_commands() -> list[str]:
+    lines = [line for block in blocks("console") for line in block.splitlines()]
+    return sorted({line.removeprefix("$ ") for line in lines if line.startswith("$ ")})
+
+
+def make_targets() -> list[str]:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    return sorted(set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE)))
+
+
+@pytest.fixture(scope="module")
+def adapt(
+    demo_server: Server, tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], str]:
+    """Points a documented command at what the tests have."""
+    config = tmp_path_factory.mktemp("docs") / "serve.yaml"
+    (page,) = [block for block in blocks("yaml") if block.startswith("model:")]
+    config.write_text(page.replace("path/to/model", str(tiny_model("llama"))))
+
+    def adapted(command: str) -> str:
+        for pattern, smaller in SMALLER:
+            command = re.sub(pattern, smaller, command)
+        command = command.replace("path/to/model", str(tiny_model("llama")))
+        command = command.replace("benchmarks/models/dummy-0.5b", str(tiny_model("qwen2")))
+        command = command.replace("--max-model-len 4K", "--max-model-len 128").replace("--max-model-len 1K", "")
+        command = re.sub(r"http://localhost:800\d", demo_server.url, command)
+        command = command.replace("--model-name mine", "--model-name quire-demo")
+        command = command.replace("serve.yaml", str(config))
+        if command.startswith(CLIENTS) and demo_server.url not in command:
+            flag = "--base-url" if "bench" in command else "--url"
+            command += f" {flag} {demo_server.url}{'' if 'bench' in command else '/v1'}"
+        return command
+
+    return adapted
+
+
+def run(command: list[str], cwd: Path) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, input="Hello\n", capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def quire(arguments: list[str], cwd: Path) -> str:
+    return run([sys.executable, "-m", "quire.entrypoints.cli.main", *arguments], cwd)
+
+
+@pytest.mark.parametrize("command", [c for c in console_commands() if not c.startswith("quire serve")])
+def test_console_command(command: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
+    name, *arguments = shlex.split(adapt(command))
+    assert name == "quire", "an unknown kind of command: teach this test to run it"
+    output = quire(arguments, tmp_path)
+    assert output.strip()
+
+
+@pytest.mark.parametrize("command", [c for c in console_commands() if c.startswith("quire serve")])
+def test_serve_command(command: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
+    arguments = shlex.split(re.sub(r"--port \d+", "", adapt(command)))[2:]
+    server = Server(*arguments, log=tmp_path / "log").wait_ready()
+    assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.mark.parametrize("block", [block for block in blocks("sh") if block.startswith("curl")])
+def test_curl(block: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
+    assert '"finish_reason":"stop"' in run(["sh", "-c", adapt(block)], tmp_path)
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_snippet(block: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
+    assert run([sys.executable, "-c", adapt(block)], tmp_path).strip()
+
+
+@pytest.mark.parametrize("target", make_targets())
+def test_make_target(target: str) -> None:
+    """A dry run, since this test is itself run by make."""
+    run(["make", "--dry-run", target], ROOT)
+
+
+def test_functions_in_the_life_of_a_request_exist() -> None:
+    page = (ROOT / "docs/life_of_a_request.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| `([\w.]+)` \| `([\w/.]+)` \|", page, flags=re.MULTILINE)
+    assert len(rows) == 12
+    for name, path in rows:
+        source = (ROOT / path).read_text(encoding="utf-8")
+        for part in name.split("."):
+            assert re.search(rf"(def|class) {part}\b", source), f"{name} is not in {path}"
