@@ -57,7 +57,9 @@ def adapt(
             command = re.sub(pattern, smaller, command)
         command = command.replace("path/to/model", str(tiny_model("llama")))
         command = command.replace("benchmarks/models/dummy-0.5b", str(tiny_model("qwen2")))
-        command = command.replace("--max-model-len 4K", "--max-model-len 128").replace("--max-model-len 1K", "")
+        command = command.replace("--max-model-len 4K", "--max-model-len 128").replace(
+            "--max-model-len 1K", ""
+        )
         command = re.sub(r"http://localhost:800\d", demo_server.url, command)
         command = command.replace("--model-name mine", "--model-name quire-demo")
         command = command.replace("serve.yaml", str(config))
