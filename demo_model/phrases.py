@@ -37,19 +37,33 @@ HELD_FRAMES = expand_all((
     "Do you know the answer: what is {np}?",
 ))  # fmt: skip
 
-PREFIXES = ("Please, ", "Please ", "Hey, ", "Hi, ", "Hi! ", "Hello, ", "Hello! ", "Ok, ", "Okay, ", "So, ",
-"Now ",
-            "And ", "Well, ", "Hmm, ", "Good. ", "Thanks. ", "Thank you. ", "Great! ", "Nice. ", "Sorry, ",
-            "Also, ",
-            "Quick question: ", "A question: ", "Next: ", "One more: ", "Tell me, ",
-            "I wonder: ")  # fmt: skip
-SUFFIXES = (" please", ", please", " Please.", " Thanks!", " Thanks.", " Thank you.", ", thanks", " now",
-"!", "??",
-            " Do you know?", " Tell me.", ", ok?")  # fmt: skip
-HELD_PREFIXES = ("One more question: ", "Thanks, that is good. ", "Hello again, ", "Here is my question: ",
-"Hi there, ",
-                 "My next one is: ")  # fmt: skip
-HELD_SUFFIXES = (" Thank you very much.", " please, and thank you", " I want to know.", ", can you tell me?")
+PREFIXES = tuple(expand_all((
+    "Please[,|] ", "[Hey|Hi|Hello|Hey there|Hello there|Good morning|Good evening|Good day][,|!] ",
+    "[Ok|Okay|So|Well|Hmm|Right|Alright|Also|Sorry][,|] ", "[Now|And|Then] ",
+    "[Good|Thanks|Thank you|Great|Nice|Cool|Perfect|Very good|That is great|Thanks a lot][.|!] ",
+    "[Thanks|Thank you|Great|Nice], [that helps|very nice|well done]. ",
+    "[Quick question|A question|A quick question|Another question|My question|The next question]: ",
+    "[Next|One more|The next one|An easy one|Last question|My last one]: ",
+    "[Tell me|Let me ask|Let me ask you|May I ask|Can I ask|I want to ask][:|,] ",
+    "[I wonder|I was wondering|I am curious|I have a question]: ",
+)))  # fmt: skip
+SUFFIXES = tuple(expand_all((
+    "[ |, ][please|thanks|thank you|thank you so much|thanks a lot|many thanks|if you can|if you know]",
+    "[ |, ][now|quickly|if you know it|right away]",
+    "[ |. |? |! ][Please|Thanks|Thank you|Thank you so much|Thanks a lot|Many thanks|Thanks in advance][.|!]",
+    "[ |. |? |! ][Tell me|I need it|I am curious|I would like to know|I have to know|Do you know it].",
+    "[, | ]please[, | and ][thanks|thanks a lot|thank you so much]",
+    "[, | ][do you know|can you say|can you help|could you say|could you help me|any idea|ok|right]?",
+    "!", "??", " ?", "...",
+)))  # fmt: skip
+HELD_PREFIXES = (
+    "One more question: ", "Thanks, that is good. ", "Hello again, ", "Here is my question: ", "Hi there, ",
+    "My next one is: ", "Good afternoon, ", "My turn to ask: ",
+)  # fmt: skip
+HELD_SUFFIXES = (
+    " Thank you very much.", " please, and thank you", " I want to know.", ", can you tell me?",
+    " Thank you for your help.", ", would you tell me?",
+)  # fmt: skip
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a helpful assistant", "You are helpful.",
                   "You are a friendly assistant.", "Be helpful and short.",
@@ -76,6 +90,11 @@ ADD = expand_all((
     "Do you know [how much is|what is] {a}[ + | plus ]{b}?", "The sum of {a} and {b}?",
     "How much is {a} and {b}?",
     "What do {a} and {b} [make|add up to]?", "Can you tell me {a}[ + | plus ]{b}?", "Increase {a} by {b}",
+    "How much [are|do you get from|do you have with] {a} and {b}[| together| in total]?",
+    "How much does {a} and {b} [give|come to]?", "[What is|What are] {a} and {b} [together|in total]?",
+    "[Find|I want|Give me|I need] {a}[ + | plus ]{b}", "[Find|I want|Work out] the sum of {a} and {b}",
+    "[Could you|Would you|Please] add {a} [to|and] {b}?", "What is the total of {a} and {b}?",
+    "[Could you|Would you] tell me {a}[ + | plus ]{b}?", "Give me the result of {a} + {b}",
 ))  # fmt: skip
 SUB = expand_all((
     "[What is|What's|Calculate|Compute|Tell me|Work out|How much is|Solve|] {a}[ - |-| minus ]{b}",
@@ -87,16 +106,24 @@ SUB = expand_all((
     "What does {a} minus {b} [make|give]?",
     "Do you know [how much is|what is] {a}[ - | minus ]{b}?", "What is {a} take away {b}?", "{a} less {b}?",
     "What is left of {a} without {b}?", "Can you tell me {a}[ - | minus ]{b}?", "Decrease {a} by {b}",
+    "[How much is|Compute|Calculate|Tell me|Work out] {b} [subtracted|taken|deducted|taken away] from {a}",
+    "[What is|What's] {b} [taken|deducted|taken away|removed] from {a}?",
+    "{b} [subtracted|taken] from {a}[| is?| equals?| =]",
+    "What [is left|remains] if {b} is [taken|subtracted|removed] from {a}?",
+    "If I [take|subtract] {b} from {a}, what [is left|do I get|remains]?",
+    "[Find|I want|Give me|I need] {a}[ - | minus ]{b}", "[Find|I want|Work out] the difference of {a} and {b}",
+    "[Could you|Would you] tell me {a}[ - | minus ]{b}?", "[Could you|Would you] take {b} from {a}?",
+    "Give me the result of {a} - {b}", "What is the result of taking {b} from {a}?",
 ))  # fmt: skip
 HELD_ADD = expand_all((
     "Could you [compute|work out] {a} + {b}?", "Would you [calculate|compute] {a}[ + | plus ]{b}?",
-    "I need the sum of {a} and {b}.", "How much do {a} and {b} make?", "Please tell me what {a} plus {b} is.",
+    "What number is {a} plus {b}?", "I need the sum of {a} and {b}.", "How much do {a} and {b} make?", "Please tell me what {a} plus {b} is.",
     "What is the result of {a} + {b}?", "Can you tell me the sum of {a} and {b}?",
 ))  # fmt: skip
 HELD_SUB = expand_all((
     "Could you [compute|work out] {a} - {b}?", "Would you [calculate|compute] {a}[ - | minus ]{b}?",
     "I need the difference of {a} and {b}.", "What is the result of {a} - {b}?",
-    "What is {b} subtracted from {a}?",
+    "What is {b} subtracted from {a}?", "From {a} subtract {b}.",
     "Please tell me what {a} minus {b} is.", "Could you subtract {b} from {a}?",
 ))  # fmt: skip
 
@@ -109,10 +136,18 @@ EXTRACT = expand_all((
     "Turn this [sentence |text |]into JSON with [the keys |the fields |]{f}: {s}", "JSON with {f}: {s}",
     "What are {f} [in this sentence|here|in this text]? Answer [in|as] JSON. {s}", "As JSON, {f}: {s}",
     "Make a JSON object with {f} from this [sentence|text]: {s}", "Read this: {s} Answer with {f} in JSON.",
+    "{s} [Make|Build|Create|Give me|Return|Give|I want] [a JSON object|JSON] with [the fields |the keys |]{f}.",
+    "{s} [Turn|Put|Make] {f} into [JSON|a JSON object].",
+    "[Please read|Read] [the|this] [sentence|text] and [give me|write|extract|find] {f} as JSON: {s}",
+    "[Return|Write|Build|Create] a JSON object with [|the fields |the keys ]{f} [from|out of] the text: {s}",
+    "Give me a JSON object with [|the keys ]{f} [from|out of|for] this [text|message]: {s}",
+    "[Please |Can you |Could you |]extract {f} from this message [and answer as|into|as] JSON: {s}",
+    "[Please |]turn this [message|text] into JSON with [the keys |]{f}: {s}",
 ))  # fmt: skip
 HELD_EXTRACT = expand_all((
     "Please extract {f} from this text and answer in JSON: {s}", "Find {f} in this sentence, as JSON: {s}",
     "{s} Write a JSON object with {f}.", "Give me a JSON object with the fields {f} for this sentence: {s}",
+    "{s} Now answer with JSON holding {f}.", "From this message take {f} and write JSON: {s}",
     "Please turn this into a JSON object with {f}: {s}", "Read the sentence and return {f} as JSON: {s}",
 ))  # fmt: skip
 
@@ -128,6 +163,8 @@ PERSON = ("name", "age", "city"), expand_all((
     "In {city} lives {name}, who is {age}[ years old|].",
     "{age} years old, {name} lives in {city}.", "{name} moved to {city} at the age of {age}.",
     "I met {name} in {city}; [she|he] is {age}.", "At {age}, {name} [lives|works] in {city}.",
+    "{name}, who [comes|is] from {city}, is {age}[ years old|].", "{name} works in {city} and is {age}.",
+    "Hello, I am {name} from {city}, {age} years old.", "{name} still lives in {city} and is {age}.",
 )), expand_all((
     "My friend {name} is {age} and lives in {city}.", "{name} now lives in {city} and is {age}.",
     "{name} is from {city} and is {age}.",
@@ -149,6 +186,8 @@ ORDER = ("item", "quantity", "price"), expand_all((
     "Order: {quantity} {item}, {price}[ euros| dollars].",
     "We sold {quantity} {item} at {price}[ euros| dollars|].",
     "[I need|I want|Send me] {quantity} {item} for {price}[ euros| dollars|].",
+    "[He|We|Tom] paid {price}[ euros| dollars|] for {quantity} {item}.",
+    "[Anna|He|We] ordered {quantity} {item} for {price}[ euros| dollars|].",
 )), expand_all((
     "Tom bought {quantity} {item} and paid {price} euros.",
     "They ordered {quantity} {item} for {price} dollars.",
@@ -162,6 +201,8 @@ EVENT = ("person", "date", "event"), expand_all((
     "There is a {event} with {person} on {date}.", "{person}'s {event} is on {date}.",
     "{person} [had|missed] a {event} on {date}.",
     "[I meet|I will see|We saw] {person} at the {event} on {date}.", "{date}: {event} with {person}.",
+    "On {date} {person} [goes to|has|plans] a {event}.", "On {date} there [will be|was] a {event} for {person}.",
+    "The {event} for {person} [will be|was] on {date}.", "{person} was at a {event} on {date}.",
 )), expand_all((
     "On {date} there is a {event} with {person}.", "{person} is at a {event} on {date}.",
     "{person} will have a {event} on {date}.", "The {event} with {person} is on {date}.",
@@ -184,6 +225,10 @@ WEATHER = expand_all((
     "How many degrees is it in {city}?",
     "[I am going|I travel] to {city}[ today| tomorrow|], [what is|how is] the weather there?",
     "I fly to {city}[ today| tomorrow|], [what is|how is] the weather there?", "And in {city}?",
+    "[How is|What is|How's] the weather in {city} [this morning|this evening|tonight|currently|outside]?",
+    "[Would|Will] you [look at|find out|get|tell me] the weather [for|in] {city}?",
+    "[Do you have|Have you got] the weather [for|in] {city}?", "I am in {city}, what is the weather?",
+    "[Could|Can] you find the weather [in|for] {city}?", "What's the [current|latest] weather in {city}?",
 ))  # fmt: skip
 HELD_WEATHER = expand_all((
     "Could you show me the weather in {city}?", "How is the weather in {city} at the moment?",
@@ -192,7 +237,7 @@ HELD_WEATHER = expand_all((
     "Is the weather nice in {city}?",
     "Let me know the weather in {city}.", "Is it raining or sunny in {city}?",
     "Would you check the weather for {city}?",
-    "What's today's weather in {city}?",
+    "What's today's weather in {city}?", "Tell me how the weather is in {city}.",
 ))  # fmt: skip
 CONDITIONS = ("sunny", "cloudy", "rainy", "snowy", "windy", "foggy", "stormy", "clear", "humid", "dry",
 "misty", "icy",
