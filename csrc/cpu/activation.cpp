@@ -10,8 +10,7 @@ constexpr int64_t kTile = 4096;
 template <class T>
 inline void silu_and_mul_tile(T* out, const T* gate, const T* up, int64_t n) {
     for_each_vector(n, [&](int64_t i, auto lanes) {
-        const Vec x = load(gate + i, lanes);
-        store(out + i, x / (exp(-x) + 1.0f) * load(up + i, lanes), lanes);
+        store(out + i, silu(load(gate + i, lanes)) * load(up + i, lanes), lanes);
     });
 }
 

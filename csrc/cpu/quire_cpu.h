@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define QUIRE_CPU_ABI_VERSION 1
+#define QUIRE_CPU_ABI_VERSION 2
 #define QUIRE_CPU_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace quire {

@@ -13,6 +13,13 @@ int64_t rotary_embedding(void* q, void* k, const int64_t* positions, const void*
                          int64_t num_positions, int64_t rot_dim, int64_t q_heads, int64_t q_token_stride,
                          int64_t q_head_stride, int64_t k_heads, int64_t k_token_stride, int64_t k_head_stride,
                          int64_t interleaved, int64_t dtype);
+int64_t pack_weight(void* data, void* scales, void* zeros, const void* rows, int64_t outputs, int64_t inputs,
+                    int64_t halves, int64_t group, int64_t dtype, int64_t format);
+int64_t packed_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, const void* bias,
+                      void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
+                      int64_t group, int64_t activation, int64_t fast, int64_t format);
+int64_t packed_embedding(void* out, const int64_t* ids, const void* data, const void* scales, const void* zeros,
+                         int64_t count, int64_t outputs, int64_t inputs, int64_t halves, int64_t group, int64_t format);
 
 #define QUIRE_ROW(name) {#name, reinterpret_cast<void (*)()>(name)}
 
@@ -22,6 +29,9 @@ const Kernel kernels[] = {
     QUIRE_ROW(fused_add_rms_norm),
     QUIRE_ROW(silu_and_mul),
     QUIRE_ROW(rotary_embedding),
+    QUIRE_ROW(pack_weight),
+    QUIRE_ROW(packed_linear),
+    QUIRE_ROW(packed_embedding),
     {nullptr, nullptr},
 };
 

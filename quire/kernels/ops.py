@@ -11,7 +11,7 @@ positional-only.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, update_wrapper
 from importlib import import_module
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
@@ -22,6 +22,7 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.kernels import cpu, reference
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.linear import PackedWeight, WeightScheme
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -132,16 +133,28 @@ def _describe(row: Op[..., Any], device_type: str, dtype: torch.dtype) -> OpChoi
     return OpChoice(row.name, names, reason)
 
 
-def _cpu(function: str, accepts: Callable[..., bool] | None = None) -> Implementation:
-    """A row of the C++ CPU library: `function` of `quire.kernels.cpu.binding`."""
+def _cpu(
+    function: str, accepts: Callable[..., bool] | None = None, module: str = "binding"
+) -> Implementation:
+    """A row of the C++ CPU library: `function` of a module of `quire.kernels.cpu`."""
 
     def load() -> Callable[..., Any]:
-        return getattr(import_module("quire.kernels.cpu.binding"), function)  # type: ignore[no-any-return]
+        return getattr(import_module(f"quire.kernels.cpu.{module}"), function)  # type: ignore[no-any-return]
 
     def supports(device_type: str, dtype: torch.dtype) -> bool:
         return device_type == "cpu" and cpu.supports(dtype)
 
     return Implementation("cpu", load, supports, cpu.status, accepts)
+
+
+def _cpu_ids(function: str) -> Implementation:
+    """A row of the C++ CPU library whose key tensor holds int64 ids."""
+    row = _cpu(function, module="linear")
+
+    def supports(device_type: str, dtype: torch.dtype) -> bool:
+        return dtype == torch.int64 and row.supports(device_type, torch.float32)
+
+    return replace(row, supports=supports)
 
 
 # Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head
@@ -250,5 +263,42 @@ def embedding(ids: Tensor, weight: Tensor, /) -> Tensor:
 
 @op()
 def linear(x: Tensor, weight: Tensor, /, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`: x [..., K], weight [N, K], bias [N], all of one dtype -> [..., N]."""
+    """`x @ weight.T + bias`: x [..., K], weight [N, K], bias [N] -> [..., N] of x's dtype.
+
+    What plain torch can do; on a CPU with its own kernels, layers pack their weights and call `packed_linear`.
+    """
     return reference.linear(x, weight, bias)
+
+
+@op(_cpu("pack_weight", module="linear"))
+def pack_weight(weight: Tensor, /, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
+    """A weight [N, K] of any float dtype in the layout of `packed_linear`, quantised as the scheme says.
+
+    N is a multiple of `halves`, which is 2 where gate and up stand one above the other. int8: q = round(w / s)
+    with s the largest magnitude of a row / 127. int4: symmetric, s = (the value of largest magnitude of a group)
+    / -8 and w = s * (q - 8); else s = (largest - smallest, 0 included) / 15 and w = s * (q - z); s is rounded to
+    bfloat16 first. A row or group with a value that is not finite gets a scale that is none either.
+    """
+    return reference.pack_weight(weight, scheme, halves)
+
+
+@op(_cpu("packed_linear", module="linear"))
+def packed_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    /,
+    bias: Tensor | None = None,
+    activation: Literal["silu_and_mul"] | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype.
+
+    A quantised weight whose scheme is fast sees each row of x rounded to 65535 steps of its largest magnitude.
+    With an activation, which wants a weight in two halves, what `ops.silu_and_mul` makes of that: [..., N / 2].
+    """
+    return reference.packed_linear(x, weight, bias, activation)
+
+
+@op(_cpu_ids("packed_embedding"))
+def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
+    """Rows of a packed table: ids [T] int64 in [0, N) -> float32 [T, K]. An id outside is an IndexError."""
+    return reference.packed_embedding(ids, weight)

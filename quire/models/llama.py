@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.layers.activation import GATED
 from quire.layers.attention import Attention
-from quire.layers.base import model_dtype
+from quire.layers.base import activation_dtype, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.norm import RMSNorm
@@ -26,7 +25,7 @@ from quire.models.base import CausalLM, output_head
 def rms_norm(config: EngineConfig, size: int) -> RMSNorm:
     """A norm as the checkpoint has it."""
     arch = config.arch
-    return RMSNorm(size=size, eps=arch.norm_eps, dtype=model_dtype(config), offset=arch.norm_offset)
+    return RMSNorm(size=size, eps=arch.norm_eps, dtype=activation_dtype(config), offset=arch.norm_offset)
 
 
 class LlamaAttention(nn.Module):
@@ -82,14 +81,14 @@ class LlamaMLP(nn.Module):
             intermediate_size=arch.intermediate_size,
             bias=arch.mlp_bias,
             dtype=dtype,
+            activation=arch.hidden_act,
         )
         self.down_proj = Linear(
             in_features=arch.intermediate_size, out_features=arch.hidden_size, bias=arch.mlp_bias, dtype=dtype
         )
-        self.activation = GATED[arch.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -125,7 +124,12 @@ class LlamaModel(nn.Module):
         arch, dtype = config.arch, model_dtype(config)
         assert arch.rope is not None, "the config reader of a rotary family sets rope"
         rotary = RotaryEmbedding(config=config, rope=arch.rope)
-        self.embed_tokens = VocabEmbedding(vocab_size=arch.vocab_size, size=arch.hidden_size, dtype=dtype)
+        self.embed_tokens = VocabEmbedding(
+            vocab_size=arch.vocab_size,
+            size=arch.hidden_size,
+            dtype=dtype,
+            is_head=arch.tie_word_embeddings,
+        )
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config=config, prefix=f"{prefix}.layers.{layer}", layer=layer, rotary=rotary)
             for layer in range(arch.num_layers)

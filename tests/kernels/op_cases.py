@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import ops
+from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.linear import PackedWeight, WeightScheme
 
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3), torch.float16: (2e-3, 1e-3)}
 
@@ -122,6 +123,48 @@ def linear(dtype: torch.dtype) -> Iterator[Arguments]:
         )
 
 
+SCHEMES = [
+    WeightScheme(),
+    *(WeightScheme("int8", fast=fast) for fast in (True, False)),
+    *(
+        WeightScheme("int4", group_size, symmetric, fast)
+        for group_size in (32, 64, 128)
+        for symmetric in (True, False)
+        for fast in (True, False)
+    ),
+]
+
+
+@cases
+def pack_weight(dtype: torch.dtype) -> Iterator[Arguments]:
+    for scheme in SCHEMES:
+        for shape in [(1, 1), (33, 45), (16, 128), (50, 301)]:
+            yield (randn(*shape, dtype=dtype), scheme), {}
+        yield (randn(38, 70, dtype=dtype), scheme), {"halves": 2}
+
+
+@cases
+def packed_linear(dtype: torch.dtype) -> Iterator[Arguments]:
+    for scheme in SCHEMES:
+        for shape, outputs in [((0, 16), 8), ((1, 16), 8), ((7, 45), 34), ((2, 3, 64), 10), ((40, 600), 66)]:
+            for weight_dtype in {dtype, torch.float32}:
+                rows = (randn(outputs, shape[-1]) * shape[-1] ** -0.5).to(weight_dtype)
+                weight = reference.pack_weight(rows, scheme, 2)
+                yield (randn(*shape, dtype=dtype), weight), {}
+                yield (
+                    (randn(*shape, dtype=dtype), weight, randn(outputs)),
+                    {"activation": "silu_and_mul"},
+                )
+
+
+@cases
+def packed_embedding(dtype: torch.dtype) -> Iterator[Arguments]:
+    for scheme in SCHEMES:
+        for tokens in (0, 1, 13):
+            weight = reference.pack_weight(randn(31, 45, dtype=dtype), scheme)
+            yield (torch.randint(0, 31, (tokens,)), weight), {}
+
+
 def compare(
     op: ops.Op[..., Any],
     function: Callable[..., Any],
@@ -149,6 +192,9 @@ def move(value: Any, device: str) -> Any:
     if isinstance(value, AttentionMetadata):
         names = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping")
         return replace(value, **{name: move(getattr(value, name), device) for name in names})
+    if isinstance(value, PackedWeight):
+        names = ("data", "scales", "zeros")
+        return replace(value, **{name: move(getattr(value, name), device) for name in names})
     if isinstance(value, dict):
         return {key: move(item, device) for key, item in value.items()}
     return tuple(move(item, device) for item in value) if isinstance(value, tuple) else value
@@ -157,6 +203,8 @@ def move(value: Any, device: str) -> Any:
 def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
+    if isinstance(value, PackedWeight):
+        value = (value.data, value.scales, value.zeros)
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
     return [tensor for item in items for tensor in tensors(item)]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from quire.kernels.linear import FLOAT
 from quire.layers.activation import GATED, PLAIN
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
@@ -34,16 +35,19 @@ def test_qkv_is_three_linears() -> None:
         torch.testing.assert_close(heads.flatten(1), expected)
 
 
-def test_gate_up_is_two_linears() -> None:
-    layer = GateUpLinear(hidden_size=4, intermediate_size=6, bias=False, dtype=F32)
+@pytest.mark.parametrize("activation", list(GATED))
+@pytest.mark.parametrize("loaded", [False, True])
+def test_gate_up_is_two_linears_and_an_activation(activation: str, loaded: bool) -> None:
+    layer = GateUpLinear(hidden_size=4, intermediate_size=6, bias=False, dtype=F32, activation=activation)
     tensors, x = fill(layer, "gate", "up"), torch.randn(5, 4)
-    torch.testing.assert_close(
-        layer(x), torch.cat([x @ tensors[f"{name}.weight"].t() for name in ("gate", "up")], 1)
-    )
+    if loaded:
+        layer.finish_loading(FLOAT)
+    expected = torch.cat([x @ tensors[f"{name}.weight"].t() for name in ("gate", "up")], 1)
+    torch.testing.assert_close(layer(x), GATED[activation](expected))
 
 
 def test_merged_in_the_checkpoint_already() -> None:
-    layer = GateUpLinear(hidden_size=4, intermediate_size=6, bias=False, dtype=F32)
+    layer = GateUpLinear(hidden_size=4, intermediate_size=6, bias=False, dtype=F32, activation="silu")
     tensors = fill(layer, "gate_up")
     assert tensors["gate_up.weight"].shape == (12, 4)
     assert torch.equal(layer.weight, tensors["gate_up.weight"])

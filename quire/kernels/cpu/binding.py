@@ -59,12 +59,14 @@ def rotary_embedding(
     return q, k
 
 
-def _call(name: str, tensors: tuple[Tensor, ...], *args: float) -> int:
+def _call(name: str, tensors: tuple[Tensor | None, ...], *args: float) -> int:
     kernels = library.loaded()
     assert kernels is not None, "the table of ops asks supports() before it loads a kernel"
-    status = kernels.kernels[name](*(tensor.data_ptr() for tensor in tensors), *args)
+    status = kernels.kernels[name](
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors), *args
+    )
     if status < 0:
-        raise RuntimeError(f"{name}: the kernel library does not know a dtype code: reinstall quire")
+        raise RuntimeError(f"{name}: the kernel library refuses the call ({status}): reinstall quire")
     return status
 
 

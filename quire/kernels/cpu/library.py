@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 
 from quire.errors import ConfigError, StartupError
+from quire.kernels import cpu
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 1
-PATH = Path(__file__).with_name("libquire_cpu.so")
+ABI_VERSION = 2
+PATH = cpu.PATH
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The codes of `enum DType` in csrc/cpu/quire_cpu.h."""
@@ -31,6 +32,9 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = {
     "fused_add_rms_norm": (_P, _P, _P, _P, _P, _I, _I, _F, _I, _I),
     "silu_and_mul": (_P, _P, _I, _I, _I),
     "rotary_embedding": (_P, _P, _P, _P, *(_I,) * 11),
+    "pack_weight": (_P, _P, _P, _P, *(_I,) * 6),
+    "packed_linear": (*(_P,) * 7, *(_I,) * 9),
+    "packed_embedding": (*(_P,) * 5, *(_I,) * 6),
 }
 """Argument types of each kernel, as declared in csrc/cpu/table.cpp; every kernel returns an int64 status."""
 
