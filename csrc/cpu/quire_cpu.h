@@ -13,7 +13,7 @@
 namespace quire {
 
 // Element types, by the codes that callers pass.
-enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
 // A row of an instruction set's function table; a null name ends the table.
 struct Kernel {

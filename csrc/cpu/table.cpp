@@ -20,6 +20,26 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
                       int64_t group, int64_t activation, int64_t fast, int64_t format);
 int64_t packed_embedding(void* out, const int64_t* ids, const void* data, const void* scales, const void* zeros,
                          int64_t count, int64_t outputs, int64_t inputs, int64_t halves, int64_t group, int64_t format);
+int64_t layer_norm(void* out, const void* x, const void* weight, const void* bias, int64_t outer, int64_t inner,
+                   int64_t outer_stride, int64_t inner_stride, int64_t n, float eps, int64_t dtype,
+                   int64_t weight_dtype);
+int64_t gelu_and_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t use_tanh, int64_t dtype);
+int64_t embedding(void* out, const int64_t* ids, const void* table, int64_t tokens, int64_t num_rows,
+                  int64_t row_bytes);
+int64_t write_kv(void* k, void* v, void* k_cache, void* v_cache, const int64_t* slots, int64_t tokens, int64_t heads,
+                 int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride,
+                 int64_t num_blocks, int64_t block_size, int64_t head_size, int64_t dtype, int64_t cache_dtype);
+int64_t rotary_and_write_kv(void* q, void* k, void* v, void* k_cache, void* v_cache, const int64_t* positions,
+                            const void* cos_sin, const int64_t* slots, int64_t tokens, int64_t num_positions,
+                            int64_t rot_dim, int64_t q_heads, int64_t q_token_stride, int64_t q_head_stride,
+                            int64_t heads, int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
+                            int64_t v_head_stride, int64_t num_blocks, int64_t block_size, int64_t head_size,
+                            int64_t interleaved, int64_t dtype, int64_t cache_dtype);
+int64_t paged_attention(void* out, const void* q, const void* k_cache, const void* v_cache, const int32_t* starts,
+                        const int32_t* lengths, const int32_t* tables, const float* slopes, int64_t tokens,
+                        int64_t requests, int64_t table_width, int64_t q_heads, int64_t token_stride,
+                        int64_t head_stride, int64_t num_blocks, int64_t heads, int64_t block_size, int64_t head_size,
+                        int64_t window, float scale, float soft_cap, int64_t dtype, int64_t cache_dtype);
 
 #define QUIRE_ROW(name) {#name, reinterpret_cast<void (*)()>(name)}
 
@@ -32,6 +52,12 @@ const Kernel kernels[] = {
     QUIRE_ROW(pack_weight),
     QUIRE_ROW(packed_linear),
     QUIRE_ROW(packed_embedding),
+    QUIRE_ROW(layer_norm),
+    QUIRE_ROW(gelu_and_mul),
+    QUIRE_ROW(embedding),
+    QUIRE_ROW(write_kv),
+    QUIRE_ROW(rotary_and_write_kv),
+    QUIRE_ROW(paged_attention),
     {nullptr, nullptr},
 };
 

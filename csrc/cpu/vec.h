@@ -17,12 +17,14 @@ typedef float Vec __attribute__((vector_size(32)));
 typedef uint32_t Bits __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(32)));
 typedef uint16_t Halves __attribute__((vector_size(16)));
+typedef int8_t Bytes __attribute__((vector_size(8)));
 
 constexpr int64_t kLanes = 8;
 
 struct Float32 { float value; };
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
+struct Int8 { int8_t value; };
 
 inline Vec splat(float x) { return Vec{x, x, x, x, x, x, x, x}; }
 inline Bits as_bits(Vec v) { return reinterpret_cast<Bits>(v); }
@@ -39,6 +41,14 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 // One fixed tree: the same eight numbers always give the same sum.
 inline float sum(Vec v) {
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+inline float largest(Vec v) {
+    float top = v[0];
+    for (int64_t i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
+    return top;
 }
 
 inline Vec widen(Halves h, BFloat16) {
@@ -98,6 +108,12 @@ inline Vec load(const Float32* p, All) {
 
 inline void store(Float32* p, Vec v, All) { __builtin_memcpy(p, &v, sizeof v); }
 
+inline Vec load(const Int8* p, All) {
+    Bytes b;
+    __builtin_memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(__builtin_convertvector(b, Ints), Vec);
+}
+
 template <class T>
 inline Vec load(const T* p, All) {
     Halves h;
@@ -147,6 +163,28 @@ inline Vec exp(Vec x) {
     Vec series = splat(1.0f / 5040);  // |r| <= ln 2 / 2
     for (float coefficient : taylor) series = fma(series, r, splat(coefficient));
     return series * as_floats((as_bits(shifted) + (127 - 0x4b400000)) << 23);
+}
+
+// 2^x for x <= 127 with a relative error near 2e-7: exactly 1 at 0, and exactly 0 below -126, so that -infinity may mark
+// what does not count.
+inline Vec exp2(Vec x) {
+    const Vec shifted = x + 12582912.0f;
+    const Vec r = x - (shifted - 12582912.0f);
+    // Least relative error on [-1/2, 1/2] among polynomials that are 1 at 0.
+    constexpr float coefficients[] = {9.6184369e-3f, 5.5503324e-2f, 0.24022648f, 0.69314718f, 1.0f};
+    Vec series = fma(splat(1.5353362e-4f), r, splat(1.3398874e-3f));
+    for (float coefficient : coefficients) series = fma(series, r, splat(coefficient));
+    const Vec power = series * as_floats((as_bits(shifted) + (127 - 0x4b400000)) << 23);
+    return x < -126.0f ? Vec{} : power;
+}
+
+constexpr float kLog2E = 1.44269504f;
+
+// Through 2^x; its error is near 1e-7 of 1, not of the result.
+inline Vec tanh(Vec x) {
+    Vec doubled = x * (2 * kLog2E);
+    doubled = doubled > 126.0f ? splat(126.0f) : doubled;
+    return 1.0f - 2.0f / (exp2(doubled) + 1.0f);
 }
 
 }}}  // namespace quire::QUIRE_ISA

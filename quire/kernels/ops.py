@@ -181,7 +181,7 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, /, eps: floa
     return reference.fused_add_rms_norm(x, residual, weight, eps)
 
 
-@op()
+@op(_cpu("layer_norm"))
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, /, eps: float) -> Tensor:
     """`(x - mean) / std * weight + bias` over the last dimension; shapes and dtypes as in `rms_norm`."""
     return reference.layer_norm(x, weight, bias, eps)
@@ -193,7 +193,7 @@ def silu_and_mul(x: Tensor, /) -> Tensor:
     return reference.silu_and_mul(x)
 
 
-@op()
+@op(_cpu("gelu_and_mul"))
 def gelu_and_mul(x: Tensor, /, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """`gelu(first half) * second half`: x [..., 2 * I] -> [..., I] of x's dtype."""
     return reference.gelu_and_mul(x, approximate)
@@ -213,17 +213,49 @@ def rotary_embedding(
     return reference.rotary_embedding(positions, q, k, cos_sin_cache, interleaved)
 
 
-@op()
+# A KV cache is a pair of tensors that share the memory of a block in equal parts:
+#
+#     k_cache [num_blocks, Hkv, D, block_size] and v_cache [num_blocks, Hkv, block_size, D],
+#
+# contiguous, of any float dtype. In int8 D is larger by 4: behind a head's keys stand block_size float32 scales, and
+# behind each value stands its own. What is stored is round(x / scale), with scale = amax / 127 for each token and head.
+
+
+@op(_cpu("write_kv"))
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, /) -> None:
     """Store each token's key and value in its slot.
 
-    k, v [T, Hkv, D]; caches [num_blocks, Hkv, block_size, D]; slot_mapping [T] int64, slot = block_id *
-    block_size + offset, all different; a negative slot is skipped.
+    k, v [T, Hkv, D], views with a token stride allowed; slot_mapping [T] int64, slot = block_id * block_size +
+    offset, all different; a negative slot is skipped, one past the cache is an IndexError.
     """
     reference.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
-@op()
+@op(_cpu("rotary_and_write_kv"), key=1)
+def rotary_and_write_kv(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    /,
+    interleaved: bool = False,
+) -> None:
+    """`rotary_embedding` on q and k, in place, then `write_kv`, in one pass and with the same bits."""
+    reference.rotary_and_write_kv(
+        positions, q, k, v, cos_sin_cache, k_cache, v_cache, slot_mapping, interleaved
+    )
+
+
+def _any_multiple_of_8(q: Tensor, *_args: Any, **_features: Any) -> bool:
+    """Head sizes that the C++ attention takes."""
+    return q.shape[2] % 8 == 0
+
+
+@op(_cpu("paged_attention", _any_multiple_of_8))
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -238,10 +270,11 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of each request's last tokens over its cached keys and values: a new [T, Hq, D].
 
-    q [T, Hq, D]; caches [num_blocks, Hkv, block_size, D], Hq a multiple of Hkv (query head h reads head h //
-    (Hq / Hkv)); the step's own keys are already written. Score of query position i and key position j: s =
+    q [T, Hq, D], a view with a token stride allowed; caches as above, Hq a multiple of Hkv (query head h reads head
+    h // (Hq / Hkv)); the step's own keys are already written. Score of query position i and key position j: s =
     scale * q.k; with `soft_cap` c, s = c * tanh(s / c); with `alibi_slopes` [Hq], s - slope * (i - j). With
-    `sliding_window` w, only i - w < j <= i is seen. Rows of no request come out as 0.
+    `sliding_window` w, only i - w < j <= i is seen. Rows of no request come out as 0. A block id that is needed and not
+    in the cache is an IndexError.
     """
     return reference.paged_attention(
         q,
@@ -255,9 +288,9 @@ def paged_attention(
     )
 
 
-@op(key=1)
+@op(_cpu("embedding"), key=1)
 def embedding(ids: Tensor, weight: Tensor, /) -> Tensor:
-    """Rows of a table: ids [T] integer in [0, V), weight [V, H] -> [T, H]."""
+    """Rows of a table: ids [T] int64 in [0, V), weight [V, H] -> [T, H]; any other id is an IndexError."""
     return reference.embedding(ids, weight)
 
 

@@ -71,10 +71,47 @@ def _rotate_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
-    block_size = k_cache.shape[2]
+    block_size = k_cache.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
-    k_cache[blocks, :, offsets] = k[kept].to(k_cache.dtype)
-    v_cache[blocks, :, offsets] = v[kept].to(v_cache.dtype)
+    if k_cache.dtype != torch.int8:
+        k_cache[blocks, :, :, offsets] = k[kept].to(k_cache.dtype)
+        v_cache[blocks, :, offsets] = v[kept].to(v_cache.dtype)
+        return
+    (keys, key_scales), (values, value_scales) = _int8_parts(k_cache, v_cache)
+    keys[blocks, :, :, offsets], key_scales[blocks, :, offsets] = _quantize(k[kept])
+    values[blocks, :, offsets], value_scales[blocks, :, offsets] = _quantize(v[kept])
+
+
+def rotary_and_write_kv(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    interleaved: bool = False,
+) -> None:
+    rotary_embedding(positions, q, k, cos_sin_cache, interleaved)
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def _int8_parts(k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Views of an int8 cache: (codes, float32 scales [num_blocks, Hkv, block_size]) of keys and of values."""
+    size = k_cache.shape[2] - 4
+    key_scales = k_cache[:, :, size:].flatten(2).view(torch.float32)
+    value_scales = v_cache[..., size:].view(torch.float32).squeeze(-1)
+    return (k_cache[:, :, :size], key_scales), (v_cache[..., :size], value_scales)
+
+
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes and the scale of each vector; a vector that is not finite has scale NaN and codes 0."""
+    wide = x.float()
+    amax = wide.abs().amax(-1)
+    scale = torch.where(amax.isfinite(), amax / 127, torch.nan)
+    codes = (wide / torch.where(scale == 0, 1.0, scale).unsqueeze(-1)).round().nan_to_num(0.0)
+    return codes.to(torch.int8), scale
 
 
 def paged_attention(
@@ -90,8 +127,7 @@ def paged_attention(
 ) -> Tensor:
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for rows, requests, query_len, seq_len in _groups(metadata, k_cache):
-        keys = _gather(k_cache, metadata.block_tables[requests], seq_len)
-        values = _gather(v_cache, metadata.block_tables[requests], seq_len)
+        keys, values = _gather(k_cache, v_cache, metadata.block_tables[requests], seq_len)
         queries = q[rows].float().view(len(keys), query_len, *q.shape[1:]).transpose(1, 2)
         scores = _scores(queries, keys, scale, soft_cap)
         distance = _distance(metadata.seq_lens[requests], query_len, seq_len)
@@ -116,7 +152,7 @@ def _groups(metadata: AttentionMetadata, k_cache: Tensor) -> list[tuple[slice, s
     count = len(lengths)
     if count and starts == list(range(count + 1)):
         longest = max(*lengths, 1)
-        size = max(1, _GATHER_ELEMENTS // (longest * k_cache.shape[1] * k_cache.shape[3]))
+        size = max(1, _GATHER_ELEMENTS // (longest * k_cache.shape[1] * k_cache.shape[2]))
         bounds = [(i, min(i + size, count)) for i in range(0, count, size)]
         return [(slice(i, j), slice(i, j), 1, longest) for i, j in bounds]
     return [
@@ -126,14 +162,23 @@ def _groups(metadata: AttentionMetadata, k_cache: Tensor) -> list[tuple[slice, s
     ]
 
 
-def _gather(cache: Tensor, block_tables: Tensor, seq_len: int) -> Tensor:
-    """The first `seq_len` tokens of each request as float32 [R, Hkv, seq_len, D]."""
-    num_blocks = -(-seq_len // cache.shape[2])
+def _gather(k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of the first `seq_len` tokens of each request as float32 [R, Hkv, seq_len, D]."""
+    num_blocks = -(-seq_len // k_cache.shape[3])
     # Entries past a shorter request's last block may hold anything: keep them in range, the mask hides what
     # they say.
-    table = block_tables[:, :num_blocks].long().clamp(0, cache.shape[0] - 1)
-    blocks = cache[table].float()  # [R, num_blocks, Hkv, block_size, D]
-    return blocks.transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+    table = block_tables[:, :num_blocks].long().clamp(0, k_cache.shape[0] - 1)
+    if k_cache.dtype == torch.int8:
+        (keys, key_scales), (values, value_scales) = _int8_parts(k_cache, v_cache)
+        blocks = (
+            keys[table].float().transpose(-1, -2) * key_scales[table].unsqueeze(-1),
+            values[table].float() * value_scales[table].unsqueeze(-1),
+        )
+    else:
+        blocks = k_cache[table].float().transpose(-1, -2), v_cache[table].float()
+    # [R, num_blocks, Hkv, block_size, D] -> [R, Hkv, num_blocks * block_size, D]
+    keys, values = (part.transpose(1, 2).flatten(2, 3)[:, :, :seq_len] for part in blocks)
+    return keys, values
 
 
 def _scores(queries: Tensor, keys: Tensor, scale: float, soft_cap: float | None) -> Tensor:

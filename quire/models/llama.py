@@ -50,7 +50,6 @@ class LlamaAttention(nn.Module):
         )
         self.q_norm = rms_norm(config, arch.head_dim) if arch.qk_norm else None
         self.k_norm = rms_norm(config, arch.head_dim) if arch.qk_norm else None
-        self.rotary = rotary
         self.attn = Attention(
             config=config,
             name=f"{prefix}.attn",
@@ -60,14 +59,14 @@ class LlamaAttention(nn.Module):
             scale=(arch.query_pre_attn_scalar or arch.head_dim) ** -0.5,
             sliding_window=arch.sliding_window if arch.layer_types[layer] == "sliding_attention" else None,
             soft_cap=arch.attn_logit_softcap,
+            rotary=rotary,
         )
 
     def forward(self, x: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         q, k, v = self.qkv_proj.heads(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary(positions, q, k)
-        return self.o_proj(self.attn(q, k, v, metadata))
+        return self.o_proj(self.attn(q, k, v, metadata, positions))
 
 
 class LlamaMLP(nn.Module):

@@ -86,8 +86,32 @@ def write_kv(dtype: torch.dtype) -> Iterator[Arguments]:
         slots = torch.randperm(6 * block_size)[:tokens]
         slots[1::3] = -1
         kv = randn(tokens, 2, heads, size, dtype=dtype)
-        caches = [randn(6, heads, block_size, size, dtype=dtype) for _ in range(2)]
-        yield (kv[:, 0], kv[:, 1], *caches, slots), {}
+        for cache_dtype in (dtype, torch.float32):
+            yield (kv[:, 0], kv[:, 1], *randn_caches(6, heads, block_size, size, cache_dtype), slots), {}
+    slots = torch.tensor([7, -1, 0, 22])
+    kv = randn(4, 2, 2, 24, dtype=dtype)
+    kv[2, :, 1] = 0
+    yield (kv[:, 0], kv[:, 1], *int8_caches(6, 2, 4, 24), slots), {}
+
+
+@cases
+def rotary_and_write_kv(dtype: torch.dtype) -> Iterator[Arguments]:
+    for positions, q, k, cos_sin_cache in (args for args, _ in rotary_embedding(dtype)):
+        tokens, heads, size = k.shape
+        slots = torch.randperm(16 * 4)[:tokens]
+        slots[1::3] = -1
+        caches = randn_caches(16, heads, 4, size, dtype)
+        for interleaved in (False, True):
+            arguments = (
+                positions,
+                q,
+                k,
+                randn(tokens, heads, size, dtype=dtype),
+                cos_sin_cache,
+                *caches,
+                slots,
+            )
+            yield arguments, {"interleaved": interleaved}
 
 
 @cases
@@ -102,7 +126,7 @@ def paged_attention(dtype: torch.dtype) -> Iterator[Arguments]:
     for batch in batches:
         for feature in features:
             metadata = make_metadata(batch, block_size=8, num_blocks=16)
-            caches = [randn(16, 2, 8, 24, dtype=dtype) for _ in range(2)]
+            caches = randn_caches(16, 2, 8, 24, dtype)
             tokens = sum(query_len for query_len, _ in batch)
             yield (randn(tokens, 4, 24, dtype=dtype), *caches, metadata, 24**-0.5), feature
 
@@ -211,6 +235,20 @@ def tensors(value: Any) -> list[Tensor]:
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(dtype)
+
+
+def randn_caches(
+    blocks: int, heads: int, block_size: int, size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return randn(blocks, heads, size, block_size, dtype=dtype), randn(
+        blocks, heads, block_size, size, dtype=dtype
+    )
+
+
+def int8_caches(blocks: int, heads: int, block_size: int, size: int) -> tuple[Tensor, Tensor]:
+    """Room for a float32 scale with each vector; all bytes are 0."""
+    shapes = (blocks, heads, size + 4, block_size), (blocks, heads, block_size, size + 4)
+    return torch.zeros(shapes[0], dtype=torch.int8), torch.zeros(shapes[1], dtype=torch.int8)
 
 
 def make_metadata(batch: list[tuple[int, int]], block_size: int, num_blocks: int) -> AttentionMetadata:

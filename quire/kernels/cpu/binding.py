@@ -3,79 +3,200 @@
 Invariant: no address reaches C++ before the tensor behind it was checked, and the tensor outlives the call.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.cpu import library
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    _check("rms_norm", x=x, weight=weight)
-    _check_weight("rms_norm", x, weight)
+    code = _code("rms_norm", "x", x)
+    _check_weight("rms_norm", "weight", x, weight)
     x, outer, inner, outer_stride, inner_stride = _rows(x)
-    out = torch.empty(x.shape, dtype=x.dtype)
-    args = (outer, inner, outer_stride, inner_stride, x.shape[-1], eps)
-    _call("rms_norm", (out, x, weight), *args, _code(x), _code(weight))
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    args = (outer, inner, outer_stride, inner_stride, x.shape[-1], eps, code, _CODES[weight.dtype])
+    _call("rms_norm", (out, x, weight), *args)
     return out
 
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    _check("fused_add_rms_norm", x=x, residual=residual, weight=weight)
-    _check_weight("fused_add_rms_norm", x, weight)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
+    code = _code("fused_add_rms_norm", "x", x)
+    _check_weight("fused_add_rms_norm", "weight", x, weight)
+    if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_cpu:
         raise ValueError(f"fused_add_rms_norm: residual is {_say(residual)} but x is {_say(x)}")
     x, residual = x.contiguous(), residual.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(x)
     rows = x.numel() // weight.shape[0]
-    args = (rows, x.shape[-1], eps, _code(x), _code(weight))
+    args = (rows, x.shape[-1], eps, code, _CODES[weight.dtype])
     _call("fused_add_rms_norm", (out, total, x, residual, weight), *args)
     return out, total
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    code = _code("layer_norm", "x", x)
+    _check_weight("layer_norm", "weight", x, weight)
+    if bias is not None:
+        _check_weight("layer_norm", "bias", x, bias)
+        if bias.dtype != weight.dtype:
+            raise TypeError(f"layer_norm: bias must be {weight.dtype} as weight is; it is {bias.dtype}")
+    x, outer, inner, outer_stride, inner_stride = _rows(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    args = (outer, inner, outer_stride, inner_stride, x.shape[-1], eps, code, _CODES[weight.dtype])
+    _call("layer_norm", (out, x, weight, bias), *args)
+    return out
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
-    _check("silu_and_mul", x=x)
-    if x.shape[-1] % 2 or not x.shape[-1]:
-        raise ValueError(f"silu_and_mul: the last dimension must be even and positive; x is {_say(x)}")
-    x = x.contiguous()
-    size = x.shape[-1] // 2
-    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
-    _call("silu_and_mul", (out, x), out.numel() // size, size, _code(x))
+    x, out, *args = _halves("silu_and_mul", x)
+    _call("silu_and_mul", (out, x), *args, _CODES[x.dtype])
+    return out
+
+
+def gelu_and_mul(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"gelu_and_mul: approximate must be 'none' or 'tanh'; it is {approximate!r}")
+    x, out, *args = _halves("gelu_and_mul", x)
+    _call("gelu_and_mul", (out, x), *args, int(approximate == "tanh"), _CODES[x.dtype])
     return out
 
 
 def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    _check("rotary_embedding", q=q, k=k, cos_sin_cache=cos_sin_cache)
-    _check_rotary(positions, q, k, cos_sin_cache)
-    num_positions, rot_dim = cos_sin_cache.shape
-    heads = (q.shape[1], q.stride(0), q.stride(1), k.shape[1], k.stride(0), k.stride(1))
-    args = (q.shape[0], num_positions, rot_dim, *heads, int(interleaved), _code(q))
-    refused = _call("rotary_embedding", (q, k, positions, cos_sin_cache), *args)
+    code = _code("rotary_embedding", "q", q)
+    num_tokens = q.shape[0]
+    _check_index("rotary_embedding", "positions", positions, num_tokens)
+    args = _check_rotary("rotary_embedding", q, k, cos_sin_cache)
+    refused = _call(
+        "rotary_embedding", (q, k, positions, cos_sin_cache), num_tokens, *args, int(interleaved), code
+    )
     if refused:
         raise IndexError(
-            f"rotary_embedding: {refused} positions are outside the cache of {num_positions} positions"
+            f"rotary_embedding: {refused} positions are outside the cache of {args[0]} positions"
         )
     return q, k
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    code = _code("write_kv", "k", k)
+    tokens, heads, size = _check_heads("write_kv", "k", k, k.dtype, k.shape)
+    _check_heads("write_kv", "v", v, k.dtype, k.shape)
+    _check_index("write_kv", "slot_mapping", slot_mapping, tokens)
+    blocks, block_size, cache_code = _check_cache("write_kv", k_cache, v_cache, heads, size)
+    strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+    args = (tokens, heads, *strides, blocks, block_size, size, code, cache_code)
+    refused = _call("write_kv", (k, v, k_cache, v_cache, slot_mapping), *args)
+    if refused:
+        raise IndexError(f"write_kv: {refused} slots are outside the cache of {blocks * block_size} slots")
+
+
+def rotary_and_write_kv(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    interleaved: bool = False,
+) -> None:
+    code = _code("rotary_and_write_kv", "q", q)
+    tokens, heads, size = _check_heads("rotary_and_write_kv", "k", k, q.dtype, k.shape)
+    _check_heads("rotary_and_write_kv", "v", v, q.dtype, k.shape)
+    _check_index("rotary_and_write_kv", "positions", positions, tokens)
+    _check_index("rotary_and_write_kv", "slot_mapping", slot_mapping, tokens)
+    rotary_args = _check_rotary("rotary_and_write_kv", q, k, cos_sin_cache)
+    blocks, block_size, cache_code = _check_cache("rotary_and_write_kv", k_cache, v_cache, heads, size)
+    tensors = (q, k, v, k_cache, v_cache, positions, cos_sin_cache, slot_mapping)
+    layout = (v.stride(0), v.stride(1), blocks, block_size, size, int(interleaved), code, cache_code)
+    refused = _call("rotary_and_write_kv", tensors, tokens, *rotary_args, *layout)
+    if refused:
+        bounds = f"{rotary_args[0]} positions and {blocks * block_size} slots"
+        raise IndexError(f"rotary_and_write_kv: {refused} tokens are outside the {bounds} of the caches")
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    code = _code("paged_attention", "q", q)
+    tokens, q_heads, size = _check_heads("paged_attention", "q", q, q.dtype, q.shape)
+    heads = k_cache.shape[1] if k_cache.dim() == 4 else 0
+    blocks, block_size, cache_code = _check_cache("paged_attention", k_cache, v_cache, heads, size)
+    if not heads or q_heads % heads or not q_heads or size % 8 or not size:
+        raise ValueError(
+            f"paged_attention: q is {_say(q)}; its heads must be a multiple of the cache's {heads}, its head size of 8"
+        )
+    if (sliding_window is not None and sliding_window < 1) or (soft_cap is not None and not soft_cap > 0):
+        raise ValueError(f"paged_attention: window {sliding_window} and soft cap {soft_cap} must be positive")
+    starts, lengths, tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_tables
+    slopes = None if alibi_slopes is None else _slopes(alibi_slopes, q_heads)
+    _check_batch(starts, lengths, tables)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    sizes = (tokens, *tables.shape, q_heads, q.stride(0), q.stride(1), blocks, heads, block_size, size)
+    features = (sliding_window or 0, scale, soft_cap or 0.0)
+    tensors = (out, q, k_cache, v_cache, starts, lengths, tables, slopes)
+    refused = _call("paged_attention", tensors, *sizes, *features, code, cache_code)
+    if refused:
+        raise IndexError(_bad_request(metadata, refused - 1, blocks))
+    return out
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    _check_index("embedding", "ids", ids, ids.shape[0] if ids.dim() else 0)
+    _code("embedding", "weight", weight)
+    if weight.dim() != 2 or not weight.is_contiguous():
+        raise ValueError(f"embedding: weight must be contiguous [V, H]; it is {_say(weight)}")
+    (tokens,), (rows, size) = ids.shape, weight.shape
+    out = torch.empty((tokens, size), dtype=weight.dtype)
+    refused = _call("embedding", (out, ids, weight), tokens, rows, size * weight.itemsize)
+    if refused:
+        raise IndexError(f"embedding: {refused} ids are outside the table of {rows} rows")
+    return out
 
 
 def _call(name: str, tensors: tuple[Tensor | None, ...], *args: float) -> int:
     kernels = library.loaded()
     assert kernels is not None, "the table of ops asks supports() before it loads a kernel"
-    status = kernels.kernels[name](
-        *(None if tensor is None else tensor.data_ptr() for tensor in tensors), *args
-    )
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    status = kernels.kernels[name](*addresses, *args)
+    if status == _NO_MEMORY:
+        raise MemoryError(f"{name}: no memory for the kernel's scratch space")
     if status < 0:
         raise RuntimeError(f"{name}: the kernel library refuses the call ({status}): reinstall quire")
     return status
 
 
-def _code(tensor: Tensor) -> int:
-    return library.DTYPE_CODES[tensor.dtype]
+_CODES = library.DTYPE_CODES
+_NO_MEMORY = -2
+
+
+def _code(op: str, name: str, tensor: Tensor) -> int:
+    """The code of a tensor's dtype; it must be on the CPU."""
+    if not tensor.is_cpu:
+        raise ValueError(f"{op}: {name} must be on the CPU, but is on {tensor.device}")
+    code = _CODES.get(tensor.dtype)
+    if code is None:
+        raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, but is {tensor.dtype}")
+    return code
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
     """x as rows that two strides give: (x, outer, inner, outer stride, inner stride); a copy if need be."""
+    if x.is_contiguous():
+        size = x.shape[-1]
+        return x, x.numel() // size, 1, size, 0
     if x.dim() == 3 and x.stride(-1) == 1:
         return x, x.shape[0], x.shape[1], x.stride(0), x.stride(1)
     if x.dim() == 2 and x.stride(-1) == 1:
@@ -84,34 +205,117 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
     return x, x.numel() // x.shape[-1], 1, x.shape[-1], 0
 
 
-def _check(op: str, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{op}: {name} must be on the CPU, but is on {tensor.device}")
-        if tensor.dtype not in library.DTYPE_CODES:
-            raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, but is {tensor.dtype}")
+def _halves(op: str, x: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """A gated activation's (x, output, rows, columns)."""
+    _code(op, "x", x)
+    *outer, width = x.shape
+    if width % 2 or not width:
+        raise ValueError(f"{op}: the last dimension must be even and positive; x is {_say(x)}")
+    size = width // 2
+    x, out = x.contiguous(), torch.empty((*outer, size), dtype=x.dtype)
+    return x, out, out.numel() // size, size
 
 
-def _check_weight(op: str, x: Tensor, weight: Tensor) -> None:
-    if weight.shape != x.shape[-1:] or not weight.numel() or not weight.is_contiguous():
-        raise ValueError(f"{op}: weight must be contiguous of shape [{x.shape[-1]}]; it is {_say(weight)}")
-    if weight.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"{op}: weight must be {x.dtype} or float32; it is {weight.dtype}")
+def _check_weight(op: str, name: str, x: Tensor, weight: Tensor) -> None:
+    if weight.shape != x.shape[-1:] or not weight.numel() or not weight.is_contiguous() or not weight.is_cpu:
+        raise ValueError(f"{op}: {name} must be contiguous of shape [{x.shape[-1]}]; it is {_say(weight)}")
+    if weight.dtype is not x.dtype and weight.dtype is not torch.float32:
+        raise TypeError(f"{op}: {name} must be {x.dtype} or float32; it is {weight.dtype}")
 
 
-def _check_rotary(positions: Tensor, q: Tensor, k: Tensor, cache: Tensor) -> None:
-    if positions.dtype != torch.int64 or positions.shape != q.shape[:1] or not positions.is_contiguous():
-        raise ValueError(f"rotary_embedding: positions must be int64 [{q.shape[0]}]; it is {_say(positions)}")
-    if cache.dtype != torch.float32 or cache.dim() != 2 or cache.shape[1] % 2 or not cache.is_contiguous():
-        raise ValueError(f"rotary_embedding: cos_sin_cache must be float32 [P, even]; it is {_say(cache)}")
+def _check_index(op: str, name: str, index: Tensor, size: int) -> None:
+    if (
+        index.dtype is not torch.int64
+        or index.shape != (size,)
+        or not index.is_contiguous()
+        or not index.is_cpu
+    ):
+        raise ValueError(f"{op}: {name} must be contiguous int64 [{size}]; it is {_say(index)}")
+
+
+def _check_heads(
+    op: str, name: str, heads: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The shape of [tokens, heads, size], whose elements of a head are adjacent."""
+    if heads.dim() != 3 or heads.shape != shape or heads.dtype is not dtype or not heads.is_cpu:
+        raise ValueError(
+            f"{op}: {name} must be {dtype} [tokens, heads, size] like its fellows; it is {_say(heads)}"
+        )
+    if heads.stride(2) != 1:
+        raise ValueError(f"{op}: {name} must have stride 1 in its last dimension; it has {heads.stride()}")
+    return shape
+
+
+def _check_rotary(op: str, q: Tensor, k: Tensor, cache: Tensor) -> tuple[int, ...]:
+    """The arguments (positions, rotated size, q heads, their strides, k heads, their strides)."""
+    if (
+        cache.dtype is not torch.float32
+        or cache.dim() != 2
+        or cache.shape[1] % 2
+        or not cache.is_contiguous()
+    ):
+        raise ValueError(f"{op}: cos_sin_cache must be float32 [P, even]; it is {_say(cache)}")
+    tokens, (num_positions, rot_dim) = q.shape[0], cache.shape
     for name, heads in (("q", q), ("k", k)):
-        if heads.dim() != 3 or heads.shape[0] != q.shape[0] or heads.shape[2] < cache.shape[1]:
-            shape = f"[{q.shape[0]}, heads, >= {cache.shape[1]}]"
-            raise ValueError(f"rotary_embedding: {name} must be {shape}; it is {_say(heads)}")
-        if heads.stride(2) != 1 or heads.dtype != q.dtype:
-            raise ValueError(
-                f"rotary_embedding: {name} must be {q.dtype} with stride 1 in its last dimension"
-            )
+        if heads.dim() != 3 or heads.shape[0] != tokens or heads.shape[2] < rot_dim:
+            raise ValueError(f"{op}: {name} must be [{tokens}, heads, >= {rot_dim}]; it is {_say(heads)}")
+        if heads.stride(2) != 1 or heads.dtype is not q.dtype or not heads.is_cpu:
+            raise ValueError(f"{op}: {name} must be {q.dtype} with stride 1 in its last dimension")
+    q_layout, k_layout = (q.shape[1], q.stride(0), q.stride(1)), (k.shape[1], k.stride(0), k.stride(1))
+    return (num_positions, rot_dim, *q_layout, *k_layout)
+
+
+def _check_cache(op: str, k_cache: Tensor, v_cache: Tensor, heads: int, size: int) -> tuple[int, int, int]:
+    """(blocks, block size, dtype code) of a cache for this many key-value heads of this size."""
+    dtype = k_cache.dtype
+    code = library.CACHE_DTYPE_CODES.get(dtype)
+    stored = size + 4 if dtype is torch.int8 else size
+    if code is None or v_cache.dtype is not dtype:
+        raise TypeError(
+            f"{op}: the caches are {k_cache.dtype} and {v_cache.dtype}; both must be float or int8"
+        )
+    shape = k_cache.shape
+    good = len(shape) == 4 and shape[1] == heads and shape[2] == stored and shape[3] > 0
+    if not good or v_cache.shape != (shape[0], heads, shape[3], stored):
+        raise ValueError(
+            f"{op}: caches for {heads} heads of {size} must be {dtype} [blocks, {heads}, {stored}, block size] and "
+            f"[blocks, {heads}, block size, {stored}]; they are {_say(k_cache)} and {_say(v_cache)}"
+        )
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.is_cpu and v_cache.is_cpu):
+        raise ValueError(f"{op}: the caches must be contiguous and on the CPU")
+    return shape[0], shape[3], code
+
+
+def _check_batch(starts: Tensor, lengths: Tensor, tables: Tensor) -> None:
+    requests = lengths.shape[0] if lengths.dim() else 0
+    if (
+        tables.dim() != 2
+        or tables.shape[0] != requests
+        or starts.shape != (requests + 1,)
+        or lengths.dim() != 1
+    ):
+        shapes = ", ".join(map(_say, (starts, lengths, tables)))
+        raise ValueError(f"paged_attention: metadata must be [R + 1], [R] and [R, blocks]; it is {shapes}")
+    for tensor in (starts, lengths, tables):
+        if tensor.dtype is not torch.int32 or not tensor.is_contiguous() or not tensor.is_cpu:
+            raise ValueError(f"paged_attention: metadata must be contiguous int32; it has {_say(tensor)}")
+
+
+def _slopes(slopes: Tensor, heads: int) -> Tensor:
+    if slopes.shape != (heads,) or not slopes.is_cpu:
+        raise ValueError(f"paged_attention: alibi_slopes must be [{heads}]; it is {_say(slopes)}")
+    return slopes.float().contiguous()
+
+
+def _bad_request(metadata: AttentionMetadata, request: int, num_blocks: int) -> str:
+    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    if request == len(lengths):
+        return f"paged_attention: query_start_loc {starts} does not fit the rows of q"
+    row = metadata.block_tables[request].tolist()
+    return (
+        f"paged_attention: request {request} with rows [{starts[request]}, {starts[request + 1]}), {lengths[request]} "
+        f"tokens and blocks {row} does not fit q or the cache of {num_blocks} blocks"
+    )
 
 
 def _say(tensor: Tensor) -> str:

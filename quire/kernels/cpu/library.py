@@ -24,7 +24,9 @@ ABI_VERSION = 2
 PATH = cpu.PATH
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The codes of `enum DType` in csrc/cpu/quire_cpu.h."""
+"""The codes of `enum DType` in csrc/cpu/quire_cpu.h that all kernels compute on."""
+CACHE_DTYPE_CODES = DTYPE_CODES | {torch.int8: 3}
+"""The codes that a KV cache may have."""
 
 _P, _I, _F = c_void_p, c_int64, c_float
 SIGNATURES: Mapping[str, tuple[type, ...]] = {
@@ -35,6 +37,12 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = {
     "pack_weight": (_P, _P, _P, _P, *(_I,) * 6),
     "packed_linear": (*(_P,) * 7, *(_I,) * 9),
     "packed_embedding": (*(_P,) * 5, *(_I,) * 6),
+    "layer_norm": (_P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _I, _I),
+    "gelu_and_mul": (_P, _P, _I, _I, _I, _I),
+    "embedding": (_P, _P, _P, _I, _I, _I),
+    "write_kv": (_P, _P, _P, _P, _P, *(_I,) * 11),
+    "rotary_and_write_kv": (*(_P,) * 8, *(_I,) * 17),
+    "paged_attention": (*(_P,) * 8, *(_I,) * 11, _F, _F, _I, _I),
 }
 """Argument types of each kernel, as declared in csrc/cpu/table.cpp; every kernel returns an int64 status."""
 
