@@ -14,6 +14,15 @@ int64_t rotary_embedding(void* q, void* k, const int64_t* positions, const void*
                          int64_t q_head_stride, int64_t k_heads, int64_t k_token_stride, int64_t k_head_stride,
                          int64_t interleaved, int64_t dtype);
 
+int64_t non_finite_rows(void* out, const void* logits, int64_t rows, int64_t n);
+int64_t apply_penalties(void* logits, const void* indices, const void* repetition, const void* subtracted,
+                        int64_t count, int64_t size);
+int64_t philox_uniform(void* out, const void* seeds, const void* positions, int64_t count);
+int64_t sample_tokens(void* out, const void* logits, const void* settings, const void* uniforms, int64_t rows,
+                      int64_t n);
+int64_t token_logprobs(void* ids, void* logprobs, void* ranks, const void* logits, const void* chosen, int64_t rows,
+                       int64_t n, int64_t num_top);
+
 #define QUIRE_ROW(name) {#name, reinterpret_cast<void (*)()>(name)}
 
 extern const Kernel kernels[];
@@ -22,6 +31,11 @@ const Kernel kernels[] = {
     QUIRE_ROW(fused_add_rms_norm),
     QUIRE_ROW(silu_and_mul),
     QUIRE_ROW(rotary_embedding),
+    QUIRE_ROW(non_finite_rows),
+    QUIRE_ROW(apply_penalties),
+    QUIRE_ROW(philox_uniform),
+    QUIRE_ROW(sample_tokens),
+    QUIRE_ROW(token_logprobs),
     {nullptr, nullptr},
 };
 

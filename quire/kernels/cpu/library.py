@@ -31,6 +31,11 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = {
     "fused_add_rms_norm": (_P, _P, _P, _P, _P, _I, _I, _F, _I, _I),
     "silu_and_mul": (_P, _P, _I, _I, _I),
     "rotary_embedding": (_P, _P, _P, _P, *(_I,) * 11),
+    "non_finite_rows": (_P, _P, _I, _I),
+    "apply_penalties": (_P, _P, _P, _P, _I, _I),
+    "philox_uniform": (_P, _P, _P, _I),
+    "sample_tokens": (_P, _P, _P, _P, _I, _I),
+    "token_logprobs": (_P, _P, _P, _P, _P, _I, _I, _I),
 }
 """Argument types of each kernel, as declared in csrc/cpu/table.cpp; every kernel returns an int64 status."""
 
