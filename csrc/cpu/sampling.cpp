@@ -202,14 +202,14 @@ public:
     }
 
 private:
-    // A bin is 1/16 nat wide; the last one of the row takes all that is further away, and one more what is dropped.
-    static constexpr int64_t kBins = 2048;
+    // A bin is 1/8 nat wide; the last one of the row takes all that is further away, and one more what is dropped.
+    static constexpr int64_t kBins = 512;
     static constexpr int64_t kCopies = 2;  // so that neighbours of one bin need not wait for each other
     static constexpr int64_t kDigit = 8;
     static constexpr int64_t kFew = 64;
 
     Ints bins_of(Vec y) const {
-        const Vec distance = (row_.best - y) * 16.0f;
+        const Vec distance = (row_.best - y) * 8.0f;
         const Vec bounded = distance < float{kBins - 1} ? distance : splat(float{kBins - 1});
         return __builtin_convertvector(distance == kInfinity ? splat(float{kBins}) : bounded, Ints);
     }

@@ -62,7 +62,7 @@ def rotary_embedding(
 def _call(name: str, tensors: tuple[Tensor, ...], *args: float) -> int:
     kernels = library.loaded()
     assert kernels is not None, "the table of ops asks supports() before it loads a kernel"
-    status = kernels.kernels[name](*(tensor.data_ptr() for tensor in tensors), *args)
+    status = kernels.kernels[name](*[tensor.data_ptr() for tensor in tensors], *args)
     if status < 0:
         raise RuntimeError(f"{name}: the kernel library does not know a dtype code: reinstall quire")
     return status
@@ -84,7 +84,7 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
 
 def _check(op: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             raise ValueError(f"{op}: {name} must be on the CPU, but is on {tensor.device}")
         if tensor.dtype not in library.DTYPE_CODES:
             raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, but is {tensor.dtype}")
@@ -176,7 +176,7 @@ _MAX_VOCAB_SIZE = 2**31 - 16
 
 
 def _check_logits(op: str, logits: Tensor) -> None:
-    if logits.dtype != torch.float32 or logits.device.type != "cpu":
+    if logits.dtype != torch.float32 or not logits.is_cpu:
         raise TypeError(
             f"{op}: logits must be float32 on the CPU; they are {_say(logits)} on {logits.device}"
         )
