@@ -13,7 +13,7 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-typedef double Doubles __attribute__((vector_size(64)));
+typedef double Quad __attribute__((vector_size(32)));
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kMaxLogit = std::numeric_limits<float>::max();
@@ -35,10 +35,29 @@ inline Ints ids_below(int64_t at, int64_t bound) {
     return Ints{0, 1, 2, 3, 4, 5, 6, 7} + static_cast<int32_t>(at) < static_cast<int32_t>(bound);
 }
 
-// One fixed tree, as for float32.
-inline double sum(Doubles v) {
-    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
-}
+// Eight running sums in float64, a lane each.
+class Sums {
+public:
+    void add(Vec v) {
+#ifdef __AVX2__
+        const __m256 lanes = reinterpret_cast<__m256>(v);
+        low_ += reinterpret_cast<Quad>(_mm256_cvtps_pd(_mm256_castps256_ps128(lanes)));
+        high_ += reinterpret_cast<Quad>(_mm256_cvtps_pd(_mm256_extractf128_ps(lanes, 1)));
+#else
+        low_ += Quad{v[0], v[1], v[2], v[3]};
+        high_ += Quad{v[4], v[5], v[6], v[7]};
+#endif
+    }
+
+    // One fixed tree, as for float32.
+    double total() const {
+        const Quad halves = low_ + high_;
+        return (halves[0] + halves[2]) + (halves[1] + halves[3]);
+    }
+
+private:
+    Quad low_ = {}, high_ = {};
+};
 
 inline Vec masked(Vec v, Ints mask) { return as_floats(as_bits(v) & reinterpret_cast<Bits>(mask)); }
 
@@ -314,13 +333,13 @@ private:
     Ints kept(Vec y, int64_t at) const { return (y > last_value_) | ((y == last_value_) & ids_below(at, last_id_ + 1)); }
 
     double block_sum(int64_t start) const {
-        Doubles sums = {};
+        Sums sums;
         for_each_vector(length(start), [&](int64_t i, auto lanes) {
             const Vec y = row_.load(start + i, lanes);
             const Ints mask = kept(y, start + i);
-            if (any(mask)) sums += __builtin_convertvector(masked(weight_of(y - row_.best), mask), Doubles);
+            if (any(mask)) sums.add(masked(weight_of(y - row_.best), mask));
         });
-        return sum(sums);
+        return sums.total();
     }
 
     // The first token of a block past whose weight the sum exceeds the target; the last possible one if rounding
@@ -404,16 +423,16 @@ struct LogSum {
 };
 
 inline LogSum log_sum(const float* x, int64_t n, float best, int64_t chosen) {
-    Doubles sums = {};
+    Sums sums;
     Ints counts = {};
     for_each_vector(n, [&](int64_t at, auto lanes) {
         const Vec v = load_logits(x + at, lanes);
-        sums += __builtin_convertvector(weight_of(v - best), Doubles);
+        sums.add(weight_of(v - best));
         counts -= (v > x[chosen]) | ((v == x[chosen]) & ids_below(at, chosen));
     });
     int64_t rank = 1;
     for (int64_t lane = 0; lane < kLanes; ++lane) rank += counts[lane];
-    return {std::log(sum(sums)), rank};
+    return {std::log(sums.total()), rank};
 }
 
 // Ids and logprobs of the chosen token and then of the first `num_top`.
