@@ -12,7 +12,7 @@ constexpr int64_t kWideBlock = 256;
 // Tiles of rows from which widening a panel once is cheaper than doing so in every tile.
 constexpr int64_t kWideTiles = 4;
 
-// Bytes ahead of the one in use that a panel is fetched.
+// PanelBytes ahead of the one in use that a panel is fetched.
 constexpr int64_t kPrefetch = 1024;
 
 // sums[R][stride] += x[k][R] * w[k][16], for P panels `panel_stride` elements apart.

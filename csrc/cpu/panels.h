@@ -20,10 +20,9 @@ constexpr int64_t kInt8Chunk = 512;
 
 typedef int16_t Shorts __attribute__((vector_size(32)));
 typedef uint16_t UShorts __attribute__((vector_size(32)));
-typedef int8_t Bytes __attribute__((vector_size(16)));
+typedef int8_t PanelBytes __attribute__((vector_size(16)));
 typedef uint8_t UBytes __attribute__((vector_size(16)));
 
-struct Int8 { int8_t value; };
 struct Int4 { uint8_t nibbles; };
 
 // A packed matrix. Integer formats: int8 has a float32 scale per output; int4 has a bfloat16 scale, and an integer zero
@@ -71,7 +70,7 @@ inline float to_float(T x) { return load(&x, First{1})[0]; }
 struct Pairs16 { Shorts low, high; };
 
 inline Pairs16 load_pairs(const Int8* p) {
-    Bytes a, b;
+    PanelBytes a, b;
     __builtin_memcpy(&a, p, sizeof a);
     __builtin_memcpy(&b, p + 16, sizeof b);
     return {__builtin_convertvector(a, Shorts), __builtin_convertvector(b, Shorts)};

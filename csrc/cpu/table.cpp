@@ -41,6 +41,15 @@ int64_t paged_attention(void* out, const void* q, const void* k_cache, const voi
                         int64_t head_stride, int64_t num_blocks, int64_t heads, int64_t block_size, int64_t head_size,
                         int64_t window, float scale, float soft_cap, int64_t dtype, int64_t cache_dtype);
 
+int64_t non_finite_rows(void* out, const void* logits, int64_t rows, int64_t n);
+int64_t apply_penalties(void* logits, const void* indices, const void* repetition, const void* subtracted,
+                        int64_t count, int64_t size);
+int64_t philox_uniform(void* out, const void* seeds, const void* positions, int64_t count);
+int64_t sample_tokens(void* out, const void* logits, const void* settings, const void* uniforms, int64_t rows,
+                      int64_t n);
+int64_t token_logprobs(void* ids, void* logprobs, void* ranks, const void* logits, const void* chosen, int64_t rows,
+                       int64_t n, int64_t num_top);
+
 #define QUIRE_ROW(name) {#name, reinterpret_cast<void (*)()>(name)}
 
 extern const Kernel kernels[];
@@ -58,6 +67,11 @@ const Kernel kernels[] = {
     QUIRE_ROW(write_kv),
     QUIRE_ROW(rotary_and_write_kv),
     QUIRE_ROW(paged_attention),
+    QUIRE_ROW(non_finite_rows),
+    QUIRE_ROW(apply_penalties),
+    QUIRE_ROW(philox_uniform),
+    QUIRE_ROW(sample_tokens),
+    QUIRE_ROW(token_logprobs),
     {nullptr, nullptr},
 };
 

@@ -11,7 +11,7 @@ positional-only.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, update_wrapper
 from importlib import import_module
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels import cpu, reference
+from quire.kernels import cpu, reference, reference_sampling
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.linear import PackedWeight, WeightScheme
 
@@ -134,27 +134,24 @@ def _describe(row: Op[..., Any], device_type: str, dtype: torch.dtype) -> OpChoi
 
 
 def _cpu(
-    function: str, accepts: Callable[..., bool] | None = None, module: str = "binding"
+    function: str,
+    accepts: Callable[..., bool] | None = None,
+    module: str = "binding",
+    *,
+    any_dtype: bool = False,
 ) -> Implementation:
-    """A row of the C++ CPU library: `function` of a module of `quire.kernels.cpu`."""
+    """A row of the C++ CPU library: `function` of a module of `quire.kernels.cpu`.
+
+    `any_dtype` is for a key tensor that is not of the model's dtype.
+    """
 
     def load() -> Callable[..., Any]:
         return getattr(import_module(f"quire.kernels.cpu.{module}"), function)  # type: ignore[no-any-return]
 
     def supports(device_type: str, dtype: torch.dtype) -> bool:
-        return device_type == "cpu" and cpu.supports(dtype)
+        return device_type == "cpu" and cpu.supports(torch.float32 if any_dtype else dtype)
 
     return Implementation("cpu", load, supports, cpu.status, accepts)
-
-
-def _cpu_ids(function: str) -> Implementation:
-    """A row of the C++ CPU library whose key tensor holds int64 ids."""
-    row = _cpu(function, module="linear")
-
-    def supports(device_type: str, dtype: torch.dtype) -> bool:
-        return dtype == torch.int64 and row.supports(device_type, torch.float32)
-
-    return replace(row, supports=supports)
 
 
 # Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head
@@ -331,7 +328,65 @@ def packed_linear(
     return reference.packed_linear(x, weight, bias, activation)
 
 
-@op(_cpu_ids("packed_embedding"))
+@op(_cpu("packed_embedding", module="linear", any_dtype=True))
 def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
     """Rows of a packed table: ids [T] int64 in [0, N) -> float32 [T, K]. An id outside is an IndexError."""
     return reference.packed_embedding(ids, weight)
+
+
+# The sampling tail. Logits are float32, contiguous [N, V]; the order of tokens is that of `token_order`: the higher
+# logit first and, of equal logits, the lower id first. A row's results depend on that row alone.
+
+
+@op(_cpu("non_finite_rows"))
+def non_finite_rows(logits: Tensor, /) -> Tensor:
+    """Which rows hold a NaN or an infinity: [N, V] -> [N] bool."""
+    return reference_sampling.non_finite_rows(logits)
+
+
+@op(_cpu("apply_penalties"))
+def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor, /) -> None:
+    """Change some logits in place, in float64: x -> (x / r if x > 0 else x * r) - s, held to float32's maximum.
+
+    indices [M] int64, all different, into the flattened logits; repetition r and subtracted s [M] float64.
+    Repetition: N. Keskar et al., "CTRL" (2019), section 4.1. An index outside the logits is an IndexError.
+    """
+    reference_sampling.apply_penalties(logits, indices, repetition, subtracted)
+
+
+@op(_cpu("philox_uniform", any_dtype=True))
+def philox_uniform(seeds: Tensor, positions: Tensor, /) -> Tensor:
+    """One number in [0, 1) for each (seed, position), both [N] int64: [N] float64, multiples of 2**-52.
+
+    Philox4x32-10 (J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), the same bits in
+    every implementation.
+    """
+    return reference_sampling.philox_uniform(seeds, positions)
+
+
+@op(_cpu("sample_tokens"))
+def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor, /) -> Tensor:
+    """The choice of one token per row: logits [N, V] -> ids [N] int64, -1 for a row whose logits are all -inf.
+
+    settings [N, 4] float64: temperature, ln(min_p), top_k, top_p. Temperature 0 takes the first token of the
+    order. Otherwise logits are divided by the temperature; tokens less likely than min_p times the first are
+    dropped (N. Nguyen et al., "Turning up the heat", 2024; -inf is off); the `top_k` first tokens are kept
+    (A. Fan et al., "Hierarchical neural story generation", 2018; V is off) and of those the fewest first ones
+    that hold `top_p` of their mass (A. Holtzman et al., "The curious case of neural text degeneration", 2019;
+    1 is off). Then inverse transform sampling in the order of ids: with c the cumulative weights in float64
+    and u of uniforms [N] float64 in [0, 1), the first token whose c exceeds u * c[-1].
+
+    Implementations differ only where rounding (1e-6 of the total mass) decides on which side of a boundary
+    top_p or u falls, and on tokens e**87 times less likely than the first, which may count as impossible.
+    """
+    return reference_sampling.sample_tokens(logits, settings, uniforms)
+
+
+@op(_cpu("token_logprobs"))
+def token_logprobs(logits: Tensor, chosen: Tensor, /, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-softmax of finite logits for the chosen token and the first `num_top` <= V of the order.
+
+    chosen [N] int64 in [0, V), else an IndexError -> ids [N, 1 + num_top] int64, the chosen one first; their
+    logprobs float32; ranks of the chosen tokens, from 1, [N] int64.
+    """
+    return reference_sampling.token_logprobs(logits, chosen, num_top)

@@ -189,6 +189,68 @@ def packed_embedding(dtype: torch.dtype) -> Iterator[Arguments]:
             yield (torch.randint(0, 31, (tokens,)), weight), {}
 
 
+@cases
+def non_finite_rows(dtype: torch.dtype) -> Iterator[Arguments]:
+    for shape in [(0, 5), (1, 1), (3, 8), (4, 77), (2, 40_000)]:
+        logits = randn(*shape)
+        yield (logits,), {}
+        if logits.numel():
+            bad = logits.clone()
+            bad[-1, -1], bad[0, 0] = torch.nan, torch.inf
+            yield (bad,), {}
+    yield (torch.full((2, 64), 3e38),), {}
+
+
+@cases
+def apply_penalties(dtype: torch.dtype) -> Iterator[Arguments]:
+    for count in (0, 1, 30):
+        logits, indices = 3 * randn(4, 23), torch.randperm(4 * 23)[:count]
+        factors = torch.rand(count, dtype=torch.float64) * 2 + 1e-300
+        yield (logits, indices, factors, torch.randn(count, dtype=torch.float64)), {}
+    extremes = torch.tensor([[3e38, -3e38, 0.0, 1.0]])
+    for factor in (5e-324, 1.7e308):
+        factors = torch.full((4,), factor, dtype=torch.float64)
+        yield (extremes, torch.arange(4), factors, torch.zeros(4, dtype=torch.float64)), {}
+
+
+@cases
+def philox_uniform(dtype: torch.dtype) -> Iterator[Arguments]:
+    for count in (0, 1, 50):
+        yield (torch.randint(-(2**63), 2**63 - 1, (count,)), torch.randint(0, 2**40, (count,))), {}
+
+
+@cases
+def sample_tokens(dtype: torch.dtype) -> Iterator[Arguments]:
+    for rows, vocab_size in [(0, 9), (5, 1), (40, 17), (40, 1003), (8, 20_011)]:
+        yield (3 * randn(rows, vocab_size), settings(rows, vocab_size), uniforms(rows)), {}
+        ties = randn(rows, vocab_size).mul_(2).round_()
+        ties[ties == 3] = -torch.inf
+        yield (ties, settings(rows, vocab_size), uniforms(rows)), {}
+    yield (torch.full((2, 9), -torch.inf), settings(2, 9), uniforms(2)), {}
+
+
+def settings(rows: int, vocab_size: int) -> Tensor:
+    """For `ops.sample_tokens`; numbers that no sum of simple probabilities hits, so that rounding decides nothing."""
+    temperatures, log_min_ps = [0.0, 0.01, 0.7, 1.0, 2.0], [-torch.inf, -torch.inf, -4.4, -1.157, -0.13]
+    top_ks = [vocab_size, vocab_size, 1, min(3, vocab_size), min(700, vocab_size)]
+    columns = (temperatures, log_min_ps, top_ks, [1.0, 0.012345, 0.71828183, 0.97654321, 0.99999])
+    picked = [torch.tensor(column, dtype=torch.float64)[torch.randint(0, 5, (rows,))] for column in columns]
+    return torch.stack(picked, dim=1)
+
+
+def uniforms(rows: int) -> Tensor:
+    return torch.rand(rows, dtype=torch.float64)
+
+
+@cases
+def token_logprobs(dtype: torch.dtype) -> Iterator[Arguments]:
+    for rows, vocab_size in [(0, 9), (3, 1), (6, 17), (3, 1003), (2, 20_011)]:
+        for num_top in {0, 1, min(5, vocab_size), min(64, vocab_size), min(65, vocab_size), vocab_size}:
+            chosen = torch.randint(0, vocab_size, (rows,))
+            yield (3 * randn(rows, vocab_size), chosen), {"num_top": num_top}
+            yield (randn(rows, vocab_size).mul_(2).round_(), chosen), {"num_top": num_top}
+
+
 def compare(
     op: ops.Op[..., Any],
     function: Callable[..., Any],

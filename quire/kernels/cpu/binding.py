@@ -320,3 +320,81 @@ def _bad_request(metadata: AttentionMetadata, request: int, num_blocks: int) -> 
 
 def _say(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def non_finite_rows(logits: Tensor) -> Tensor:
+    _check_logits("non_finite_rows", logits)
+    out = torch.empty(logits.shape[0], dtype=torch.bool)
+    _call("non_finite_rows", (out, logits), *logits.shape)
+    return out
+
+
+def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor) -> None:
+    _check_logits("apply_penalties", logits)
+    shape = indices.shape[:1]
+    _check_array("apply_penalties", "indices", indices, torch.int64, shape)
+    _check_array("apply_penalties", "repetition", repetition, torch.float64, shape)
+    _check_array("apply_penalties", "subtracted", subtracted, torch.float64, shape)
+    tensors = (logits, indices, repetition, subtracted)
+    refused = _call("apply_penalties", tensors, indices.shape[0], logits.numel())
+    if refused:
+        raise IndexError(f"apply_penalties: {refused} indices are outside the {logits.numel()} logits")
+
+
+def philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    shape = seeds.shape[:1]
+    _check_array("philox_uniform", "seeds", seeds, torch.int64, shape)
+    _check_array("philox_uniform", "positions", positions, torch.int64, shape)
+    out = torch.empty(shape, dtype=torch.float64)
+    _call("philox_uniform", (out, seeds, positions), shape[0])
+    return out
+
+
+def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor) -> Tensor:
+    _check_logits("sample_tokens", logits)
+    rows = logits.shape[0]
+    _check_array("sample_tokens", "settings", settings, torch.float64, (rows, 4))
+    _check_array("sample_tokens", "uniforms", uniforms, torch.float64, (rows,))
+    out = torch.empty(rows, dtype=torch.int64)
+    _call("sample_tokens", (out, logits, settings, uniforms), *logits.shape)
+    return out
+
+
+def token_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    _check_logits("token_logprobs", logits)
+    rows, vocab_size = logits.shape
+    _check_array("token_logprobs", "chosen", chosen, torch.int64, (rows,))
+    if not 0 <= num_top <= vocab_size:
+        raise ValueError(f"token_logprobs: num_top must be in [0, {vocab_size}]; it is {num_top}")
+    ids = torch.empty((rows, 1 + num_top), dtype=torch.int64)
+    logprobs = torch.empty((rows, 1 + num_top), dtype=torch.float32)
+    ranks = torch.empty(rows, dtype=torch.int64)
+    refused = _call("token_logprobs", (ids, logprobs, ranks, logits, chosen), rows, vocab_size, num_top)
+    if refused:
+        raise IndexError(
+            f"token_logprobs: {refused} chosen tokens are outside the vocabulary of {vocab_size}"
+        )
+    return ids, logprobs, ranks
+
+
+# Token ids are 32-bit inside the kernels, with room for a vector past the last one.
+_MAX_VOCAB_SIZE = 2**31 - 16
+
+
+def _check_logits(op: str, logits: Tensor) -> None:
+    if logits.dtype != torch.float32 or not logits.is_cpu:
+        raise TypeError(
+            f"{op}: logits must be float32 on the CPU; they are {_say(logits)} on {logits.device}"
+        )
+    if logits.dim() != 2 or not logits.is_contiguous() or not 0 < logits.shape[1] < _MAX_VOCAB_SIZE:
+        raise ValueError(f"{op}: logits must be contiguous [N, V], V > 0; they are {_say(logits)}")
+
+
+def _check_array(op: str, name: str, array: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if (
+        array.dtype != dtype
+        or array.shape != shape
+        or not array.is_contiguous()
+        or array.device.type != "cpu"
+    ):
+        raise ValueError(f"{op}: {name} must be contiguous {dtype} {list(shape)}; it is {_say(array)}")

@@ -43,6 +43,11 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = {
     "write_kv": (_P, _P, _P, _P, _P, *(_I,) * 11),
     "rotary_and_write_kv": (*(_P,) * 8, *(_I,) * 17),
     "paged_attention": (*(_P,) * 8, *(_I,) * 11, _F, _F, _I, _I),
+    "non_finite_rows": (_P, _P, _I, _I),
+    "apply_penalties": (_P, _P, _P, _P, _I, _I),
+    "philox_uniform": (_P, _P, _P, _I),
+    "sample_tokens": (_P, _P, _P, _P, _I, _I),
+    "token_logprobs": (_P, _P, _P, _P, _P, _I, _I, _I),
 }
 """Argument types of each kernel, as declared in csrc/cpu/table.cpp; every kernel returns an int64 status."""
 

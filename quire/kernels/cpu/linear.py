@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import library
-from quire.kernels.cpu.binding import _call, _check, _say
+from quire.kernels.cpu.binding import _call, _code, _say
 from quire.kernels.linear import PANEL, PackedWeight, WeightScheme, num_panels
 
 GROUP_SIZES = (32, 64, 128)
@@ -22,13 +22,13 @@ _BLOCK_ROWS = 192
 
 
 def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
-    _check("pack_weight", weight=weight)
+    code = _code("pack_weight", "weight", weight)
     if weight.dim() != 2 or not weight.numel() or halves not in (1, 2) or weight.shape[0] % halves:
         raise ValueError(f"pack_weight: weight must be [N, K] in {halves} halves; it is {_say(weight)}")
     packed = _empty(weight, scheme, halves)
     _check_packed("pack_weight", packed)
     weight = weight.contiguous()
-    args = (*weight.shape, halves, _group(scheme), library.DTYPE_CODES[weight.dtype], _format(packed))
+    args = (*weight.shape, halves, _group(scheme), code, _format(packed))
     _call("pack_weight", (packed.data, packed.scales, packed.zeros, weight), *args)
     return packed
 
@@ -39,13 +39,13 @@ def packed_linear(
     bias: Tensor | None = None,
     activation: Literal["silu_and_mul"] | None = None,
 ) -> Tensor:
-    _check("packed_linear", x=x)
+    _code("packed_linear", "x", x)
     _check_packed("packed_linear", weight)
     outputs, inputs, halves = weight.outputs, weight.inputs, weight.halves
     if x.shape[-1] != inputs:
         raise ValueError(f"packed_linear: x must have {inputs} columns; it is {_say(x)}")
     if bias is not None:
-        _check("packed_linear", bias=bias)
+        _code("packed_linear", "bias", bias)
         if bias.dtype != torch.float32 or bias.shape != (outputs,) or not bias.is_contiguous():
             raise ValueError(f"packed_linear: bias must be float32 [{outputs}]; it is {_say(bias)}")
     if activation not in _ACTIVATIONS or (activation is not None and halves != 2):
