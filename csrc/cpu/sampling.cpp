@@ -446,7 +446,8 @@ inline void logprobs_row(const float* x, int64_t n, int64_t chosen, int64_t num_
     const LogSum sum = log_sum(x, n, best, chosen);
     *rank = sum.rank;
     for (int64_t i = 0; i <= num_top; ++i) {
-        ids[i] = i ? id_of(keys[i - 1]) : chosen;
+        // Logits that are not finite leave keys unset; what is said of them is void, but within the row.
+        ids[i] = i && keys[i - 1] ? id_of(keys[i - 1]) : chosen;
         logprobs[i] = static_cast<float>(static_cast<double>(x[ids[i]]) - static_cast<double>(best) - sum.log_total);
     }
 }

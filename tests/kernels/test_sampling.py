@@ -135,6 +135,18 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(
         assert torch.equal(function(*(arg[7:] for arg in args)), alone[7:])
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_not_finite_stay_within_memory(bad: float) -> None:
+    x = torch.full((2, 70), bad)
+    for count in (0, 5, 70):
+        ids, _, _ = binding.token_logprobs(x, torch.tensor([3, 69]), count)
+        assert int(ids.min()) >= 0
+        assert int(ids.max()) < 70
+    chosen = binding.sample_tokens(x, settings(2, 70), uniforms(2))
+    assert int(chosen.min()) >= -1
+    assert int(chosen.max()) < 70
+
+
 def good() -> dict[str, Tensor]:
     return {
         "logits": torch.zeros(2, 5),

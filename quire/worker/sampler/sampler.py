@@ -92,7 +92,7 @@ class Sampler:
             feature.apply(logits, value)
         chosen = self._draw.choose(logits, staged.draw)
         token_ids: NDArray[np.int64] = chosen.cpu().numpy()
-        for row in np.flatnonzero(token_ids < 0).tolist():
+        for row in (token_ids < 0).nonzero()[0].tolist():
             failed[row] = NO_TOKEN_LEFT
             token_ids[row] = 0
         return SamplerOutput(token_ids, _logprobs_of(raw, chosen, staged.logprobs), failed)
@@ -100,7 +100,7 @@ class Sampler:
 
 def non_finite_rows(logits: Tensor) -> list[int]:
     """Indices of the rows of [N, V] that hold a NaN or an infinity."""
-    rows: list[int] = np.flatnonzero(ops.non_finite_rows(logits).cpu().numpy()).tolist()
+    rows: list[int] = ops.non_finite_rows(logits).cpu().numpy().nonzero()[0].tolist()
     return rows
 
 
