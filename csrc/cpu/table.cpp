@@ -2,6 +2,10 @@
 
 #include "quire_cpu.h"
 
+#include <cstddef>
+#include <type_traits>
+#include <utility>
+
 namespace quire { namespace QUIRE_ISA {
 
 int64_t rms_norm(void* out, const void* x, const void* weight, int64_t outer, int64_t inner, int64_t outer_stride,
@@ -34,7 +38,33 @@ int64_t paged_attention(void* out, const void* q, const void* k_cache, const voi
                         int64_t head_stride, int64_t num_blocks, int64_t heads, int64_t block_size, int64_t head_size,
                         int64_t window, float scale, float soft_cap, int64_t dtype, int64_t cache_dtype);
 
-#define QUIRE_ROW(name) {#name, reinterpret_cast<void (*)()>(name)}
+namespace {
+
+// An argument from its slot of eight bytes: a float comes as a double.
+template <class T>
+inline T unpack(const char* slot) {
+    std::conditional_t<std::is_same_v<T, float>, double, T> value;
+    static_assert(sizeof value == 8, "arguments are pointers, int64_t and float");
+    __builtin_memcpy(&value, slot, sizeof value);
+    return static_cast<T>(value);
+}
+
+// A kernel as a function of one packed argument, because Python pays for each argument of a foreign call.
+template <auto kernel> struct Packed;
+template <class... Args, int64_t (*kernel)(Args...)>
+struct Packed<kernel> {
+    static int64_t call(const char* slots) { return call(slots, std::index_sequence_for<Args...>{}); }
+
+private:
+    template <size_t... i>
+    static int64_t call(const char* slots, std::index_sequence<i...>) {
+        return kernel(unpack<Args>(slots + 8 * i)...);
+    }
+};
+
+}  // namespace
+
+#define QUIRE_ROW(name) {#name, Packed<name>::call}
 
 extern const Kernel kernels[];
 const Kernel kernels[] = {
