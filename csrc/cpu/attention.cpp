@@ -38,6 +38,7 @@ struct Item;
 
 // The parts that depend on element types; everything else computes in float32.
 struct Types {
+    int64_t element_bytes, vector_bytes;  // of the cache
     void (*load_keys)(Float32* tile, const Call& call, const Item& item, int64_t start, int64_t low, int64_t high);
     void (*load_values)(Float32* tile, const Call& call, const Item& item, int64_t start, int64_t low, int64_t high);
     void (*load_queries)(Float32* rows, const Call& call, const Item& item);
@@ -96,7 +97,7 @@ void load_keys(Float32* tile, const Call& call, const Item& item, int64_t start,
     const int64_t size = call.shape.block_size, n = call.shape.head_size;
     const int32_t* table = call.batch.tables + item.request * call.batch.table_width;
     for (int64_t at = low / size * size; at < high; at += size) {
-        const C* block = block_of<const C>(call.keys, call.shape, table[at / size], item.head);
+        const C* block = static_cast<const C*>(call.keys) + block_start<C>(call.shape, table[at / size], item.head);
         const int64_t first = larger_of(at, start), count = smaller_of(at + size, start + kKeyTile) - first;
         for_each_vector(count, [&](int64_t i, auto lanes) {
             const int64_t offset = first - at + i;
@@ -115,7 +116,7 @@ void load_values(Float32* tile, const Call& call, const Item& item, int64_t star
     const int64_t size = call.shape.block_size, n = call.shape.head_size;
     const int32_t* table = call.batch.tables + item.request * call.batch.table_width;
     for (int64_t at = low / size * size; at < high; at += size) {
-        const C* block = block_of<const C>(call.values, call.shape, table[at / size], item.head);
+        const C* block = static_cast<const C*>(call.values) + block_start<C>(call.shape, table[at / size], item.head);
         for (int64_t key = larger_of(at, low); key < smaller_of(at + size, high); ++key) {
             const C* value = block + (key - at) * (n + kScaleElements<C>);
             float scale = 1.0f;
@@ -203,19 +204,37 @@ inline void weigh(const Call& call, const Item& item, int64_t start, int64_t col
     }
 }
 
+// The keys of a tile that some row of the item sees: positions [low, high).
+struct Seen {
+    int64_t start, low, high;
+
+    Seen(const Call& call, const Item& item, int64_t tile)
+        : start(tile * kKeyTile),
+          low(larger_of(item.first_key(call.features), start)),
+          high(smaller_of(item.last() + 1, start + kKeyTile)) {}
+};
+
+inline Prefetcher keys_or_values(const Call& call, const Item& item, const Seen& seen, bool keys) {
+    const int64_t bytes = call.shape.block_size * call.types.vector_bytes, unit = call.types.element_bytes;
+    return Prefetcher({static_cast<const char*>(keys ? call.keys : call.values) + item.head * bytes,
+                       call.shape.heads * bytes, keys ? call.types.vector_bytes / unit : 1,
+                       keys ? unit : call.types.vector_bytes, call.batch.tables + item.request * call.batch.table_width,
+                       call.shape.block_size, seen.low, seen.high});
+}
+
 inline void attend_tile(const Call& call, const Item& item, int64_t tile, const Scratch& scratch) {
-    const int64_t rows = item.queries * call.group, n = call.shape.head_size, start = tile * kKeyTile;
-    const int64_t low = larger_of(item.first_key(call.features), start);
-    const int64_t high = smaller_of(item.last() + 1, start + kKeyTile);
-    const int64_t columns = ceil_div(high - start, kLanes) * kLanes;
-    call.types.load_keys(scratch.tile, call, item, start, low, high);
+    const int64_t rows = item.queries * call.group, n = call.shape.head_size;
+    const Seen seen(call, item, tile), next(call, item, tile + 1);
+    const int64_t columns = ceil_div(seen.high - seen.start, kLanes) * kLanes, skipped = seen.low - seen.start;
+    call.types.load_keys(scratch.tile, call, item, seen.start, seen.low, seen.high);
     multiply({scratch.scores, kKeyTile, nullptr, scratch.queries, n, scratch.tile, kKeyTile + kPadding, n}, rows,
-             columns);
-    weigh(call, item, start, columns, scratch);
-    call.types.load_values(scratch.tile, call, item, start, low, high);
+             columns, keys_or_values(call, item, seen, false));
+    weigh(call, item, seen.start, columns, scratch);
+    call.types.load_values(scratch.tile, call, item, seen.start, seen.low, seen.high);
     // Keys before `low` have weight 0 in every row, and their values may be anything.
-    multiply({scratch.split.out, n, scratch.factors, scratch.scores + (low - start), kKeyTile,
-              scratch.tile + (low - start) * (n + kPadding), n + kPadding, high - low}, rows, n);
+    multiply({scratch.split.out, n, scratch.factors, scratch.scores + skipped, kKeyTile,
+              scratch.tile + skipped * (n + kPadding), n + kPadding, seen.high - seen.low}, rows, n,
+             tile + 1 < item.end_tile() ? keys_or_values(call, item, next, true) : Prefetcher());
 }
 
 inline void attend_split(const Call& call, const Item& item, int64_t split, const Scratch& scratch) {
@@ -401,7 +420,7 @@ int64_t paged_attention(void* out, const void* q, const void* k_cache, const voi
                             {num_blocks, heads, block_size, head_size},
                             q_heads / heads, token_stride, head_stride, scale * kLog2E,
                             {window, soft_cap * kLog2E, slopes},
-                            {load_keys<C>, load_values<C>, load_queries<T>, store_row<T>}};
+                            {sizeof(C), static_cast<int64_t>(sizeof(C)) * (head_size + kScaleElements<C>), load_keys<C>, load_values<C>, load_queries<T>, store_row<T>}};
             if (const int64_t bad = find_bad_request(call)) return bad;
             clear_rows_of_no_request(call, sizeof(T));
             return plan_and_run(call);

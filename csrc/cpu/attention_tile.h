@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "kernels.h"
+#include "prefetch.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
@@ -47,23 +47,27 @@ inline void multiply_block(const Product& p, int64_t row, int64_t column) {
 
 // R rows by all columns: N vectors at a time, then fewer.
 template <int R, int N>
-inline void multiply_rows(const Product& p, int64_t row, int64_t column, int64_t columns) {
-    for (; column + N * kLanes <= columns; column += N * kLanes) multiply_block<R, N>(p, row, column);
-    if constexpr (N > 1) multiply_rows<R, N / 2>(p, row, column, columns);
+inline void multiply_rows(const Product& p, int64_t column, int64_t columns, int64_t row, Prefetcher& next, int64_t lines) {
+    for (; column + N * kLanes <= columns; column += N * kLanes) {
+        next.ask(N * lines);
+        multiply_block<R, N>(p, row, column);
+    }
+    if constexpr (N > 1) multiply_rows<R, N / 2>(p, column, columns, row, next, lines);
 }
 
-// Rows in blocks of nearly equal size; `columns` is a multiple of the vector length.
-inline void multiply(const Product& p, int64_t rows, int64_t columns) {
+// Rows in blocks of nearly equal size; `columns` is a multiple of the vector length. Meanwhile `next` is fetched.
+inline void multiply(const Product& p, int64_t rows, int64_t columns, Prefetcher next) {
     const int64_t blocks = (rows + kMaxRowBlock - 1) / kMaxRowBlock;
+    const int64_t lines = (next.lines() + blocks * columns / kLanes) / (blocks * columns / kLanes);
     for (int64_t i = 0; i < blocks; ++i) {
         const int64_t row = rows * i / blocks;
         switch (rows * (i + 1) / blocks - row) {
-            case 1: multiply_rows<1, 8>(p, row, 0, columns); break;
-            case 2: multiply_rows<2, 4>(p, row, 0, columns); break;
-            case 3: multiply_rows<3, 4>(p, row, 0, columns); break;
-            case 4: multiply_rows<4, 2>(p, row, 0, columns); break;
-            case 5: multiply_rows<5, 2>(p, row, 0, columns); break;
-            default: multiply_rows<6, 2>(p, row, 0, columns); break;
+            case 1: multiply_rows<1, 8>(p, 0, columns, row, next, lines); break;
+            case 2: multiply_rows<2, 4>(p, 0, columns, row, next, lines); break;
+            case 3: multiply_rows<3, 4>(p, 0, columns, row, next, lines); break;
+            case 4: multiply_rows<4, 2>(p, 0, columns, row, next, lines); break;
+            case 5: multiply_rows<5, 2>(p, 0, columns, row, next, lines); break;
+            default: multiply_rows<6, 2>(p, 0, columns, row, next, lines); break;
         }
     }
 }

@@ -23,11 +23,10 @@ struct CacheShape {
     int64_t num_blocks, heads, block_size, head_size;
 };
 
-// The keys, or the values, of one block and head.
-template <class C, class Pointer>
-inline C* block_of(Pointer cache, const CacheShape& shape, int64_t block, int64_t head) {
-    const int64_t elements = shape.block_size * (shape.head_size + kScaleElements<C>);
-    return static_cast<C*>(cache) + (block * shape.heads + head) * elements;
+// Where the keys, or the values, of one block and head begin in a cache of C.
+template <class C>
+inline int64_t block_start(const CacheShape& shape, int64_t block, int64_t head) {
+    return (block * shape.heads + head) * shape.block_size * (shape.head_size + kScaleElements<C>);
 }
 
 inline float load_scale(const Int8* p) {

@@ -66,10 +66,11 @@ template <class T, class C>
 inline void write_token(const Heads& k, const Heads& v, const Caches& caches, int64_t token, int64_t slot) {
     const int64_t block = slot / caches.shape.block_size, offset = slot % caches.shape.block_size;
     for (int64_t head = 0; head < k.count; ++head) {
+        const int64_t start = block_start<C>(caches.shape, block, head);
         write_head(static_cast<const T*>(k.data) + token * k.token_stride + head * k.head_stride,
                    static_cast<const T*>(v.data) + token * v.token_stride + head * v.head_stride,
-                   block_of<C>(caches.keys, caches.shape, block, head),
-                   block_of<C>(caches.values, caches.shape, block, head), caches.shape, offset);
+                   static_cast<C*>(caches.keys) + start,
+                   static_cast<C*>(caches.values) + start, caches.shape, offset);
     }
 }
 

@@ -2,6 +2,10 @@
 
 #include "quire_cpu.h"
 
+#include <cstddef>
+#include <type_traits>
+#include <utility>
+
 namespace quire { namespace QUIRE_ISA {
 
 int64_t rms_norm(void* out, const void* x, const void* weight, int64_t outer, int64_t inner, int64_t outer_stride,
@@ -50,7 +54,33 @@ int64_t sample_tokens(void* out, const void* logits, const void* settings, const
 int64_t token_logprobs(void* ids, void* logprobs, void* ranks, const void* logits, const void* chosen, int64_t rows,
                        int64_t n, int64_t num_top);
 
-#define QUIRE_ROW(name) {#name, reinterpret_cast<void (*)()>(name)}
+namespace {
+
+// An argument from its slot of eight bytes: a float comes as a double.
+template <class T>
+inline T unpack(const char* slot) {
+    std::conditional_t<std::is_same_v<T, float>, double, T> value;
+    static_assert(sizeof value == 8, "arguments are pointers, int64_t and float");
+    __builtin_memcpy(&value, slot, sizeof value);
+    return static_cast<T>(value);
+}
+
+// A kernel as a function of one packed argument, because Python pays for each argument of a foreign call.
+template <auto kernel> struct Packed;
+template <class... Args, int64_t (*kernel)(Args...)>
+struct Packed<kernel> {
+    static int64_t call(const char* slots) { return call(slots, std::index_sequence_for<Args...>{}); }
+
+private:
+    template <size_t... i>
+    static int64_t call(const char* slots, std::index_sequence<i...>) {
+        return kernel(unpack<Args>(slots + 8 * i)...);
+    }
+};
+
+}  // namespace
+
+#define QUIRE_ROW(name) {#name, Packed<name>::call}
 
 extern const Kernel kernels[];
 const Kernel kernels[] = {

@@ -53,16 +53,17 @@ class Op(Generic[P, R]):
         self.oracle = oracle
         self.implementations = implementations
         self._key = key
-        self._choices: dict[tuple[str, torch.dtype], list[_Choice]] = {}
+        self._choices: dict[tuple[torch.device, torch.dtype], list[_Choice]] = {}
         update_wrapper(self, oracle)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         tensor: Any = args[self._key]
-        pair = (tensor.device.type, tensor.dtype)
-        choices = self._choices.get(pair) or self._choose(*pair)
-        for choice in choices:
-            if choice.accepts is None or choice.accepts(*args, **kwargs):
-                return choice.function(*args, **kwargs)  # type: ignore[no-any-return]
+        choices = self._choices.get((tensor.device, tensor.dtype)) or self._choose(
+            tensor.device, tensor.dtype
+        )
+        for function, accepts in choices:
+            if accepts is None or accepts(*args, **kwargs):
+                return function(*args, **kwargs)  # type: ignore[no-any-return]
         raise AssertionError(f"op {self.name}: the oracle is always last and takes everything")
 
     def supporting(self, device_type: str, dtype: torch.dtype) -> tuple[Implementation, ...]:
@@ -71,10 +72,10 @@ class Op(Generic[P, R]):
             return ()
         return tuple(row for row in self.implementations if row.supports(device_type, dtype))
 
-    def _choose(self, device_type: str, dtype: torch.dtype) -> "list[_Choice]":
-        rows = self.supporting(device_type, dtype)
+    def _choose(self, device: torch.device, dtype: torch.dtype) -> "list[_Choice]":
+        rows = self.supporting(device.type, dtype)
         choices = [_Choice(row.load(), row.accepts) for row in rows]
-        self._choices[device_type, dtype] = choices = [*choices, _Choice(self.oracle, None)]
+        self._choices[device, dtype] = choices = [*choices, _Choice(self.oracle, None)]
         return choices
 
 

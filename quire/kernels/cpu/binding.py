@@ -3,7 +3,7 @@
 Invariant: no address reaches C++ before the tensor behind it was checked, and the tensor outlives the call.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     code = _code("rms_norm", "x", x)
     _check_weight("rms_norm", "weight", x, weight)
     x, outer, inner, outer_stride, inner_stride = _rows(x)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = x.new_empty(*x.shape)
     args = (outer, inner, outer_stride, inner_stride, x.shape[-1], eps, code, _CODES[weight.dtype])
     _call("rms_norm", (out, x, weight), *args)
     return out
@@ -43,7 +43,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
         if bias.dtype != weight.dtype:
             raise TypeError(f"layer_norm: bias must be {weight.dtype} as weight is; it is {bias.dtype}")
     x, outer, inner, outer_stride, inner_stride = _rows(x)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = x.new_empty(*x.shape)
     args = (outer, inner, outer_stride, inner_stride, x.shape[-1], eps, code, _CODES[weight.dtype])
     _call("layer_norm", (out, x, weight, bias), *args)
     return out
@@ -67,30 +67,28 @@ def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
     code = _code("rotary_embedding", "q", q)
-    num_tokens = q.shape[0]
-    _check_index("rotary_embedding", "positions", positions, num_tokens)
-    args = _check_rotary("rotary_embedding", q, k, cos_sin_cache)
-    refused = _call(
-        "rotary_embedding", (q, k, positions, cos_sin_cache), num_tokens, *args, int(interleaved), code
-    )
+    queries, keys = _heads("rotary_embedding", "q", q, q.dtype), _heads("rotary_embedding", "k", k, q.dtype)
+    num_positions, rot_dim = _check_rotary("rotary_embedding", positions, queries, keys, cos_sin_cache)
+    args = (queries.tokens, num_positions, rot_dim, *queries[1:4], *keys[1:4], int(interleaved), code)
+    refused = _call("rotary_embedding", (q, k, positions, cos_sin_cache), *args)
     if refused:
         raise IndexError(
-            f"rotary_embedding: {refused} positions are outside the cache of {args[0]} positions"
+            f"rotary_embedding: {refused} positions are outside the cache of {num_positions} positions"
         )
     return q, k
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     code = _code("write_kv", "k", k)
-    tokens, heads, size = _check_heads("write_kv", "k", k, k.dtype, k.shape)
-    _check_heads("write_kv", "v", v, k.dtype, k.shape)
-    _check_index("write_kv", "slot_mapping", slot_mapping, tokens)
-    blocks, block_size, cache_code = _check_cache("write_kv", k_cache, v_cache, heads, size)
-    strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
-    args = (tokens, heads, *strides, blocks, block_size, size, code, cache_code)
+    keys, values = _heads("write_kv", "k", k, k.dtype), _heads("write_kv", "v", v, k.dtype)
+    cache = _check_write("write_kv", keys, values, k_cache, v_cache, slot_mapping)
+    strides = (keys.token_stride, keys.head_stride, values.token_stride, values.head_stride)
+    args = (keys.tokens, keys.heads, *strides, cache.blocks, cache.block_size, keys.size, code, cache.code)
     refused = _call("write_kv", (k, v, k_cache, v_cache, slot_mapping), *args)
     if refused:
-        raise IndexError(f"write_kv: {refused} slots are outside the cache of {blocks * block_size} slots")
+        raise IndexError(
+            f"write_kv: {refused} slots are outside the cache of {cache.blocks * cache.block_size} slots"
+        )
 
 
 def rotary_and_write_kv(
@@ -104,19 +102,22 @@ def rotary_and_write_kv(
     slot_mapping: Tensor,
     interleaved: bool = False,
 ) -> None:
-    code = _code("rotary_and_write_kv", "q", q)
-    tokens, heads, size = _check_heads("rotary_and_write_kv", "k", k, q.dtype, k.shape)
-    _check_heads("rotary_and_write_kv", "v", v, q.dtype, k.shape)
-    _check_index("rotary_and_write_kv", "positions", positions, tokens)
-    _check_index("rotary_and_write_kv", "slot_mapping", slot_mapping, tokens)
-    rotary_args = _check_rotary("rotary_and_write_kv", q, k, cos_sin_cache)
-    blocks, block_size, cache_code = _check_cache("rotary_and_write_kv", k_cache, v_cache, heads, size)
+    name = "rotary_and_write_kv"
+    code = _code(name, "q", q)
+    queries, keys, values = (
+        _heads(name, "q", q, q.dtype),
+        _heads(name, "k", k, q.dtype),
+        _heads(name, "v", v, q.dtype),
+    )
+    num_positions, rot_dim = _check_rotary(name, positions, queries, keys, cos_sin_cache)
+    cache = _check_write(name, keys, values, k_cache, v_cache, slot_mapping)
     tensors = (q, k, v, k_cache, v_cache, positions, cos_sin_cache, slot_mapping)
-    layout = (v.stride(0), v.stride(1), blocks, block_size, size, int(interleaved), code, cache_code)
-    refused = _call("rotary_and_write_kv", tensors, tokens, *rotary_args, *layout)
+    layout = (*queries[1:4], *keys[1:4], values.token_stride, values.head_stride)
+    sizes = (cache.blocks, cache.block_size, keys.size, int(interleaved), code, cache.code)
+    refused = _call(name, tensors, keys.tokens, num_positions, rot_dim, *layout, *sizes)
     if refused:
-        bounds = f"{rotary_args[0]} positions and {blocks * block_size} slots"
-        raise IndexError(f"rotary_and_write_kv: {refused} tokens are outside the {bounds} of the caches")
+        bounds = f"{num_positions} positions and {cache.blocks * cache.block_size} slots"
+        raise IndexError(f"{name}: {refused} tokens are outside the {bounds} of the caches")
 
 
 def paged_attention(
@@ -131,9 +132,9 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     code = _code("paged_attention", "q", q)
-    tokens, q_heads, size = _check_heads("paged_attention", "q", q, q.dtype, q.shape)
+    tokens, q_heads, *strides, size = _heads("paged_attention", "q", q, q.dtype)
     heads = k_cache.shape[1] if k_cache.dim() == 4 else 0
-    blocks, block_size, cache_code = _check_cache("paged_attention", k_cache, v_cache, heads, size)
+    cache = _check_cache("paged_attention", k_cache, v_cache, heads, size)
     if not heads or q_heads % heads or not q_heads or size % 8 or not size:
         raise ValueError(
             f"paged_attention: q is {_say(q)}; its heads must be a multiple of the cache's {heads}, its head size of 8"
@@ -142,14 +143,14 @@ def paged_attention(
         raise ValueError(f"paged_attention: window {sliding_window} and soft cap {soft_cap} must be positive")
     starts, lengths, tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_tables
     slopes = None if alibi_slopes is None else _slopes(alibi_slopes, q_heads)
-    _check_batch(starts, lengths, tables)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    sizes = (tokens, *tables.shape, q_heads, q.stride(0), q.stride(1), blocks, heads, block_size, size)
+    requests, width = _check_batch(starts, lengths, tables)
+    out = q.new_empty(tokens, q_heads, size)
+    sizes = (tokens, requests, width, q_heads, *strides, cache.blocks, heads, cache.block_size, size)
     features = (sliding_window or 0, scale, soft_cap or 0.0)
     tensors = (out, q, k_cache, v_cache, starts, lengths, tables, slopes)
-    refused = _call("paged_attention", tensors, *sizes, *features, code, cache_code)
+    refused = _call("paged_attention", tensors, *sizes, *features, code, cache.code)
     if refused:
-        raise IndexError(_bad_request(metadata, refused - 1, blocks))
+        raise IndexError(_bad_request(metadata, refused - 1, cache.blocks))
     return out
 
 
@@ -159,7 +160,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     if weight.dim() != 2 or not weight.is_contiguous():
         raise ValueError(f"embedding: weight must be contiguous [V, H]; it is {_say(weight)}")
     (tokens,), (rows, size) = ids.shape, weight.shape
-    out = torch.empty((tokens, size), dtype=weight.dtype)
+    out = weight.new_empty(tokens, size)
     refused = _call("embedding", (out, ids, weight), tokens, rows, size * weight.itemsize)
     if refused:
         raise IndexError(f"embedding: {refused} ids are outside the table of {rows} rows")
@@ -169,7 +170,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 def _call(name: str, tensors: tuple[Tensor | None, ...], *args: float) -> int:
     kernels = library.loaded()
     assert kernels is not None, "the table of ops asks supports() before it loads a kernel"
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     status = kernels.kernels[name](*addresses, *args)
     if status == _NO_MEMORY:
         raise MemoryError(f"{name}: no memory for the kernel's scratch space")
@@ -212,7 +213,7 @@ def _halves(op: str, x: Tensor) -> tuple[Tensor, Tensor, int, int]:
     if width % 2 or not width:
         raise ValueError(f"{op}: the last dimension must be even and positive; x is {_say(x)}")
     size = width // 2
-    x, out = x.contiguous(), torch.empty((*outer, size), dtype=x.dtype)
+    x, out = x.contiguous(), x.new_empty(*outer, size)
     return x, out, out.numel() // size, size
 
 
@@ -233,47 +234,67 @@ def _check_index(op: str, name: str, index: Tensor, size: int) -> None:
         raise ValueError(f"{op}: {name} must be contiguous int64 [{size}]; it is {_say(index)}")
 
 
-def _check_heads(
-    op: str, name: str, heads: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The shape of [tokens, heads, size], whose elements of a head are adjacent."""
-    if heads.dim() != 3 or heads.shape != shape or heads.dtype is not dtype or not heads.is_cpu:
+class _Heads(NamedTuple):
+    """Layout of [tokens, heads, size]."""
+
+    tokens: int
+    heads: int
+    token_stride: int
+    head_stride: int
+    size: int
+
+
+class _Cache(NamedTuple):
+    """Layout of a KV cache."""
+
+    blocks: int
+    block_size: int
+    code: int
+
+
+def _heads(op: str, name: str, heads: Tensor, dtype: torch.dtype) -> _Heads:
+    if heads.dim() != 3 or heads.dtype is not dtype or not heads.is_cpu:
         raise ValueError(
-            f"{op}: {name} must be {dtype} [tokens, heads, size] like its fellows; it is {_say(heads)}"
+            f"{op}: {name} must be {dtype} [tokens, heads, size] on the CPU; it is {_say(heads)}"
         )
-    if heads.stride(2) != 1:
+    tokens, num_heads, size = heads.shape
+    token_stride, head_stride, stride = heads.stride()
+    if stride != 1:
         raise ValueError(f"{op}: {name} must have stride 1 in its last dimension; it has {heads.stride()}")
-    return shape
+    return _Heads(tokens, num_heads, token_stride, head_stride, size)
 
 
-def _check_rotary(op: str, q: Tensor, k: Tensor, cache: Tensor) -> tuple[int, ...]:
-    """The arguments (positions, rotated size, q heads, their strides, k heads, their strides)."""
-    if (
-        cache.dtype is not torch.float32
-        or cache.dim() != 2
-        or cache.shape[1] % 2
-        or not cache.is_contiguous()
-    ):
+def _check_rotary(op: str, positions: Tensor, q: _Heads, k: _Heads, cache: Tensor) -> tuple[int, int]:
+    """The shape of the table of cosines and sines."""
+    _check_index(op, "positions", positions, q.tokens)
+    shape = cache.shape
+    if cache.dtype is not torch.float32 or len(shape) != 2 or shape[1] % 2 or not cache.is_contiguous():
         raise ValueError(f"{op}: cos_sin_cache must be float32 [P, even]; it is {_say(cache)}")
-    tokens, (num_positions, rot_dim) = q.shape[0], cache.shape
+    num_positions, rot_dim = shape
     for name, heads in (("q", q), ("k", k)):
-        if heads.dim() != 3 or heads.shape[0] != tokens or heads.shape[2] < rot_dim:
-            raise ValueError(f"{op}: {name} must be [{tokens}, heads, >= {rot_dim}]; it is {_say(heads)}")
-        if heads.stride(2) != 1 or heads.dtype is not q.dtype or not heads.is_cpu:
-            raise ValueError(f"{op}: {name} must be {q.dtype} with stride 1 in its last dimension")
-    q_layout, k_layout = (q.shape[1], q.stride(0), q.stride(1)), (k.shape[1], k.stride(0), k.stride(1))
-    return (num_positions, rot_dim, *q_layout, *k_layout)
+        if heads.tokens != q.tokens or heads.size < rot_dim:
+            found = f"[{heads.tokens}, {heads.heads}, {heads.size}]"
+            raise ValueError(f"{op}: {name} must be [{q.tokens}, heads, >= {rot_dim}]; it is {found}")
+    if not cache.is_cpu:
+        raise ValueError(f"{op}: cos_sin_cache must be on the CPU, but is on {cache.device}")
+    return num_positions, rot_dim
 
 
-def _check_cache(op: str, k_cache: Tensor, v_cache: Tensor, heads: int, size: int) -> tuple[int, int, int]:
-    """(blocks, block size, dtype code) of a cache for this many key-value heads of this size."""
+def _check_write(op: str, k: _Heads, v: _Heads, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> _Cache:
+    if v.tokens != k.tokens or v.heads != k.heads or v.size != k.size:
+        shapes = f"[{v.tokens}, {v.heads}, {v.size}] and [{k.tokens}, {k.heads}, {k.size}]"
+        raise ValueError(f"{op}: v must be of k's shape; they are {shapes}")
+    _check_index(op, "slot_mapping", slots, k.tokens)
+    return _check_cache(op, k_cache, v_cache, k.heads, k.size)
+
+
+def _check_cache(op: str, k_cache: Tensor, v_cache: Tensor, heads: int, size: int) -> _Cache:
+    """The layout of a cache for this many key-value heads of this size."""
     dtype = k_cache.dtype
     code = library.CACHE_DTYPE_CODES.get(dtype)
     stored = size + 4 if dtype is torch.int8 else size
     if code is None or v_cache.dtype is not dtype:
-        raise TypeError(
-            f"{op}: the caches are {k_cache.dtype} and {v_cache.dtype}; both must be float or int8"
-        )
+        raise TypeError(f"{op}: the caches are {dtype} and {v_cache.dtype}; both must be float or int8")
     shape = k_cache.shape
     good = len(shape) == 4 and shape[1] == heads and shape[2] == stored and shape[3] > 0
     if not good or v_cache.shape != (shape[0], heads, shape[3], stored):
@@ -283,22 +304,19 @@ def _check_cache(op: str, k_cache: Tensor, v_cache: Tensor, heads: int, size: in
         )
     if not (k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.is_cpu and v_cache.is_cpu):
         raise ValueError(f"{op}: the caches must be contiguous and on the CPU")
-    return shape[0], shape[3], code
+    return _Cache(shape[0], shape[3], code)
 
 
-def _check_batch(starts: Tensor, lengths: Tensor, tables: Tensor) -> None:
-    requests = lengths.shape[0] if lengths.dim() else 0
-    if (
-        tables.dim() != 2
-        or tables.shape[0] != requests
-        or starts.shape != (requests + 1,)
-        or lengths.dim() != 1
-    ):
+def _check_batch(starts: Tensor, lengths: Tensor, tables: Tensor) -> tuple[int, int]:
+    """(requests, block ids of each)."""
+    shape = tables.shape
+    if len(shape) != 2 or lengths.shape != shape[:1] or starts.shape != (shape[0] + 1,):
         shapes = ", ".join(map(_say, (starts, lengths, tables)))
         raise ValueError(f"paged_attention: metadata must be [R + 1], [R] and [R, blocks]; it is {shapes}")
     for tensor in (starts, lengths, tables):
         if tensor.dtype is not torch.int32 or not tensor.is_contiguous() or not tensor.is_cpu:
             raise ValueError(f"paged_attention: metadata must be contiguous int32; it has {_say(tensor)}")
+    return shape[0], shape[1]
 
 
 def _slopes(slopes: Tensor, heads: int) -> Tensor:
