@@ -14,6 +14,7 @@
 namespace quire { namespace QUIRE_ISA { namespace {
 
 typedef float Vec __attribute__((vector_size(32)));
+typedef float Quad __attribute__((vector_size(16)));
 typedef uint32_t Bits __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(32)));
 typedef uint16_t Halves __attribute__((vector_size(16)));
@@ -38,17 +39,23 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// One fixed tree: the same eight numbers always give the same sum.
+// The halves of a vector are folded onto each other three times: one fixed tree, so that the same eight numbers always give
+// the same sum.
+template <class Fold>
+inline float fold(Vec v, Fold with) {
+    const Quad four = with(__builtin_shufflevector(v, v, 0, 1, 2, 3), __builtin_shufflevector(v, v, 4, 5, 6, 7));
+    const Quad two = with(four, __builtin_shufflevector(four, four, 2, 3, 2, 3));
+    return with(two, __builtin_shufflevector(two, two, 1, 1, 1, 1))[0];
+}
+
 inline float sum(Vec v) {
-    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+    return fold(v, [](Quad a, Quad b) -> Quad { return a + b; });
 }
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
 inline float largest(Vec v) {
-    float top = v[0];
-    for (int64_t i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
-    return top;
+    return fold(v, [](Quad a, Quad b) -> Quad { return a > b ? a : b; });
 }
 
 // The compiler's own conversions between lane widths take four instructions where one will do.
