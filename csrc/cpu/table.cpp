@@ -20,6 +20,8 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
                       int64_t group, int64_t activation, int64_t fast, int64_t format);
 int64_t packed_embedding(void* out, const int64_t* ids, const void* data, const void* scales, const void* zeros,
                          int64_t count, int64_t outputs, int64_t inputs, int64_t halves, int64_t group, int64_t format);
+int64_t peak_fma(void* out, int64_t iterations);
+int64_t read_memory(void* out, const void* data, int64_t bytes);
 
 #define QUIRE_ROW(name) {#name, reinterpret_cast<void (*)()>(name)}
 
@@ -32,6 +34,8 @@ const Kernel kernels[] = {
     QUIRE_ROW(pack_weight),
     QUIRE_ROW(packed_linear),
     QUIRE_ROW(packed_embedding),
+    QUIRE_ROW(peak_fma),
+    QUIRE_ROW(read_memory),
     {nullptr, nullptr},
 };
 

@@ -35,6 +35,8 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = {
     "pack_weight": (_P, _P, _P, _P, *(_I,) * 6),
     "packed_linear": (*(_P,) * 7, *(_I,) * 9),
     "packed_embedding": (*(_P,) * 5, *(_I,) * 6),
+    "peak_fma": (_P, _I),
+    "read_memory": (_P, _P, _I),
 }
 """Argument types of each kernel, as declared in csrc/cpu/table.cpp; every kernel returns an int64 status."""
 
