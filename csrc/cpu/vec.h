@@ -42,7 +42,12 @@ inline float sum(Vec v) {
 }
 
 inline Vec widen(Halves h, BFloat16) {
+#ifdef __AVX2__
+    // One instruction, where the compiler makes four of the conversion.
+    return as_floats(reinterpret_cast<Bits>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(h))) << 16);
+#else
     return as_floats(__builtin_convertvector(h, Bits) << 16);
+#endif
 }
 
 inline Halves narrow(Vec v, BFloat16) {
