@@ -10,6 +10,9 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
+// Tiles of rows from which widening a panel of integers once is cheaper than doing so in every tile.
+constexpr int64_t kWideIntTiles = 2;
+
 constexpr float kActivationMax = 32767.0f;
 
 // Activations below are 0: their scale's inverse would not be finite.
@@ -30,36 +33,69 @@ inline Shorts splat_pair(int32_t pair) {
     return reinterpret_cast<Shorts>(Ints{pair, pair, pair, pair, pair, pair, pair, pair});
 }
 
-inline Pairs16 load_pairs(const Pairs16* p) { return *p; }
+// A panel's weights for one pair of k, widened.
+struct alignas(32) Wide { int16_t values[2 * kPanel]; };
 
-// One chunk of k for R rows and P panels: sums[R][stride] += scale * (x . (w - zero)), where no scale means 1.
-template <int R, int P, class W, class Scales>
-inline void multiply_chunk(float* sums, int64_t stride, const int32_t* x, const W* w, int64_t step, int64_t panel_stride,
-                           int64_t pairs, const Pairs16* zeros, const Scales* scales, int64_t scale_stride, bool fresh) {
-    Ints acc[R][P][2] = {};
-    for (int64_t k = 0; k < pairs; ++k) {
+inline Pairs16 load_pairs(const Wide* p) {
+    Pairs16 pairs;
+    __builtin_memcpy(&pairs.low, p->values, sizeof pairs.low);
+    __builtin_memcpy(&pairs.high, p->values + kPanel, sizeof pairs.high);
+    return pairs;
+}
+
+// What chunks of k share: where their scales are, and the sums of activations that take the zero points out again.
+template <class Scale>
+struct Chunks {
+    int64_t pairs, size;       // all pairs of k, and those of one chunk
+    const Scale* scales;       // [chunk][16] of the first panel, or null for a scale of 1
+    const uint8_t* zeros;      // likewise; null: every zero point is `zero`
+    int64_t panel_scales;      // from one panel's scales or zeros to the next one's
+    int32_t zero;
+    const int32_t* x_sums;     // [R][x_stride], a sum per chunk; null: the weights' zero points are out already
+    int64_t x_stride;
+};
+
+inline Ints load_zeros(const uint8_t* p) {
+    typedef uint8_t Eight __attribute__((vector_size(8)));
+    Eight bytes;
+    __builtin_memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, Ints);
+}
+
+// sums[R][stride] += scale * (x . (w - zero)) over all chunks of k for P panels. A chunk's sum is exact.
+template <int R, int P, class W, class Scale>
+inline void multiply_chunks(Float32* sums, int64_t stride, const int32_t* x, const W* w, int64_t step,
+                            int64_t panel_stride, const Chunks<Scale>& chunks, bool fresh) {
+    for (int64_t start = 0, chunk = 0; start < chunks.pairs; start += chunks.size, ++chunk) {
+        const int64_t left = chunks.pairs - start, end = start + (left < chunks.size ? left : chunks.size);
+        Ints acc[R][P][2] = {};
+        for (int64_t k = start; k < end; ++k) {
 #pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) {
-            const W* at = w + p * panel_stride + k * step;
-            if (R <= 3) __builtin_prefetch(reinterpret_cast<const char*>(at) + kPrefetch);
-            Pairs16 weights = load_pairs(at);
-            if (zeros) weights = {weights.low - zeros[p].low, weights.high - zeros[p].high};
+            for (int p = 0; p < P; ++p) {
+                const Pairs16 weights = load_pairs(w + p * panel_stride + k * step);
 #pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) {
-                const Shorts value = splat_pair(x[k * R + r]);
-                acc[r][p][0] += multiply_pairs(value, weights.low);
-                acc[r][p][1] += multiply_pairs(value, weights.high);
+                for (int r = 0; r < R; ++r) {
+                    const Shorts value = splat_pair(x[k * R + r]);
+                    acc[r][p][0] += multiply_pairs(value, weights.low);
+                    acc[r][p][1] += multiply_pairs(value, weights.high);
+                }
             }
         }
-    }
-    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
         for (int p = 0; p < P; ++p) {
+#pragma GCC unroll 2
             for (int h = 0; h < 2; ++h) {
-                Float32* sum = reinterpret_cast<Float32*>(sums + r * stride + p * kPanel + h * kLanes);
-                const Vec before = fresh ? Vec{} : load(sum, All{});
-                const Vec exact = __builtin_convertvector(acc[r][p][h], Vec);
-                const Vec scale = scales ? load(scales + p * scale_stride + h * kLanes, All{}) : splat(1.0f);
-                store(sum, fma(exact, scale, before), All{});
+                const int64_t at = p * chunks.panel_scales + chunk * kPanel + h * kLanes;
+                const Vec scale = chunks.scales ? load(chunks.scales + at, All{}) : splat(1.0f);
+                const Ints zero = chunks.zeros ? load_zeros(chunks.zeros + at) : chunks.zero + Ints{};
+#pragma GCC unroll 6
+                for (int r = 0; r < R; ++r) {
+                    Ints exact = acc[r][p][h];
+                    if (chunks.x_sums) exact -= zero * chunks.x_sums[r * chunks.x_stride + chunk];
+                    Float32* sum = sums + r * stride + p * kPanel + h * kLanes;
+                    const Vec before = fresh && chunk == 0 ? Vec{} : load(sum, All{});
+                    store(sum, fma(__builtin_convertvector(exact, Vec), scale, before), All{});
+                }
             }
         }
     }
@@ -79,9 +115,10 @@ struct Int8Panels {
     int64_t chunk_pairs() const { return kInt8Chunk / 2; }
     int64_t panel_elements() const { return pairs() * kStep; }
     const Int8* panel(int64_t index) const { return static_cast<const Int8*>(weight.data) + index * panel_elements(); }
-    const Scale* chunk_scales(int64_t, int64_t) const { return nullptr; }
-    int64_t scale_stride() const { return 0; }
-    const Pairs16* chunk_zeros(Pairs16*, int64_t, int64_t, int64_t) const { return nullptr; }
+    Chunks<Scale> chunks(int64_t, const int32_t*) const {
+        return {pairs(), chunk_pairs(), nullptr, nullptr, 0, 0, nullptr, 0};
+    }
+    Pairs16 chunk_zeros(int64_t, int64_t) const { return {Shorts{}, Shorts{}}; }
 
     void widen(Float32* wide, int64_t index, int64_t start, int64_t count) const {
         const Int8* from = panel(index) + start / 2 * kStep;
@@ -114,25 +151,25 @@ struct Int4Panels {
     int64_t chunk_pairs() const { return weight.group / 2; }
     int64_t panel_elements() const { return pairs() * kStep; }
     const Int4* panel(int64_t index) const { return static_cast<const Int4*>(weight.data) + index * panel_elements(); }
-    const Scale* chunk_scales(int64_t index, int64_t chunk) const {
-        return static_cast<const Scale*>(weight.scales) + (index * weight.groups() + chunk) * kPanel;
-    }
-    int64_t scale_stride() const { return weight.groups() * kPanel; }
+    int64_t first_scale(int64_t index) const { return index * weight.groups() * kPanel; }
+    const Scale* panel_scales(int64_t index) const { return static_cast<const Scale*>(weight.scales) + first_scale(index); }
+    const uint8_t* panel_zeros(int64_t index) const { return weight.zeros ? weight.zeros + first_scale(index) : nullptr; }
 
-    const Pairs16* chunk_zeros(Pairs16* spread, int64_t index, int64_t count, int64_t chunk) const {
+    Chunks<Scale> chunks(int64_t index, const int32_t* x_sums) const {
+        return {pairs(), chunk_pairs(), panel_scales(index), panel_zeros(index), weight.groups() * kPanel, 8, x_sums,
+                weight.groups()};
+    }
+
+    Pairs16 chunk_zeros(int64_t index, int64_t chunk) const {
         constexpr uint8_t eights[kPanel] = {8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8};
-        for (int64_t p = 0; p < count; ++p) {
-            const uint8_t* zeros = weight.zeros ? weight.zeros + ((index + p) * weight.groups() + chunk) * kPanel : eights;
-            spread[p] = spread_zeros(zeros);
-        }
-        return spread;
+        return spread_zeros(weight.zeros ? panel_zeros(index) + chunk * kPanel : eights);
     }
 
     void widen(Float32* wide, int64_t index, int64_t start, int64_t count) const {
         for (int64_t k = 0; k < count; ++k) {
             const int64_t chunk = (start + k) / weight.group;
-            const Scale* scales = chunk_scales(index, chunk);
-            const uint8_t* zeros = weight.zeros ? weight.zeros + (index * weight.groups() + chunk) * kPanel : nullptr;
+            const Scale* scales = panel_scales(index) + chunk * kPanel;
+            const uint8_t* zeros = weight.zeros ? panel_zeros(index) + chunk * kPanel : nullptr;
             const Int4* from = panel(index) + (start + k) / 2 * kStep + k % 2;
             Float32 values[kPanel];
             for (int64_t j = 0; j < kPanel; ++j) {
@@ -153,45 +190,56 @@ struct IntKernel {
     const Linear& job;
     Panels panels;
 
-    static constexpr int64_t kMaxChunkPairs = kInt8Chunk / 2;
+    // Pairs of k that are widened together: 16 KiB, half of a first-level cache; a multiple of every chunk.
+    static constexpr int64_t kWidePairs = 256;
 
     // Of a row of the block; NaN if one of its activations is not finite.
     float* row_scales() const { return static_cast<float*>(job.scratch); }
     int32_t* packed(int64_t row) const { return static_cast<int32_t*>(job.scratch) + kBlockRows + row * panels.pairs(); }
+    int64_t num_chunks() const { return (panels.pairs() + panels.chunk_pairs() - 1) / panels.chunk_pairs(); }
+    // A row's sums of packed activations, one per chunk.
+    int32_t* chunk_sums(const Tiling& tiling, int64_t row) const { return packed(tiling.rows) + row * num_chunks(); }
 
     void pack(int64_t first, const Tiling& tiling, int64_t tile) const {
-        const int64_t rows = tiling.size(tile), inputs = job.weight.inputs, pairs = panels.pairs();
-        int32_t* out = packed(tiling.start(tile));
-        for (int64_t i = 0; i < rows * pairs; ++i) out[i] = 0;
+        const int64_t rows = tiling.size(tile), start = tiling.start(tile), inputs = job.weight.inputs;
+        int32_t* out = packed(start);
+        for (int64_t i = 0; i < rows * panels.pairs(); ++i) out[i] = 0;
+        for (int64_t i = 0; i < rows * num_chunks(); ++i) chunk_sums(tiling, start)[i] = 0;
         for (int64_t r = 0; r < rows; ++r) {
-            const Float32* x = job.x + (first + tiling.start(tile) + r) * inputs;
-            Vec largest = {}, poison = {};
-            for_each_vector(inputs, [&](int64_t i, auto lanes) {
-                const Vec v = load(x + i, lanes), magnitude = as_floats(as_bits(v) & 0x7fffffff);
-                largest = magnitude > largest ? magnitude : largest;
-                poison = poison + v * 0.0f;
-            });
-            float extreme = 0.0f;
-            for (int64_t j = 0; j < kLanes; ++j) extreme = largest[j] > extreme ? largest[j] : extreme;
-            const bool finite = sum(poison) == 0.0f, usable = finite && extreme >= kActivationMin;
-            row_scales()[tiling.start(tile) + r] = !finite ? __builtin_nanf("") : usable ? extreme / kActivationMax : 0.0f;
-            if (!usable) continue;
-            const Vec inverse = splat(kActivationMax / extreme);
-            for_each_vector(inputs, [&](int64_t i, auto lanes) {
-                // Adding 1.5 * 2^23 leaves the rounded value in the low bits.
-                const Bits q = as_bits(load(x + i, lanes) * inverse + 12582912.0f);
-                for (int64_t j = 0; j < kLanes && i + j < inputs; ++j) {
-                    out[(i + j) / 2 * rows + r] |= static_cast<int32_t>((q[j] & 0xffff) << ((i + j) % 2 * 16));
-                }
-            });
+            const Float32* x = job.x + (first + start + r) * inputs;
+            row_scales()[start + r] = pack_row(out + r, rows, chunk_sums(tiling, start + r), x, inputs);
         }
+    }
+
+    // Rounds a row to 16 bits, pairs of k `stride` apart, and returns its scale.
+    float pack_row(int32_t* out, int64_t stride, int32_t* sums, const Float32* x, int64_t inputs) const {
+        Vec largest = {}, poison = {};
+        for_each_vector(inputs, [&](int64_t i, auto lanes) {
+            const Vec v = load(x + i, lanes), magnitude = as_floats(as_bits(v) & 0x7fffffff);
+            largest = magnitude > largest ? magnitude : largest;
+            poison = poison + v * 0.0f;
+        });
+        if (!(sum(poison) == 0.0f)) return __builtin_nanf("");
+        float extreme = 0.0f;
+        for (int64_t j = 0; j < kLanes; ++j) extreme = largest[j] > extreme ? largest[j] : extreme;
+        if (extreme < kActivationMin) return 0.0f;
+        const Vec inverse = splat(kActivationMax / extreme);
+        const int64_t chunk = 2 * panels.chunk_pairs();
+        for_each_vector(inputs, [&](int64_t i, auto lanes) {
+            // Adding 1.5 * 2^23 leaves the rounded value in the low bits.
+            const Bits bits = as_bits(load(x + i, lanes) * inverse + 12582912.0f);
+            for (int64_t j = 0; j < kLanes && i + j < inputs; ++j) {
+                out[(i + j) / 2 * stride] |= static_cast<int32_t>((bits[j] & 0xffff) << ((i + j) % 2 * 16));
+                sums[i / chunk] += static_cast<int16_t>(bits[j]);
+            }
+        });
+        return extreme / kActivationMax;
     }
 
     void multiply(int64_t first, const Tiling& tiling, int64_t panel, int64_t count) const {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
-        float* raw = reinterpret_cast<float*>(sums);
-        if (tiling.tiles < kWideTiles) multiply_direct(raw, tiling, panel, count);
-        else multiply_wide(raw, tiling, panel, count);
+        if (tiling.tiles < kWideIntTiles) multiply_direct(sums, tiling, panel, count);
+        else multiply_wide(sums, tiling, panel, count);
         for (int64_t row = 0; row < tiling.rows; ++row) {
             Float32* at = sums + row * count * kPanel;
             for (int64_t p = 0; p < count; ++p) panels.scale(at + p * kPanel, panel + p);
@@ -201,51 +249,56 @@ struct IntKernel {
         }
     }
 
-    void multiply_direct(float* sums, const Tiling& tiling, int64_t panel, int64_t count) const {
-        Pairs16 spread[kUnitPanels];
-        const int64_t stride = count * kPanel, chunk_pairs = panels.chunk_pairs();
-        for (int64_t start = 0, chunk = 0; start < panels.pairs(); start += chunk_pairs, ++chunk) {
-            const int64_t left = panels.pairs() - start, pairs = left < chunk_pairs ? left : chunk_pairs;
-            const Pairs16* zeros = panels.chunk_zeros(spread, panel, count, chunk);
-            for (int64_t tile = 0; tile < tiling.tiles; ++tile) {
-                with_rows(tiling.size(tile), [&](auto rows) {
-                    constexpr int R = decltype(rows)::value, P = R == 1 ? 4 : R <= 3 ? 2 : 1;
-                    const int32_t* x = packed(tiling.start(tile)) + start * R;
-                    float* out = sums + tiling.start(tile) * stride;
-                    auto step = [&](auto width, int64_t p) {
-                        multiply_chunk<R, decltype(width)::value>(
-                            out + p * kPanel, stride, x, panels.panel(panel + p) + start * Panels::kStep, Panels::kStep,
-                            panels.panel_elements(), pairs, zeros ? zeros + p : nullptr,
-                            panels.chunk_scales(panel + p, chunk), panels.scale_stride(), start == 0);
-                    };
-                    int64_t p = 0;
-                    for (; p + P <= count; p += P) step(std::integral_constant<int, P>{}, p);
-                    for (; p < count; ++p) step(std::integral_constant<int, 1>{}, p);
-                });
+    void multiply_direct(Float32* sums, const Tiling& tiling, int64_t panel, int64_t count) const {
+        const int64_t stride = count * kPanel;
+        for (int64_t tile = 0; tile < tiling.tiles; ++tile) {
+            const int64_t start = tiling.start(tile);
+            with_rows(tiling.size(tile), [&](auto rows) {
+                constexpr int R = decltype(rows)::value, P = R == 1 ? 4 : R <= 3 ? 2 : 1;
+                auto multiply = [&](auto width, int64_t p) {
+                    multiply_chunks<R, decltype(width)::value>(
+                        sums + start * stride + p * kPanel, stride, packed(start), panels.panel(panel + p), Panels::kStep,
+                        panels.panel_elements(), panels.chunks(panel + p, chunk_sums(tiling, start)), true);
+                };
+                int64_t p = 0;
+                for (; p + P <= count; p += P) multiply(std::integral_constant<int, P>{}, p);
+                for (; p < count; ++p) multiply(std::integral_constant<int, 1>{}, p);
+            });
+        }
+    }
+
+    void multiply_wide(Float32* sums, const Tiling& tiling, int64_t panel, int64_t count) const {
+        Wide wide[kWidePairs];
+        const int64_t stride = count * kPanel, all = panels.pairs(), size = panels.chunk_pairs();
+        for (int64_t p = 0; p < count; ++p) {
+            for (int64_t start = 0; start < all; start += kWidePairs) {
+                const int64_t pairs = all - start < kWidePairs ? all - start : kWidePairs;
+                widen(wide, panel + p, start, pairs);
+                auto chunks = panels.chunks(panel + p, nullptr);
+                chunks.pairs = pairs;
+                if (chunks.scales) chunks.scales += start / size * kPanel;
+                for (int64_t tile = 0; tile < tiling.tiles; ++tile) {
+                    const int64_t row = tiling.start(tile);
+                    with_rows(tiling.size(tile), [&](auto rows) {
+                        constexpr int R = decltype(rows)::value;
+                        multiply_chunks<R, 1>(sums + row * stride + p * kPanel, stride, packed(row) + start * R, wide,
+                                              int64_t{1}, int64_t{0}, chunks, start == 0);
+                    });
+                }
             }
         }
     }
 
-    void multiply_wide(float* sums, const Tiling& tiling, int64_t panel, int64_t count) const {
-        Pairs16 wide[kMaxChunkPairs], spread[1];
-        const int64_t stride = count * kPanel, chunk_pairs = panels.chunk_pairs();
-        for (int64_t p = 0; p < count; ++p) {
-            for (int64_t start = 0, chunk = 0; start < panels.pairs(); start += chunk_pairs, ++chunk) {
-                const int64_t left = panels.pairs() - start, pairs = left < chunk_pairs ? left : chunk_pairs;
-                const Pairs16* zeros = panels.chunk_zeros(spread, panel + p, 1, chunk);
-                for (int64_t k = 0; k < pairs; ++k) {
-                    wide[k] = load_pairs(panels.panel(panel + p) + (start + k) * Panels::kStep);
-                    if (zeros) wide[k] = {wide[k].low - zeros->low, wide[k].high - zeros->high};
-                }
-                for (int64_t tile = 0; tile < tiling.tiles; ++tile) {
-                    with_rows(tiling.size(tile), [&](auto rows) {
-                        constexpr int R = decltype(rows)::value;
-                        multiply_chunk<R, 1>(sums + tiling.start(tile) * stride + p * kPanel, stride,
-                                             packed(tiling.start(tile)) + start * R, wide, int64_t{1}, int64_t{0}, pairs,
-                                             static_cast<const Pairs16*>(nullptr),
-                                             panels.chunk_scales(panel + p, chunk), int64_t{0}, start == 0);
-                    });
-                }
+    // Weights less their zero points.
+    void widen(Wide* wide, int64_t panel, int64_t start, int64_t pairs) const {
+        const auto* from = panels.panel(panel) + start * Panels::kStep;
+        for (int64_t first = 0; first < pairs; first += panels.chunk_pairs()) {
+            const Pairs16 zeros = panels.chunk_zeros(panel, (start + first) / panels.chunk_pairs());
+            for (int64_t k = first; k < pairs && k < first + panels.chunk_pairs(); ++k) {
+                const Pairs16 weights = load_pairs(from + k * Panels::kStep);
+                const Shorts low = weights.low - zeros.low, high = weights.high - zeros.high;
+                __builtin_memcpy(wide[k].values, &low, sizeof low);
+                __builtin_memcpy(wide[k].values + kPanel, &high, sizeof high);
             }
         }
     }

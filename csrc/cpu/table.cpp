@@ -44,6 +44,8 @@ int64_t paged_attention(void* out, const void* q, const void* k_cache, const voi
                         int64_t requests, int64_t table_width, int64_t q_heads, int64_t token_stride,
                         int64_t head_stride, int64_t num_blocks, int64_t heads, int64_t block_size, int64_t head_size,
                         int64_t window, float scale, float soft_cap, int64_t dtype, int64_t cache_dtype);
+int64_t peak_fma(void* out, int64_t iterations);
+int64_t read_memory(void* out, const void* data, int64_t bytes);
 
 int64_t non_finite_rows(void* out, const void* logits, int64_t rows, int64_t n);
 int64_t apply_penalties(void* logits, const void* indices, const void* repetition, const void* subtracted,
@@ -102,6 +104,8 @@ const Kernel kernels[] = {
     QUIRE_ROW(philox_uniform),
     QUIRE_ROW(sample_tokens),
     QUIRE_ROW(token_logprobs),
+    QUIRE_ROW(peak_fma),
+    QUIRE_ROW(read_memory),
     {nullptr, nullptr},
 };
 

@@ -49,6 +49,8 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "philox_uniform": (_P, _P, _P, _I),
     "sample_tokens": (_P, _P, _P, _P, _I, _I),
     "token_logprobs": (_P, _P, _P, _P, _P, _I, _I, _I),
+    "peak_fma": (_P, _I),
+    "read_memory": (_P, _P, _I),
 }
 """Argument types of each kernel, as declared in csrc/cpu/table.cpp, by their `struct` codes: an address, an int64, and
 a float, which is passed as a double. Every kernel returns an int64 status."""

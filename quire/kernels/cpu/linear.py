@@ -3,6 +3,7 @@
 Invariant: as in `binding`; what a `PackedWeight` says of itself is checked against its memory before C++ sees it.
 """
 
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -16,6 +17,12 @@ GROUP_SIZES = (32, 64, 128)
 
 _FORMATS = {"int8": 3, "int4": 4}
 """The codes of `enum Format` in csrc/cpu/panels.h; floats have those of their dtype."""
+_DTYPES = {
+    "float": (),
+    "int8": (torch.int8, torch.float32),
+    "int4": (torch.uint8, torch.bfloat16, torch.uint8),
+}
+"""Of data, scales and zeros; a float weight has its own."""
 _ACTIVATIONS = {None: 0, "silu_and_mul": 1}
 _BLOCK_ROWS = 192
 """Rows that a kernel packs at a time, as in csrc/cpu/linear.h; it checks the scratch memory that follows from it."""
@@ -90,17 +97,10 @@ def _format(weight: PackedWeight) -> int:
 def _empty(weight: Tensor, scheme: WeightScheme, halves: int) -> PackedWeight:
     outputs, inputs = weight.shape
     shapes = _shapes(scheme, num_panels(outputs, halves), inputs)
-    dtypes = {
-        "float": (weight.dtype,),
-        "int8": (torch.int8, torch.float32),
-        "int4": (torch.uint8, torch.bfloat16, torch.uint8),
-    }[scheme.kind]
-    parts: list[Tensor | None] = [
-        torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)
-    ]
-    data, scales, zeros = (*parts, None, None)[:3]
-    assert data is not None
-    return PackedWeight(scheme, data, scales, zeros, outputs, inputs, halves)
+    dtypes = (weight.dtype,) if scheme.kind == "float" else _DTYPES[scheme.kind]
+    parts = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+    scales, zeros = (*parts[1:], None, None)[:2]
+    return PackedWeight(scheme, parts[0], scales, zeros, outputs, inputs, halves)
 
 
 def _shapes(scheme: WeightScheme, panels: int, inputs: int) -> list[tuple[int, ...]]:
@@ -118,6 +118,10 @@ def _shapes(scheme: WeightScheme, panels: int, inputs: int) -> list[tuple[int, .
     ]
 
 
+def _floats(scheme: WeightScheme) -> Collection[torch.dtype]:
+    return library.DTYPE_CODES if scheme.kind == "float" else ()
+
+
 def _check_packed(op: str, weight: PackedWeight) -> None:
     scheme = weight.scheme
     if scheme.kind == "int4" and scheme.group_size not in GROUP_SIZES:
@@ -127,5 +131,8 @@ def _check_packed(op: str, weight: PackedWeight) -> None:
     if [tuple(part.shape) for part in parts] != expected or weight.outputs % weight.halves:
         shapes = [list(part.shape) for part in parts]
         raise ValueError(f"{op}: a {scheme.kind} weight [{weight.outputs}, {weight.inputs}] holds {shapes}")
+    expected_dtypes = _DTYPES[scheme.kind][: len(parts)]
+    if tuple(part.dtype for part in parts) != expected_dtypes and weight.data.dtype not in _floats(scheme):
+        raise TypeError(f"{op}: a {scheme.kind} weight holds {[part.dtype for part in parts]}")
     if not all(part.is_contiguous() and part.device.type == "cpu" for part in parts):
         raise ValueError(f"{op}: a packed weight must be contiguous and on the CPU")
