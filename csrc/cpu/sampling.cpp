@@ -13,7 +13,7 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-typedef double Quad __attribute__((vector_size(32)));
+typedef double Doubles __attribute__((vector_size(32)));
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kMaxLogit = std::numeric_limits<float>::max();
@@ -41,22 +41,22 @@ public:
     void add(Vec v) {
 #ifdef __AVX2__
         const __m256 lanes = reinterpret_cast<__m256>(v);
-        low_ += reinterpret_cast<Quad>(_mm256_cvtps_pd(_mm256_castps256_ps128(lanes)));
-        high_ += reinterpret_cast<Quad>(_mm256_cvtps_pd(_mm256_extractf128_ps(lanes, 1)));
+        low_ += reinterpret_cast<Doubles>(_mm256_cvtps_pd(_mm256_castps256_ps128(lanes)));
+        high_ += reinterpret_cast<Doubles>(_mm256_cvtps_pd(_mm256_extractf128_ps(lanes, 1)));
 #else
-        low_ += Quad{v[0], v[1], v[2], v[3]};
-        high_ += Quad{v[4], v[5], v[6], v[7]};
+        low_ += Doubles{v[0], v[1], v[2], v[3]};
+        high_ += Doubles{v[4], v[5], v[6], v[7]};
 #endif
     }
 
     // One fixed tree, as for float32.
     double total() const {
-        const Quad halves = low_ + high_;
+        const Doubles halves = low_ + high_;
         return (halves[0] + halves[2]) + (halves[1] + halves[3]);
     }
 
 private:
-    Quad low_ = {}, high_ = {};
+    Doubles low_ = {}, high_ = {};
 };
 
 inline Vec masked(Vec v, Ints mask) { return as_floats(as_bits(v) & reinterpret_cast<Bits>(mask)); }
