@@ -71,6 +71,8 @@ class InProcessClient(CoreClient):
 
     def receive(self) -> list[CoreMessage]:
         if self._core is None:
+            # Heeded only if nothing has loaded OpenMP yet; after that the user's program has settled it.
+            os.environ.update(core_environment(os.environ))
             from quire.engine.core import EngineCore
 
             self._core = EngineCore(self._config)
@@ -185,7 +187,7 @@ class ProcessClient(CoreClient):
 
 
 def core_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The child's environment: its threads spin for SPIN_COUNT rounds, unless the user has said how they wait."""
+    """A core's environment: its threads spin for SPIN_COUNT rounds, unless the user has said how they wait."""
     if environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         return dict(environment)
     return {**environment, "GOMP_SPINCOUNT": str(SPIN_COUNT)}
