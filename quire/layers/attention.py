@@ -14,7 +14,7 @@ from quire.config import EngineConfig
 from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from quire.layers.base import DTYPES
+from quire.layers.base import DTYPES, activation_dtype
 
 
 class Attention(nn.Module):
@@ -71,9 +71,9 @@ class Attention(nn.Module):
 
 
 def kv_cache_dtype(config: EngineConfig) -> torch.dtype:
-    """The precision of cached keys and values; the model's unless the config names another."""
+    """The precision of cached keys and values; that of the activations unless the config names another."""
     name = config.cache.kv_cache_dtype
-    return DTYPES[config.model.dtype if name == "auto" else name]
+    return activation_dtype(config) if name == "auto" else DTYPES[name]
 
 
 def kv_cache_specs(model: nn.Module) -> dict[str, KVCacheSpec]:
