@@ -11,7 +11,7 @@
 namespace quire { namespace QUIRE_ISA { namespace {
 
 // Tiles of rows from which widening a panel of integers once is cheaper than doing so in every tile.
-constexpr int64_t kWideIntTiles = 2;
+constexpr int64_t kWideIntTiles = 4;
 
 constexpr float kActivationMax = 32767.0f;
 

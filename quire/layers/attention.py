@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from quire.layers.base import DTYPES
+from quire.layers.base import DTYPES, activation_dtype
 from quire.layers.rotary import RotaryEmbedding
 
 
@@ -92,13 +92,13 @@ _CACHE_DTYPES = DTYPES | {"int8": torch.int8}
 
 
 def kv_cache_dtype(config: EngineConfig) -> torch.dtype:
-    """The precision of cached keys and values; the model's unless the config names another."""
+    """The precision of cached keys and values; that of the activations unless the config names another."""
     name = config.cache.kv_cache_dtype
     if name == "int8" and config.arch.head_dim % 4:
         raise ConfigError(
             f"--kv-cache-dtype int8 needs a head size that is a multiple of 4; the model's is {config.arch.head_dim}"
         )
-    return _CACHE_DTYPES[config.model.dtype if name == "auto" else name]
+    return activation_dtype(config) if name == "auto" else _CACHE_DTYPES[name]
 
 
 def kv_cache_specs(model: nn.Module) -> dict[str, KVCacheSpec]:

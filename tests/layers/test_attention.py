@@ -28,9 +28,9 @@ def test_every_layer_has_its_own_name(name: str, tiny_model: Callable[[str], Pat
     assert len(kv_cache_specs(model)) == model.config.arch.num_layers
 
 
-def test_cache_dtype_is_the_models_unless_named(tiny_model: Callable[[str], Path]) -> None:
+def test_cache_dtype_is_the_activations_unless_named(tiny_model: Callable[[str], Path]) -> None:
     directory = tiny_model("llama")
-    assert kv_cache_dtype(prepared_config(directory, dtype="bfloat16")) == torch.bfloat16
+    assert kv_cache_dtype(prepared_config(directory, dtype="bfloat16")) == torch.float32
     assert kv_cache_dtype(prepared_config(directory, kv_cache_dtype="float16")) == torch.float16
     specs = kv_cache_specs(load_tiny(directory, kv_cache_dtype="float16", load_format="dummy"))
     assert {spec.dtype_bytes for spec in specs.values() if isinstance(spec, FullAttentionSpec)} == {2}

@@ -231,3 +231,18 @@ def test_weights_that_cannot_fit(copy_of: Callable[[str], Path]) -> None:
     huge = {"vocab_size": 1 << 24, "hidden_size": 1 << 20, "num_attention_heads": 4}
     with pytest.raises(ModelLoadError, match="not enough memory for the weights"):
         load_tiny(copy_of("llama"), load_format="dummy", hf_overrides=huge)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_ignored_layers_keep_their_precision(quantization: str, tiny_model: Callable[[str], Path]) -> None:
+    directory = tiny_model("qwen2")
+    exact, rounded = load_tiny(directory), load_tiny(directory, quantization=quantization)
+    everything = {"ignore": ["model.layers.*_proj", "lm_head"]}
+    ignored = load_tiny(directory, quantization=quantization, quantization_config=everything)
+    assert torch.equal(logits(ignored), logits(exact))
+    assert 0 < (logits(rounded) - logits(exact)).norm() < 0.5 * logits(exact).norm()
+
+
+def test_an_ignored_name_that_no_layer_bears(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="ignore names 'lm_haed', which no layer bears"):
+        load_tiny(tiny_model("llama"), quantization="int8", quantization_config={"ignore": ["lm_haed"]})
