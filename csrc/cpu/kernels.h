@@ -10,6 +10,9 @@ namespace quire { namespace QUIRE_ISA { namespace {
 // Waking a thread costs a few microseconds: the time of about this many elements.
 constexpr int64_t kParallelElements = 1 << 16;
 
+// x * sigmoid(x), wherever it is fused.
+inline Vec silu(Vec x) { return x / (exp(-x) + 1.0f); }
+
 // Calls body(T{}) with the element type of a code; returns its status, or -1 for an unknown code.
 template <class Body>
 inline int64_t with_dtype(int64_t dtype, Body body) {

@@ -1,25 +1,40 @@
-// Root-mean-square norms. A row is reduced by one thread, in an order that its length alone decides.
+// Root-mean-square and layer norms. A row is reduced by one thread, in an order that its length alone decides.
 
 #include "kernels.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// 1 / sqrt(mean of squares + eps). Four running sums hide the latency of the multiply-add.
-template <class T>
-inline float inverse_rms(const T* x, int64_t n, float eps) {
+// The sum of add(lanes of x, running sum) over a row. Four running sums hide the latency of an addition.
+template <class T, class Add>
+inline float reduce_row(const T* x, int64_t n, Add add) {
     Vec sums[4] = {};
     int64_t i = 0;
-    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-        for (int64_t j = 0; j < 4; ++j) {
-            const Vec v = load(x + i + j * kLanes, All{});
-            sums[j] = fma(v, v, sums[j]);
-        }
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+        for (int64_t j = 0; j < 4; ++j) sums[j] = add(load(x + i + j * kLanes, All{}), sums[j]);
+    for (; i + kLanes <= n; i += kLanes) sums[0] = add(load(x + i, All{}), sums[0]);
+    if (i < n) {
+        const Vec added = add(load(x + i, First{n - i}), sums[0]);
+        for (int64_t lane = 0; lane < n - i; ++lane) sums[0][lane] = added[lane];
     }
-    for_each_vector(n - i, [&](int64_t at, auto lanes) {
-        const Vec v = load(x + i + at, lanes);
-        sums[0] = fma(v, v, sums[0]);
+    return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+template <class T>
+inline float inverse_rms(const T* x, int64_t n, float eps) {
+    const float squares = reduce_row(x, n, [](Vec v, Vec total) { return fma(v, v, total); });
+    return 1.0f / __builtin_sqrtf(squares / static_cast<float>(n) + eps);
+}
+
+// The variance is that of the centred row: a sum of squares less the square of the sum would cancel.
+template <class T, class W>
+inline void layer_norm_row(T* out, const T* x, const W* weight, const W* bias, int64_t n, float eps) {
+    const float mean = reduce_row(x, n, [](Vec v, Vec total) { return total + v; }) / static_cast<float>(n);
+    const float squares = reduce_row(x, n, [mean](Vec v, Vec total) { return fma(v - mean, v - mean, total); });
+    const Vec scale = splat(1.0f / __builtin_sqrtf(squares / static_cast<float>(n) + eps));
+    for_each_vector(n, [&](int64_t i, auto lanes) {
+        const Vec normed = (load(x + i, lanes) - mean) * scale * load(weight + i, lanes);
+        store(out + i, bias ? normed + load(bias + i, lanes) : normed, lanes);
     });
-    return 1.0f / __builtin_sqrtf(sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(n) + eps);
 }
 
 template <class T, class W>
@@ -70,6 +85,22 @@ int64_t fused_add_rms_norm(void* out, void* total, const void* x, const void* re
             const int64_t at = row * n;
             add_row(static_cast<T*>(total) + at, static_cast<const T*>(x) + at, static_cast<const T*>(residual) + at, n);
             norm_row(static_cast<T*>(out) + at, static_cast<const T*>(total) + at, static_cast<const W*>(weight), n, eps);
+        }
+        return int64_t{0};
+    });
+}
+
+int64_t layer_norm(void* out, const void* x, const void* weight, const void* bias, int64_t outer, int64_t inner,
+                   int64_t outer_stride, int64_t inner_stride, int64_t n, float eps, int64_t dtype,
+                   int64_t weight_dtype) {
+    return with_dtypes(dtype, weight_dtype, [&](auto t, auto w) {
+        using T = decltype(t);
+        using W = decltype(w);
+#pragma omp parallel for schedule(static) if (outer * inner * n >= kParallelElements)
+        for (int64_t row = 0; row < outer * inner; ++row) {
+            const int64_t start = row / inner * outer_stride + row % inner * inner_stride;
+            layer_norm_row(static_cast<T*>(out) + row * n, static_cast<const T*>(x) + start,
+                           static_cast<const W*>(weight), static_cast<const W*>(bias), n, eps);
         }
         return int64_t{0};
     });

@@ -7,18 +7,19 @@
 
 #include <cstdint>
 
-#define QUIRE_CPU_ABI_VERSION 1
+#define QUIRE_CPU_ABI_VERSION 2
 #define QUIRE_CPU_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace quire {
 
 // Element types, by the codes that callers pass.
-enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
-// A row of an instruction set's function table; a null name ends the table.
+// A row of an instruction set's function table; a null name ends the table. The argument points to the kernel's arguments
+// one after the other, eight bytes each: addresses and int64_t as they are, floats as doubles.
 struct Kernel {
     const char* name;
-    void (*function)();
+    int64_t (*function)(const char* arguments);
 };
 
 }  // namespace quire

@@ -2,6 +2,10 @@
 
 #include "quire_cpu.h"
 
+#include <cstddef>
+#include <type_traits>
+#include <utility>
+
 namespace quire { namespace QUIRE_ISA {
 
 int64_t rms_norm(void* out, const void* x, const void* weight, int64_t outer, int64_t inner, int64_t outer_stride,
@@ -13,8 +17,72 @@ int64_t rotary_embedding(void* q, void* k, const int64_t* positions, const void*
                          int64_t num_positions, int64_t rot_dim, int64_t q_heads, int64_t q_token_stride,
                          int64_t q_head_stride, int64_t k_heads, int64_t k_token_stride, int64_t k_head_stride,
                          int64_t interleaved, int64_t dtype);
+int64_t pack_weight(void* data, void* scales, void* zeros, const void* rows, int64_t outputs, int64_t inputs,
+                    int64_t halves, int64_t group, int64_t dtype, int64_t format);
+int64_t packed_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, const void* bias,
+                      void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
+                      int64_t group, int64_t activation, int64_t fast, int64_t format);
+int64_t packed_embedding(void* out, const int64_t* ids, const void* data, const void* scales, const void* zeros,
+                         int64_t count, int64_t outputs, int64_t inputs, int64_t halves, int64_t group, int64_t format);
+int64_t layer_norm(void* out, const void* x, const void* weight, const void* bias, int64_t outer, int64_t inner,
+                   int64_t outer_stride, int64_t inner_stride, int64_t n, float eps, int64_t dtype,
+                   int64_t weight_dtype);
+int64_t gelu_and_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t use_tanh, int64_t dtype);
+int64_t embedding(void* out, const int64_t* ids, const void* table, int64_t tokens, int64_t num_rows,
+                  int64_t row_bytes);
+int64_t write_kv(void* k, void* v, void* k_cache, void* v_cache, const int64_t* slots, int64_t tokens, int64_t heads,
+                 int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride,
+                 int64_t num_blocks, int64_t block_size, int64_t head_size, int64_t dtype, int64_t cache_dtype);
+int64_t rotary_and_write_kv(void* q, void* k, void* v, void* k_cache, void* v_cache, const int64_t* positions,
+                            const void* cos_sin, const int64_t* slots, int64_t tokens, int64_t num_positions,
+                            int64_t rot_dim, int64_t q_heads, int64_t q_token_stride, int64_t q_head_stride,
+                            int64_t heads, int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
+                            int64_t v_head_stride, int64_t num_blocks, int64_t block_size, int64_t head_size,
+                            int64_t interleaved, int64_t dtype, int64_t cache_dtype);
+int64_t paged_attention(void* out, const void* q, const void* k_cache, const void* v_cache, const int32_t* starts,
+                        const int32_t* lengths, const int32_t* tables, const float* slopes, int64_t tokens,
+                        int64_t requests, int64_t table_width, int64_t q_heads, int64_t token_stride,
+                        int64_t head_stride, int64_t num_blocks, int64_t heads, int64_t block_size, int64_t head_size,
+                        int64_t window, float scale, float soft_cap, int64_t dtype, int64_t cache_dtype);
+int64_t peak_fma(void* out, int64_t iterations);
+int64_t read_memory(void* out, const void* data, int64_t bytes);
 
-#define QUIRE_ROW(name) {#name, reinterpret_cast<void (*)()>(name)}
+int64_t non_finite_rows(void* out, const void* logits, int64_t rows, int64_t n);
+int64_t apply_penalties(void* logits, const void* indices, const void* repetition, const void* subtracted,
+                        int64_t count, int64_t size);
+int64_t philox_uniform(void* out, const void* seeds, const void* positions, int64_t count);
+int64_t sample_tokens(void* out, const void* logits, const void* settings, const void* uniforms, int64_t rows,
+                      int64_t n);
+int64_t token_logprobs(void* ids, void* logprobs, void* ranks, const void* logits, const void* chosen, int64_t rows,
+                       int64_t n, int64_t num_top);
+
+namespace {
+
+// An argument from its slot of eight bytes: a float comes as a double.
+template <class T>
+inline T unpack(const char* slot) {
+    std::conditional_t<std::is_same_v<T, float>, double, T> value;
+    static_assert(sizeof value == 8, "arguments are pointers, int64_t and float");
+    __builtin_memcpy(&value, slot, sizeof value);
+    return static_cast<T>(value);
+}
+
+// A kernel as a function of one packed argument, because Python pays for each argument of a foreign call.
+template <auto kernel> struct Packed;
+template <class... Args, int64_t (*kernel)(Args...)>
+struct Packed<kernel> {
+    static int64_t call(const char* slots) { return call(slots, std::index_sequence_for<Args...>{}); }
+
+private:
+    template <size_t... i>
+    static int64_t call(const char* slots, std::index_sequence<i...>) {
+        return kernel(unpack<Args>(slots + 8 * i)...);
+    }
+};
+
+}  // namespace
+
+#define QUIRE_ROW(name) {#name, Packed<name>::call}
 
 extern const Kernel kernels[];
 const Kernel kernels[] = {
@@ -22,6 +90,22 @@ const Kernel kernels[] = {
     QUIRE_ROW(fused_add_rms_norm),
     QUIRE_ROW(silu_and_mul),
     QUIRE_ROW(rotary_embedding),
+    QUIRE_ROW(pack_weight),
+    QUIRE_ROW(packed_linear),
+    QUIRE_ROW(packed_embedding),
+    QUIRE_ROW(layer_norm),
+    QUIRE_ROW(gelu_and_mul),
+    QUIRE_ROW(embedding),
+    QUIRE_ROW(write_kv),
+    QUIRE_ROW(rotary_and_write_kv),
+    QUIRE_ROW(paged_attention),
+    QUIRE_ROW(non_finite_rows),
+    QUIRE_ROW(apply_penalties),
+    QUIRE_ROW(philox_uniform),
+    QUIRE_ROW(sample_tokens),
+    QUIRE_ROW(token_logprobs),
+    QUIRE_ROW(peak_fma),
+    QUIRE_ROW(read_memory),
     {nullptr, nullptr},
 };
 

@@ -14,15 +14,18 @@
 namespace quire { namespace QUIRE_ISA { namespace {
 
 typedef float Vec __attribute__((vector_size(32)));
+typedef float Quad __attribute__((vector_size(16)));
 typedef uint32_t Bits __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(32)));
 typedef uint16_t Halves __attribute__((vector_size(16)));
+typedef int8_t Bytes __attribute__((vector_size(8)));
 
 constexpr int64_t kLanes = 8;
 
 struct Float32 { float value; };
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
+struct Int8 { int8_t value; };
 
 inline Vec splat(float x) { return Vec{x, x, x, x, x, x, x, x}; }
 inline Bits as_bits(Vec v) { return reinterpret_cast<Bits>(v); }
@@ -36,20 +39,49 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// One fixed tree: the same eight numbers always give the same sum.
-inline float sum(Vec v) {
-    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+// The halves of a vector are folded onto each other three times: one fixed tree, so that the same eight numbers always give
+// the same sum.
+template <class Fold>
+inline float fold(Vec v, Fold with) {
+    const Quad four = with(__builtin_shufflevector(v, v, 0, 1, 2, 3), __builtin_shufflevector(v, v, 4, 5, 6, 7));
+    const Quad two = with(four, __builtin_shufflevector(four, four, 2, 3, 2, 3));
+    return with(two, __builtin_shufflevector(two, two, 1, 1, 1, 1))[0];
 }
 
-inline Vec widen(Halves h, BFloat16) {
-    return as_floats(__builtin_convertvector(h, Bits) << 16);
+inline float sum(Vec v) {
+    return fold(v, [](Quad a, Quad b) -> Quad { return a + b; });
 }
+
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+inline float largest(Vec v) {
+    return fold(v, [](Quad a, Quad b) -> Quad { return a > b ? a : b; });
+}
+
+// The compiler's own conversions between lane widths take four instructions where one will do.
+#ifdef __AVX2__
+inline Bits zero_extend(Halves h) { return reinterpret_cast<Bits>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(h))); }
+inline Ints sign_extend(Bytes b) {
+    return reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(reinterpret_cast<int64_t>(b))));
+}
+// Lanes must fit 16 bits.
+inline Halves truncate(Bits b) {
+    const __m256i wide = reinterpret_cast<__m256i>(b);
+    return reinterpret_cast<Halves>(_mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
+}
+#else
+inline Bits zero_extend(Halves h) { return __builtin_convertvector(h, Bits); }
+inline Ints sign_extend(Bytes b) { return __builtin_convertvector(b, Ints); }
+inline Halves truncate(Bits b) { return __builtin_convertvector(b, Halves); }
+#endif
+
+inline Vec widen(Halves h, BFloat16) { return as_floats(zero_extend(h) << 16); }
 
 inline Halves narrow(Vec v, BFloat16) {
     const Bits bits = as_bits(v);
     const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
     const Bits quiet_nan = (bits >> 16) | 0x40;
-    return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded, Halves);
+    return truncate((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded);
 }
 
 #ifdef __F16C__
@@ -65,7 +97,7 @@ inline Halves narrow(Vec v, Float16) {
 #else
 
 inline Vec widen(Halves h, Float16) {
-    const Bits wide = __builtin_convertvector(h, Bits);
+    const Bits wide = zero_extend(h);
     // Scaling by 2^112 re-biases the exponent, and makes normal numbers of subnormal ones.
     const Bits magnitude = as_bits(as_floats((wide & 0x7fff) << 13) * splat(0x1p112f));
     const Bits special = magnitude | 0x7f800000;  // infinities and NaNs keep their payload
@@ -81,7 +113,7 @@ inline Halves narrow(Vec v, Float16) {
     const Bits infinity = magnitude * 0 + 0x7c00;
     const Bits finite = magnitude < 0x38800000 ? subnormal : normal;
     const Bits large = magnitude > 0x7f800000 ? nan : infinity;
-    return __builtin_convertvector((magnitude < 0x47800000 ? finite : large) | ((bits >> 16) & 0x8000), Halves);
+    return truncate((magnitude < 0x47800000 ? finite : large) | ((bits >> 16) & 0x8000));
 }
 
 #endif
@@ -97,6 +129,12 @@ inline Vec load(const Float32* p, All) {
 }
 
 inline void store(Float32* p, Vec v, All) { __builtin_memcpy(p, &v, sizeof v); }
+
+inline Vec load(const Int8* p, All) {
+    Bytes b;
+    __builtin_memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(sign_extend(b), Vec);
+}
 
 template <class T>
 inline Vec load(const T* p, All) {
@@ -147,6 +185,28 @@ inline Vec exp(Vec x) {
     Vec series = splat(1.0f / 5040);  // |r| <= ln 2 / 2
     for (float coefficient : taylor) series = fma(series, r, splat(coefficient));
     return series * as_floats((as_bits(shifted) + (127 - 0x4b400000)) << 23);
+}
+
+// 2^x for x <= 127 with a relative error near 2e-7: exactly 1 at 0, and exactly 0 below -126, so that -infinity may mark
+// what does not count.
+inline Vec exp2(Vec x) {
+    const Vec shifted = x + 12582912.0f;
+    const Vec r = x - (shifted - 12582912.0f);
+    // Least relative error on [-1/2, 1/2] among polynomials that are 1 at 0.
+    constexpr float coefficients[] = {9.6184369e-3f, 5.5503324e-2f, 0.24022648f, 0.69314718f, 1.0f};
+    Vec series = fma(splat(1.5353362e-4f), r, splat(1.3398874e-3f));
+    for (float coefficient : coefficients) series = fma(series, r, splat(coefficient));
+    const Vec power = series * as_floats((as_bits(shifted) + (127 - 0x4b400000)) << 23);
+    return x < -126.0f ? Vec{} : power;
+}
+
+constexpr float kLog2E = 1.44269504f;
+
+// Through 2^x; its error is near 1e-7 of 1, not of the result.
+inline Vec tanh(Vec x) {
+    Vec doubled = x * (2 * kLog2E);
+    doubled = doubled > 126.0f ? splat(126.0f) : doubled;
+    return 1.0f - 2.0f / (exp2(doubled) + 1.0f);
 }
 
 }}}  // namespace quire::QUIRE_ISA

@@ -9,6 +9,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import DEMO_MODEL, ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.parallel import ParallelConfig
+from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig
 
@@ -23,6 +24,7 @@ __all__ = [
     "ModelConfig",
     "ObservabilityConfig",
     "ParallelConfig",
+    "QuantizationConfig",
     "RopeScaling",
     "SchedulerConfig",
     "ServerConfig",

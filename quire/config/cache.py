@@ -20,6 +20,7 @@ class CacheConfig(Config):
     enable_prefix_caching: bool = option(True, "Reuse the cache of a common prefix between requests.")
     kv_cache_dtype: str = option(
         "auto",
-        "Precision of the KV cache; auto: the model's.",
-        choices=("auto", "float32", "float16", "bfloat16"),
+        "Precision of the KV cache; auto: that of the activations, float32 on a CPU; "
+        "int8: with a scale for each token and head.",
+        choices=("auto", "float32", "float16", "bfloat16", "int8"),
     )

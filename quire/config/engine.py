@@ -16,6 +16,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.parallel import ParallelConfig
+from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
 
 
@@ -33,6 +34,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     model_dir: str = ""
     model_arch: ModelArch | None = None
@@ -78,6 +80,7 @@ _CHILDREN: dict[str, type[Config]] = {
     "parallel": ParallelConfig,
     "device": DeviceConfig,
     "load": LoadConfig,
+    "quantization": QuantizationConfig,
     "observability": ObservabilityConfig,
 }
 

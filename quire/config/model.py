@@ -22,7 +22,7 @@ class ModelConfig(Config):
     served_model_name: tuple[str, ...] = option((), "Names under which the server offers the model.")
     dtype: str = option(
         "auto",
-        "Precision of weights and activations; auto: the checkpoint's on CUDA, float32 on a CPU.",
+        "Precision of the weights; auto: the checkpoint's where its kernels exist. Activations are float32 on a CPU.",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )
     seed: int = option(0, "Seeds requests that bring no seed of their own, in order of arrival.", ge=0)

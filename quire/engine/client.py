@@ -6,6 +6,7 @@ called. A core that cannot start or dies surfaces as an exception from `receive`
 
 from __future__ import annotations
 
+import os
 import queue
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 POLL_MS = 200
 RECONNECT_MS = 10
 CLOSE_TIMEOUT_S = 5.0
+SPIN_COUNT = 1000
+"""How often a thread of the core looks for more work before it sleeps: some 20 microseconds, which bridges two
+kernels. OpenMP's own milliseconds keep a core from everybody else for nothing (docs/performance.md)."""
 
 
 class CoreClient(ABC):
@@ -66,6 +71,8 @@ class InProcessClient(CoreClient):
 
     def receive(self) -> list[CoreMessage]:
         if self._core is None:
+            # Heeded only if nothing has loaded OpenMP yet; after that the user's program has settled it.
+            os.environ.update(core_environment(os.environ))
             from quire.engine.core import EngineCore
 
             self._core = EngineCore(self._config)
@@ -119,7 +126,7 @@ class ProcessClient(CoreClient):
         self._closed = threading.Event()
         self._failure: CoreFailed | None = None
         command = [sys.executable, "-m", "quire.engine.core_process", str(self._directory)]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=core_environment(os.environ))
 
     def send(self, message: CoreRequest) -> None:
         with self._send_lock:
@@ -177,6 +184,13 @@ class ProcessClient(CoreClient):
         with self._send_lock, self._receive_lock:
             self._context.destroy()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def core_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """A core's environment: its threads spin for SPIN_COUNT rounds, unless the user has said how they wait."""
+    if environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        return dict(environment)
+    return {**environment, "GOMP_SPINCOUNT": str(SPIN_COUNT)}
 
 
 def make_client(config: EngineConfig, *, in_process: bool) -> CoreClient:

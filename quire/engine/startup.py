@@ -15,6 +15,7 @@ from typing import Any, Literal
 from quire.config import EngineConfig, ModelArch
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError
+from quire.kernels import cpu
 from quire.models.checkpoint import resolve_model_dir
 from quire.models.generation_config import read_generation_config
 from quire.models.hf_config import read_hf_config
@@ -25,6 +26,7 @@ Usage = Literal["server", "offline"]
 
 DEFAULT_MAX_NUM_SEQS = {"server": 128, "offline": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"server": 2048, "offline": 4096}
+NATIVE_DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -58,6 +60,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
         config = config.evolve(**{choice.field: choice.value})
     _check_batch(config)
+    config.quantization.check()
     return config
 
 
@@ -88,8 +91,14 @@ def _choose_dtype(config: EngineConfig) -> Choice | None:
         return Choice("dtype", DTYPE_ALIASES[dtype], f"another name of {dtype}")
     if dtype != "auto":
         return None
-    reason = f"the checkpoint is {config.arch.dtype}; on a CPU float32 is exact and the fastest today"
-    return Choice("dtype", "float32", reason)
+    if config.arch.dtype not in NATIVE_DTYPES:
+        return Choice("dtype", "float32", f"there are no kernels for the checkpoint's {config.arch.dtype}")
+    if not cpu.available():
+        return Choice(
+            "dtype", "float32", "without the C++ kernels it is the fastest; every 16-bit number fits in it"
+        )
+    reason = "the checkpoint's, so weights are kept exactly; activations are float32"
+    return Choice("dtype", config.arch.dtype, reason)
 
 
 def _choose_max_model_len(config: EngineConfig) -> Choice | None:

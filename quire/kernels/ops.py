@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels import cpu, reference
+from quire.kernels import cpu, reference, reference_sampling
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.linear import PackedWeight, WeightScheme
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,16 +53,17 @@ class Op(Generic[P, R]):
         self.oracle = oracle
         self.implementations = implementations
         self._key = key
-        self._choices: dict[tuple[str, torch.dtype], list[_Choice]] = {}
+        self._choices: dict[tuple[torch.device, torch.dtype], list[_Choice]] = {}
         update_wrapper(self, oracle)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         tensor: Any = args[self._key]
-        pair = (tensor.device.type, tensor.dtype)
-        choices = self._choices.get(pair) or self._choose(*pair)
-        for choice in choices:
-            if choice.accepts is None or choice.accepts(*args, **kwargs):
-                return choice.function(*args, **kwargs)  # type: ignore[no-any-return]
+        choices = self._choices.get((tensor.device, tensor.dtype)) or self._choose(
+            tensor.device, tensor.dtype
+        )
+        for function, accepts in choices:
+            if accepts is None or accepts(*args, **kwargs):
+                return function(*args, **kwargs)  # type: ignore[no-any-return]
         raise AssertionError(f"op {self.name}: the oracle is always last and takes everything")
 
     def supporting(self, device_type: str, dtype: torch.dtype) -> tuple[Implementation, ...]:
@@ -70,10 +72,10 @@ class Op(Generic[P, R]):
             return ()
         return tuple(row for row in self.implementations if row.supports(device_type, dtype))
 
-    def _choose(self, device_type: str, dtype: torch.dtype) -> "list[_Choice]":
-        rows = self.supporting(device_type, dtype)
+    def _choose(self, device: torch.device, dtype: torch.dtype) -> "list[_Choice]":
+        rows = self.supporting(device.type, dtype)
         choices = [_Choice(row.load(), row.accepts) for row in rows]
-        self._choices[device_type, dtype] = choices = [*choices, _Choice(self.oracle, None)]
+        self._choices[device, dtype] = choices = [*choices, _Choice(self.oracle, None)]
         return choices
 
 
@@ -132,14 +134,23 @@ def _describe(row: Op[..., Any], device_type: str, dtype: torch.dtype) -> OpChoi
     return OpChoice(row.name, names, reason)
 
 
-def _cpu(function: str, accepts: Callable[..., bool] | None = None) -> Implementation:
-    """A row of the C++ CPU library: `function` of `quire.kernels.cpu.binding`."""
+def _cpu(
+    function: str,
+    accepts: Callable[..., bool] | None = None,
+    module: str = "binding",
+    *,
+    any_dtype: bool = False,
+) -> Implementation:
+    """A row of the C++ CPU library: `function` of a module of `quire.kernels.cpu`.
+
+    `any_dtype` is for a key tensor that is not of the model's dtype.
+    """
 
     def load() -> Callable[..., Any]:
-        return getattr(import_module("quire.kernels.cpu.binding"), function)  # type: ignore[no-any-return]
+        return getattr(import_module(f"quire.kernels.cpu.{module}"), function)  # type: ignore[no-any-return]
 
     def supports(device_type: str, dtype: torch.dtype) -> bool:
-        return device_type == "cpu" and cpu.supports(dtype)
+        return device_type == "cpu" and cpu.supports(torch.float32 if any_dtype else dtype)
 
     return Implementation("cpu", load, supports, cpu.status, accepts)
 
@@ -168,7 +179,7 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, /, eps: floa
     return reference.fused_add_rms_norm(x, residual, weight, eps)
 
 
-@op()
+@op(_cpu("layer_norm"))
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, /, eps: float) -> Tensor:
     """`(x - mean) / std * weight + bias` over the last dimension; shapes and dtypes as in `rms_norm`."""
     return reference.layer_norm(x, weight, bias, eps)
@@ -180,7 +191,7 @@ def silu_and_mul(x: Tensor, /) -> Tensor:
     return reference.silu_and_mul(x)
 
 
-@op()
+@op(_cpu("gelu_and_mul"))
 def gelu_and_mul(x: Tensor, /, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """`gelu(first half) * second half`: x [..., 2 * I] -> [..., I] of x's dtype."""
     return reference.gelu_and_mul(x, approximate)
@@ -200,17 +211,49 @@ def rotary_embedding(
     return reference.rotary_embedding(positions, q, k, cos_sin_cache, interleaved)
 
 
-@op()
+# A KV cache is a pair of tensors that share the memory of a block in equal parts:
+#
+#     k_cache [num_blocks, Hkv, D, block_size] and v_cache [num_blocks, Hkv, block_size, D],
+#
+# contiguous, of any float dtype. In int8 D is larger by 4: behind a head's keys stand block_size float32 scales, and
+# behind each value stands its own. What is stored is round(x / scale), with scale = amax / 127 for each token and head.
+
+
+@op(_cpu("write_kv"))
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, /) -> None:
     """Store each token's key and value in its slot.
 
-    k, v [T, Hkv, D]; caches [num_blocks, Hkv, block_size, D]; slot_mapping [T] int64, slot = block_id *
-    block_size + offset, all different; a negative slot is skipped.
+    k, v [T, Hkv, D], views with a token stride allowed; slot_mapping [T] int64, slot = block_id * block_size +
+    offset, all different; a negative slot is skipped, one past the cache is an IndexError.
     """
     reference.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
-@op()
+@op(_cpu("rotary_and_write_kv"), key=1)
+def rotary_and_write_kv(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    /,
+    interleaved: bool = False,
+) -> None:
+    """`rotary_embedding` on q and k, in place, then `write_kv`, in one pass and with the same bits."""
+    reference.rotary_and_write_kv(
+        positions, q, k, v, cos_sin_cache, k_cache, v_cache, slot_mapping, interleaved
+    )
+
+
+def _any_multiple_of_8(q: Tensor, *_args: Any, **_features: Any) -> bool:
+    """Head sizes that the C++ attention takes."""
+    return q.shape[2] % 8 == 0
+
+
+@op(_cpu("paged_attention", _any_multiple_of_8))
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -225,10 +268,11 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of each request's last tokens over its cached keys and values: a new [T, Hq, D].
 
-    q [T, Hq, D]; caches [num_blocks, Hkv, block_size, D], Hq a multiple of Hkv (query head h reads head h //
-    (Hq / Hkv)); the step's own keys are already written. Score of query position i and key position j: s =
+    q [T, Hq, D], a view with a token stride allowed; caches as above, Hq a multiple of Hkv (query head h reads head
+    h // (Hq / Hkv)); the step's own keys are already written. Score of query position i and key position j: s =
     scale * q.k; with `soft_cap` c, s = c * tanh(s / c); with `alibi_slopes` [Hq], s - slope * (i - j). With
-    `sliding_window` w, only i - w < j <= i is seen. Rows of no request come out as 0.
+    `sliding_window` w, only i - w < j <= i is seen. Rows of no request come out as 0. A block id that is needed and not
+    in the cache is an IndexError.
     """
     return reference.paged_attention(
         q,
@@ -242,13 +286,108 @@ def paged_attention(
     )
 
 
-@op(key=1)
+@op(_cpu("embedding"), key=1)
 def embedding(ids: Tensor, weight: Tensor, /) -> Tensor:
-    """Rows of a table: ids [T] integer in [0, V), weight [V, H] -> [T, H]."""
+    """Rows of a table: ids [T] int64 in [0, V), weight [V, H] -> [T, H]; any other id is an IndexError."""
     return reference.embedding(ids, weight)
 
 
 @op()
 def linear(x: Tensor, weight: Tensor, /, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`: x [..., K], weight [N, K], bias [N], all of one dtype -> [..., N]."""
+    """`x @ weight.T + bias`: x [..., K], weight [N, K], bias [N] -> [..., N] of x's dtype.
+
+    What plain torch can do; on a CPU with its own kernels, layers pack their weights and call `packed_linear`.
+    """
     return reference.linear(x, weight, bias)
+
+
+@op(_cpu("pack_weight", module="linear"))
+def pack_weight(weight: Tensor, /, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
+    """A weight [N, K] of any float dtype in the layout of `packed_linear`, quantised as the scheme says.
+
+    N is a multiple of `halves`, which is 2 where gate and up stand one above the other. int8: q = round(w / s)
+    with s the largest magnitude of a row / 127. int4: symmetric, s = (the value of largest magnitude of a group)
+    / -8 and w = s * (q - 8); else s = (largest - smallest, 0 included) / 15 and w = s * (q - z); s is rounded to
+    bfloat16 first. A row or group with a value that is not finite gets a scale that is none either.
+    """
+    return reference.pack_weight(weight, scheme, halves)
+
+
+@op(_cpu("packed_linear", module="linear"))
+def packed_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    /,
+    bias: Tensor | None = None,
+    activation: Literal["silu_and_mul"] | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype.
+
+    A quantised weight whose scheme is fast sees each row of x rounded to 65535 steps of its largest magnitude.
+    With an activation, which wants a weight in two halves, what `ops.silu_and_mul` makes of that: [..., N / 2].
+    """
+    return reference.packed_linear(x, weight, bias, activation)
+
+
+@op(_cpu("packed_embedding", module="linear", any_dtype=True))
+def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
+    """Rows of a packed table: ids [T] int64 in [0, N) -> float32 [T, K]. An id outside is an IndexError."""
+    return reference.packed_embedding(ids, weight)
+
+
+# The sampling tail. Logits are float32, contiguous [N, V]; the order of tokens is that of `token_order`: the higher
+# logit first and, of equal logits, the lower id first. A row's results depend on that row alone.
+
+
+@op(_cpu("non_finite_rows"))
+def non_finite_rows(logits: Tensor, /) -> Tensor:
+    """Which rows hold a NaN or an infinity: [N, V] -> [N] bool."""
+    return reference_sampling.non_finite_rows(logits)
+
+
+@op(_cpu("apply_penalties"))
+def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor, /) -> None:
+    """Change some logits in place, in float64: x -> (x / r if x > 0 else x * r) - s, held to float32's maximum.
+
+    indices [M] int64, all different, into the flattened logits; repetition r and subtracted s [M] float64.
+    Repetition: N. Keskar et al., "CTRL" (2019), section 4.1. An index outside the logits is an IndexError.
+    """
+    reference_sampling.apply_penalties(logits, indices, repetition, subtracted)
+
+
+@op(_cpu("philox_uniform", any_dtype=True))
+def philox_uniform(seeds: Tensor, positions: Tensor, /) -> Tensor:
+    """One number in [0, 1) for each (seed, position), both [N] int64: [N] float64, multiples of 2**-52.
+
+    Philox4x32-10 (J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), the same bits in
+    every implementation.
+    """
+    return reference_sampling.philox_uniform(seeds, positions)
+
+
+@op(_cpu("sample_tokens"))
+def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor, /) -> Tensor:
+    """The choice of one token per row: logits [N, V] -> ids [N] int64, -1 for a row whose logits are all -inf.
+
+    settings [N, 4] float64: temperature, ln(min_p), top_k, top_p. Temperature 0 takes the first token of the
+    order. Otherwise logits are divided by the temperature; tokens less likely than min_p times the first are
+    dropped (N. Nguyen et al., "Turning up the heat", 2024; -inf is off); the `top_k` first tokens are kept
+    (A. Fan et al., "Hierarchical neural story generation", 2018; V is off) and of those the fewest first ones
+    that hold `top_p` of their mass (A. Holtzman et al., "The curious case of neural text degeneration", 2019;
+    1 is off). Then inverse transform sampling in the order of ids: with c the cumulative weights in float64
+    and u of uniforms [N] float64 in [0, 1), the first token whose c exceeds u * c[-1].
+
+    Implementations differ only where rounding (1e-6 of the total mass) decides on which side of a boundary
+    top_p or u falls, and on tokens e**87 times less likely than the first, which may count as impossible.
+    """
+    return reference_sampling.sample_tokens(logits, settings, uniforms)
+
+
+@op(_cpu("token_logprobs"))
+def token_logprobs(logits: Tensor, chosen: Tensor, /, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-softmax of finite logits for the chosen token and the first `num_top` <= V of the order.
+
+    chosen [N] int64 in [0, V), else an IndexError -> ids [N, 1 + num_top] int64, the chosen one first; their
+    logprobs float32; ranks of the chosen tokens, from 1, [N] int64.
+    """
+    return reference_sampling.token_logprobs(logits, chosen, num_top)

@@ -3,16 +3,21 @@
 Invariant: arithmetic is float32 whatever the input dtype, rounded once at the end.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels import linear as packing
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.linear import PackedWeight, WeightScheme
 
 # Bounds the float32 copy of gathered keys that batched decode attention makes (elements, 128 MiB).
 _GATHER_ELEMENTS = 1 << 25
+
+# Of activations that are rounded to 16 bits: the largest step, and the magnitude below which they are 0.
+_ACTIVATION_MAX, _ACTIVATION_MIN = 32767.0, 1e-30
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,10 +71,47 @@ def _rotate_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
-    block_size = k_cache.shape[2]
+    block_size = k_cache.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
-    k_cache[blocks, :, offsets] = k[kept].to(k_cache.dtype)
-    v_cache[blocks, :, offsets] = v[kept].to(v_cache.dtype)
+    if k_cache.dtype != torch.int8:
+        k_cache[blocks, :, :, offsets] = k[kept].to(k_cache.dtype)
+        v_cache[blocks, :, offsets] = v[kept].to(v_cache.dtype)
+        return
+    (keys, key_scales), (values, value_scales) = _int8_parts(k_cache, v_cache)
+    keys[blocks, :, :, offsets], key_scales[blocks, :, offsets] = _quantize(k[kept])
+    values[blocks, :, offsets], value_scales[blocks, :, offsets] = _quantize(v[kept])
+
+
+def rotary_and_write_kv(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    interleaved: bool = False,
+) -> None:
+    rotary_embedding(positions, q, k, cos_sin_cache, interleaved)
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def _int8_parts(k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Views of an int8 cache: (codes, float32 scales [num_blocks, Hkv, block_size]) of keys and of values."""
+    size = k_cache.shape[2] - 4
+    key_scales = k_cache[:, :, size:].flatten(2).view(torch.float32)
+    value_scales = v_cache[..., size:].view(torch.float32).squeeze(-1)
+    return (k_cache[:, :, :size], key_scales), (v_cache[..., :size], value_scales)
+
+
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes and the scale of each vector; a vector that is not finite has scale NaN and codes 0."""
+    wide = x.float()
+    amax = wide.abs().amax(-1)
+    scale = torch.where(amax.isfinite(), amax / 127, torch.nan)
+    codes = (wide / torch.where(scale == 0, 1.0, scale).unsqueeze(-1)).round().nan_to_num(0.0)
+    return codes.to(torch.int8), scale
 
 
 def paged_attention(
@@ -85,8 +127,7 @@ def paged_attention(
 ) -> Tensor:
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for rows, requests, query_len, seq_len in _groups(metadata, k_cache):
-        keys = _gather(k_cache, metadata.block_tables[requests], seq_len)
-        values = _gather(v_cache, metadata.block_tables[requests], seq_len)
+        keys, values = _gather(k_cache, v_cache, metadata.block_tables[requests], seq_len)
         queries = q[rows].float().view(len(keys), query_len, *q.shape[1:]).transpose(1, 2)
         scores = _scores(queries, keys, scale, soft_cap)
         distance = _distance(metadata.seq_lens[requests], query_len, seq_len)
@@ -111,7 +152,7 @@ def _groups(metadata: AttentionMetadata, k_cache: Tensor) -> list[tuple[slice, s
     count = len(lengths)
     if count and starts == list(range(count + 1)):
         longest = max(*lengths, 1)
-        size = max(1, _GATHER_ELEMENTS // (longest * k_cache.shape[1] * k_cache.shape[3]))
+        size = max(1, _GATHER_ELEMENTS // (longest * k_cache.shape[1] * k_cache.shape[2]))
         bounds = [(i, min(i + size, count)) for i in range(0, count, size)]
         return [(slice(i, j), slice(i, j), 1, longest) for i, j in bounds]
     return [
@@ -121,14 +162,23 @@ def _groups(metadata: AttentionMetadata, k_cache: Tensor) -> list[tuple[slice, s
     ]
 
 
-def _gather(cache: Tensor, block_tables: Tensor, seq_len: int) -> Tensor:
-    """The first `seq_len` tokens of each request as float32 [R, Hkv, seq_len, D]."""
-    num_blocks = -(-seq_len // cache.shape[2])
+def _gather(k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of the first `seq_len` tokens of each request as float32 [R, Hkv, seq_len, D]."""
+    num_blocks = -(-seq_len // k_cache.shape[3])
     # Entries past a shorter request's last block may hold anything: keep them in range, the mask hides what
     # they say.
-    table = block_tables[:, :num_blocks].long().clamp(0, cache.shape[0] - 1)
-    blocks = cache[table].float()  # [R, num_blocks, Hkv, block_size, D]
-    return blocks.transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+    table = block_tables[:, :num_blocks].long().clamp(0, k_cache.shape[0] - 1)
+    if k_cache.dtype == torch.int8:
+        (keys, key_scales), (values, value_scales) = _int8_parts(k_cache, v_cache)
+        blocks = (
+            keys[table].float().transpose(-1, -2) * key_scales[table].unsqueeze(-1),
+            values[table].float() * value_scales[table].unsqueeze(-1),
+        )
+    else:
+        blocks = k_cache[table].float().transpose(-1, -2), v_cache[table].float()
+    # [R, num_blocks, Hkv, block_size, D] -> [R, Hkv, num_blocks * block_size, D]
+    keys, values = (part.transpose(1, 2).flatten(2, 3)[:, :, :seq_len] for part in blocks)
+    return keys, values
 
 
 def _scores(queries: Tensor, keys: Tensor, scale: float, soft_cap: float | None) -> Tensor:
@@ -152,8 +202,111 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if x.device.type != "cpu" or x.dtype == torch.float32:
+    if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     # torch's 16-bit GEMM is a scalar loop on CPUs without AVX-512: multiplying in float32 is far faster.
     wide_bias = None if bias is None else bias.float()
     return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
+
+
+def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
+    panels = packing.to_panels(weight, halves)
+    data, scales, zeros = _PACK[scheme.kind](panels, scheme)
+    return PackedWeight(scheme, data.contiguous(), scales, zeros, weight.shape[0], weight.shape[1], halves)
+
+
+def unpack_weight(weight: PackedWeight) -> Tensor:
+    """The matrix [N, K] that a packed one stands for: its own dtype, float32 where it was quantised."""
+    panels = _UNPACK[weight.scheme.kind](weight)[:, :, : weight.inputs]
+    return packing.from_panels(panels, weight.outputs, weight.halves)
+
+
+def _pack_float(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, None, None]:
+    panels = panels.transpose(1, 2)
+    return packing.interleave_bfloat16(panels) if panels.dtype == torch.bfloat16 else panels, None, None
+
+
+def _unpack_float(weight: PackedWeight) -> Tensor:
+    data = weight.data
+    return (packing.deinterleave_bfloat16(data) if data.dtype == torch.bfloat16 else data).transpose(1, 2)
+
+
+def _pack_int8(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, None]:
+    wide = F.pad(panels.float(), (0, panels.shape[-1] % 2))
+    scales = _finite_or_nan(wide.abs().amax(-1) / 127)
+    q = _steps(wide, scales.unsqueeze(-1)).clamp(-127, 127)
+    return q.to(torch.int8).unflatten(-1, (-1, 2)).transpose(1, 2), scales, None
+
+
+def _unpack_int8(weight: PackedWeight) -> Tensor:
+    assert weight.scales is not None
+    return weight.data.float().transpose(1, 2).flatten(2) * weight.scales.unsqueeze(-1)
+
+
+def _pack_int4(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Tensor | None]:
+    wide = F.pad(panels.float(), (0, -panels.shape[-1] % scheme.group_size))
+    groups = wide.unflatten(-1, (-1, scheme.group_size))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    exact = torch.where(high >= -low, high, low) / -8 if scheme.symmetric else (high - low) / 15
+    scales = _finite_or_nan(exact).bfloat16()
+    zeros = torch.full_like(exact, 8) if scheme.symmetric else _steps(-low, scales.float()).clamp(0, 15)
+    q = (_steps(groups, scales.float().unsqueeze(-1)) + zeros.unsqueeze(-1)).clamp(0, 15)
+    q = torch.where(_usable(scales).unsqueeze(-1), q, 0.0).to(torch.uint8)
+    q = _without_padding(q, panels).unflatten(-1, (-1, 2))  # [P, 16, K / 2, 2]
+    nibbles = (q[:, :8] | q[:, 8:] << 4).transpose(1, 2).flatten(2)
+    kept = None if scheme.symmetric else zeros.transpose(1, 2).to(torch.uint8).contiguous()
+    return nibbles, scales.transpose(1, 2).contiguous(), kept
+
+
+def _without_padding(q: Tensor, panels: Tensor) -> Tensor:
+    """[P, 16, G, group] -> [P, 16, K padded], 0 where k is beyond K."""
+    flat = q.flatten(2)
+    flat[..., panels.shape[-1] :] = 0
+    return flat
+
+
+def _unpack_int4(weight: PackedWeight) -> Tensor:
+    assert weight.scales is not None
+    pairs = weight.data.unflatten(-1, (8, 2)).transpose(1, 2)  # [P, 8, K / 2, 2]
+    q = torch.cat([pairs & 15, pairs >> 4], 1).flatten(2).unflatten(-1, (-1, weight.scheme.group_size))
+    zeros = 8.0 if weight.zeros is None else weight.zeros.transpose(1, 2).unsqueeze(-1).float()
+    return ((q.float() - zeros) * weight.scales.transpose(1, 2).unsqueeze(-1).float()).flatten(2)
+
+
+def _steps(x: Tensor, scales: Tensor) -> Tensor:
+    """x in steps of a scale, ties to even; 0 where there is none."""
+    return torch.where(_usable(scales), (x / scales).round(), 0.0).nan_to_num(0.0)
+
+
+def _usable(scales: Tensor) -> Tensor:
+    return (scales < 0) | (scales > 0)
+
+
+def _finite_or_nan(scales: Tensor) -> Tensor:
+    """What is not finite poisons the sums, so that it is seen."""
+    return torch.where(scales.isfinite(), scales, torch.nan)
+
+
+_PACK: dict[str, Any] = {"float": _pack_float, "int8": _pack_int8, "int4": _pack_int4}
+_UNPACK: dict[str, Any] = {"float": _unpack_float, "int8": _unpack_int8, "int4": _unpack_int4}
+
+
+def packed_linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    rounds = weight.scheme.fast and weight.scheme.kind != "float"
+    out = linear(_rounded(x.float()) if rounds else x.float(), unpack_weight(weight), bias)
+    return (silu_and_mul(out) if activation == "silu_and_mul" else out).to(x.dtype)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Each row in 65535 equal steps between plus and minus its largest magnitude; NaN if a value is not finite."""
+    largest = x.abs().amax(-1, keepdim=True)
+    # A number divided by a tensor would be its product with the reciprocal, which rounds differently.
+    inverse = torch.full_like(largest, _ACTIVATION_MAX) / largest
+    steps = (x * inverse).round() * (largest / _ACTIVATION_MAX)
+    return torch.where(largest >= _ACTIVATION_MIN, steps, 0.0 * x)
+
+
+def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
+    return unpack_weight(weight).float()[ids]

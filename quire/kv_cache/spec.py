@@ -7,7 +7,7 @@ is inferred from a layer's name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.errors import ConfigError
 
@@ -30,15 +30,18 @@ class KVCacheSpec:
 
 @dataclass(frozen=True)
 class FullAttentionSpec(KVCacheSpec):
-    """Keys and values of every token are kept: 2 * kv heads * head size * dtype bytes per token."""
+    """Keys and values of every token are kept: 2 * kv heads * (head size * dtype bytes + scale bytes) per token."""
 
     num_kv_heads: int
     head_size: int
     dtype_bytes: int
+    scale_bytes: int = field(default=0, kw_only=True)
+    """Bytes of each quantized vector's scale, which stands in the block too."""
 
     @property
     def block_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.head_size * self.dtype_bytes
+        vector_bytes = self.head_size * self.dtype_bytes + self.scale_bytes
+        return 2 * self.block_size * self.num_kv_heads * vector_bytes
 
 
 @dataclass(frozen=True)

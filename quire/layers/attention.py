@@ -11,17 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from quire.layers.base import DTYPES
+from quire.layers.base import DTYPES, activation_dtype
+from quire.layers.rotary import RotaryEmbedding
 
 
 class Attention(nn.Module):
-    """Causal attention of one decoder layer; its caches [B, Hkv, block size, D] are bound after loading.
+    """Causal attention of one decoder layer; its caches, laid out as `quire.kernels.ops` says, are bound after loading.
 
     `name` identifies the layer's cache and is unique in the model. `sliding_window` w lets a token see itself and the
-    w - 1 tokens before it; `soft_cap` c bounds scores to (-c, c).
+    w - 1 tokens before it; `soft_cap` c bounds scores to (-c, c). With `rotary`, queries and keys are rotated first.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Attention(nn.Module):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        rotary: RotaryEmbedding | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -44,13 +47,19 @@ class Attention(nn.Module):
         self.scale = scale
         self.sliding_window = sliding_window
         self.soft_cap = soft_cap
+        self.rotary = rotary
         self.block_size = config.cache.block_size
         self.kv_dtype = kv_cache_dtype(config)
         self.k_cache = self.v_cache = torch.empty(0)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]; k and v are in the cache afterwards."""
-        ops.write_kv(k, v, self.k_cache, self.v_cache, metadata.slot_mapping)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, positions: Tensor | None = None
+    ) -> Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]; k and v are in the cache afterwards.
+
+        `positions` [T] are wanted by a layer with a rotary embedding, which rotates q and k in place.
+        """
+        self._write(q, k, v, metadata.slot_mapping, positions)
         out = ops.paged_attention(
             q,
             self.k_cache,
@@ -62,18 +71,34 @@ class Attention(nn.Module):
         )
         return out.flatten(1)
 
+    def _write(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor | None) -> None:
+        if self.rotary is None:
+            ops.write_kv(k, v, self.k_cache, self.v_cache, slots)
+            return
+        assert positions is not None, "a rotary embedding needs positions"
+        table = self.rotary.cos_sin_cache
+        ops.rotary_and_write_kv(positions, q, k, v, table, self.k_cache, self.v_cache, slots)
+
     def kv_cache_spec(self) -> KVCacheSpec:
         """What this layer needs of the cache."""
         sizes = (self.block_size, self.num_kv_heads, self.head_dim, self.kv_dtype.itemsize)
+        scale_bytes = 4 if self.kv_dtype == torch.int8 else 0
         if self.sliding_window is None:
-            return FullAttentionSpec(*sizes)
-        return SlidingWindowSpec(*sizes, self.sliding_window)
+            return FullAttentionSpec(*sizes, scale_bytes=scale_bytes)
+        return SlidingWindowSpec(*sizes, self.sliding_window, scale_bytes=scale_bytes)
+
+
+_CACHE_DTYPES = DTYPES | {"int8": torch.int8}
 
 
 def kv_cache_dtype(config: EngineConfig) -> torch.dtype:
-    """The precision of cached keys and values; the model's unless the config names another."""
+    """The precision of cached keys and values; that of the activations unless the config names another."""
     name = config.cache.kv_cache_dtype
-    return DTYPES[config.model.dtype if name == "auto" else name]
+    if name == "int8" and config.arch.head_dim % 4:
+        raise ConfigError(
+            f"--kv-cache-dtype int8 needs a head size that is a multiple of 4; the model's is {config.arch.head_dim}"
+        )
+    return activation_dtype(config) if name == "auto" else _CACHE_DTYPES[name]
 
 
 def kv_cache_specs(model: nn.Module) -> dict[str, KVCacheSpec]:
@@ -81,12 +106,20 @@ def kv_cache_specs(model: nn.Module) -> dict[str, KVCacheSpec]:
     return {layer.name: layer.kv_cache_spec() for layer in _attention_layers(model)}
 
 
+def kv_cache_shape(spec: FullAttentionSpec, num_blocks: int) -> tuple[int, ...]:
+    """The shape of one layer's cache, to be allocated in `kv_cache_dtype`."""
+    size = spec.head_size + spec.scale_bytes // spec.dtype_bytes
+    return (2, num_blocks, spec.num_kv_heads, spec.block_size, size)
+
+
 def bind_kv_cache(model: nn.Module, caches: Mapping[str, Tensor]) -> None:
-    """Give each layer its cache: layer name -> [2, B, Hkv, block size, D], keys first."""
+    """Give each layer its cache: layer name -> contiguous tensor of `kv_cache_shape`, keys first."""
     layers = {layer.name: layer for layer in _attention_layers(model)}
     assert layers.keys() == caches.keys(), "one cache per attention layer"
     for name, cache in caches.items():
-        layers[name].k_cache, layers[name].v_cache = cache.unbind()
+        keys, values = cache.unbind()
+        blocks, heads, block_size, size = keys.shape
+        layers[name].k_cache, layers[name].v_cache = keys.view(blocks, heads, size, block_size), values
 
 
 def _attention_layers(model: nn.Module) -> Iterator[Attention]:

@@ -11,13 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
+from quire.kernels.linear import WeightScheme
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def model_dtype(config: EngineConfig) -> torch.dtype:
-    """The precision of weights and activations; the config must be prepared, so that it is no longer "auto"."""
+    """The precision of large weights; the config must be prepared, so that it is no longer "auto"."""
     return DTYPES[config.model.dtype]
+
+
+def activation_dtype(config: EngineConfig) -> torch.dtype:
+    """The precision of what flows between layers, and of the small weights it is multiplied with element by element.
+
+    On a CPU it is float32 whatever the weights are: 16-bit activations would save no time there.
+    """
+    return torch.float32
 
 
 @dataclass(frozen=True)
@@ -46,8 +55,11 @@ class Layer(nn.Module):
         """
         raise NotImplementedError
 
-    def finish_loading(self) -> None:
-        """Called once, when all parameters have their values: the time to bring them into another layout."""
+    def finish_loading(self, scheme: WeightScheme) -> None:
+        """Called once, when all parameters have their values: the time to bring them into another layout.
+
+        `scheme` says how a matrix is to be kept.
+        """
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

@@ -4,37 +4,68 @@ Shapes: T tokens, N tokens whose logits are wanted, V vocabulary rows, H hidden 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels import ops
+from quire.kernels.linear import PackedWeight, WeightScheme
 from quire.layers.base import Layer, Slot, model_dtype, parameter
+from quire.layers.linear import packed_or_plain
 
 
 class VocabEmbedding(Layer):
     """A row per token: looked up on the way in, or multiplied with on the way out; a tied model uses one for both.
 
-    `scale` multiplies looked-up rows, rounded to the model's dtype first as Gemma does it.
+    `scale` multiplies looked-up rows, rounded to the model's dtype first as Gemma does it. A table that `is_head` is
+    packed like a linear layer's weight, and looked up in that form too: there is one copy.
     """
 
-    def __init__(self, *, vocab_size: int, size: int, dtype: torch.dtype, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        size: int,
+        dtype: torch.dtype,
+        scale: float | None = None,
+        is_head: bool = False,
+    ) -> None:
         super().__init__()
-        self.weight = parameter(vocab_size, size, dtype=dtype)
+        self.weight: nn.Parameter | None = parameter(vocab_size, size, dtype=dtype)
+        self.packed: PackedWeight | None = None
+        self.shape = (vocab_size, size)
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
+        self.is_head = is_head
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [T] in [0, V) -> [T, H]."""
-        rows = ops.embedding(ids, self.weight)
+        """ids [T] in [0, V) -> float32 [T, H]."""
+        rows = self._rows(ids)
         return rows if self.scale is None else rows * self.scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> float32 [N, V]."""
+        if self.packed is not None:
+            return ops.packed_linear(hidden, self.packed).float()
+        assert self.weight is not None
         return ops.linear(hidden, self.weight, None).float()
 
+    def finish_loading(self, scheme: WeightScheme) -> None:
+        """Pack a head; int4 is too coarse for a vocabulary, above all one that is looked up as well: int8 then."""
+        if self.is_head:
+            kept = replace(scheme, kind="int8") if scheme.kind == "int4" else scheme
+            self.weight, self.packed = packed_or_plain(self.weight, kept)
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        if self.packed is not None:
+            return ops.packed_embedding(ids, self.packed)
+        assert self.weight is not None
+        return ops.embedding(ids, self.weight).float()
+
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        assert self.weight is not None, "slots are filled before the layer is finished"
         yield f"{names[0]}.weight", Slot(self.weight, "normal")
 
 
@@ -56,8 +87,8 @@ class PositionEmbedding(Layer):
         self.offset = offset
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions [T] -> [T, H]."""
-        return ops.embedding(positions + self.offset, self.weight)
+        """positions [T] -> float32 [T, H]."""
+        return ops.embedding(positions + self.offset, self.weight).float()
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield f"{names[0]}.weight", Slot(self.weight, "normal")

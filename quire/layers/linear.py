@@ -7,14 +7,19 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from quire.kernels import ops
+from quire.kernels import ops, reference
+from quire.kernels.linear import PackedWeight, WeightScheme
+from quire.layers.activation import GATED
 from quire.layers.base import Layer, Slot, parameter
 
 
 class Linear(Layer):
     """`x @ weight.T + bias`, weight [N, K].
+
+    Once loaded, the weight is packed for the device's kernels and `weight` is gone; where there are none it stays,
+    and a quantised one is what its integers stand for.
 
     `merged` has the output rows of each part if this layer stands for several of the checkpoint's. `transposed` says
     that the checkpoint stores [K, N], as GPT-2's Conv1D does.
@@ -32,16 +37,30 @@ class Linear(Layer):
     ) -> None:
         super().__init__()
         assert not merged or sum(merged) == out_features
-        self.weight = parameter(out_features, in_features, dtype=dtype)
+        self.weight: nn.Parameter | None = parameter(out_features, in_features, dtype=dtype)
         self.bias = parameter(out_features, dtype=dtype) if bias else None
         self.merged = tuple(merged)
         self.transposed = transposed
+        self.packed: PackedWeight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N]."""
+        if self.packed is not None:
+            return ops.packed_linear(x, self.packed, self.bias)
+        assert self.weight is not None
         return ops.linear(x, self.weight, self.bias)
 
+    def finish_loading(self, scheme: WeightScheme) -> None:
+        self.weight, self.packed = packed_or_plain(self.weight, scheme, self._halves())
+        if self.bias is not None:
+            self.bias = nn.Parameter(self.bias.float(), requires_grad=False)
+
+    def _halves(self) -> int:
+        """In how many parts the outputs are packed."""
+        return 1
+
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        assert self.weight is not None, "slots are filled before the layer is finished"
         for name, rows in zip(names, self._rows(len(names)), strict=True):
             weight = self.weight[rows]
             yield f"{name}.weight", Slot(weight.t() if self.transposed else weight, "normal")
@@ -53,6 +72,19 @@ class Linear(Layer):
             return [slice(None)]
         ends = list(accumulate(self.merged))
         return [slice(end - size, end) for end, size in zip(ends, self.merged, strict=True)]
+
+
+def packed_or_plain(
+    weight: nn.Parameter | None, scheme: WeightScheme, halves: int = 1
+) -> tuple[nn.Parameter | None, PackedWeight | None]:
+    """The one form in which a loaded weight is kept: packed if there are kernels for that, else plain."""
+    assert weight is not None, "a layer is finished once"
+    if ops.pack_weight.supporting(weight.device.type, weight.dtype):
+        return None, ops.pack_weight(weight.data, scheme, halves)
+    if scheme.kind != "float":
+        rounded = reference.unpack_weight(ops.pack_weight(weight.data, scheme))
+        weight = nn.Parameter(rounded, requires_grad=False)
+    return weight, None
 
 
 class QKVLinear(Linear):
@@ -88,9 +120,11 @@ class QKVLinear(Linear):
 
 
 class GateUpLinear(Linear):
-    """The gate and up projections of a gated MLP as one: [T, K] -> [T, 2 * I], gate first."""
+    """The gate and up projections of a gated MLP as one: `act(gate(x)) * up(x)`, [T, K] -> [T, I]."""
 
-    def __init__(self, *, hidden_size: int, intermediate_size: int, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, *, hidden_size: int, intermediate_size: int, bias: bool, dtype: torch.dtype, activation: str
+    ) -> None:
         super().__init__(
             in_features=hidden_size,
             out_features=2 * intermediate_size,
@@ -98,3 +132,13 @@ class GateUpLinear(Linear):
             dtype=dtype,
             merged=(intermediate_size, intermediate_size),
         )
+        self.fused = activation == "silu"
+        self.activation = GATED[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None or not self.fused:
+            return self.activation(super().forward(x))
+        return ops.packed_linear(x, self.packed, self.bias, "silu_and_mul")
+
+    def _halves(self) -> int:
+        return 2 if self.fused else 1

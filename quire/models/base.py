@@ -5,7 +5,7 @@ V vocabulary rows.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -43,15 +43,16 @@ class CausalLM(nn.Module):
         """hidden [N, H] -> float32 logits [N, V]."""
         return self.lm_head.logits(hidden)
 
-    def checkpoint_slots(self) -> dict[str, Slot]:
-        """Name of each checkpoint tensor that the model needs -> where it goes."""
-        slots: dict[str, Slot] = {}
+    def checkpoint_layers(self) -> Iterator[tuple[list[str], Layer]]:
+        """Each layer with parameters, under the names of the checkpoint's modules that it holds."""
         for path, module in self.named_modules():
             if isinstance(module, Layer):
                 parent, dot, leaf = path.rpartition(".")
-                names = [f"{parent}{dot}{name}" for name in self.merged.get(leaf, (leaf,))]
-                slots.update(module.slots(names))
-        return slots
+                yield [f"{parent}{dot}{name}" for name in self.merged.get(leaf, (leaf,))], module
+
+    def checkpoint_slots(self) -> dict[str, Slot]:
+        """Name of each checkpoint tensor that the model needs -> where it goes."""
+        return {name: slot for names, layer in self.checkpoint_layers() for name, slot in layer.slots(names)}
 
     def leaves_out(self, tensor_name: str) -> bool:
         """Whether a checkpoint tensor is knowingly not used; a tied head is stored twice in some files."""
@@ -64,5 +65,5 @@ def output_head(config: EngineConfig, embedding: VocabEmbedding) -> VocabEmbeddi
     """The token embedding itself where the two are tied, else another table of its size."""
     if config.arch.tie_word_embeddings:
         return embedding
-    vocab_size, size = embedding.weight.shape
-    return VocabEmbedding(vocab_size=vocab_size, size=size, dtype=model_dtype(config))
+    vocab_size, size = embedding.shape
+    return VocabEmbedding(vocab_size=vocab_size, size=size, dtype=model_dtype(config), is_head=True)

@@ -60,6 +60,7 @@ class GemmaModel(nn.Module):
             size=arch.hidden_size,
             dtype=model_dtype(config),
             scale=arch.hidden_size**0.5,
+            is_head=arch.tie_word_embeddings,
         )
         self.layers = nn.ModuleList(
             GemmaDecoderLayer(

@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.layers.activation import PLAIN
 from quire.layers.attention import Attention
-from quire.layers.base import model_dtype
+from quire.layers.base import activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import LayerNorm
@@ -72,10 +72,10 @@ class GPT2Block(nn.Module):
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__()
-        arch, dtype = config.arch, model_dtype(config)
-        self.ln_1 = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=dtype)
+        arch = config.arch
+        self.ln_1 = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
         self.attn = GPT2Attention(config=config, prefix=f"{prefix}.attn")
-        self.ln_2 = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=dtype)
+        self.ln_2 = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
         self.mlp = GPT2MLP(config=config)
 
     def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -89,12 +89,17 @@ class GPT2Model(nn.Module):
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__()
         arch, dtype = config.arch, model_dtype(config)
-        self.wte = VocabEmbedding(vocab_size=arch.vocab_size, size=arch.hidden_size, dtype=dtype)
+        self.wte = VocabEmbedding(
+            vocab_size=arch.vocab_size,
+            size=arch.hidden_size,
+            dtype=dtype,
+            is_head=arch.tie_word_embeddings,
+        )
         self.wpe = PositionEmbedding(config=config)
         self.h = nn.ModuleList(
             GPT2Block(config=config, prefix=f"{prefix}.h.{layer}") for layer in range(arch.num_layers)
         )
-        self.ln_f = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=dtype)
+        self.ln_f = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
 
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         x = self.wte(input_ids) + self.wpe(positions)

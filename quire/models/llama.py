@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.layers.activation import GATED
 from quire.layers.attention import Attention
-from quire.layers.base import model_dtype
+from quire.layers.base import activation_dtype, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.norm import RMSNorm
@@ -26,7 +25,7 @@ from quire.models.base import CausalLM, output_head
 def rms_norm(config: EngineConfig, size: int) -> RMSNorm:
     """A norm as the checkpoint has it."""
     arch = config.arch
-    return RMSNorm(size=size, eps=arch.norm_eps, dtype=model_dtype(config), offset=arch.norm_offset)
+    return RMSNorm(size=size, eps=arch.norm_eps, dtype=activation_dtype(config), offset=arch.norm_offset)
 
 
 class LlamaAttention(nn.Module):
@@ -51,7 +50,6 @@ class LlamaAttention(nn.Module):
         )
         self.q_norm = rms_norm(config, arch.head_dim) if arch.qk_norm else None
         self.k_norm = rms_norm(config, arch.head_dim) if arch.qk_norm else None
-        self.rotary = rotary
         self.attn = Attention(
             config=config,
             name=f"{prefix}.attn",
@@ -61,14 +59,14 @@ class LlamaAttention(nn.Module):
             scale=(arch.query_pre_attn_scalar or arch.head_dim) ** -0.5,
             sliding_window=arch.sliding_window if arch.layer_types[layer] == "sliding_attention" else None,
             soft_cap=arch.attn_logit_softcap,
+            rotary=rotary,
         )
 
     def forward(self, x: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         q, k, v = self.qkv_proj.heads(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary(positions, q, k)
-        return self.o_proj(self.attn(q, k, v, metadata))
+        return self.o_proj(self.attn(q, k, v, metadata, positions))
 
 
 class LlamaMLP(nn.Module):
@@ -82,14 +80,14 @@ class LlamaMLP(nn.Module):
             intermediate_size=arch.intermediate_size,
             bias=arch.mlp_bias,
             dtype=dtype,
+            activation=arch.hidden_act,
         )
         self.down_proj = Linear(
             in_features=arch.intermediate_size, out_features=arch.hidden_size, bias=arch.mlp_bias, dtype=dtype
         )
-        self.activation = GATED[arch.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -125,7 +123,12 @@ class LlamaModel(nn.Module):
         arch, dtype = config.arch, model_dtype(config)
         assert arch.rope is not None, "the config reader of a rotary family sets rope"
         rotary = RotaryEmbedding(config=config, rope=arch.rope)
-        self.embed_tokens = VocabEmbedding(vocab_size=arch.vocab_size, size=arch.hidden_size, dtype=dtype)
+        self.embed_tokens = VocabEmbedding(
+            vocab_size=arch.vocab_size,
+            size=arch.hidden_size,
+            dtype=dtype,
+            is_head=arch.tie_word_embeddings,
+        )
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config=config, prefix=f"{prefix}.layers.{layer}", layer=layer, rotary=rotary)
             for layer in range(arch.num_layers)

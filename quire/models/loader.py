@@ -1,47 +1,80 @@
-"""Builds the network a prepared config describes and gives it its weights."""
+"""Builds the network a prepared config describes and gives it its weights, one layer after the other.
 
+Invariant: a layer's weights exist in the checkpoint's form only until they are in their final one, so loading takes
+hardly more memory than the loaded model.
+"""
+
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from quire.config import EngineConfig
-from quire.errors import ModelLoadError
-from quire.layers.base import Layer
+from quire.errors import ConfigError, ModelLoadError
+from quire.kernels.linear import FLOAT, Kind, WeightScheme
 from quire.models.base import CausalLM
 from quire.models.registry import ModelRegistry
-from quire.models.weights import fill_with_random_weights, load_weights
+from quire.models.weights import CheckpointWeights, RandomWeights, Weights
 
 
+@torch.no_grad()
 def load_model(config: EngineConfig) -> CausalLM:
     """The model of a prepared config, ready for its KV cache to be bound.
-
-    The module tree is first made without memory; each parameter is allocated once, in its final dtype.
 
     Raises:
         UnsupportedModelError: nobody registered the architecture.
         ModelLoadError: the checkpoint does not fit the config, is corrupt, or does not fit into memory.
+        ConfigError: a layer that is not to be quantised does not exist.
     """
     model_cls = ModelRegistry.resolve_model_cls(config.arch.architecture)
     with torch.device("meta"):
         model = model_cls(config=config)
-    _allocate(model, torch.device("cpu"))
-    if config.load.load_format == "dummy":
-        fill_with_random_weights(model, seed=config.model.seed)
-    else:
-        load_weights(model, Path(config.model_dir), show_progress=config.observability.enable_progress)
-    for module in model.modules():
-        if isinstance(module, Layer):
-            module.finish_loading()
+    schemes = _schemes(model, config)
+    num_bytes = sum(param.nbytes for param in model.parameters())
+    weights = _weights(model, config)
+    for (names, layer), scheme in zip(model.checkpoint_layers(), schemes, strict=True):
+        try:
+            _allocate(layer, torch.device("cpu"))
+        except RuntimeError as error:
+            raise ModelLoadError(
+                f"not enough memory for the weights ({num_bytes / 2**30:.1f} GiB)"
+            ) from error
+        for name, slot in layer.slots(names):
+            weights.fill(name, slot)
+        layer.finish_loading(scheme)
     return model.eval()
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
-    num_bytes = sum(param.nbytes for param in model.parameters())
-    try:
-        for module in model.modules():
-            for name, param in module.named_parameters(recurse=False):
-                memory = torch.empty_like(param, device=device)
-                setattr(module, name, nn.Parameter(memory, requires_grad=False))
-    except RuntimeError as error:
-        raise ModelLoadError(f"not enough memory for the weights ({num_bytes / 2**30:.1f} GiB)") from error
+def _weights(model: CausalLM, config: EngineConfig) -> Weights:
+    if config.load.load_format == "dummy":
+        return RandomWeights(config.model.seed)
+    show_progress = config.observability.enable_progress
+    return CheckpointWeights(model, Path(config.model_dir), show_progress=show_progress)
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    for name, param in module.named_parameters(recurse=False):
+        memory = torch.empty_like(param, device=device)
+        setattr(module, name, nn.Parameter(memory, requires_grad=False))
+
+
+def _schemes(model: CausalLM, config: EngineConfig) -> list[WeightScheme]:
+    """How each of the model's layers keeps its weight; a merged layer is left alone if one of its parts is."""
+    asked = config.quantization
+    if asked.quantization is None:
+        return [FLOAT for _ in model.checkpoint_layers()]
+    kind: Kind = "int8" if asked.quantization == "int8" else "int4"
+    quantized = WeightScheme(kind, asked.group_size, asked.symmetric, asked.fast)
+    unmatched = set(asked.ignore)
+    schemes = []
+    for names, layer in model.checkpoint_layers():
+        names = [*names, "lm_head"] if layer is model.lm_head else names
+        hits = {pattern for pattern in asked.ignore for name in names if fnmatchcase(name, pattern + "*")}
+        unmatched -= hits
+        schemes.append(FLOAT if hits else quantized)
+    if unmatched:
+        raise ConfigError(
+            f"--quantization-config: ignore names {sorted(unmatched)[0]!r}, which no layer bears"
+        )
+    return schemes

@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.layers.activation import PLAIN
 from quire.layers.attention import Attention
-from quire.layers.base import model_dtype
+from quire.layers.base import activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import LayerNorm
@@ -65,14 +65,18 @@ class OPTDecoderLayer(nn.Module):
         arch, dtype = config.arch, model_dtype(config)
         self.norm_before = arch.do_layer_norm_before
         self.self_attn = OPTAttention(config=config, prefix=f"{prefix}.self_attn")
-        self.self_attn_layer_norm = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=dtype)
+        self.self_attn_layer_norm = LayerNorm(
+            size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config)
+        )
         self.fc1 = Linear(
             in_features=arch.hidden_size, out_features=arch.intermediate_size, bias=arch.mlp_bias, dtype=dtype
         )
         self.fc2 = Linear(
             in_features=arch.intermediate_size, out_features=arch.hidden_size, bias=arch.mlp_bias, dtype=dtype
         )
-        self.final_layer_norm = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=dtype)
+        self.final_layer_norm = LayerNorm(
+            size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config)
+        )
         self.activation = PLAIN[arch.hidden_act]
 
     def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -94,7 +98,9 @@ class OPTDecoder(nn.Module):
         arch, dtype = config.arch, model_dtype(config)
         hidden_size, embed_size = arch.hidden_size, arch.word_embed_proj_dim or arch.hidden_size
         projected = embed_size != hidden_size
-        self.embed_tokens = VocabEmbedding(vocab_size=arch.vocab_size, size=embed_size, dtype=dtype)
+        self.embed_tokens = VocabEmbedding(
+            vocab_size=arch.vocab_size, size=embed_size, dtype=dtype, is_head=arch.tie_word_embeddings
+        )
         self.embed_positions = PositionEmbedding(config=config, offset=_UNUSED_POSITIONS)
         self.project_in, self.project_out = (
             Linear(in_features=size_in, out_features=size_out, bias=False, dtype=dtype)
@@ -106,7 +112,7 @@ class OPTDecoder(nn.Module):
             OPTDecoderLayer(config=config, prefix=f"{prefix}.layers.{layer}")
             for layer in range(arch.num_layers)
         )
-        norm = LayerNorm(size=hidden_size, eps=arch.norm_eps, dtype=dtype)
+        norm = LayerNorm(size=hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
         self.final_layer_norm = norm if arch.final_norm else nn.Identity()
 
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:

@@ -8,6 +8,7 @@ import hashlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from tqdm import tqdm
@@ -24,36 +25,55 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
+class Weights(Protocol):
+    """Where a model's tensors come from."""
+
+    def fill(self, name: str, slot: Slot) -> None:
+        """Put the tensor of that name into its slot; called once for each name."""
+
+
 @dataclass(frozen=True)
-class _Copy:
+class _Source:
     file: SafetensorsFile
     info: TensorInfo
-    slot: Slot
+
+    @property
+    def num_bytes(self) -> int:
+        return self.info.end - self.info.start
 
 
-@torch.no_grad()
-def load_weights(model: CausalLM, model_dir: Path, *, show_progress: bool) -> None:
-    """Copy the checkpoint in `model_dir` into the model.
+class CheckpointWeights:
+    """The tensors of the checkpoint in `model_dir`, each checked against the model's slot of its name.
 
     Raises:
         ModelLoadError: no safetensors file; a file is corrupt; a tensor is missing, left over, stored twice, or of the
             wrong shape or dtype. The message names file and tensor.
     """
-    copies = _plan(model, [SafetensorsFile(path) for path in weight_files(model_dir)], model_dir)
-    num_bytes = sum(copy.info.end - copy.info.start for copy in copies)
-    hidden = not (show_progress and sys.stderr.isatty())
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=hidden) as progress:
-        for copy in copies:
-            copy.slot.fill(copy.file.tensor(copy.info))
-            progress.update(copy.info.end - copy.info.start)
+
+    def __init__(self, model: CausalLM, model_dir: Path, *, show_progress: bool) -> None:
+        files = [SafetensorsFile(path) for path in weight_files(model_dir)]
+        self._sources = _plan(model, files, model_dir)
+        hidden = not (show_progress and sys.stderr.isatty())
+        total = sum(source.num_bytes for source in self._sources.values())
+        self._progress = tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden)
+
+    def fill(self, name: str, slot: Slot) -> None:
+        source = self._sources.pop(name)
+        slot.fill(source.file.tensor(source.info))
+        self._progress.update(source.num_bytes)
+        if not self._sources:
+            self._progress.close()
 
 
-@torch.no_grad()
-def fill_with_random_weights(model: CausalLM, *, seed: int) -> None:
+class RandomWeights:
     """Normal with deviation 0.02, norms 1, biases 0; a tensor's numbers depend on the seed and its name only."""
-    for name, slot in model.checkpoint_slots().items():
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def fill(self, name: str, slot: Slot) -> None:
         if slot.init == "normal":
-            slot.target.normal_(0.0, 0.02, generator=_generator(f"{seed}:{name}", slot.target.device))
+            slot.target.normal_(0.0, 0.02, generator=_generator(f"{self._seed}:{name}", slot.target.device))
         else:
             slot.target.fill_(1.0 if slot.init == "ones" else 0.0)
 
@@ -92,27 +112,29 @@ def _indexed_files(model_dir: Path) -> list[Path]:
     return [model_dir / name for name in sorted(set(names))]
 
 
-def _plan(model: CausalLM, files: list[SafetensorsFile], model_dir: Path) -> list[_Copy]:
-    """Match tensors with slots, one to one."""
+def _plan(model: CausalLM, files: list[SafetensorsFile], model_dir: Path) -> dict[str, _Source]:
+    """Match tensors with slots, one to one: the slot's name -> the tensor."""
     slots = model.checkpoint_slots()
     prefix = _missing_prefix(model, files)
-    copies: dict[str, _Copy] = {}
+    sources: dict[str, _Source] = {}
     for file in files:
         for info in file.tensors.values():
             name = info.name if info.name in slots else prefix + info.name
-            if name in copies:
-                raise ModelLoadError(f"{file.path}: tensor {info.name!r} is also in {copies[name].file.path}")
+            if name in sources:
+                raise ModelLoadError(
+                    f"{file.path}: tensor {info.name!r} is also in {sources[name].file.path}"
+                )
             if name in slots:
-                copies[name] = _checked_copy(file, info, slots[name])
+                sources[name] = _checked(file, info, slots[name])
             elif not model.leaves_out(name):
                 raise ModelLoadError(
                     f"{file.path}: tensor {info.name!r} has no place in {type(model).__name__}"
                 )
-    missing = [name for name in slots if name not in copies]
+    missing = [name for name in slots if name not in sources]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelLoadError(f"{model_dir}: tensor {missing[0]!r}{more} is in none of the safetensors files")
-    return list(copies.values())
+    return sources
 
 
 def _missing_prefix(model: CausalLM, files: list[SafetensorsFile]) -> str:
@@ -120,7 +142,7 @@ def _missing_prefix(model: CausalLM, files: list[SafetensorsFile]) -> str:
     return "" if present else model.base_prefix
 
 
-def _checked_copy(file: SafetensorsFile, info: TensorInfo, slot: Slot) -> _Copy:
+def _checked(file: SafetensorsFile, info: TensorInfo, slot: Slot) -> _Source:
     expected = tuple(slot.target.shape)
     if info.shape != expected:
         raise ModelLoadError(
@@ -131,4 +153,4 @@ def _checked_copy(file: SafetensorsFile, info: TensorInfo, slot: Slot) -> _Copy:
         raise ModelLoadError(
             f"{file.path}: tensor {info.name!r} is {dtype}; quantized checkpoints are not supported"
         )
-    return _Copy(file, info, slot)
+    return _Source(file, info)

@@ -50,7 +50,7 @@ class BlockTable:
 
     def capacity(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens that each row's blocks can hold."""
-        return self.num_blocks[rows] * self.block_size
+        return self.num_blocks.take(rows) * self.block_size
 
     def slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Slot of each token: rows [T] and positions [T] -> block_id * block_size + offset, [T] int64."""

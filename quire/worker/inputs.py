@@ -54,13 +54,18 @@ def gather_inputs(
     Raises:
         EngineError: the plan schedules tokens that a row does not know or has no blocks for.
     """
-    starts = batch.num_computed_tokens[rows]
+    starts = batch.num_computed_tokens.take(rows)
     ends = starts + num_scheduled_tokens
-    _check_bounds(batch, rows, starts, ends)
+    known = batch.num_tokens.take(rows)
+    _check_bounds(batch, rows, starts, ends, known)
     query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(num_scheduled_tokens, out=query_start_loc[1:])
-    token_rows = rows.repeat(num_scheduled_tokens)
-    positions = np.arange(query_start_loc[-1]) + (starts - query_start_loc[:-1]).repeat(num_scheduled_tokens)
+    num_scheduled_tokens.cumsum(out=query_start_loc[1:])
+    if query_start_loc[-1] == len(rows):
+        token_rows, positions = rows, starts  # a token each, as in a step that only decodes
+    else:
+        token_rows = rows.repeat(num_scheduled_tokens)
+        offsets = (starts - query_start_loc[:-1]).repeat(num_scheduled_tokens)
+        positions = np.arange(query_start_loc[-1]) + offsets
     longest = int(ends.max())
     table = batch.block_tables[0]
 
@@ -71,7 +76,7 @@ def gather_inputs(
         rows=rows,
         starts=starts,
         query_start_loc=query_start_loc,
-        sampling=np.flatnonzero(ends == batch.num_tokens[rows]),
+        sampling=(ends == known).nonzero()[0],
         input_ids=on_device(batch.token_ids[token_rows, positions].astype(np.int64)),
         positions=on_device(positions),
         metadata=AttentionMetadata(
@@ -86,9 +91,14 @@ def gather_inputs(
 
 
 def _check_bounds(
-    batch: InputBatch, rows: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64]
+    batch: InputBatch,
+    rows: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    known: NDArray[np.int64],
 ) -> None:
-    if (starts < 0).any() or (starts >= ends).any() or (ends > batch.num_tokens[rows]).any():
+    if not ((starts >= 0) & (starts < ends) & (ends <= known)).all():
         raise EngineError("the plan schedules tokens outside those that a request has")
-    if any((ends > table.capacity(rows)).any() for table in batch.block_tables):
-        raise EngineError("the plan schedules tokens for which a request has no cache blocks")
+    for table in batch.block_tables:
+        if (ends > table.capacity(rows)).any():
+            raise EngineError("the plan schedules tokens for which a request has no cache blocks")

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, bytes_per_block
-from quire.layers.attention import bind_kv_cache, kv_cache_dtype, kv_cache_specs
+from quire.layers.attention import bind_kv_cache, kv_cache_dtype, kv_cache_shape, kv_cache_specs
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -124,7 +124,7 @@ class Worker:
         return self._model
 
     def _allocate(self, num_blocks: int) -> None:
-        """One [2, num_blocks, Hkv, block_size, D] tensor per layer, left as the system gives it.
+        """One tensor per layer, left as the system gives it.
 
         Untouched pages cost no memory, and no kernel reads a slot that was not written.
         """
@@ -132,8 +132,7 @@ class Worker:
         caches: dict[str, Tensor] = {}
         for name, spec in self.kv_cache_specs().items():
             assert isinstance(spec, FullAttentionSpec), f"no cache layout for {type(spec).__name__}"
-            shape = (2, num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size)
-            caches[name] = torch.empty(shape, dtype=dtype, device=device)
+            caches[name] = torch.empty(kv_cache_shape(spec, num_blocks), dtype=dtype, device=device)
         bind_kv_cache(self._loaded(), caches)
 
     @torch.inference_mode()

@@ -14,9 +14,18 @@ from quire.config import DEMO_MODEL, EngineConfig, ServerConfig, child_configs, 
 from quire.config.fields import field_types, info_of, plain_type
 from quire.errors import ConfigError
 
+QUANTIZATION_KEYS: dict[str, st.SearchStrategy[Any]] = {
+    "group_size": st.sampled_from([32, 64, 128]),
+    "symmetric": st.booleans(),
+    "mode": st.sampled_from(["fast", "precise"]),
+    "ignore": st.lists(st.text(min_size=1)),
+}
+
 
 def values_of(name: str) -> st.SearchStrategy[Any]:
     """Valid values of one engine field."""
+    if name == "quantization_config":
+        return st.fixed_dictionaries({}, optional=QUANTIZATION_KEYS)
     owner = engine_fields()[name][1]
     info = next(info_of(field) for field in dataclasses.fields(owner) if field.name == name)
     if info.choices:

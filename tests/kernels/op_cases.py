@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import ops
+from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.linear import PackedWeight, WeightScheme
 
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3), torch.float16: (2e-3, 1e-3)}
 
@@ -85,8 +86,32 @@ def write_kv(dtype: torch.dtype) -> Iterator[Arguments]:
         slots = torch.randperm(6 * block_size)[:tokens]
         slots[1::3] = -1
         kv = randn(tokens, 2, heads, size, dtype=dtype)
-        caches = [randn(6, heads, block_size, size, dtype=dtype) for _ in range(2)]
-        yield (kv[:, 0], kv[:, 1], *caches, slots), {}
+        for cache_dtype in (dtype, torch.float32):
+            yield (kv[:, 0], kv[:, 1], *randn_caches(6, heads, block_size, size, cache_dtype), slots), {}
+    slots = torch.tensor([7, -1, 0, 22])
+    kv = randn(4, 2, 2, 24, dtype=dtype)
+    kv[2, :, 1] = 0
+    yield (kv[:, 0], kv[:, 1], *int8_caches(6, 2, 4, 24), slots), {}
+
+
+@cases
+def rotary_and_write_kv(dtype: torch.dtype) -> Iterator[Arguments]:
+    for positions, q, k, cos_sin_cache in (args for args, _ in rotary_embedding(dtype)):
+        tokens, heads, size = k.shape
+        slots = torch.randperm(16 * 4)[:tokens]
+        slots[1::3] = -1
+        caches = randn_caches(16, heads, 4, size, dtype)
+        for interleaved in (False, True):
+            arguments = (
+                positions,
+                q,
+                k,
+                randn(tokens, heads, size, dtype=dtype),
+                cos_sin_cache,
+                *caches,
+                slots,
+            )
+            yield arguments, {"interleaved": interleaved}
 
 
 @cases
@@ -101,7 +126,7 @@ def paged_attention(dtype: torch.dtype) -> Iterator[Arguments]:
     for batch in batches:
         for feature in features:
             metadata = make_metadata(batch, block_size=8, num_blocks=16)
-            caches = [randn(16, 2, 8, 24, dtype=dtype) for _ in range(2)]
+            caches = randn_caches(16, 2, 8, 24, dtype)
             tokens = sum(query_len for query_len, _ in batch)
             yield (randn(tokens, 4, 24, dtype=dtype), *caches, metadata, 24**-0.5), feature
 
@@ -120,6 +145,110 @@ def linear(dtype: torch.dtype) -> Iterator[Arguments]:
             (randn(*shape, dtype=dtype), randn(outputs, shape[-1], dtype=dtype), randn(outputs, dtype=dtype)),
             {},
         )
+
+
+SCHEMES = [
+    WeightScheme(),
+    *(WeightScheme("int8", fast=fast) for fast in (True, False)),
+    *(
+        WeightScheme("int4", group_size, symmetric, fast)
+        for group_size in (32, 64, 128)
+        for symmetric in (True, False)
+        for fast in (True, False)
+    ),
+]
+
+
+@cases
+def pack_weight(dtype: torch.dtype) -> Iterator[Arguments]:
+    for scheme in SCHEMES:
+        for shape in [(1, 1), (33, 45), (16, 128), (50, 301)]:
+            yield (randn(*shape, dtype=dtype), scheme), {}
+        yield (randn(38, 70, dtype=dtype), scheme), {"halves": 2}
+
+
+@cases
+def packed_linear(dtype: torch.dtype) -> Iterator[Arguments]:
+    for scheme in SCHEMES:
+        for shape, outputs in [((0, 16), 8), ((1, 16), 8), ((7, 45), 34), ((2, 3, 64), 10), ((40, 600), 66)]:
+            for weight_dtype in {dtype, torch.float32}:
+                rows = (randn(outputs, shape[-1]) * shape[-1] ** -0.5).to(weight_dtype)
+                weight = reference.pack_weight(rows, scheme, 2)
+                yield (randn(*shape, dtype=dtype), weight), {}
+                yield (
+                    (randn(*shape, dtype=dtype), weight, randn(outputs)),
+                    {"activation": "silu_and_mul"},
+                )
+
+
+@cases
+def packed_embedding(dtype: torch.dtype) -> Iterator[Arguments]:
+    for scheme in SCHEMES:
+        for tokens in (0, 1, 13):
+            weight = reference.pack_weight(randn(31, 45, dtype=dtype), scheme)
+            yield (torch.randint(0, 31, (tokens,)), weight), {}
+
+
+@cases
+def non_finite_rows(dtype: torch.dtype) -> Iterator[Arguments]:
+    for shape in [(0, 5), (1, 1), (3, 8), (4, 77), (2, 40_000)]:
+        logits = randn(*shape)
+        yield (logits,), {}
+        if logits.numel():
+            bad = logits.clone()
+            bad[-1, -1], bad[0, 0] = torch.nan, torch.inf
+            yield (bad,), {}
+    yield (torch.full((2, 64), 3e38),), {}
+
+
+@cases
+def apply_penalties(dtype: torch.dtype) -> Iterator[Arguments]:
+    for count in (0, 1, 30):
+        logits, indices = 3 * randn(4, 23), torch.randperm(4 * 23)[:count]
+        factors = torch.rand(count, dtype=torch.float64) * 2 + 1e-300
+        yield (logits, indices, factors, torch.randn(count, dtype=torch.float64)), {}
+    extremes = torch.tensor([[3e38, -3e38, 0.0, 1.0]])
+    for factor in (5e-324, 1.7e308):
+        factors = torch.full((4,), factor, dtype=torch.float64)
+        yield (extremes, torch.arange(4), factors, torch.zeros(4, dtype=torch.float64)), {}
+
+
+@cases
+def philox_uniform(dtype: torch.dtype) -> Iterator[Arguments]:
+    for count in (0, 1, 50):
+        yield (torch.randint(-(2**63), 2**63 - 1, (count,)), torch.randint(0, 2**40, (count,))), {}
+
+
+@cases
+def sample_tokens(dtype: torch.dtype) -> Iterator[Arguments]:
+    for rows, vocab_size in [(0, 9), (5, 1), (40, 17), (40, 1003), (8, 20_011)]:
+        yield (3 * randn(rows, vocab_size), settings(rows, vocab_size), uniforms(rows)), {}
+        ties = randn(rows, vocab_size).mul_(2).round_()
+        ties[ties == 3] = -torch.inf
+        yield (ties, settings(rows, vocab_size), uniforms(rows)), {}
+    yield (torch.full((2, 9), -torch.inf), settings(2, 9), uniforms(2)), {}
+
+
+def settings(rows: int, vocab_size: int) -> Tensor:
+    """For `ops.sample_tokens`; numbers that no sum of simple probabilities hits, so that rounding decides nothing."""
+    temperatures, log_min_ps = [0.0, 0.01, 0.7, 1.0, 2.0], [-torch.inf, -torch.inf, -4.4, -1.157, -0.13]
+    top_ks = [vocab_size, vocab_size, 1, min(3, vocab_size), min(700, vocab_size)]
+    columns = (temperatures, log_min_ps, top_ks, [1.0, 0.012345, 0.71828183, 0.97654321, 0.99999])
+    picked = [torch.tensor(column, dtype=torch.float64)[torch.randint(0, 5, (rows,))] for column in columns]
+    return torch.stack(picked, dim=1)
+
+
+def uniforms(rows: int) -> Tensor:
+    return torch.rand(rows, dtype=torch.float64)
+
+
+@cases
+def token_logprobs(dtype: torch.dtype) -> Iterator[Arguments]:
+    for rows, vocab_size in [(0, 9), (3, 1), (6, 17), (3, 1003), (2, 20_011)]:
+        for num_top in {0, 1, min(5, vocab_size), min(64, vocab_size), min(65, vocab_size), vocab_size}:
+            chosen = torch.randint(0, vocab_size, (rows,))
+            yield (3 * randn(rows, vocab_size), chosen), {"num_top": num_top}
+            yield (randn(rows, vocab_size).mul_(2).round_(), chosen), {"num_top": num_top}
 
 
 def compare(
@@ -149,6 +278,9 @@ def move(value: Any, device: str) -> Any:
     if isinstance(value, AttentionMetadata):
         names = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping")
         return replace(value, **{name: move(getattr(value, name), device) for name in names})
+    if isinstance(value, PackedWeight):
+        names = ("data", "scales", "zeros")
+        return replace(value, **{name: move(getattr(value, name), device) for name in names})
     if isinstance(value, dict):
         return {key: move(item, device) for key, item in value.items()}
     return tuple(move(item, device) for item in value) if isinstance(value, tuple) else value
@@ -157,12 +289,28 @@ def move(value: Any, device: str) -> Any:
 def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
+    if isinstance(value, PackedWeight):
+        value = (value.data, value.scales, value.zeros)
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
     return [tensor for item in items for tensor in tensors(item)]
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(dtype)
+
+
+def randn_caches(
+    blocks: int, heads: int, block_size: int, size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return randn(blocks, heads, size, block_size, dtype=dtype), randn(
+        blocks, heads, block_size, size, dtype=dtype
+    )
+
+
+def int8_caches(blocks: int, heads: int, block_size: int, size: int) -> tuple[Tensor, Tensor]:
+    """Room for a float32 scale with each vector; all bytes are 0."""
+    shapes = (blocks, heads, size + 4, block_size), (blocks, heads, block_size, size + 4)
+    return torch.zeros(shapes[0], dtype=torch.int8), torch.zeros(shapes[1], dtype=torch.int8)
 
 
 def make_metadata(batch: list[tuple[int, int]], block_size: int, num_blocks: int) -> AttentionMetadata:

@@ -85,14 +85,15 @@ def test_portable_kernels_can_be_asked_for() -> None:
     assert result.stdout.strip() == "C++ kernels for portable (QUIRE_CPU_ISA=portable)", result.stderr
 
 
-@pytest.mark.parametrize("name", list(library.SIGNATURES))
+@pytest.mark.parametrize("name", [name for name in library.SIGNATURES if name in ops.TABLE])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_portable_kernels_match_the_oracle(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     portable = library.open_library(library.PATH, "portable")
     monkeypatch.setattr(library, "loaded", lambda: portable)
-    compare(ops.TABLE[name], getattr(binding, name), dtype, "cpu")
+    (row,) = (row for row in ops.TABLE[name].implementations if row.name == "cpu")
+    compare(ops.TABLE[name], row.load(), dtype, "cpu")
 
 
 def test_an_unknown_instruction_set_is_an_error_that_lists_the_known_ones() -> None:
@@ -193,7 +194,7 @@ def test_a_strided_view_has_the_same_bits_as_its_copy() -> None:
             "residual is",
         ),
         (lambda: binding.silu_and_mul(torch.ones(2, 5)), ValueError, "must be even"),
-        (lambda: rotary(positions=torch.zeros(2)), ValueError, "positions must be int64"),
+        (lambda: rotary(positions=torch.zeros(2)), ValueError, "positions must be contiguous int64"),
         (
             lambda: rotary(positions=torch.tensor([0, 9])),
             IndexError,

@@ -29,9 +29,14 @@ class Sequence:
         return table[positions // BLOCK].long() * BLOCK + positions % BLOCK
 
 
+def full_caches(num_blocks: int, value: float) -> tuple[Tensor, Tensor]:
+    keys, values = (num_blocks, KV_HEADS, SIZE, BLOCK), (num_blocks, KV_HEADS, BLOCK, SIZE)
+    return torch.full(keys, value), torch.full(values, value)
+
+
 def attend(sequences: list[Sequence], chunks: list[tuple[int, int]], **features: Any) -> list[Tensor]:
     """Outputs of rows `chunks[r]` = (start, stop) of each sequence, from shuffled blocks of NaN caches."""
-    caches = [torch.full((64, KV_HEADS, BLOCK, SIZE), torch.nan) for _ in range(2)]
+    caches = full_caches(64, torch.nan)
     free = torch.randperm(64, generator=torch.Generator().manual_seed(1)).int()
     tables = torch.full((len(sequences), 16), -7, dtype=torch.int32)
     for row, sequence in enumerate(sequences):
@@ -112,7 +117,7 @@ def test_decode_batches_larger_than_the_gather_limit(monkeypatch: pytest.MonkeyP
 
 
 def test_rows_of_no_request_are_zero() -> None:
-    caches = [torch.full((2, KV_HEADS, BLOCK, SIZE), torch.nan) for _ in range(2)]
+    caches = full_caches(2, torch.nan)
     metadata = AttentionMetadata(
         query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32),
         seq_lens=torch.zeros(2, dtype=torch.int32),
@@ -126,12 +131,13 @@ def test_rows_of_no_request_are_zero() -> None:
 
 
 def test_write_kv_skips_negative_slots_and_touches_nothing_else() -> None:
-    caches = [torch.zeros(3, KV_HEADS, BLOCK, SIZE) for _ in range(2)]
+    caches = full_caches(3, 0.0)
     k, v = torch.ones(3, KV_HEADS, SIZE), torch.full((3, KV_HEADS, SIZE), 2.0)
     reference.write_kv(k, v, *caches, torch.tensor([5, -1, 2]))
     for cache, value in zip(caches, (1.0, 2.0), strict=True):
-        assert (cache[1, :, 1] == value).all()
-        assert (cache[0, :, 2] == value).all()
+        by_token = cache.transpose(2, 3) if cache is caches[0] else cache
+        assert (by_token[1, :, 1] == value).all()
+        assert (by_token[0, :, 2] == value).all()
         assert cache.sum() == 2 * value * KV_HEADS * SIZE
 
 

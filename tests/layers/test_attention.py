@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
-from quire.layers.attention import Attention, bind_kv_cache, kv_cache_dtype, kv_cache_specs
+from quire.layers.attention import Attention, bind_kv_cache, kv_cache_dtype, kv_cache_shape, kv_cache_specs
 from tests.models.harness import load_tiny, prepared_config
 
 
@@ -28,12 +28,22 @@ def test_every_layer_has_its_own_name(name: str, tiny_model: Callable[[str], Pat
     assert len(kv_cache_specs(model)) == model.config.arch.num_layers
 
 
-def test_cache_dtype_is_the_models_unless_named(tiny_model: Callable[[str], Path]) -> None:
+def test_cache_dtype_is_the_activations_unless_named(tiny_model: Callable[[str], Path]) -> None:
     directory = tiny_model("llama")
-    assert kv_cache_dtype(prepared_config(directory, dtype="bfloat16")) == torch.bfloat16
+    assert kv_cache_dtype(prepared_config(directory, dtype="bfloat16")) == torch.float32
     assert kv_cache_dtype(prepared_config(directory, kv_cache_dtype="float16")) == torch.float16
     specs = kv_cache_specs(load_tiny(directory, kv_cache_dtype="float16", load_format="dummy"))
     assert {spec.dtype_bytes for spec in specs.values() if isinstance(spec, FullAttentionSpec)} == {2}
+
+
+def test_an_int8_cache_has_room_for_scales(tiny_model: Callable[[str], Path]) -> None:
+    model = load_tiny(tiny_model("llama"), kv_cache_dtype="int8", load_format="dummy")
+    spec = next(iter(kv_cache_specs(model).values()))
+    assert isinstance(spec, FullAttentionSpec)
+    assert (spec.dtype_bytes, spec.scale_bytes) == (1, 4)
+    shape = kv_cache_shape(spec, 3)
+    assert shape == (2, 3, spec.num_kv_heads, spec.block_size, spec.head_size + 4)
+    assert torch.empty(shape, dtype=torch.int8).nbytes == 3 * spec.block_bytes
 
 
 def test_binding_shares_memory(tiny_model: Callable[[str], Path]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from quire.kernels.linear import FLOAT, WeightScheme
 from quire.layers.activation import GATED, PLAIN
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
@@ -34,16 +35,19 @@ def test_qkv_is_three_linears() -> None:
         torch.testing.assert_close(heads.flatten(1), expected)
 
 
-def test_gate_up_is_two_linears() -> None:
-    layer = GateUpLinear(hidden_size=4, intermediate_size=6, bias=False, dtype=F32)
+@pytest.mark.parametrize("activation", list(GATED))
+@pytest.mark.parametrize("loaded", [False, True])
+def test_gate_up_is_two_linears_and_an_activation(activation: str, loaded: bool) -> None:
+    layer = GateUpLinear(hidden_size=4, intermediate_size=6, bias=False, dtype=F32, activation=activation)
     tensors, x = fill(layer, "gate", "up"), torch.randn(5, 4)
-    torch.testing.assert_close(
-        layer(x), torch.cat([x @ tensors[f"{name}.weight"].t() for name in ("gate", "up")], 1)
-    )
+    if loaded:
+        layer.finish_loading(FLOAT)
+    expected = torch.cat([x @ tensors[f"{name}.weight"].t() for name in ("gate", "up")], 1)
+    torch.testing.assert_close(layer(x), GATED[activation](expected))
 
 
 def test_merged_in_the_checkpoint_already() -> None:
-    layer = GateUpLinear(hidden_size=4, intermediate_size=6, bias=False, dtype=F32)
+    layer = GateUpLinear(hidden_size=4, intermediate_size=6, bias=False, dtype=F32, activation="silu")
     tensors = fill(layer, "gate_up")
     assert tensors["gate_up.weight"].shape == (12, 4)
     assert torch.equal(layer.weight, tensors["gate_up.weight"])
@@ -124,3 +128,32 @@ def test_a_slot_converts_dtypes() -> None:
     slot.fill(values)
     assert layer.weight.dtype == torch.bfloat16
     assert torch.equal(layer.weight.float(), values)
+
+
+@pytest.mark.parametrize("kind", ["float", "int8", "int4"])
+def test_loading_keeps_one_copy(kind: str) -> None:
+    """A packed layer holds its matrix once: no plain weight, and no more bytes than its format takes."""
+    layer = Linear(in_features=256, out_features=64, bias=True, dtype=torch.bfloat16)
+    fill(layer, "w")
+    layer.finish_loading(WeightScheme(kind))  # type: ignore[arg-type]
+    if layer.packed is None:
+        pytest.skip("the C++ kernels were not built")
+    assert layer.weight is None
+    assert [name for name, _ in layer.named_parameters()] == ["bias"]
+    assert layer.packed.nbytes <= {"float": 2.0, "int8": 1.05, "int4": 0.57}[kind] * 256 * 64
+
+
+def test_a_tied_table_is_looked_up_and_multiplied_from_one_copy() -> None:
+    layer = VocabEmbedding(vocab_size=40, size=24, dtype=torch.bfloat16, is_head=True)
+    weight = fill(layer, "e")["e.weight"].bfloat16().float()
+    layer.finish_loading(FLOAT)
+    hidden = torch.randn(3, 24)
+    assert torch.equal(layer(torch.tensor([0, 39, 17])), weight[[0, 39, 17]])
+    torch.testing.assert_close(layer.logits(hidden), hidden @ weight.t(), rtol=1e-5, atol=1e-5)
+
+
+def test_int4_keeps_vocabularies_at_int8() -> None:
+    layer = VocabEmbedding(vocab_size=40, size=24, dtype=torch.bfloat16, is_head=True)
+    weight = fill(layer, "e")["e.weight"]
+    layer.finish_loading(WeightScheme("int4"))
+    assert (layer(torch.arange(40)) - weight).norm() < 0.02 * weight.norm()

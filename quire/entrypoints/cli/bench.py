@@ -1,4 +1,4 @@
-"""`quire bench throughput | latency | serve`."""
+"""`quire bench throughput | latency | serve | kernels`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COUNT_OR_ZERO = HumanInt(minimum=0)
 
 @click.group()
 def bench() -> None:
-    """Measure throughput, latency or a running server."""
+    """Measure throughput, latency, a running server or the CPU kernels."""
 
 
 def _json_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,6 +163,37 @@ def serve(
     for message, count in serve_bench.error_counts(result.records).items():
         click.echo(f"{count} failed: {message}", err=True)
     return 1 if result.failed else 0
+
+
+@bench.command()
+@click.option("--rows", type=COUNT, multiple=True, help="Rows of activations; may be given several times.")
+@click.option(
+    "--weights",
+    multiple=True,
+    help="Weight format, such as bfloat16 or int8-precise; may be given several times.",
+)
+@click.option("--threads", type=COUNT, help="Compute threads; default: one per physical core.")
+@_json_option
+def kernels(
+    rows: tuple[int, ...], weights: tuple[str, ...], threads: int | None, json_file: str | None
+) -> None:
+    """Measure the CPU kernels at a 0.5B model's shapes, as shares of this machine's measured limits."""
+    import torch
+
+    from quire.bench import kernels as kernels_bench
+
+    unknown = [name for name in weights if name not in kernels_bench.WEIGHTS]
+    if unknown:
+        known = ", ".join(kernels_bench.WEIGHTS)
+        raise ConfigError(f"--weights is {unknown[0]!r}; it must be one of {known}")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    result = kernels_bench.measure(
+        list(kernels_bench.SUITES),
+        rows or kernels_bench.ROWS,
+        weights or ("bfloat16", "int8", "int4"),
+    )
+    _report(result.lines(), result.as_json(), json_file)
 
 
 def _batches(

@@ -1,6 +1,21 @@
-"""The C++ CPU kernels as the table of ops sees them; nothing is loaded before the first question."""
+"""The C++ CPU kernels as the rest of quire sees them; torch-free, and nothing is loaded before the first question."""
 
-import torch
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+PATH = Path(__file__).with_name("libquire_cpu.so")
+"""Where the library is, if it was built."""
+
+
+def available() -> bool:
+    """Whether the kernels were built and are not switched off; asked before torch is there."""
+    return PATH.exists() and os.environ.get("QUIRE_KERNELS", "auto") != "reference"
 
 
 def supports(dtype: torch.dtype) -> bool:

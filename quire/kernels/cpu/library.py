@@ -8,31 +8,52 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable, Mapping
-from ctypes import c_char_p, c_float, c_int64, c_void_p
+from ctypes import c_char_p, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from struct import Struct
 
 import torch
 
 from quire.errors import ConfigError, StartupError
+from quire.kernels import cpu
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 1
-PATH = Path(__file__).with_name("libquire_cpu.so")
+ABI_VERSION = 2
+PATH = cpu.PATH
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The codes of `enum DType` in csrc/cpu/quire_cpu.h."""
+"""The codes of `enum DType` in csrc/cpu/quire_cpu.h that all kernels compute on."""
+CACHE_DTYPE_CODES = DTYPE_CODES | {torch.int8: 3}
+"""The codes that a KV cache may have."""
 
-_P, _I, _F = c_void_p, c_int64, c_float
-SIGNATURES: Mapping[str, tuple[type, ...]] = {
+_P, _I, _F = "P", "q", "d"
+SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "rms_norm": (_P, _P, _P, _I, _I, _I, _I, _I, _F, _I, _I),
     "fused_add_rms_norm": (_P, _P, _P, _P, _P, _I, _I, _F, _I, _I),
     "silu_and_mul": (_P, _P, _I, _I, _I),
     "rotary_embedding": (_P, _P, _P, _P, *(_I,) * 11),
+    "pack_weight": (_P, _P, _P, _P, *(_I,) * 6),
+    "packed_linear": (*(_P,) * 7, *(_I,) * 9),
+    "packed_embedding": (*(_P,) * 5, *(_I,) * 6),
+    "layer_norm": (_P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _I, _I),
+    "gelu_and_mul": (_P, _P, _I, _I, _I, _I),
+    "embedding": (_P, _P, _P, _I, _I, _I),
+    "write_kv": (_P, _P, _P, _P, _P, *(_I,) * 11),
+    "rotary_and_write_kv": (*(_P,) * 8, *(_I,) * 17),
+    "paged_attention": (*(_P,) * 8, *(_I,) * 11, _F, _F, _I, _I),
+    "non_finite_rows": (_P, _P, _I, _I),
+    "apply_penalties": (_P, _P, _P, _P, _I, _I),
+    "philox_uniform": (_P, _P, _P, _I),
+    "sample_tokens": (_P, _P, _P, _P, _I, _I),
+    "token_logprobs": (_P, _P, _P, _P, _P, _I, _I, _I),
+    "peak_fma": (_P, _I),
+    "read_memory": (_P, _P, _I),
 }
-"""Argument types of each kernel, as declared in csrc/cpu/table.cpp; every kernel returns an int64 status."""
+"""Argument types of each kernel, as declared in csrc/cpu/table.cpp, by their `struct` codes: an address, an int64, and
+a float, which is passed as a double. Every kernel returns an int64 status."""
 
 Kernel = Callable[..., int]
 
@@ -115,4 +136,11 @@ def _kernel(handle: ctypes.CDLL, isa_index: int, name: str) -> Kernel:
     address = handle.quire_cpu_kernel(isa_index, name.encode())
     if not address:
         raise StartupError(f"{PATH.name} has no kernel {name!r}: reinstall quire")
-    return ctypes.CFUNCTYPE(c_int64, *SIGNATURES[name])(address)
+    function = ctypes.CFUNCTYPE(c_int64, c_char_p)(address)
+    pack = Struct("".join(SIGNATURES[name])).pack
+
+    def kernel(*arguments: float) -> int:
+        # One packed argument: ctypes takes longer over twenty than most kernels take over a token.
+        return function(pack(*arguments))
+
+    return kernel

@@ -6,20 +6,29 @@ Invariant: nothing that shapes sampling (penalties, masks, temperature, filters)
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels import ops
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, TokenLogprobs
 from quire.worker.input_batch import InputBatch
 from quire.worker.sampler.feature import Feature
-from quire.worker.sampler.order import ids_of, order_keys, rank_of
 
 WHOLE_VOCABULARY = -1
 
 
-class Logprobs(Feature[NDArray[np.int64]]):
+class StagedLogprobs(NamedTuple):
+    rows: NDArray[np.int64]
+    """[U] of the step's rows."""
+    num_logprobs: list[int]
+    """[U] most likely tokens wanted."""
+
+
+class Logprobs(Feature[StagedLogprobs]):
     """The rows that want logprobs of what they sample."""
 
     def __init__(self, batch: InputBatch) -> None:
@@ -34,14 +43,8 @@ class Logprobs(Feature[NDArray[np.int64]]):
         assert num_logprobs is not None
         self._num_logprobs[row] = num_logprobs
 
-    def _stage(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[U] rows of the step."""
-        return users
-
-    def num_logprobs(self, rows: NDArray[np.int64]) -> list[int]:
-        """How many of the most likely tokens these rows want."""
-        counts: list[int] = self._num_logprobs[rows].tolist()
-        return counts
+    def _stage(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> StagedLogprobs:
+        return StagedLogprobs(users, self._num_logprobs[rows[users]].tolist())
 
 
 def token_logprobs(logits: Tensor, chosen: Tensor, num_logprobs: list[int]) -> list[TokenLogprobs]:
@@ -58,13 +61,9 @@ def token_logprobs(logits: Tensor, chosen: Tensor, num_logprobs: list[int]) -> l
     """
     vocab_size = logits.shape[1]
     counts = [vocab_size if n == WHOLE_VOCABULARY else min(n, vocab_size) for n in num_logprobs]
-    logprobs = logits.log_softmax(1)
-    keys = order_keys(logits)
-    best = ids_of(keys.topk(max(counts)).values, vocab_size)
-    chosen_logprobs = logprobs.gather(1, chosen[:, None]).squeeze(1).tolist()
-    columns = (best.tolist(), logprobs.gather(1, best).tolist(), chosen.tolist(), chosen_logprobs)
-    ranks = rank_of(keys, chosen).tolist()
+    results = ops.token_logprobs(logits, chosen, max(counts))
+    ids, logprobs, ranks = (result.tolist() for result in results)
     return [
-        TokenLogprobs([token, *ids[:n]], [logprob, *values[:n]], rank)
-        for n, ids, values, token, logprob, rank in zip(counts, *columns, ranks, strict=True)
+        TokenLogprobs(row_ids[: n + 1], row_logprobs[: n + 1], rank)
+        for n, row_ids, row_logprobs, rank in zip(counts, ids, logprobs, ranks, strict=True)
     ]

@@ -17,12 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels import ops
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.worker.input_batch import InputBatch
 from quire.worker.sampler.feature import LogitsFeature
-
-_MAX_LOGIT = torch.finfo(torch.float32).max
 
 
 class StagedPenalties(NamedTuple):
@@ -103,9 +102,4 @@ class Penalties(LogitsFeature[StagedPenalties]):
             self._num_distinct[new_rows] += 1
 
     def apply(self, logits: Tensor, staged: StagedPenalties) -> None:
-        flat = logits.view(-1)
-        # In float64, and brought back into range: a tiny or huge factor must not make an infinity or a NaN.
-        values = flat[staged.flat].double()
-        values = torch.where(values > 0, values / staged.repetition, values * staged.repetition)
-        values = (values - staged.subtracted).clamp_(max=_MAX_LOGIT)
-        flat[staged.flat] = values.float()
+        ops.apply_penalties(logits, staged.flat, staged.repetition, staged.subtracted)

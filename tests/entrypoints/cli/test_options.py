@@ -48,6 +48,10 @@ def value_of(configs: tuple[EngineConfig, ServerConfig], name: str) -> Any:
 
 def values(owner: type[Config], field: dataclasses.Field[Any]) -> st.SearchStrategy[Any]:
     info = info_of(field)
+    if field.name == "quantization_config":
+        return st.fixed_dictionaries(
+            {"group_size": st.sampled_from([32, 64, 128]), "symmetric": st.booleans()}
+        )
     if info.choices:
         return st.sampled_from(info.choices)
     low, high = info.ge if info.ge is not None else info.gt, info.le

@@ -1,0 +1,26 @@
+// Rows of a table, copied as bytes: the element type does not matter.
+
+#include "kernels.h"
+
+#include <cstddef>
+
+namespace quire { namespace QUIRE_ISA {
+
+// Returns how many ids are outside the table; their rows are left as they were.
+int64_t embedding(void* out, const int64_t* ids, const void* table, int64_t tokens, int64_t num_rows,
+                  int64_t row_bytes) {
+    int64_t refused = 0;
+#pragma omp parallel for schedule(static) reduction(+ : refused) if (tokens * row_bytes >= 4 * kParallelElements)
+    for (int64_t token = 0; token < tokens; ++token) {
+        const int64_t id = ids[token];
+        if (id < 0 || id >= num_rows) {
+            ++refused;
+            continue;
+        }
+        __builtin_memcpy(static_cast<char*>(out) + token * row_bytes, static_cast<const char*>(table) + id * row_bytes,
+                         static_cast<size_t>(row_bytes));
+    }
+    return refused;
+}
+
+}}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,133 @@
+// Storing a step's keys and values in their slots, and the same with the rotation of queries and keys before it.
+
+#include "kv_cache.h"
+#include "rotary.h"
+
+namespace quire { namespace QUIRE_ISA { namespace {
+
+// Calls put(i, element) for each of n elements of x as the cache's type.
+template <class C, class T, class Put>
+inline void convert_each(const T* x, int64_t n, Put put) {
+    for_each_vector(n, [&](int64_t i, auto lanes) {
+        C converted[kLanes];
+        store(converted, load(x + i, lanes), All{});
+        for (int64_t j = 0; j < kLanes && i + j < n; ++j) put(i + j, converted[j]);
+    });
+}
+
+// amax / 127, so that the largest magnitude becomes 127; NaN if any element is not finite.
+template <class T>
+inline float int8_scale(const T* x, int64_t n) {
+    Bits top = {};
+    for_each_vector(n, [&](int64_t i, auto lanes) {
+        const Bits magnitude = as_bits(load(x + i, lanes)) & 0x7fffffff;
+        top = magnitude > top ? magnitude : top;
+    });
+    uint32_t amax = 0;
+    for (int64_t i = 0; i < kLanes; ++i) amax = top[i] > amax ? top[i] : amax;
+    return amax < 0x7f800000 ? as_floats(Bits{amax})[0] / 127.0f : __builtin_nanf("");
+}
+
+template <class T, class Put>
+inline void quantize_each(const T* x, int64_t n, float scale, Put put) {
+    const float divisor = scale == 0.0f ? 1.0f : scale;
+    for_each_vector(n, [&](int64_t i, auto lanes) {
+        // Adding 1.5 * 2^23 rounds to nearest even, and leaves the integer in the low bits; NaN must give some integer.
+        const Vec ratio = load(x + i, lanes) / divisor;
+        const Bits codes = as_bits((ratio == ratio ? ratio : Vec{}) + 12582912.0f);
+        for (int64_t j = 0; j < kLanes && i + j < n; ++j) put(i + j, Int8{static_cast<int8_t>(codes[j] & 0xff)});
+    });
+}
+
+template <class T, class C>
+inline void write_head(const T* k, const T* v, C* keys, C* values, const CacheShape& shape, int64_t offset) {
+    const int64_t n = shape.head_size, size = shape.block_size;
+    values += offset * (n + kScaleElements<C>);
+    const auto put_key = [&](int64_t i, C element) { keys[i * size + offset] = element; };
+    const auto put_value = [&](int64_t i, C element) { values[i] = element; };
+    if constexpr (kScaleElements<C> != 0) {
+        const float key_scale = int8_scale(k, n), value_scale = int8_scale(v, n);
+        quantize_each(k, n, key_scale, put_key);
+        quantize_each(v, n, value_scale, put_value);
+        store_scale(keys + n * size + offset * kScaleElements<C>, key_scale);
+        store_scale(values + n, value_scale);
+    } else {
+        convert_each<C>(k, n, put_key);
+        convert_each<C>(v, n, put_value);
+    }
+}
+
+struct Caches {
+    void *keys, *values;
+    CacheShape shape;
+};
+
+template <class T, class C>
+inline void write_token(const Heads& k, const Heads& v, const Caches& caches, int64_t token, int64_t slot) {
+    const int64_t block = slot / caches.shape.block_size, offset = slot % caches.shape.block_size;
+    for (int64_t head = 0; head < k.count; ++head) {
+        const int64_t start = block_start<C>(caches.shape, block, head);
+        write_head(static_cast<const T*>(k.data) + token * k.token_stride + head * k.head_stride,
+                   static_cast<const T*>(v.data) + token * v.token_stride + head * v.head_stride,
+                   static_cast<C*>(caches.keys) + start,
+                   static_cast<C*>(caches.values) + start, caches.shape, offset);
+    }
+}
+
+// Calls body(T{}, C{}) with the element types of a step's tensors and of the cache.
+template <class Body>
+inline int64_t with_dtypes(int64_t dtype, int64_t cache_dtype, Body body) {
+    return with_dtype(dtype, [&](auto t) { return with_cache_dtype(cache_dtype, [&](auto c) { return body(t, c); }); });
+}
+
+}  // namespace
+
+// Returns how many slots are past the end of the cache; those and negative ones are skipped.
+int64_t write_kv(void* k, void* v, void* k_cache, void* v_cache, const int64_t* slots, int64_t tokens, int64_t heads,
+                 int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride,
+                 int64_t num_blocks, int64_t block_size, int64_t head_size, int64_t dtype, int64_t cache_dtype) {
+    const Heads keys{k, heads, k_token_stride, k_head_stride}, values{v, heads, v_token_stride, v_head_stride};
+    const Caches caches{k_cache, v_cache, {num_blocks, heads, block_size, head_size}};
+    return with_dtypes(dtype, cache_dtype, [&](auto t, auto c) {
+        int64_t refused = 0;
+#pragma omp parallel for schedule(static) reduction(+ : refused) if (tokens * heads * head_size >= kParallelElements)
+        for (int64_t token = 0; token < tokens; ++token) {
+            if (slots[token] >= num_blocks * block_size) ++refused;
+            else if (slots[token] >= 0)
+                write_token<decltype(t), decltype(c)>(keys, values, caches, token, slots[token]);
+        }
+        return refused;
+    });
+}
+
+// Returns how many tokens have a position or a slot out of range; of those nothing is changed.
+int64_t rotary_and_write_kv(void* q, void* k, void* v, void* k_cache, void* v_cache, const int64_t* positions,
+                            const void* cos_sin, const int64_t* slots, int64_t tokens, int64_t num_positions,
+                            int64_t rot_dim, int64_t q_heads, int64_t q_token_stride, int64_t q_head_stride,
+                            int64_t heads, int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
+                            int64_t v_head_stride, int64_t num_blocks, int64_t block_size, int64_t head_size,
+                            int64_t interleaved, int64_t dtype, int64_t cache_dtype) {
+    const Heads queries{q, q_heads, q_token_stride, q_head_stride};
+    const Heads keys{k, heads, k_token_stride, k_head_stride}, values{v, heads, v_token_stride, v_head_stride};
+    const Caches caches{k_cache, v_cache, {num_blocks, heads, block_size, head_size}};
+    return with_dtypes(dtype, cache_dtype, [&](auto t, auto c) {
+        using T = decltype(t);
+        int64_t refused = 0;
+#pragma omp parallel for schedule(static) reduction(+ : refused) \
+    if (tokens * (q_heads + 2 * heads) * head_size >= kParallelElements)
+        for (int64_t token = 0; token < tokens; ++token) {
+            const int64_t position = positions[token], slot = slots[token];
+            if (position < 0 || position >= num_positions || slot >= num_blocks * block_size) {
+                ++refused;
+                continue;
+            }
+            const Float32* cos = static_cast<const Float32*>(cos_sin) + position * rot_dim;
+            rotate_token<T>(queries, token, cos, rot_dim / 2, interleaved != 0);
+            rotate_token<T>(keys, token, cos, rot_dim / 2, interleaved != 0);
+            if (slot >= 0) write_token<T, decltype(c)>(keys, values, caches, token, slot);
+        }
+        return refused;
+    });
+}
+
+}}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,47 @@
+// What this machine can do at most: the limits that `quire bench kernels` compares with.
+
+#include "kernels.h"
+
+namespace quire { namespace QUIRE_ISA {
+
+// Twelve independent chains of multiply-adds on every thread; returns the floating-point operations done.
+int64_t peak_fma(void* out, int64_t iterations) {
+    constexpr int kChains = 12;
+    float total = 0.0f;
+    int64_t threads = 0;
+#pragma omp parallel reduction(+ : total, threads)
+    {
+        Vec chains[kChains];
+        for (int c = 0; c < kChains; ++c) chains[c] = splat(static_cast<float>(c));
+        const Vec factor = splat(0.999f), term = splat(1e-3f);
+        for (int64_t i = 0; i < iterations; ++i) {
+#pragma GCC unroll 12
+            for (int c = 0; c < kChains; ++c) chains[c] = fma(chains[c], factor, term);
+        }
+        for (int c = 0; c < kChains; ++c) total += sum(chains[c]);
+        ++threads;
+    }
+    *static_cast<float*>(out) = total;
+    return threads * iterations * kChains * kLanes * 2;
+}
+
+// Reads a buffer of a multiple of 256 bytes once, a contiguous share per thread; returns the bytes read.
+int64_t read_memory(void* out, const void* data, int64_t bytes) {
+    const Bits* words = static_cast<const Bits*>(data);
+    const int64_t lines = bytes / 256;
+    uint32_t total = 0;
+#pragma omp parallel reduction(^ : total)
+    {
+        Bits sums[8] = {};
+#pragma omp for schedule(static)
+        for (int64_t line = 0; line < lines; ++line) {
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; ++j) sums[j] ^= words[line * 8 + j];
+        }
+        for (int j = 0; j < 8; ++j) total ^= sums[j][0] ^ sums[j][7];
+    }
+    *static_cast<uint32_t*>(out) = total;
+    return lines * 256;
+}
+
+}}  // namespace quire::QUIRE_ISA

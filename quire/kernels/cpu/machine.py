@@ -1,0 +1,34 @@
+"""The limits of this machine, measured with the instructions that the kernels use.
+
+Invariant: as many threads work as a kernel called here would use.
+"""
+
+import time
+
+import torch
+
+from quire.kernels.cpu.binding import _call
+
+_FMA_ITERATIONS = 2_000_000
+_READ_BYTES = 256 * 2**20
+
+
+def peak_flops() -> float:
+    """Floating-point operations per second in a loop of nothing but independent multiply-adds."""
+    out = torch.empty(1)
+    started = time.perf_counter()
+    operations = _call("peak_fma", (out,), _FMA_ITERATIONS)
+    return operations / (time.perf_counter() - started)
+
+
+def read_buffer() -> torch.Tensor:
+    """Memory far larger than the caches, touched, for `read_bandwidth`."""
+    return torch.ones(_READ_BYTES, dtype=torch.uint8)
+
+
+def read_bandwidth(buffer: torch.Tensor) -> float:
+    """Bytes per second of reading a buffer once."""
+    out = torch.empty(1)
+    started = time.perf_counter()
+    num_bytes = _call("read_memory", (out, buffer), buffer.nbytes)
+    return num_bytes / (time.perf_counter() - started)

@@ -1,0 +1,91 @@
+"""Packed weights: the layout that the CPU's linear kernels read, and the ways to quantise into it.
+
+Invariant: a matrix is packed once, while loading, and exists once. Panels of 16 outputs let a kernel vectorise over
+outputs and walk k in order, so that no sum depends on how many rows are multiplied.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+PANEL = 16
+"""Outputs per panel."""
+
+Kind = Literal["float", "int8", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScheme:
+    """How a weight is kept.
+
+    "float": as it is. "int8": a scale per output. "int4": a scale, and without `symmetric` a zero point, per
+    output and `group_size` values of k. `fast` multiplies integers by activations rounded to 16 bits per token;
+    otherwise weights are widened and activations stay float32.
+    """
+
+    kind: Kind = "float"
+    group_size: int = 32
+    symmetric: bool = True
+    fast: bool = True
+
+
+FLOAT = WeightScheme()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A matrix [N, K] in panels; rows beyond N and k beyond K are 0.
+
+    `halves` is 2 where the panels of the first and second half of N alternate (gate and up), else 1. With P
+    panels and G groups, `data` is [P, K, 16] for floats, where bfloat16 keeps outputs j and j + 8 side by side;
+    int8 [P, K / 2, 16, 2]; and for int4 uint8 [P, K / 2, 16], byte 2 j + i of which has output j for the i-th of
+    two k in its low nibble and output j + 8 in its high one. `scales` is float32 [P, 16] for int8 and bfloat16
+    [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or None where every zero point is 8.
+    """
+
+    scheme: WeightScheme
+    data: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    outputs: int
+    inputs: int
+    halves: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the matrix."""
+        return sum(part.nbytes for part in (self.data, self.scales, self.zeros) if part is not None)
+
+
+def num_panels(outputs: int, halves: int) -> int:
+    """Panels of a matrix; each half begins with a panel of its own."""
+    return -(-(outputs // halves) // PANEL) * halves
+
+
+def interleave_bfloat16(panels: Tensor) -> Tensor:
+    """[..., 16] in order of outputs -> outputs j and j + 8 side by side."""
+    return torch.unflatten(panels, -1, (2, 8)).transpose(-1, -2).flatten(-2)
+
+
+def deinterleave_bfloat16(panels: Tensor) -> Tensor:
+    """The inverse of `interleave_bfloat16`."""
+    return torch.unflatten(panels, -1, (8, 2)).transpose(-1, -2).flatten(-2)
+
+
+def to_panels(rows: Tensor, halves: int) -> Tensor:
+    """[N, ...] -> [P, 16, ...], padded with zeros."""
+    parts = []
+    for half in rows.chunk(halves):
+        padding = -len(half) % PANEL
+        parts.append(
+            torch.cat([half, half.new_zeros(padding, *half.shape[1:])]).view(-1, PANEL, *half.shape[1:])
+        )
+    return torch.stack(parts, 1).flatten(0, 1)
+
+
+def from_panels(panels: Tensor, outputs: int, halves: int) -> Tensor:
+    """[P, 16, ...] -> [N, ...]."""
+    parts = torch.unflatten(panels, 0, (-1, halves)).unbind(1)
+    return torch.cat([part.flatten(0, 1)[: outputs // halves] for part in parts])

@@ -1,0 +1,114 @@
+"""The oracle of the sampling ops: logits in, one token per row out.
+
+Invariant: floating-point work is row by row (softmax, cumulative sums), never an element-wise function over the
+whole batch whose vector lanes would depend on a row's place in it.
+"""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.philox import uniform
+from quire.kernels.token_order import ids_of, order_keys, rank_of
+
+# Rows are sampled so many at a time that the allocator recycles the float64 and int64 copies of their logits (elements,
+# 8 MiB each); larger ones would be fresh pages of the system every time, which costs more than the arithmetic.
+_SLICE_ELEMENTS = 1 << 20
+_MAX_LOGIT = torch.finfo(torch.float32).max
+_FIRST_WIDTH = 64
+_WIDENING = 16
+
+
+def non_finite_rows(logits: Tensor) -> Tensor:
+    # The sum is far cheaper than looking at every element. It can overflow for huge finite logits: look again
+    # then.
+    suspects = ~logits.sum(1).isfinite()
+    for row in suspects.nonzero().squeeze(1).tolist():
+        suspects[row] = not logits[row].isfinite().all()
+    return suspects
+
+
+def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor) -> None:
+    flat = logits.view(-1)
+    # In float64, and brought back into range: a tiny or huge factor must not make an infinity or a NaN.
+    values = flat[indices].double()
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    flat[indices] = (values - subtracted).clamp_(max=_MAX_LOGIT).float()
+
+
+def philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    return torch.from_numpy(uniform(seeds.cpu().numpy(), positions.cpu().numpy())).to(seeds.device)
+
+
+def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor) -> Tensor:
+    size = max(1, _SLICE_ELEMENTS // logits.shape[1])
+    parts = [slice(start, start + size) for start in range(0, max(len(logits), 1), size)]
+    return torch.cat([_sample_slice(logits[part], settings[part], uniforms[part]) for part in parts])
+
+
+def _sample_slice(logits: Tensor, settings: Tensor, uniforms: Tensor) -> Tensor:
+    # numpy's argmax is vectorized and torch's is not: a tenth of the time. Both take the lowest index of
+    # equals.
+    chosen = torch.from_numpy(logits.cpu().numpy().argmax(axis=1)).to(logits.device)
+    random = (settings[:, 0] != 0.0).nonzero().squeeze(1)
+    if len(random):
+        chosen[random] = _draw(_shaped(logits[random], settings[random]), uniforms[random])
+    return torch.where(logits.amax(1) == -torch.inf, -1, chosen)
+
+
+def _shaped(logits: Tensor, settings: Tensor) -> Tensor:
+    """Logits [N, V], which are changed, and settings [N, 4] -> logits of the distribution to draw from."""
+    temperature, log_min_p = settings[:, :2].float().unbind(1)
+    logits.div_(temperature[:, None]).clamp_(max=_MAX_LOGIT)
+    lowest = logits.amax(1) + log_min_p
+    logits.masked_fill_(logits < lowest[:, None], -torch.inf)
+    top_k, top_p = settings[:, 2].long(), settings[:, 3]
+    cut = ((top_k < logits.shape[1]) | (top_p < 1.0)).nonzero().squeeze(1)
+    if len(cut):
+        logits[cut] = _truncated(logits[cut], top_k[cut], top_p[cut])
+    return logits
+
+
+def _truncated(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The `top_k` first tokens, of those the fewest first ones that hold `top_p` of the mass left.
+
+    Both keep a prefix of the order of tokens, so what is looked for is that prefix's last key: by partial
+    selection, widened for the rows whose mass lies deeper; a wider look gives the same answer.
+    """
+    keys = order_keys(logits)
+    width = int(top_k.where(top_k < logits.shape[1], min(_FIRST_WIDTH, logits.shape[1])).max())
+    last = _last_kept_key(keys, logits.softmax(1, dtype=torch.float64), top_k, top_p, width)
+    return logits.masked_fill_(keys < last[:, None], -torch.inf)
+
+
+def _last_kept_key(keys: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
+    """Key of the last token that each row keeps, [U]; `keys` and `probs` are [U, V]."""
+    vocab_size = keys.shape[1]
+    best = keys.topk(width).values
+    mass = probs.gather(1, ids_of(best, vocab_size)).cumsum(1)
+    is_limited = top_k < vocab_size
+    total = torch.where(is_limited, mass.gather(1, top_k.clamp(max=width)[:, None] - 1).squeeze(1), 1.0)
+    # top_p = 1 keeps everything, also what is lost in the rounding of the sum.
+    wanted = torch.where(top_p < 1.0, top_p * total, torch.inf)
+    is_before_enough = torch.nn.functional.pad(mass[:, :-1], (1, 0)) < wanted[:, None]
+    num_kept = torch.minimum(is_before_enough.sum(1), top_k).clamp(min=1)
+    last = best.gather(1, num_kept.clamp(max=width)[:, None] - 1).squeeze(1)
+    deeper = torch.nonzero(~is_limited & (mass[:, -1] < wanted)).squeeze(1)
+    if width < vocab_size and len(deeper):
+        wider = min(width * _WIDENING, vocab_size)
+        last[deeper] = _last_kept_key(keys[deeper], probs[deeper], top_k[deeper], top_p[deeper], wider)
+    return last
+
+
+def _draw(logits: Tensor, uniforms: Tensor) -> Tensor:
+    cumulative = logits.softmax(1, dtype=torch.float64).cumsum_(1)
+    targets = uniforms[:, None] * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    # Only a row without any token left (all NaN) gets past the end.
+    return torch.where(chosen < logits.shape[1], chosen, -1)
+
+
+def token_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    keys = order_keys(logits)
+    best = ids_of(keys.topk(num_top).values, logits.shape[1])
+    ids = torch.cat((chosen[:, None], best), dim=1)
+    return ids, logits.log_softmax(1).gather(1, ids), rank_of(keys, chosen)

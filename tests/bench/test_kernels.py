@@ -1,0 +1,44 @@
+"""Kernel measurements: shares of limits are what the numbers say."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from quire.bench import kernels
+from quire.bench.kernels import Case, KernelsResult, Limits, ModelShape, measure_case
+
+LIMITS = Limits(threads=2, flops=100e9, bandwidth=10e9)
+
+
+def ticking(step: float) -> itertools.count[float]:
+    return itertools.count(0.0, step)
+
+
+@pytest.mark.parametrize(
+    ("flops", "num_bytes", "share", "bound"),
+    [(10e9, 0.1e9, 0.5, "arithmetic"), (1e9, 1e9, 0.5, "memory")],
+)
+def test_share_of_the_limit(flops: float, num_bytes: float, share: float, bound: str) -> None:
+    clock = ticking(0.2)
+    result = measure_case(Case("op", 4, lambda: None, flops, num_bytes), LIMITS, lambda: next(clock))
+    assert result.seconds == pytest.approx(0.2)
+    assert result.of_limit == pytest.approx(share)
+    assert result.bound == bound
+    assert f"{share:.0%} of {bound}" in result.line()
+
+
+def test_linear_cases_count_what_a_call_needs() -> None:
+    shape = ModelShape(hidden=32, qkv=48, intermediate=64, vocab=100)
+    cases = {case.name: case for case in kernels.linear_cases(shape, [3], ["bfloat16"])}
+    assert list(cases) == [f"{name} bfloat16" for name in ("qkv", "o", "gate_up+silu", "down", "lm_head")]
+    qkv = cases["qkv bfloat16"]
+    assert qkv.flops == 2 * 3 * 48 * 32
+    assert qkv.num_bytes == 2 * 48 * 32 + 4 * 3 * (32 + 48)
+    qkv.run()
+
+
+def test_the_table_names_the_limits() -> None:
+    lines = KernelsResult(LIMITS, []).lines()
+    assert lines[0].startswith("2 threads: 100.0 GFLOP/s multiply-add, 10.0 GB/s read")

@@ -1,0 +1,51 @@
+"""`QuantizationConfig`: what it means, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.config import QuantizationConfig
+from quire.errors import ConfigError
+
+
+def test_defaults() -> None:
+    config = QuantizationConfig(quantization="int4")
+    assert (config.group_size, config.symmetric, config.fast, config.ignore) == (32, True, True, ())
+
+
+def test_every_key_is_read() -> None:
+    given = {"group_size": 128, "symmetric": False, "mode": "precise", "ignore": ["lm_head"]}
+    config = QuantizationConfig("int4", given)
+    assert (config.group_size, config.symmetric, config.fast, config.ignore) == (
+        128,
+        False,
+        False,
+        ("lm_head",),
+    )
+    config.check()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"groupsize": 32}, "unknown key 'groupsize'; known are group_size, symmetric, mode, ignore"),
+        ({"group_size": 48}, "group_size must be one of 32, 64, 128, got 48"),
+        ({"symmetric": 1}, "symmetric must be one of True, False, got 1"),
+        ({"mode": "slow"}, "mode must be one of fast, precise, got 'slow'"),
+        ({"ignore": "lm_head"}, "ignore must be a list of names, got 'lm_head'"),
+        ({"ignore": [""]}, "ignore must be a list of names"),
+    ],
+)
+def test_bad_values_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--quantization-config.*{message}"):
+        QuantizationConfig("int4", given)
+
+
+def test_keys_without_effect_are_refused() -> None:
+    with pytest.raises(ConfigError, match="group_size, symmetric means nothing with int8"):
+        QuantizationConfig("int8", {"group_size": 32, "symmetric": True}).check()
+    with pytest.raises(ConfigError, match="mode means nothing with no --quantization"):
+        QuantizationConfig(None, {"mode": "fast"}).check()
+    QuantizationConfig().check()

@@ -1,0 +1,133 @@
+"""The determinism contract (docs/design.md, section 9) from the outside: tokens and logprobs equal bit for bit.
+
+The native kernels keep it; the torch reference, which runs where no compiler was found, does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.inputs import PromptType
+from quire.outputs import RequestOutput
+from tests.fixtures.tiny_models import VOCAB_SIZE
+
+LENGTHS = (3, 16, 17, 40, 5, 33, 48, 90)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
+RANDOM = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=12, ignore_eos=True, logprobs=3)
+FAMILIES = ("llama-llama3", "mistral", "qwen3", "phi3-window-partial", "gemma2", "gemma3", "opt", "gpt2")
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8-precise": {"quantization": "int8", "quantization_config": {"mode": "precise"}},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int4-asymmetric": {
+        "quantization": "int4",
+        "quantization_config": {"symmetric": False, "group_size": 64},
+    },
+}
+
+Result = list[tuple[list[int], list[list[float]]]]
+"""Per request: its tokens, and the logprobs of each one's candidates."""
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.fixture
+def engine(tiny_model: Callable[[str], Path]) -> Callable[..., LLM]:
+    def make(weights: str, family: str = "llama-tied-bias", **args: Any) -> LLM:
+        options = {"max_model_len": 128, "cpu_threads": 1, "enable_prefix_caching": False} | WEIGHTS[weights]
+        return LLM(str(tiny_model(family)), **options | args)
+
+    return make
+
+
+def prompts(count: int = len(LENGTHS)) -> list[PromptType]:
+    draw = random.Random(3)
+    lengths = [LENGTHS[i % len(LENGTHS)] for i in range(count)]
+    return [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def run(llm: LLM, requests: list[PromptType]) -> Result:
+    """Each prompt greedily and at random, all in one batch."""
+    params = [GREEDY] * len(requests) + [RANDOM] * len(requests)
+    return [result_of(output) for output in llm.generate([*requests, *requests], params, use_tqdm=False)]
+
+
+def alone(llm: LLM, requests: list[PromptType]) -> Result:
+    """The same, one request at a time."""
+    pairs = [(prompt, params) for params in (GREEDY, RANDOM) for prompt in requests]
+    return [result_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in pairs]
+
+
+def result_of(output: RequestOutput) -> tuple[list[int], list[list[float]]]:
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    return completion.token_ids, [[entry.logprob for entry in step.values()] for step in completion.logprobs]
+
+
+def check_contract(make: Callable[..., LLM]) -> None:
+    """One model, every way of cutting up its work."""
+    plain = make()
+    expected = run(plain, prompts())
+    assert alone(plain, prompts()) == expected, "alone"
+    assert run(make(cpu_threads=2), prompts()) == expected, "two threads"
+    for chunk in (7, 16, 64):
+        chunked = make(max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 16))
+        assert run(chunked, prompts()) == expected, f"chunks of {chunk}"
+    cached = make(enable_prefix_caching=True)
+    assert run(cached, prompts()) == expected, "cold prefix cache"
+    assert run(cached, prompts()) == expected, "warm prefix cache"
+    assert cached.llm_engine.call_core("stats")["prefix_cache_hits"] > 0
+    tiny = make(num_gpu_blocks_override=20)
+    assert run(tiny, prompts()) == expected, "preempted"
+    assert tiny.llm_engine.call_core("stats")["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("weights", list(WEIGHTS))
+def test_every_weight_type(weights: str, engine: Callable[..., LLM], restore_threads: None) -> None:
+    check_contract(functools.partial(engine, weights))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, engine: Callable[..., LLM], restore_threads: None) -> None:
+    check_contract(functools.partial(engine, "float32", family))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_every_cache_type(dtype: str, engine: Callable[..., LLM], restore_threads: None) -> None:
+    check_contract(functools.partial(engine, "bfloat16", kv_cache_dtype=dtype))
+
+
+def test_the_model_in_the_box(restore_threads: None) -> None:
+    llm = LLM(max_model_len=256, enable_prefix_caching=False)
+    many = prompts(64)
+    expected = run(llm, many)
+    for size in (1, 2, 5, 16):
+        assert run(llm, many[:size]) == [*expected[:size], *expected[64 : 64 + size]], f"batch of {size}"
+    one = LLM(max_model_len=256, max_num_batched_tokens=1, max_num_seqs=1)
+    assert run(one, many[:4]) == [*expected[:4], *expected[64:68]], "one token a step"
+
+
+@pytest.mark.parametrize("weights", list(WEIGHTS))
+def test_quantised_weights_still_give_the_model(weights: str, engine: Callable[..., LLM]) -> None:
+    """The first token's logprobs stay near the float32 model's."""
+    exact, ours = (run(engine(kind), prompts())[: len(LENGTHS)] for kind in ("float32", weights))
+    for (_, want), (_, got) in zip(exact, ours, strict=True):
+        limit = {"float32": 1e-6, "float16": 0.01, "bfloat16": 0.1, "int8": 0.2, "int4": 2.0}
+        key = next(name for name in limit if weights.startswith(name))
+        assert abs(got[0][0] - want[0][0]) <= limit[key]

@@ -1,0 +1,239 @@
+"""Packed linears: every weight format at every number of rows, with the same bits in any company."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import ops, reference
+from quire.kernels.cpu import library
+from quire.kernels.linear import PackedWeight, WeightScheme, num_panels
+from tests.kernels.op_cases import SCHEMES
+
+if library.loaded() is None:
+    pytest.skip(library.status(), allow_module_level=True)
+
+from quire.kernels.cpu import linear as binding
+
+ROWS = (0, 1, 2, 3, 5, 6, 7, 8, 9, 16, 17, 31, 33, 64, 65, 130, 193, 400)
+SHAPES = ((33, 45), (16, 896), (50, 1031), (1, 1))
+FORMATS = [
+    *((WeightScheme(), dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    *((scheme, torch.bfloat16) for scheme in SCHEMES[1:]),
+]
+every_format = pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=str)
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+def random_weight(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(outputs * 10007 + inputs)
+    return (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(dtype)
+
+
+def random_rows(rows: int, inputs: int) -> Tensor:
+    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows + inputs))
+
+
+@every_format
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_any_number_of_rows_matches_the_oracle_and_each_row_alone(
+    scheme: WeightScheme, dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    weight = binding.pack_weight(random_weight(outputs, inputs, dtype), scheme)
+    x, bias = random_rows(max(ROWS), inputs), torch.linspace(-1, 1, outputs)
+    alone = torch.cat([binding.packed_linear(row, weight, bias) for row in x.split(1)])
+    torch.testing.assert_close(alone, reference.packed_linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+    for rows in ROWS:
+        assert torch.equal(binding.packed_linear(x[:rows], weight, bias), alone[:rows]), rows
+
+
+@every_format
+def test_threads_do_not_change_a_bit(scheme: WeightScheme, dtype: torch.dtype, restore_threads: None) -> None:
+    weight = binding.pack_weight(random_weight(1000, 320, dtype), scheme)
+    for rows in (1, 4, 40):
+        x = random_rows(rows, 320)
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(binding.packed_linear(x, weight))
+        assert all(torch.equal(result, results[0]) for result in results), rows
+
+
+@every_format
+@pytest.mark.parametrize("half", [16, 19, 64])
+def test_the_fused_activation_is_the_op_of_its_own(
+    scheme: WeightScheme, dtype: torch.dtype, half: int
+) -> None:
+    weight = binding.pack_weight(random_weight(2 * half, 77, dtype), scheme, 2)
+    for rows in (1, 3, 20, 200):
+        x, bias = random_rows(rows, 77), torch.linspace(-1, 1, 2 * half)
+        apart = ops.silu_and_mul(binding.packed_linear(x, weight, bias))
+        assert torch.equal(binding.packed_linear(x, weight, bias, "silu_and_mul"), apart), rows
+
+
+@every_format
+@pytest.mark.parametrize("halves", [1, 2])
+def test_packing_equals_the_oracle_s(scheme: WeightScheme, dtype: torch.dtype, halves: int) -> None:
+    rows = random_weight(70, 301, dtype)
+    rows[3], rows[5, 40:80] = 0, 0
+    ours, theirs = binding.pack_weight(rows, scheme, halves), reference.pack_weight(rows, scheme, halves)
+    assert torch.equal(ours.data, theirs.data)
+    for part in ("scales", "zeros"):
+        a, b = getattr(ours, part), getattr(theirs, part)
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+    if scheme.kind == "float":
+        assert torch.equal(reference.unpack_weight(ours), rows)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES[1:], ids=str)
+def test_rounding_moves_a_weight_by_half_a_step_at_most(scheme: WeightScheme) -> None:
+    rows = random_weight(40, 256)
+    error = (reference.unpack_weight(binding.pack_weight(rows, scheme)) - rows).abs()
+    groups = rows.unflatten(1, (-1, 256 if scheme.kind == "int8" else scheme.group_size))
+    extent = groups.abs().amax(-1) / (127 if scheme.kind == "int8" else 8)
+    if not scheme.symmetric:
+        extent = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15
+    # Symmetric int4 has no +8: there, and where a scale was rounded, the end of the range is a step away at most.
+    slack = 1.05 if scheme.kind == "int4" else 0.501
+    assert (error.unflatten(1, (groups.shape[1], -1)).amax(-1) <= slack * extent).all()
+    assert error.norm() < {"int8": 0.01, "int4": 0.13}[scheme.kind] * rows.norm()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_sixteen_bit_activations_hardly_show(kind: str) -> None:
+    rows, x = random_weight(64, 4864), random_rows(20, 4864)
+    fast, precise = (
+        binding.packed_linear(x, binding.pack_weight(rows, WeightScheme(kind, fast=fast)))  # type: ignore[arg-type]
+        for fast in (True, False)
+    )
+    assert 0 < (fast - precise).norm() < 1e-4 * precise.norm()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_row_and_shows(scheme: WeightScheme, bad: float) -> None:
+    rows, x = random_weight(20, 64), random_rows(9, 64)
+    weight = binding.pack_weight(rows, scheme)
+    clean = binding.packed_linear(x, weight)
+    x[4, 3] = bad
+    out = binding.packed_linear(x, weight)
+    assert not out[4].isfinite().any()
+    assert torch.equal(out[[0, 8]], clean[[0, 8]])
+    rows[7, 5] = bad
+    spoilt = binding.packed_linear(x[:1], binding.pack_weight(rows, scheme))
+    assert torch.equal(spoilt.isfinite(), torch.arange(20)[None] != 7)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES[1:], ids=str)
+def test_the_largest_integers_do_not_overflow(scheme: WeightScheme) -> None:
+    weight = binding.pack_weight(torch.ones(16, 2048), scheme)
+    x = torch.ones(7, 2048)
+    expected = reference.unpack_weight(weight).sum(1).expand(7, -1)
+    torch.testing.assert_close(binding.packed_linear(x, weight), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(binding.packed_linear(-x, weight), -expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bits"),
+    [
+        (WeightScheme(), 16),
+        (WeightScheme("int8"), 8.1),
+        (WeightScheme("int4", 32), 4.5),
+        (WeightScheme("int4", 128, False), 4.2),
+    ],
+)
+def test_a_packed_weight_takes_its_bits_and_no_more(scheme: WeightScheme, bits: float) -> None:
+    weight = binding.pack_weight(random_weight(512, 1024, torch.bfloat16), scheme)
+    assert 8 * weight.nbytes / (512 * 1024) <= bits
+
+
+@every_format
+def test_rows_of_a_packed_table(scheme: WeightScheme, dtype: torch.dtype) -> None:
+    weight = binding.pack_weight(random_weight(35, 45, dtype), scheme)
+    ids = torch.tensor([0, 34, 7, 16, 7])
+    assert torch.equal(binding.packed_embedding(ids, weight), reference.unpack_weight(weight).float()[ids])
+    for outside in (-1, 35):
+        with pytest.raises(IndexError, match="1 ids are outside the table of 35 rows"):
+            binding.packed_embedding(torch.tensor([3, outside]), weight)
+
+
+def test_activations_may_be_of_any_float_type_and_shape() -> None:
+    weight = binding.pack_weight(random_weight(20, 16), WeightScheme())
+    x = random_rows(12, 16)
+    for dtype in (torch.bfloat16, torch.float16):
+        out = binding.packed_linear(x.to(dtype).view(3, 4, 16), weight)
+        assert (out.dtype, out.shape) == (dtype, (3, 4, 20))
+    assert torch.equal(
+        binding.packed_linear(x.t().contiguous().t(), weight), binding.packed_linear(x, weight)
+    )
+
+
+def test_portable_kernels_have_the_same_bits_for_any_rows() -> None:
+    code = (
+        "import torch; from quire.kernels import ops; from tests.kernels.op_cases import SCHEMES\n"
+        "w, x = torch.randn(40, 140) / 12, torch.randn(40, 140)\n"
+        "for scheme in SCHEMES:\n"
+        "    packed = ops.pack_weight(w, scheme)\n"
+        "    alone = torch.cat([ops.packed_linear(row, packed) for row in x.split(1)])\n"
+        "    torch.testing.assert_close(alone, ops.packed_linear.oracle(x, packed), rtol=1e-5, atol=1e-5)\n"
+        "    for rows in (2, 3, 5, 7, 24, 40):\n"
+        "        assert torch.equal(ops.packed_linear(x[:rows], packed), alone[:rows]), (scheme, rows)\n"
+    )
+    environment = {"QUIRE_CPU_ISA": "portable", "PYTHONPATH": "."}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def packed(**changed: object) -> PackedWeight:
+    parts = {
+        "scheme": WeightScheme(),
+        "data": torch.zeros(num_panels(20, 1), 8, 16),
+        "scales": None,
+        "zeros": None,
+        "outputs": 20,
+        "inputs": 8,
+    }
+    return PackedWeight(**(parts | changed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"outputs": 40}, r"a float weight \[40, 8\] holds \[\[2, 8, 16\]\]"),
+        ({"inputs": 9}, "holds"),
+        ({"halves": 2, "outputs": 21}, "holds"),
+        ({"data": torch.zeros(2, 16, 8).transpose(1, 2)}, "must be contiguous and on the CPU"),
+        ({"scheme": WeightScheme("int8")}, "a int8 weight"),
+        ({"scheme": WeightScheme("int4", 48)}, "group_size must be one of"),
+        ({"data": torch.zeros(2, 8, 16, dtype=torch.float64)}, "float64"),
+    ],
+)
+def test_a_weight_that_is_not_what_it_says_is_refused(changed: dict[str, object], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        binding.packed_linear(torch.ones(2, 8), packed(**changed))
+
+
+def test_wrong_arguments_are_clear_errors() -> None:
+    good = packed()
+    with pytest.raises(ValueError, match=r"x must have 8 columns; it is float32 \[2, 9\]"):
+        binding.packed_linear(torch.ones(2, 9), good)
+    with pytest.raises(ValueError, match=r"bias must be float32 \[20\]"):
+        binding.packed_linear(torch.ones(2, 8), good, torch.ones(19))
+    with pytest.raises(ValueError, match="activation 'silu_and_mul' with a weight in 1 parts"):
+        binding.packed_linear(torch.ones(2, 8), good, None, "silu_and_mul")
+    with pytest.raises(ValueError, match="weight must be"):
+        binding.pack_weight(torch.ones(3, 4), WeightScheme(), 2)

@@ -1,0 +1,196 @@
+"""The native sampling tail: the oracle's tokens, the same bits in any company, and refusals instead of bad memory."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.kernels import ops, reference_sampling
+from quire.kernels.cpu import library
+from tests.kernels.op_cases import settings, uniforms
+
+if library.loaded() is None:
+    pytest.skip(library.status(), allow_module_level=True)
+
+from quire.kernels.cpu import binding
+
+OFF = (1.0, -torch.inf, 1e9, 1.0)
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+def one(logits: list[float], *, u: float = 0.5, setting: tuple[float, ...] = OFF) -> int:
+    """The token of one row."""
+    temperature, log_min_p, top_k, top_p = setting
+    setting = (temperature, log_min_p, min(top_k, len(logits)), top_p)
+    staged = torch.tensor([setting], dtype=torch.float64), torch.tensor([u], dtype=torch.float64)
+    results = [
+        op(torch.tensor([logits]), *staged) for op in (binding.sample_tokens, ops.sample_tokens.oracle)
+    ]
+    assert torch.equal(*results)
+    return int(results[0])
+
+
+@hypothesis_settings(derandomize=True, max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([2, 7, 8, 9, 300, 4099]),
+    st.sampled_from([0.0, 0.01, 1.0, 4.0, 30.0]),
+)
+def test_random_rows_draw_the_tokens_of_the_oracle(seed: int, vocab_size: int, spread: float) -> None:
+    """Of any width and spread; where every u and top_p keeps off its boundary, which random numbers do."""
+    torch.manual_seed(seed)
+    logits = torch.randn(24, vocab_size) * spread
+    args = settings(24, vocab_size), uniforms(24)
+    assert torch.equal(binding.sample_tokens(logits, *args), ops.sample_tokens.oracle(logits.clone(), *args))
+
+
+def test_a_cut_in_a_crowd_of_equals_is_by_id() -> None:
+    """More equals than the selection sorts: it has to narrow them down by id."""
+    logits = torch.zeros(1, 5000)
+    logits[0, 4321] = 1e-3
+    for top_k in (1, 2, 1000, 4321, 4322, 4999):
+        kept = {4321, *range(top_k if top_k > 4321 else top_k - 1)}
+        setting = torch.tensor([(1.0, -torch.inf, top_k, 1.0)], dtype=torch.float64)
+        draws = torch.linspace(0, 1 - 1e-9, 300, dtype=torch.float64)
+        chosen = binding.sample_tokens(logits.expand(300, -1).contiguous(), setting.repeat(300, 1), draws)
+        assert set(chosen.tolist()) <= kept
+        assert int(chosen.max()) == max(kept)
+
+
+def test_limits_in_far_and_empty_bins() -> None:
+    logits = [0.0, -200.0, -1e30, -torch.inf, -3e38, -50.0]
+    for top_k in (1, 2, 3, 5, 6):
+        assert one(logits, u=1 - 2**-52, setting=(1.0, -torch.inf, top_k, 1.0)) == 0
+    assert one([3e38, -3e38, 3e38], u=0.9, setting=(0.5, -torch.inf, 2, 0.9)) == 2
+    assert one([-1e30] * 3, u=0.9, setting=(1e-30, -torch.inf, 3, 0.9)) == -1
+
+
+@pytest.mark.parametrize(
+    ("u", "logits", "token"),
+    [
+        (0.0, [-torch.inf, 0.0, 0.0], 1),
+        (1 - 2**-52, [0.0, 0.0, -torch.inf], 1),
+        (0.5, [0.0, 0.0, -torch.inf], 1),
+        (0.3, [-torch.inf], -1),
+        (0.3, [-torch.inf, -torch.inf], -1),
+    ],
+)
+def test_draw_at_the_edges_never_takes_a_dropped_token(u: float, logits: list[float], token: int) -> None:
+    assert one(logits, u=u) == token
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    greedy = (0.0, -torch.inf, 1e9, 1.0)
+    assert one([-0.0, 0.0, -0.0], setting=greedy) == 0
+    assert one([*[0.0] * 100, 4.0, 4.0, *[0.0] * 100], setting=greedy) == 100
+
+
+def test_uniforms_have_the_bits_of_the_oracle() -> None:
+    seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345])
+    positions = torch.tensor([0, 1, 2**40, 7, 2**32, 2**32 - 1])
+    assert torch.equal(
+        binding.philox_uniform(seeds, positions), reference_sampling.philox_uniform(seeds, positions)
+    )
+
+
+def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
+    parts = binding.token_logprobs(logits, chosen, count)
+    return torch.cat([part.double().view(len(logits), -1) for part in parts], dim=1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, chosen, *staged: binding.sample_tokens(x, *staged),
+        lambda x, chosen, *staged: logprobs(x, chosen, 5),
+        lambda x, chosen, *staged: logprobs(x, chosen, 100),
+        lambda x, chosen, *staged: binding.non_finite_rows(x),
+    ],
+    ids=["sample_tokens", "few logprobs", "many logprobs", "non_finite_rows"],
+)
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(
+    function: Callable[..., Tensor], restore_threads: None
+) -> None:
+    torch.manual_seed(1)
+    x = (
+        torch.randn(40, 5003) * 3
+    )  # enough elements for a parallel loop; an odd width moves every row's alignment
+    assert x.numel() >= 1 << 16
+    args = x, torch.randint(0, 5003, (40,)), settings(40, 5003), uniforms(40)
+    torch.set_num_threads(1)
+    alone = torch.cat([function(*(arg[row : row + 1].clone() for arg in args)) for row in range(40)])
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(function(*args), alone)
+        assert torch.equal(function(*(arg[7:] for arg in args)), alone[7:])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_not_finite_stay_within_memory(bad: float) -> None:
+    x = torch.full((2, 70), bad)
+    for count in (0, 5, 70):
+        ids, _, _ = binding.token_logprobs(x, torch.tensor([3, 69]), count)
+        assert int(ids.min()) >= 0
+        assert int(ids.max()) < 70
+    chosen = binding.sample_tokens(x, settings(2, 70), uniforms(2))
+    assert int(chosen.min()) >= -1
+    assert int(chosen.max()) < 70
+
+
+def good() -> dict[str, Tensor]:
+    return {
+        "logits": torch.zeros(2, 5),
+        "settings": torch.tensor([OFF, OFF], dtype=torch.float64),
+        "uniforms": torch.zeros(2, dtype=torch.float64),
+    }
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: sample(logits=torch.zeros(2, 5).half()), TypeError, "must be float32 on the CPU"),
+        (lambda: sample(logits=torch.zeros(2, 0)), ValueError, "contiguous"),
+        (lambda: sample(logits=torch.zeros(5, 2).t()), ValueError, "contiguous"),
+        (lambda: sample(settings=torch.zeros(2, 3).double()), ValueError, r"settings must be .*\[2, 4\]"),
+        (lambda: sample(uniforms=torch.zeros(2)), ValueError, "uniforms must be"),
+        (
+            lambda: binding.token_logprobs(torch.zeros(1, 5), torch.tensor([5]), 1),
+            IndexError,
+            "vocabulary of 5",
+        ),
+        (
+            lambda: binding.token_logprobs(torch.zeros(1, 5), torch.tensor([-1]), 1),
+            IndexError,
+            "vocabulary of 5",
+        ),
+        (lambda: binding.token_logprobs(torch.zeros(1, 5), torch.tensor([0]), 6), ValueError, r"in \[0, 5\]"),
+        (lambda: penalties(torch.tensor([10])), IndexError, "outside the 10 logits"),
+        (lambda: penalties(torch.tensor([-1])), IndexError, "outside the 10 logits"),
+        (lambda: penalties(torch.tensor([1, 2])), ValueError, "repetition must be"),
+        (lambda: binding.philox_uniform(torch.zeros(2), torch.zeros(2)), ValueError, "seeds must be"),
+    ],
+)
+def test_wrong_arguments_are_clear_errors(
+    call: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def sample(**changed: Tensor) -> None:
+    binding.sample_tokens(*(good() | changed).values())
+
+
+def penalties(indices: Tensor) -> None:
+    one_each = torch.ones(1, dtype=torch.float64)
+    binding.apply_penalties(torch.zeros(2, 5), indices, one_each, one_each)
