@@ -117,7 +117,8 @@ SUB = expand_all((
 ))  # fmt: skip
 HELD_ADD = expand_all((
     "Could you [compute|work out] {a} + {b}?", "Would you [calculate|compute] {a}[ + | plus ]{b}?",
-    "What number is {a} plus {b}?", "I need the sum of {a} and {b}.", "How much do {a} and {b} make?", "Please tell me what {a} plus {b} is.",
+    "What number is {a} plus {b}?", "I need the sum of {a} and {b}.", "How much do {a} and {b} make?",
+    "Please tell me what {a} plus {b} is.",
     "What is the result of {a} + {b}?", "Can you tell me the sum of {a} and {b}?",
 ))  # fmt: skip
 HELD_SUB = expand_all((
