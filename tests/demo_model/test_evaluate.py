@@ -1,0 +1,17 @@
+"""The shipped weights really answer: a sample of the held-out evaluation, through the engine."""
+
+from __future__ import annotations
+
+from demo_model import evaluate
+
+SAMPLE = 30
+FEWEST_PERCENT = 90.0
+"""A sample of 30 a category is a few percent off the whole evaluation, whose bound is 95."""
+
+
+def test_the_model_in_the_box_knows_its_world() -> None:
+    found = evaluate.cases(seed=11, limit=SAMPLE)
+    answer = evaluate.answer_with_quire(str(evaluate.ASSETS))
+    replies = answer([one.messages for one in found], [one.tools for one in found])
+    table = evaluate.report(found, replies)
+    assert table[evaluate.OVERALL]["percent"] >= FEWEST_PERCENT
