@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,8 @@ def test_a_core_in_its_own_process_gives_the_same(engine: LLMEngine, null_model_
 
 def test_a_dead_core_is_reported(null_model_dir: Path) -> None:
     remote = make_engine(null_model_dir, in_process=False)
+    # Stopped first, so that it cannot finish the request before it is killed.
+    remote._client.process.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
     remote.add_request("r", [1, 2, 3], params(max_tokens=100))
     remote._client.process.kill()  # type: ignore[attr-defined]
     with pytest.raises(EngineDeadError):
