@@ -46,7 +46,7 @@ class CoreProcess:
         try:
             core = EngineCore(self._config)
         except StartupError as error:
-            self._send(CoreFailed(str(error), startup=True))
+            self._send(CoreFailed(str(error)))
             return 1
         self._send(core.ready)
         try:
@@ -78,7 +78,7 @@ class CoreProcess:
 
     def report_crash(self) -> None:
         """Tell the parent that a bug of ours ends the core; the traceback is in the log."""
-        self._send(CoreFailed("the engine core failed; see its log for the traceback", startup=False))
+        self._send(CoreFailed("the engine core failed; see its log for the traceback"))
 
     def _bind(self, kind: int, path: Path) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)

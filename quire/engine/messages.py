@@ -63,10 +63,9 @@ class CoreReady(msgspec.Struct, tag="ready", frozen=True):
 
 
 class CoreFailed(msgspec.Struct, tag="failed", frozen=True):
-    """The core is about to end; `message` is for the operator, `startup` tells whether it ever was ready."""
+    """The core is about to end; `message` is for the operator."""
 
     message: str
-    startup: bool
 
 
 class EngineCoreOutputs(msgspec.Struct, tag="outputs", frozen=True):
