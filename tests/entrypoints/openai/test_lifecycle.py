@@ -22,13 +22,19 @@ BODY = {"prompt": "hi", "max_tokens": 50}
 async def started(
     client: httpx.AsyncClient, engine: FakeEngine, num: int
 ) -> list[asyncio.Task[httpx.Response]]:
-    """Streams (and one that is none) that run until the engine's hold is lifted."""
-    bodies = [{**BODY, "stream": index > 0} for index in range(num)]
-    tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
+    """Answers that run until the engine's hold is lifted: one whole, the others streams that have begun."""
+    whole = asyncio.create_task(client.post("/v1/completions", json=BODY))
+    requests = [client.build_request("POST", "/v1/completions", json={**BODY, "stream": True})] * (num - 1)
+    streams = [await client.send(request, stream=True) for request in requests]
     async with asyncio.timeout(30):
         while len(engine.running) < num:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-    return tasks
+    return [whole, *(asyncio.create_task(_read(stream)) for stream in streams)]
+
+
+async def _read(stream: httpx.Response) -> httpx.Response:
+    await stream.aread()
+    return stream
 
 
 async def ready(server: LiveServer, client: httpx.AsyncClient) -> None:
