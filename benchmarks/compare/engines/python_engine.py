@@ -45,7 +45,7 @@ class PythonEngine:
     def measure(self, task: Task) -> Iterator[Rate]:
         worker = ("-m", f"benchmarks.compare.workers.{self.worker}")
         arguments = (self._model(task.precision), task.precision, *task.cases, "--seed", str(task.round))
-        command = [self._environment.python, *worker, *arguments]
+        command: list[str | Path] = [self._environment.python, *worker, *arguments]
         yield from rates(processes.lines(command, task.limit_s, task.isa.environment))
 
     def versions(self) -> dict[str, str]:
