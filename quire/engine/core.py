@@ -77,7 +77,7 @@ class EngineCore:
         if isinstance(message, EngineCoreRequest):
             self.add_request(message)
         elif isinstance(message, AbortRequests):
-            self.scheduler.finish_requests(message.request_ids, "abort")
+            self.scheduler.finish_requests(message.request_ids, "abort", time.monotonic())
         elif isinstance(message, UtilityCall):
             return self._call_utility(message)
         return None
