@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +56,22 @@ class SchedulerConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for tenant, weight in self.fair_weights.items():
+            if type(weight) not in (int, float) or not 0 < weight < math.inf:
+                raise ConfigError(f"--fair-weights must be numbers above 0, got {weight!r} for {tenant!r}")
+
+    def check(self) -> None:
+        """Refuse limits that contradict each other, once those that say 0 for a default have a value.
+
+        Raises:
+            ConfigError: names them.
+        """
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, but {self.max_num_seqs} running "
+                "sequences (--max-num-seqs) need at least one token each per step"
+            )
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError(
-                "--long-prefill-token-threshold splits prompts, which --no-enable-chunked-prefill forbids"
+                "--long-prefill-token-threshold splits prompts, and --no-enable-chunked-prefill forbids that"
             )
-        for tenant, weight in self.fair_weights.items():
-            if (
-                isinstance(weight, bool)
-                or not isinstance(weight, int | float)
-                or not 0 < weight < float("inf")
-            ):
-                raise ConfigError(
-                    f"--fair-weights: the weight of {tenant!r} must be a number above 0, got {weight!r}"
-                )

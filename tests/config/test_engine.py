@@ -26,6 +26,8 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
     """Valid values of one engine field."""
     if name == "quantization_config":
         return st.fixed_dictionaries({}, optional=QUANTIZATION_KEYS)
+    if name == "fair_weights":
+        return st.dictionaries(st.text(), st.floats(0, exclude_min=True, allow_infinity=False))
     owner = engine_fields()[name][1]
     info = next(info_of(field) for field in dataclasses.fields(owner) if field.name == name)
     if info.choices:

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 
-from quire.errors import ConfigError
 from quire.scheduler.policies import FixedOrder
 from quire.scheduler.request import Request, RequestStatus
 from quire.scheduler.scheduler import POLICIES, Scheduler
@@ -232,11 +231,6 @@ def test_blocks_for_the_rest_of_a_capped_prompt_are_not_given_away():
     engine.add("short", prompt("s", 16), max_tokens=4)
     engine.drain()
     assert engine.scheduler.stats().num_preemptions == 0
-
-
-def test_the_threshold_needs_chunks():
-    with pytest.raises(ConfigError, match="splits prompts"):
-        make_config(enable_chunked_prefill=False, long_prefill_token_threshold=5)
 
 
 # A policy of the user's
