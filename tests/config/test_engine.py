@@ -26,8 +26,6 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
     """Valid values of one engine field."""
     if name == "quantization_config":
         return st.fixed_dictionaries({}, optional=QUANTIZATION_KEYS)
-    if name == "fair_weights":
-        return st.dictionaries(st.text(), st.floats(0, exclude_min=True, allow_infinity=False))
     owner = engine_fields()[name][1]
     info = next(info_of(field) for field in dataclasses.fields(owner) if field.name == name)
     if info.choices:
@@ -39,7 +37,7 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
         float: st.floats(low, high, exclude_min=info.gt is not None, allow_nan=False, allow_infinity=False),
         str: st.text(min_size=1),
         tuple: st.lists(st.text(min_size=1)).map(tuple),
-        dict: st.dictionaries(st.text(), st.integers()),
+        dict: st.dictionaries(st.text(), st.integers(1)),
     }
     return strategies[plain_type(field_types(owner)[name])]
 

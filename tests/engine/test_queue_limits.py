@@ -98,7 +98,7 @@ async def test_every_end_leaves_the_queue(null_model_dir: Path) -> None:
     await anext(ended)
     assert (len(queue), queue.num_tokens) == (0, 0)
     task = asyncio.create_task(anext(engine.generate([1] * 5, SamplingParams(n=2), "cancelled")))
-    while not len(queue):
+    while not len(queue):  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0)
     assert (len(queue), queue.num_tokens) == (2, 10)
     task.cancel()
@@ -107,7 +107,7 @@ async def test_every_end_leaves_the_queue(null_model_dir: Path) -> None:
     await asyncio.sleep(0)
     assert (len(queue), queue.num_tokens) == (0, 0)
     lost = asyncio.create_task(anext(engine.generate([1] * 5, SamplingParams(), "lost")))
-    while not len(queue):
+    while not len(queue):  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0)
     await engine.shutdown()
     await asyncio.gather(lost, return_exceptions=True)

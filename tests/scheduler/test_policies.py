@@ -1,12 +1,13 @@
 """Order of service, preemption by rank, and the shares of tenants; what holds for ever is in `test_waiting`."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 
-from quire.scheduler.policies import FixedOrder
-from quire.scheduler.request import Request, RequestStatus
-from quire.scheduler.scheduler import POLICIES, Scheduler
+from quire.scheduler.registry import resolve_scheduler
+from quire.scheduler.request import RequestStatus
+from quire.scheduler.scheduler import POLICIES
 from tests.scheduler.harness import Engine, make_config, run_alone
 
 
@@ -236,17 +237,11 @@ def test_blocks_for_the_rest_of_a_capped_prompt_are_not_given_away():
 # A policy of the user's
 
 
-class ShortestPromptFirst(FixedOrder):
-    def rank(self, request: Request) -> float:
-        return request.num_prompt_tokens
-
-
-class ShortestFirstScheduler(Scheduler):
-    policy_class = ShortestPromptFirst
-
-
-def test_a_policy_needs_no_more_than_a_rank(monkeypatch):
-    monkeypatch.setattr("tests.scheduler.harness.Scheduler", ShortestFirstScheduler)
+def test_the_documented_policy_needs_no_more_than_a_rank(monkeypatch, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text()
+    (tmp_path / "mine.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("tests.scheduler.harness.Scheduler", resolve_scheduler("mine:MyScheduler"))
     engine = Engine(make_config(max_num_seqs=1))
     for name, length in [("a", 9), ("b", 7), ("c", 8)]:
         engine.add(name, prompt(name, length))
