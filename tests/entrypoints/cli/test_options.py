@@ -122,7 +122,7 @@ def test_human_integers() -> None:
         (["--hf-overrides", "[]"], "'--hf-overrides': '[]' is not a JSON object"),
         (["--dtype", "int3"], "'--dtype': 'int3' is not one of 'auto'"),
         (["--gpu-memory-utilization", "much"], "'much' is not a valid float"),
-        (["--max-num-seq", "3"], "Did you mean '--max-num-seqs'"),
+        (["--block-siz", "3"], "Did you mean '--block-size'"),
         (["a", "b"], "unexpected extra argument"),
     ],
 )
