@@ -21,7 +21,7 @@ constexpr int64_t kSplitTiles = 8;
 constexpr int64_t kItemRows = 96;                // enough to pay for the conversion of a tile, few enough for the cache
 constexpr int64_t kPadding = 2 * kLanes;         // keeps the rows of a tile from falling into few cache sets
 constexpr int64_t kConversionRows = 8;           // converting a tile costs about as much as this many rows
-constexpr int64_t kParallelCost = 1 << 17;       // multiply-adds that are worth a second thread
+constexpr int64_t kParallelCost = 1 << 19;       // multiply-adds that are worth a second thread
 constexpr int64_t kNoMemory = -2;
 
 inline int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -4,8 +4,8 @@ Invariant: a matrix is packed once, while loading, and exists once. Panels of 16
 outputs and walk k in order, so that no sum depends on how many rows are multiplied.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,17 @@ class WeightScheme:
 FLOAT = WeightScheme()
 
 
+class Native(NamedTuple):
+    """A packed weight as the C++ kernels are told of it."""
+
+    addresses: tuple[int, int, int]
+    """Of data, scales and zeros; 0 = none."""
+    sizes: tuple[int, int, int, int]
+    """Outputs, inputs, halves, and what k is padded to a multiple of."""
+    format: tuple[int, int]
+    """Whether fast, and the code of the format."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A matrix [N, K] in panels; rows beyond N and k beyond K are 0.
@@ -52,6 +63,8 @@ class PackedWeight:
     outputs: int
     inputs: int
     halves: int = 1
+    native: Native | None = field(default=None, init=False, repr=False, compare=False)
+    """Set by the C++ kernels once they have checked it."""
 
     @property
     def nbytes(self) -> int:

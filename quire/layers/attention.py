@@ -15,11 +15,11 @@ from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from quire.layers.base import DTYPES, activation_dtype
+from quire.layers.base import DTYPES, Module, activation_dtype
 from quire.layers.rotary import RotaryEmbedding
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Causal attention of one decoder layer; its caches, laid out as `quire.kernels.ops` says, are bound after loading.
 
     `name` identifies the layer's cache and is unique in the model. `sliding_window` w lets a token see itself and the

@@ -8,15 +8,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.layers.base import Layer, Slot, model_dtype
+from quire.layers.base import Layer, Module, Slot, model_dtype
 from quire.layers.embedding import VocabEmbedding
 
 
-class CausalLM(nn.Module):
+class CausalLM(Module):
     """Base of all models; the module tree bears the checkpoint's names, but for merged layers.
 
     `merged` maps a merged layer's own name to those of the checkpoint's modules it stands for. Checkpoint tensors that

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.layers.base import model_dtype
+from quire.layers.base import Module, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.base import CausalLM, output_head
 from quire.models.llama import LlamaAttention, LlamaMLP, rms_norm
 
 
-class GemmaDecoderLayer(nn.Module):
+class GemmaDecoderLayer(Module):
     """Attention and MLP, each between two norms; x is what is still to be added to the residual."""
 
     def __init__(self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding) -> None:
@@ -46,7 +46,7 @@ class GemmaDecoderLayer(nn.Module):
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 
-class GemmaModel(nn.Module):
+class GemmaModel(Module):
     """Scaled embedding, decoder layers and final norm."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:

@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.layers.activation import PLAIN
 from quire.layers.attention import Attention
-from quire.layers.base import activation_dtype, model_dtype
+from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import LayerNorm
@@ -24,7 +24,7 @@ def _conv1d(size_in: int, size_out: int, dtype: torch.dtype) -> Linear:
     return Linear(in_features=size_in, out_features=size_out, bias=True, dtype=dtype, transposed=True)
 
 
-class GPT2Attention(nn.Module):
+class GPT2Attention(Module):
     """Multi-head attention."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -53,7 +53,7 @@ class GPT2Attention(nn.Module):
         return self.c_proj(self.attn(*self.c_attn.heads(x), metadata))
 
 
-class GPT2MLP(nn.Module):
+class GPT2MLP(Module):
     """`c_proj(act(c_fc(x)))`."""
 
     def __init__(self, *, config: EngineConfig) -> None:
@@ -67,7 +67,7 @@ class GPT2MLP(nn.Module):
         return self.c_proj(self.activation(self.c_fc(x)))
 
 
-class GPT2Block(nn.Module):
+class GPT2Block(Module):
     """Attention and MLP, each on a normed copy of the residual stream."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -83,7 +83,7 @@ class GPT2Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT2Model(nn.Module):
+class GPT2Model(Module):
     """Embeddings, blocks and final norm."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:

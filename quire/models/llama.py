@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.layers.attention import Attention
-from quire.layers.base import activation_dtype, model_dtype
+from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.norm import RMSNorm
@@ -28,7 +28,7 @@ def rms_norm(config: EngineConfig, size: int) -> RMSNorm:
     return RMSNorm(size=size, eps=arch.norm_eps, dtype=activation_dtype(config), offset=arch.norm_offset)
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(Module):
     """Grouped-query attention with rotary positions; q and k may be normed per head."""
 
     def __init__(self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding) -> None:
@@ -69,7 +69,7 @@ class LlamaAttention(nn.Module):
         return self.o_proj(self.attn(q, k, v, metadata, positions))
 
 
-class LlamaMLP(nn.Module):
+class LlamaMLP(Module):
     """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202)."""
 
     def __init__(self, *, config: EngineConfig) -> None:
@@ -90,7 +90,7 @@ class LlamaMLP(nn.Module):
         return self.down_proj(self.gate_up_proj(x))
 
 
-class LlamaDecoderLayer(nn.Module):
+class LlamaDecoderLayer(Module):
     """Attention and MLP, each on a normed copy of the residual stream.
 
     x is what the layer before still has to add to the residual; the norm that follows does it in one pass.
@@ -115,7 +115,7 @@ class LlamaDecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-class LlamaModel(nn.Module):
+class LlamaModel(Module):
     """Embedding, decoder layers and final norm."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:

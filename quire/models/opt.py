@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.layers.activation import PLAIN
 from quire.layers.attention import Attention
-from quire.layers.base import activation_dtype, model_dtype
+from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import LayerNorm
@@ -24,7 +24,7 @@ from quire.models.base import CausalLM, output_head
 _UNUSED_POSITIONS = 2
 
 
-class OPTAttention(nn.Module):
+class OPTAttention(Module):
     """Multi-head attention."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -57,7 +57,7 @@ class OPTAttention(nn.Module):
         return self.out_proj(self.attn(*self.qkv_proj.heads(x), metadata))
 
 
-class OPTDecoderLayer(nn.Module):
+class OPTDecoderLayer(Module):
     """Attention and MLP around a residual stream, normed on the way into each block or on the way out of it."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -90,7 +90,7 @@ class OPTDecoderLayer(nn.Module):
         return self.fc2(self.activation(self.fc1(x)))
 
 
-class OPTDecoder(nn.Module):
+class OPTDecoder(Module):
     """Embeddings, decoder layers and, where the family member has them, final norm and projections E <-> H."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -122,7 +122,7 @@ class OPTDecoder(nn.Module):
         return self.project_out(self.final_layer_norm(x))
 
 
-class OPTModel(nn.Module):
+class OPTModel(Module):
     """The decoder, under the name the checkpoint gives it."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
