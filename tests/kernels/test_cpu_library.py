@@ -96,6 +96,32 @@ def test_portable_kernels_match_the_oracle(
     compare(ops.TABLE[name], row.load(), dtype, "cpu")
 
 
+DEBUG = """
+import torch
+from quire.kernels import ops
+from quire.kernels.cpu import library
+from tests.kernels.op_cases import compare
+for dtype in (torch.float32, torch.int64, torch.int8, torch.uint8, torch.bool):
+    poisoned = library.empty(torch.empty(0), 3, dtype=dtype)
+    assert poisoned.isnan().all() if dtype.is_floating_point else (poisoned == poisoned[0]).all() and poisoned[0] != 0
+for op in ops.TABLE.values():
+    for row in op.implementations:
+        for dtype in (torch.float32, torch.bfloat16):
+            compare(op, row.load(), dtype, "cpu", row.accepts)
+print("all written")
+"""
+
+
+def test_in_debug_mode_outputs_begin_as_nan_and_every_element_is_written() -> None:
+    result = run_python(DEBUG, QUIRE_DEBUG_KERNELS="1", PYTHONPATH=str(Path(__file__).parents[2]))
+    assert result.stdout.strip() == "all written", result.stderr
+
+
+def test_debug_mode_is_on_or_off() -> None:
+    result = run_python("from quire.kernels.cpu import library", QUIRE_DEBUG_KERNELS="yes")
+    assert "QUIRE_DEBUG_KERNELS is 'yes'; it must be '0' or '1'" in result.stderr
+
+
 def test_an_unknown_instruction_set_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"QUIRE_CPU_ISA is 'avx9'; this build on this CPU supports: auto, .*portable"
