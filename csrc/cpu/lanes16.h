@@ -10,6 +10,8 @@ namespace quire { namespace QUIRE_ISA { namespace {
 
 #ifdef __AVX512F__
 
+constexpr int kRegisters16 = 1;
+
 struct Lanes16 { __m512 all; };
 struct Ints16 { __m512i all; };
 
@@ -20,6 +22,11 @@ inline Lanes16 operator*(Lanes16 a, Lanes16 b) { return {a.all * b.all}; }
 inline Ints16 operator*(Ints16 a, Ints16 b) { return {_mm512_mullo_epi32(a.all, b.all)}; }
 inline Ints16 operator-(Ints16 a, Ints16 b) { return {_mm512_sub_epi32(a.all, b.all)}; }
 inline Lanes16 to_floats(Ints16 v) { return {_mm512_cvtepi32_ps(v.all)}; }
+
+inline Ints16 load_words(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline Ints16 bits_of(Ints16 v, int64_t shift, int32_t mask) {
+    return {_mm512_and_si512(_mm512_srli_epi32(v.all, static_cast<unsigned>(shift)), _mm512_set1_epi32(mask))};
+}
 
 inline Lanes16 load16(const Float32* p) { return {_mm512_loadu_ps(p)}; }
 inline void store16(Float32* p, Lanes16 v) { _mm512_storeu_ps(p, v.all); }
@@ -37,6 +44,8 @@ inline Ints16 load16(const uint8_t* p) {
 
 #else
 
+constexpr int kRegisters16 = 2;
+
 struct Lanes16 { Vec low, high; };
 struct Ints16 { Ints low, high; };
 
@@ -47,6 +56,16 @@ inline Lanes16 operator*(Lanes16 a, Lanes16 b) { return {a.low * b.low, a.high *
 inline Ints16 operator*(Ints16 a, Ints16 b) { return {a.low * b.low, a.high * b.high}; }
 inline Ints16 operator-(Ints16 a, Ints16 b) { return {a.low - b.low, a.high - b.high}; }
 inline Lanes16 to_floats(Ints16 v) { return {__builtin_convertvector(v.low, Vec), __builtin_convertvector(v.high, Vec)}; }
+
+inline Ints16 load_words(const void* p) {
+    Ints16 v;
+    __builtin_memcpy(&v.low, p, sizeof v.low);
+    __builtin_memcpy(&v.high, static_cast<const char*>(p) + sizeof v.low, sizeof v.high);
+    return v;
+}
+inline Ints16 bits_of(Ints16 v, int64_t shift, int32_t mask) {
+    return {v.low >> static_cast<int32_t>(shift) & mask, v.high >> static_cast<int32_t>(shift) & mask};
+}
 
 template <class T>
 inline Lanes16 load16(const T* p) { return {load(p, All{}), load(p + kLanes, All{})}; }
