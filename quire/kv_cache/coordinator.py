@@ -55,6 +55,10 @@ class KVCacheCoordinator:
         pairs = zip(self.managers, hit.blocks, strict=True)
         return sum(manager.num_blocks_to_start(num_tokens, blocks) for manager, blocks in pairs)
 
+    def covers(self, request_id: str, num_tokens: int) -> bool:
+        """Whether the request's tables reach over `num_tokens` tokens already."""
+        return len(self.managers[0].tables[request_id]) * self.block_size >= num_tokens
+
     def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
         """Free blocks over all groups that a request needs to cover `num_tokens` tokens."""
         return sum([manager.num_blocks_to_grow(request_id, num_tokens) for manager in self.managers])

@@ -112,6 +112,8 @@ class KVCacheManager:
         are short.
         """
         num_tokens = request.num_computed_tokens + num_new_tokens
+        if self._coordinator.covers(request.request_id, num_tokens):
+            return [[] for _ in self._coordinator.managers]
         needed = self._coordinator.num_blocks_to_grow(request.request_id, num_tokens)
         if needed > self._pool.num_free_blocks:
             return None
