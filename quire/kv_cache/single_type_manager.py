@@ -50,7 +50,7 @@ class SingleTypeManager(ABC):
         """Free blocks that a request needs to cover `num_tokens` tokens beyond those it has."""
         return max(-(-num_tokens // self.block_size) - len(self._tables[request_id]), 0)
 
-    def num_held_blocks(self, request_id: str) -> int:
+    def num_entries(self, request_id: str) -> int:
         """Entries of the request's table."""
         return len(self._tables[request_id])
 

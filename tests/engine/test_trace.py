@@ -47,7 +47,7 @@ STEM = [5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71]
 def make_engine(model_dir: Path, file: Path, **args: Any) -> LLMEngine:
     """Room for about three of the requests below, in blocks of four tokens."""
     fields: dict[str, Any] = {
-        "num_gpu_blocks_override": 24,
+        "num_gpu_blocks_override": 27,
         "block_size": 4,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 24,
@@ -99,11 +99,11 @@ def recording(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPa
     return file
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+@pytest.mark.parametrize(("family", "policy"), [("llama", "fcfs"), ("llama", "priority"), ("gemma3", "fair")])
 def test_a_recorded_run_of_a_real_model_gives_the_same_plans(
-    policy: str, tiny_model: Callable[[str], Path], tmp_path: Path, plans: list[bytes]
+    family: str, policy: str, tiny_model: Callable[[str], Path], tmp_path: Path, plans: list[bytes]
 ) -> None:
-    run(make_engine(tiny_model("llama"), tmp_path / "run.trace", scheduling_policy=policy))
+    run(make_engine(tiny_model(family), tmp_path / "run.trace", scheduling_policy=policy))
     recorded_plans = list(plans)
     trace = read_trace(tmp_path / "run.trace")
     assert [msgspec.msgpack.encode(plan) for plan in replay(trace)] == recorded_plans
