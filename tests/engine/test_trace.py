@@ -201,7 +201,7 @@ def changed(trace: Trace, kind: type, **fields: Any) -> Trace:
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [(Planned, {"digest": b"0" * 16}), (Planned, {"num_tokens": [1]}), (Ended, {"waits": []})],
+    [(Planned, {"digest": b"0" * 16}), (Planned, {"num_tokens": [999]}), (Ended, {"waits": []})],
 )
 def test_a_replay_stops_where_it_differs(kind: type, fields: dict[str, Any], recording: Path) -> None:
     trace = changed(read_trace(recording), kind, **fields)
