@@ -23,7 +23,10 @@ from quire.engine.messages import (
     EngineCoreRequest,
     UtilityCall,
     UtilityResult,
+    request_of,
 )
+from quire.engine.recorder import recorded
+from quire.engine.trace import create_trace
 from quire.errors import ClientError, ConfigError
 from quire.executor.base import Executor
 from quire.executor.registry import resolve_executor
@@ -31,7 +34,6 @@ from quire.kv_cache.spec import KVCacheConfig, bytes_per_block, group_layers
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.registry import resolve_scheduler
-from quire.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,9 @@ class EngineCore:
         kv_config = size_kv_cache(config, self.executor)
         self.executor.initialize_kv_cache(kv_config)
         self.scheduler = scheduler_class(config, kv_config)
+        self._trace = create_trace(config, kv_config)
+        if self._trace is not None:
+            self.scheduler = recorded(self.scheduler, self._trace)
         self.utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,
@@ -93,7 +98,7 @@ class EngineCore:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request; one that can never run ends with an error at the next step, and costs only itself."""
         try:
-            self.scheduler.add_request(Request(**msgspec.structs.asdict(message)), time.monotonic())
+            self.scheduler.add_request(request_of(message), time.monotonic())
         except ClientError as error:
             self._refused.append(
                 RequestUpdate(message.request_id, [], finish_reason="error", error=str(error))
@@ -105,6 +110,8 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self.executor.shutdown()
+        if self._trace is not None:
+            self._trace.close()
 
     def _call_utility(self, call: UtilityCall) -> UtilityResult:
         if call.method not in self.utilities:

@@ -55,13 +55,17 @@ class KVCacheCoordinator:
         pairs = zip(self.managers, hit.blocks, strict=True)
         return sum(manager.num_blocks_to_start(num_tokens, blocks) for manager, blocks in pairs)
 
+    def covers(self, request_id: str, num_tokens: int) -> bool:
+        """Whether the request's tables reach over `num_tokens` tokens already."""
+        return self.managers[0].num_entries(request_id) * self.block_size >= num_tokens
+
     def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
         """Free blocks over all groups that a request needs to cover `num_tokens` tokens."""
         return sum([manager.num_blocks_to_grow(request_id, num_tokens) for manager in self.managers])
 
     def num_held_blocks(self, request_id: str) -> int:
         """Entries of the request's tables."""
-        return sum([len(manager.tables[request_id]) for manager in self.managers])
+        return sum([manager.num_entries(request_id) for manager in self.managers])
 
     def adopt(self, request_id: str, hit: PrefixHit) -> None:
         """Start a request's tables with a prefix hit (possibly an empty one)."""

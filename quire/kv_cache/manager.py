@@ -45,6 +45,7 @@ class KVCacheManager:
         self._enable_prefix_caching = enable_prefix_caching
         self._pool = BlockPool(kv_config.num_blocks)
         self._coordinator = KVCacheCoordinator(kv_config.groups, self._pool)
+        self._no_block_ids: list[list[int]] = [[] for _ in kv_config.groups]  # in most plans, so made once
 
     @property
     def block_size(self) -> int:
@@ -108,10 +109,12 @@ class KVCacheManager:
     def allocate_slots(self, request: CachedSequence, num_new_tokens: int) -> list[list[int]] | None:
         """Cover `num_new_tokens` more tokens of a started request; all or nothing.
 
-        Returns the new block ids, one list per group (empty where the last block had room), or None if blocks
-        are short.
+        Returns the new block ids, one list per group (empty where the last block had room) and not to be changed,
+        or None if blocks are short.
         """
         num_tokens = request.num_computed_tokens + num_new_tokens
+        if self._coordinator.covers(request.request_id, num_tokens):
+            return self._no_block_ids
         needed = self._coordinator.num_blocks_to_grow(request.request_id, num_tokens)
         if needed > self._pool.num_free_blocks:
             return None
@@ -119,7 +122,7 @@ class KVCacheManager:
 
     def cache_blocks(self, request: CachedSequence, num_computed_tokens: int) -> None:
         """Let others reuse the full blocks of the first `num_computed_tokens` tokens, which are computed."""
-        num_full = num_computed_tokens // self.block_size
+        num_full = num_computed_tokens // self._coordinator.block_size
         if not self._enable_prefix_caching or num_full == 0:
             return
         if len(request.block_hashes) < num_full:

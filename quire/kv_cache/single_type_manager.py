@@ -50,6 +50,10 @@ class SingleTypeManager(ABC):
         """Free blocks that a request needs to cover `num_tokens` tokens beyond those it has."""
         return max(-(-num_tokens // self.block_size) - len(self._tables[request_id]), 0)
 
+    def num_entries(self, request_id: str) -> int:
+        """Entries of the request's table."""
+        return len(self._tables[request_id])
+
     def adopt(self, request_id: str, hit: Sequence[KVCacheBlock]) -> None:
         """Start a request's table with the blocks of a prefix hit."""
         assert request_id not in self._tables, f"request {request_id} has blocks already"

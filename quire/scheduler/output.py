@@ -16,7 +16,7 @@ BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""
 
 
-class NewRequestData(msgspec.Struct, frozen=True):
+class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     """A request the worker has no row for: never seen, or resumed after a preemption.
 
     `token_ids` are all known tokens, `num_prompt_tokens` of them from the prompt (the rest was generated
@@ -32,7 +32,7 @@ class NewRequestData(msgspec.Struct, frozen=True):
     eos_token_ids: list[int] = []
 
 
-class CachedRequestData(msgspec.Struct, frozen=True):
+class CachedRequestData(msgspec.Struct, frozen=True, gc=False):
     """What changed for a request the worker already has a row for; tokens it sampled itself are not repeated."""
 
     request_id: str
@@ -83,7 +83,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True):
     version: int = WAIST_VERSION
 
 
-class RequestUpdate(msgspec.Struct, omit_defaults=True):
+class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     """What one step meant for one request, as the front end sees it.
 
     `finish_reason` is None while the request runs; when set, no further update of this request follows.

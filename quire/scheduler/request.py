@@ -100,6 +100,10 @@ class Request:
         return self._status is RequestStatus.FINISHED
 
     @property
+    def cache_salt(self) -> str | None:
+        return self.extra_keys.cache_salt
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens, prompt and output."""
         return len(self.token_ids)

@@ -181,12 +181,13 @@ class Scheduler:
 
     def _plan_running(self, step: StepPlan, now: float) -> None:
         """Let running requests catch up, the first ones at the cost of the last if blocks are short."""
+        preempts = self._policy.preempts
         for request in list(self._running):
-            if self._policy.preempts:
+            if preempts:
                 self._start_waiting(step, now, before=request)
             if step.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
-            num_new_tokens = request.num_tokens - request.num_computed_tokens
+            num_missing = num_new_tokens = request.num_tokens - request.num_computed_tokens
             if num_new_tokens > 1 or request.wait.cause is not None:
                 num_others = len(self._running) - len(step.chunks) - 1
                 num_new_tokens = min(num_new_tokens, max(step.budget - num_others, 1))
@@ -194,7 +195,8 @@ class Scheduler:
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, now)
             if new_block_ids is not None:
                 step.add_cached(request, num_new_tokens, new_block_ids)
-                self._promise_blocks(request, step)
+                if num_new_tokens < num_missing:
+                    self._promise_blocks(request, step)
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int, now: float) -> BlockIds | None:
         """Blocks for a running request, taken from the last ones if need be; None if it was itself the last.
@@ -328,14 +330,14 @@ class Scheduler:
 
     def _apply(self, chunk: Chunk, output: ModelRunnerOutput, now: float) -> RequestUpdate | None:
         """What one request's share of a step's result means for it; None if there is nothing to tell."""
-        request, request_id = chunk.request, chunk.request.request_id
-        error = output.failed.get(request_id)
-        if error is not None:
+        request, _, end = chunk
+        request_id = request.request_id
+        if request_id in output.failed:
             self._finish(request, "error", now)
-            return self._update(request, [], error=error)
-        self._kv.cache_blocks(request, chunk.end)
+            return self._update(request, [], error=output.failed[request_id])
+        self._kv.cache_blocks(request, end)
         sampled = output.sampled_token_ids.get(request_id, [])
-        assert bool(sampled) == (chunk.end == request.num_tokens), f"{request!r} sampled {sampled}"
+        assert bool(sampled) == (end == request.num_tokens), f"{request!r} sampled {sampled}"
         new_token_ids, stop_reason = self._append(request, sampled, now)
         prompt_logprobs = _unreported(chunk, output.prompt_logprobs.get(request_id))
         if not new_token_ids and not prompt_logprobs:
@@ -350,7 +352,7 @@ class Scheduler:
 
     def _append(self, request: Request, sampled: list[int], now: float) -> tuple[list[int], int | None]:
         """Add sampled tokens up to the one that ends the request; returns those added and the stop reason."""
-        for count, token_id in enumerate(sampled, start=1):
+        for count, token_id in enumerate(sampled, 1):
             request.token_ids.append(token_id)
             stop = check_stop(request, self._max_model_len)
             if stop is not None:
@@ -385,14 +387,9 @@ class Scheduler:
     ) -> RequestUpdate:
         """Report on a request; its history goes with its first and its last report only."""
         update = RequestUpdate(
-            request_id=request.request_id,
-            new_token_ids=new_token_ids,
-            finish_reason=request.finish_reason,
-            stop_reason=stop_reason,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            error=error,
+            request.request_id, new_token_ids, request.finish_reason, stop_reason, logprobs, prompt_logprobs
         )
+        update.error = error
         if not request.reported or request.is_finished:
             update.num_cached_tokens = request.num_cached_tokens
             update.queued_ts, update.scheduled_ts = request.queued_ts, request.scheduled_ts

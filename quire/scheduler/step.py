@@ -65,8 +65,9 @@ class StepPlan:
 
     def add_cached(self, request: Request, num_tokens: int, new_block_ids: BlockIds) -> None:
         """Plan the next tokens of a request that has a row."""
-        data = CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens)
-        self._cached_requests.append(data)
+        self._cached_requests.append(
+            CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens)
+        )
         self._take(request, num_tokens)
 
     def seal(self, removed_request_ids: list[str]) -> SchedulerOutput:
