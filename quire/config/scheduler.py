@@ -18,3 +18,7 @@ class SchedulerConfig(Config):
     enable_chunked_prefill: bool = option(True, "Split prompts that are longer than a step's token budget.")
     scheduling_policy: str = option("fcfs", "Order in which waiting requests start.", choices=("fcfs",))
     stream_interval: int = option(1, "Tokens that a stream gathers before it sends a chunk.", ge=1)
+    async_scheduling: bool = option(False, "Plan and publish steps while others are computed.")
+    max_steps_in_flight: int = option(
+        0, "Most steps planned before their results are in; 0: 2 with --async-scheduling, else 1.", ge=0
+    )

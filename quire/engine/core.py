@@ -1,4 +1,4 @@
-"""`EngineCore`: one scheduler, one executor, and the step that joins them.
+"""`EngineCore`: one scheduler, one executor, and the loop that joins them.
 
 Invariant: only this module owns both columns of the system. It knows token ids and blocks, never text, HTTP or
 processes; whoever holds it calls `handle` for each message and `step` while there is work.
@@ -24,6 +24,7 @@ from quire.engine.messages import (
     UtilityCall,
     UtilityResult,
 )
+from quire.engine.step_loop import make_loop
 from quire.errors import ClientError, ConfigError
 from quire.executor.base import Executor
 from quire.executor.registry import resolve_executor
@@ -51,6 +52,7 @@ class EngineCore:
         kv_config = size_kv_cache(config, self.executor)
         self.executor.initialize_kv_cache(kv_config)
         self.scheduler = Scheduler(config, kv_config)
+        self._loop = make_loop(config.scheduler, self.scheduler, self.executor)
         self._refused: list[RequestUpdate] = []
         self.ready = CoreReady(
             num_blocks=kv_config.num_blocks,
@@ -64,13 +66,10 @@ class EngineCore:
         return bool(self._refused) or self.scheduler.has_work()
 
     def step(self) -> EngineCoreOutputs:
-        """schedule -> execute -> update; returns every request's news."""
-        plan = self.scheduler.schedule(time.monotonic())
-        output = self.executor.execute_model(plan)
-        now = time.monotonic()
-        updates = self._refused + self.scheduler.update_from_output(plan, output, now)
+        """One turn of the loop; returns every request's news."""
+        updates = self._refused + self._loop.step()
         self._refused = []
-        return EngineCoreOutputs(updates, self.scheduler.stats(), now)
+        return EngineCoreOutputs(updates, self.scheduler.stats(), time.monotonic())
 
     def handle(self, message: CoreRequest) -> CoreMessage | None:
         """Act on one message; only utility calls have an answer."""

@@ -11,7 +11,7 @@ explicit, so that `python -O` keeps them.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 
 from quire.config import EngineConfig
@@ -78,6 +78,7 @@ class NullExecutor(Executor):
         self._holders: Counter[int] = Counter()
         self._slots: dict[tuple[int, int], int] = {}  # (block id, offset) -> fingerprint
         self._last_step_id = 0
+        self._submitted: deque[SchedulerOutput] = deque()
 
     def load(self) -> None:
         """Nothing to load."""
@@ -93,12 +94,17 @@ class NullExecutor(Executor):
         _check(self._kv_config is None, "the cache is allocated once")
         self._kv_config = kv_config
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Keep the plan until its result is asked for: the latest that a worker may begin."""
+        self._submitted.append(plan)
+
+    def collect(self) -> ModelRunnerOutput:
         """Check the plan, then do what a worker does with it, less the computing.
 
         Raises:
             AssertionError: the plan is inconsistent with itself, with earlier plans or with the cache.
         """
+        plan = self._submitted.popleft()
         self._check_header(plan)
         self._last_step_id = plan.step_id
         for request_id in plan.removed_request_ids:

@@ -6,6 +6,7 @@ I/O, no randomness and no torch here, so the same events always give the same pl
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from quire.config import EngineConfig
@@ -32,6 +33,11 @@ class Scheduler:
 
     Running requests are kept in the order in which they started. That order is also the order of planning,
     and preemption takes from its end, so a request that has its place in the plan never loses it again.
+
+    `schedule` may be called again before the result of its last plan is in. Tokens that steps in flight sample
+    count as known: the worker has them when it gets to the plan that computes them. Blocks that are freed
+    meanwhile can only be rewritten by a later step. A request that was preempted waits until its steps in flight
+    have come back, and surplus results of one that ended are dropped.
     """
 
     def __init__(self, config: EngineConfig, kv_config: KVCacheConfig) -> None:
@@ -42,7 +48,7 @@ class Scheduler:
         self._running: dict[str, Request] = {}
         self._waiting = QUEUES[config.scheduler.scheduling_policy]()
         self._removed_request_ids: list[str] = []
-        self._in_flight: StepPlan | None = None
+        self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
         self._num_preemptions = 0
 
@@ -78,7 +84,7 @@ class Scheduler:
     # The step
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """Plan the next step.
+        """Plan the next step; an empty plan is not to be executed.
 
         There is no prefill phase and no decode phase. A request has a number of known tokens and a number of
         computed tokens, and each step lets the second catch up with the first, within the step's token
@@ -91,21 +97,22 @@ class Scheduler:
         step = StepPlan(self._num_steps, self._limits.max_num_batched_tokens)
         self._plan_running(step)
         self._plan_waiting(step, now)
-        self._in_flight = step
         removed, self._removed_request_ids = self._removed_request_ids, []
-        return step.seal(removed)
+        plan = step.seal(removed)
+        if not plan.is_empty:
+            self._in_flight.append(step)
+        return plan
 
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float
     ) -> list[RequestUpdate]:
-        """Take in the result of a step: what was sampled, what ended, what may now be reused.
+        """Take in the result of the oldest step in flight: what was sampled, what ended, what may now be reused.
 
         Requests that ended while the step ran are passed over, even if a new one has taken the same id. `now`
         completes the event for whoever records it; no decision depends on it.
         """
-        step, self._in_flight = self._in_flight, None
-        assert step is not None, "a result came for no step"
-        assert step.step_id == plan.step_id == output.step_id, "steps are out of order"
+        assert plan.step_id == output.step_id, "steps are out of order"
+        step = self._take_from_flight(plan.step_id)
         updates = [self._apply(chunk, output) for chunk in step.chunks if not chunk.request.is_finished]
         return [update for update in updates if update is not None]
 
@@ -116,8 +123,8 @@ class Scheduler:
         return bool(self._requests)
 
     def has_work(self) -> bool:
-        """Whether the next plan would not be empty: requests to run, or rows for the worker to free."""
-        return bool(self._requests or self._removed_request_ids)
+        """Whether there are requests to run, rows for the worker to free, or results to come."""
+        return bool(self._requests or self._removed_request_ids or self._in_flight)
 
     def stats(self) -> SchedulerStats:
         """Counts and totals, as of now."""
@@ -144,6 +151,10 @@ class Scheduler:
         running = {r.request_id for r in self._requests.values() if r.status is RequestStatus.RUNNING}
         if running != self._running.keys() or running != self._kv.holders():
             raise IntegrityError("running requests and holders of blocks differ", state)
+        in_flight = Counter(chunk.request for step in self._in_flight for chunk in step.chunks)
+        for request in self._requests.values():
+            if request.num_steps_in_flight != in_flight[request]:
+                raise IntegrityError(f"{request!r} miscounts its steps in flight", state)
 
     # Planning
 
@@ -152,7 +163,9 @@ class Scheduler:
         for request in list(self._running.values()):
             if step.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
+            num_new_tokens = min(request.num_missing_tokens(self._max_model_len), step.budget)
+            if num_new_tokens == 0:
+                continue  # all that it may still have is in flight
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens)
             if new_block_ids is not None:
                 step.add_cached(request, num_new_tokens, new_block_ids)
@@ -161,7 +174,7 @@ class Scheduler:
         """Blocks for a running request, taken from the last ones if need be; None if it was itself the last.
 
         The first running request always gets what it needs: alone, it fits (see `check_admissible`). So every
-        step advances somebody and nobody waits for ever.
+        step advances somebody, unless steps in flight already do, and nobody waits for ever.
         """
         while request.status is RequestStatus.RUNNING:
             block_ids = self._kv.allocate_slots(request, num_new_tokens)
@@ -193,8 +206,10 @@ class Scheduler:
         """Start or resume a request if a first chunk fits the budget and all known tokens fit the cache.
 
         Asking for room for all tokens, not only the chunk's, keeps a preempted request from coming back just
-        to be preempted again.
+        to be preempted again. It comes back with all its tokens, so those in flight must be in.
         """
+        if request.num_steps_in_flight:
+            return False
         hit = self._find_prefix(request)
         num_new_tokens = self._first_chunk(request.num_tokens - hit.num_tokens, step.budget)
         if num_new_tokens == 0 or not self._kv.can_start(request, hit):
@@ -227,16 +242,27 @@ class Scheduler:
 
     # Results
 
+    def _take_from_flight(self, step_id: int) -> StepPlan:
+        """The step whose result is in; one that was interrupted never has a result, nor any request left."""
+        while self._in_flight:
+            step = self._in_flight.popleft()
+            if step.step_id == step_id:
+                return step
+            assert all(chunk.request.is_finished for chunk in step.chunks), "steps are out of order"
+        raise AssertionError("a result came for no step")
+
     def _apply(self, chunk: Chunk, output: ModelRunnerOutput) -> RequestUpdate | None:
         """What one request's share of a step's result means for it; None if there is nothing to tell."""
         request, request_id = chunk.request, chunk.request.request_id
+        has_sampled = request.settle(chunk.end)
         error = output.failed.get(request_id)
         if error is not None:
             self._finish(request, "error")
             return self._update(request, [], error=error)
-        self._kv.cache_blocks(request, chunk.end)
+        if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
+            self._kv.cache_blocks(request, chunk.end)
         sampled = output.sampled_token_ids.get(request_id, [])
-        assert bool(sampled) == (chunk.end == request.num_tokens), f"{request!r} sampled {sampled}"
+        assert bool(sampled) == has_sampled, f"{request!r} sampled {sampled}"
         new_token_ids, stop_reason = self._append(request, sampled)
         prompt_logprobs = _unreported(chunk, output.prompt_logprobs.get(request_id))
         if not new_token_ids and not prompt_logprobs:

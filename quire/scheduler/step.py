@@ -66,5 +66,5 @@ class StepPlan:
         assert 0 < num_tokens <= self.budget, f"{num_tokens} tokens of {self.budget} planned for {request!r}"
         start = request.num_computed_tokens
         self.chunks.append(Chunk(request, start, start + num_tokens))
-        request.num_computed_tokens += num_tokens
+        request.advance(num_tokens)
         self.budget -= num_tokens
