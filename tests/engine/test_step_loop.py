@@ -64,9 +64,10 @@ class ListeningExecutor(NullExecutor):
 )
 def test_steps_are_submitted_ahead_and_collected_in_order(max_steps_in_flight: int, calls: str) -> None:
     """The last step frees the row; plans that would be empty are counted and not submitted."""
-    rig = Rig(max_steps_in_flight)
+    rig, plain = Rig(max_steps_in_flight), Rig(0)
     rig.add("a", max_tokens=3)
-    assert rig.run() == Rig(0).run() or len(rig.calls) == 8
+    plain.add("a", max_tokens=3)
+    assert rig.run() == plain.run()
     assert " ".join(rig.calls) == calls
 
 
