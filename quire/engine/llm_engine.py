@@ -5,6 +5,7 @@ Invariant: no thread and no event loop of its own; `step` is the only method in 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,6 +41,7 @@ class LLMEngine:
         self._stat_loggers: list[StatLogger] = []
         self._results: dict[int, UtilityResult] = {}
         self._num_calls = 0
+        self._numbers = itertools.count()
         self._client: CoreClient = make_client(self.config, in_process=in_process)
         self.core_ready = self._wait_ready()
 
@@ -59,7 +61,9 @@ class LLMEngine:
         if request_id in self._core_ids:
             raise ValidationError(f"request id {request_id!r} is already in use", param="request_id")
         tokenized = self.input_processor.tokenize(prompt)
-        requests = self.input_processor.process(request_id, tokenized, params, priority=priority)
+        # The core may still report on an earlier request of this id, so there each has a name of its own.
+        core_id = f"{request_id}-{next(self._numbers):x}"
+        requests = self.input_processor.process(core_id, tokenized, params, priority=priority)
         self._core_ids[request_id] = [request.request_id for request in requests]
         self.output_processor.add_request(request_id, tokenized, params, requests, self._outputs.append)
         for request in requests:

@@ -1,7 +1,7 @@
 """`NullExecutor`: computes nothing, and checks everything that a worker takes on trust.
 
-Its next token is a pure function of the tokens before it, so a request's output does not depend on its
-company. In place of keys and values, each slot of its cache holds a fingerprint of all tokens up to that
+Its next token is a pure function of the tokens before it and the request's seed, so an output does not depend on
+its company. In place of keys and values, each slot of its cache holds a fingerprint of all tokens up to that
 position; a plan that would make a worker read wrong, stale or foreign cache content therefore fails here.
 
 Invariant: a plan that breaks a promise of `quire.scheduler.output` raises AssertionError; the checks are
@@ -203,8 +203,13 @@ class NullExecutor(Executor):
         return slots
 
     def _next_token(self, row: _Row) -> int:
-        """A function of the row's tokens alone; no end token before `min_tokens`."""
-        token_id = (row.fingerprints[-1] >> 33) % self.vocab_size
+        """A function of the row's tokens and seed alone; no end token before `min_tokens`."""
+        drawn = (
+            row.fingerprints[-1]
+            if row.params.greedy
+            else fingerprint(row.fingerprints[-1], row.params.seed or 0)
+        )
+        token_id = (drawn >> 33) % self.vocab_size
         if len(row.token_ids) - row.num_prompt_tokens >= row.params.min_tokens:
             return token_id
         masked = {*row.eos_token_ids, *row.params.stop_token_ids}
