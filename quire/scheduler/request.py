@@ -11,6 +11,10 @@ from collections.abc import Sequence
 
 from quire.kv_cache.hashing import BlockHash, ExtraKeys
 from quire.sampling_params import SamplingParams
+from quire.scheduler.explain import WaitLog
+
+Rank = tuple[float, int]
+"""Place in the order of service, lower first: what the policy says, then the number of arrival."""
 
 
 class RequestStatus(enum.Enum):
@@ -46,6 +50,8 @@ class Request:
         block_hashes: names of the first full blocks, for the KV cache manager.
         num_prompt_logprobs: prompt positions whose logprobs were reported already.
         queued_ts, scheduled_ts: monotonic seconds; 0.0 until it happened.
+        number, rank: the order of arrival, set by the scheduler, and of service, set by its policy.
+        wait: what kept the request waiting, and how long.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class Request:
         eos_token_ids: Sequence[int] = (),
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -66,6 +73,7 @@ class Request:
         self.arrival_time = arrival_time
         self.eos_token_ids = list(eos_token_ids)
         self.priority = priority
+        self.tenant = tenant
         self.extra_keys = ExtraKeys(cache_salt=cache_salt)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0
@@ -76,6 +84,9 @@ class Request:
         self.num_preemptions = 0
         self.queued_ts = 0.0
         self.scheduled_ts = 0.0
+        self.number = 0
+        self.rank: Rank = (0.0, 0)
+        self.wait = WaitLog()
         self.reported = False
         self.finish_reason: str | None = None
         self._status = RequestStatus.WAITING
@@ -123,19 +134,18 @@ class Request:
         num_to_compute = self.max_num_tokens(max_model_len) - 1
         return min(self.num_tokens + self.num_placeholder_tokens, num_to_compute) - self.num_computed_tokens
 
-    def advance(self, num_tokens: int) -> None:
-        """Put the next tokens into a step; one that reaches the last token samples another."""
+    def advance(self, num_tokens: int) -> bool:
+        """Put the next tokens into a step; whether they reach the last one, so that another is sampled."""
         self.num_computed_tokens += num_tokens
         self.num_steps_in_flight += 1
-        if self.num_computed_tokens == self.num_tokens + self.num_placeholder_tokens:
-            self.num_placeholder_tokens += 1
+        samples = self.num_computed_tokens == self.num_tokens + self.num_placeholder_tokens
+        self.num_placeholder_tokens += samples
+        return samples
 
-    def settle(self, end: int) -> bool:
-        """Take back the oldest step in flight, which computed tokens up to `end`; whether it sampled."""
+    def settle(self, sampled: bool) -> None:
+        """The oldest of its steps in flight has come back, with or without a token."""
         self.num_steps_in_flight -= 1
-        sampled = end == self.num_tokens
         self.num_placeholder_tokens -= sampled
-        return sampled
 
     def start(self, now: float, num_cached_tokens: int) -> None:
         """Begin or resume running with the first `num_cached_tokens` tokens computed."""

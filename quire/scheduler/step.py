@@ -8,24 +8,46 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from quire.scheduler.explain import Cause
 from quire.scheduler.output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from quire.scheduler.request import Request
 
 
 class Chunk(NamedTuple):
-    """Tokens `start` to `end` (exclusive) of a request, computed in one step."""
+    """Tokens `start` to `end` (exclusive) of a request, computed in one step; the last one `samples` or not."""
 
     request: Request
     start: int
     end: int
+    samples: bool
+
+
+class Blocked(NamedTuple):
+    """The first waiting request cannot start; `num_blocks` is how many are missing, if that is the cause."""
+
+    request: Request
+    cause: Cause
+    num_blocks: int = 0
 
 
 class StepPlan:
-    """Collects what a step computes; `budget` is the number of tokens it may still take."""
+    """Collects what a step computes.
 
-    def __init__(self, step_id: int, budget: int) -> None:
+    Attributes:
+        budget: number of tokens it may still take.
+        prompt_cap: most tokens of one prompt.
+        promised_blocks: free blocks that planned requests need for known tokens which later steps compute.
+        num_satisfied: running requests that need nothing, because all that they may still have is in flight.
+        blocked: the first waiting request and why it cannot start; nothing else starts then.
+    """
+
+    def __init__(self, step_id: int, budget: int, prompt_cap: int) -> None:
         self.step_id = step_id
         self.budget = budget
+        self.prompt_cap = prompt_cap
+        self.promised_blocks = 0
+        self.num_satisfied = 0
+        self.blocked: Blocked | None = None
         self.chunks: list[Chunk] = []
         self._new_requests: list[NewRequestData] = []
         self._cached_requests: list[CachedRequestData] = []
@@ -65,6 +87,6 @@ class StepPlan:
     def _take(self, request: Request, num_tokens: int) -> None:
         assert 0 < num_tokens <= self.budget, f"{num_tokens} tokens of {self.budget} planned for {request!r}"
         start = request.num_computed_tokens
-        self.chunks.append(Chunk(request, start, start + num_tokens))
-        request.advance(num_tokens)
+        samples = request.advance(num_tokens)
+        self.chunks.append(Chunk(request, start, start + num_tokens, samples))
         self.budget -= num_tokens

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.scheduler.queues import QUEUES
+from quire.scheduler.scheduler import POLICIES
 from tests.engine.whole_engine import LETTERS, MAX_MODEL_LEN, VOCAB_SIZE, WholeEngine, alone, check_result
 
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2] * 16, [3, 1, 4, 1, 2, 7, 1, 8, 2, 8, 1, 8])
@@ -27,6 +27,7 @@ REGRESSION_SEEDS: tuple[int, ...] = ()
 """Seeds that once found a bug."""
 
 token_ids = st.integers(0, VOCAB_SIZE - 1)
+tenants = st.sampled_from(["a", "b", "c"])
 
 
 @st.composite
@@ -65,19 +66,21 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(
         loop=loops,
-        policy=st.sampled_from(sorted(QUEUES)),
+        policy=st.sampled_from(sorted(POLICIES)),
         slack=st.sampled_from([0, 0, 1, 2, 5, 40]),
         max_num_seqs=st.integers(1, 5),
         max_num_batched_tokens=st.sampled_from([5, 8, 32, 64]),
         block_size=st.sampled_from([1, 4, 5]),
         enable_prefix_caching=st.sampled_from([True, True, False]),
         enable_chunked_prefill=st.sampled_from([True, True, False]),
+        long_prefill_token_threshold=st.sampled_from([0, 0, 4]),
     )
     def start(self, loop: dict[str, Any], slack: int, block_size: int, policy: str, **fields: Any) -> None:
         """`slack` is what the pool has beyond the blocks of one request of the greatest length."""
         num_blocks = 1 + -(-MAX_MODEL_LEN // block_size) + slack
         if not fields["enable_chunked_prefill"]:  # then a step must hold every prompt
             fields["max_num_batched_tokens"] = max(fields["max_num_batched_tokens"], 24)
+            fields["long_prefill_token_threshold"] = 0
         fields |= loop | {"scheduling_policy": policy, "block_size": block_size}
         self.policy = policy
         self.engine = WholeEngine(num_gpu_blocks_override=num_blocks, **fields)
@@ -88,8 +91,12 @@ class EngineMachine(RuleBasedStateMachine):
     def running(self) -> list[str]:
         return [name for name in self.requests if self.engine.is_running(name)]
 
-    @rule(burst=st.lists(st.tuples(prompts(), parameters(), st.integers(-1, 1)), min_size=1, max_size=4))
-    def add(self, burst: list[tuple[list[int], SamplingParams, int]]) -> None:
+    @rule(
+        burst=st.lists(
+            st.tuples(prompts(), parameters(), st.integers(-1, 1), tenants), min_size=1, max_size=4
+        )
+    )
+    def add(self, burst: list[tuple[list[int], SamplingParams, int, str]]) -> None:
         for request in burst:
             self._add(*request)
 
@@ -99,11 +106,12 @@ class EngineMachine(RuleBasedStateMachine):
         """A prompt that goes on from what another request has got by now, or from a part of it."""
         name = data.draw(st.sampled_from(sorted(name for name, outs in self.engine.outputs.items() if outs)))
         told = self.requests[name][0] + self.engine.outputs[name][-1].outputs[0].token_ids
-        self._add(told[: data.draw(st.integers(1, 24))], params, 0)
+        self._add(told[: data.draw(st.integers(1, 24))], params, 0, "next turn")
 
-    def _add(self, prompt: list[int], params: SamplingParams, priority: int) -> None:
+    def _add(self, prompt: list[int], params: SamplingParams, priority: int, tenant: str) -> None:
         name = f"r{len(self.requests)}"
-        self.engine.add(name, prompt, params, priority=priority if self.policy == "priority" else 0)
+        priority = priority if self.policy == "priority" else 0
+        self.engine.add(name, prompt, params, priority=priority, tenant=tenant)
         self.requests[name] = (prompt, params)
 
     @rule(count=st.integers(1, 16))
@@ -130,9 +138,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.engine.drain(max_steps=self._bound_on_steps())
         for name, (prompt, params) in self.requests.items():
-            check_result(
-                self.engine.result(name), alone(prompt, params), disturbed=name in self.disturbed
-            )
+            check_result(self.engine.result(name), alone(prompt, params), disturbed=name in self.disturbed)
 
     def _bound_on_steps(self) -> int:
         """The first running request advances in every step, or its last result is at most 4 steps away."""

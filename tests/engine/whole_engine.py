@@ -94,7 +94,9 @@ class WholeEngine:
     def _collect_with_faults(self) -> ModelRunnerOutput:
         output = self._collect()
         failed = {
-            core_id: FAULT for core_id in output.sampled_token_ids if self._request_of(core_id) in self._failing
+            core_id: FAULT
+            for core_id in output.sampled_token_ids
+            if self._request_of(core_id) in self._failing
         }
         self._failing -= {self._request_of(core_id) for core_id in failed}
         sampled = {name: ids for name, ids in output.sampled_token_ids.items() if name not in failed}
