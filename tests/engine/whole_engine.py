@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.llm_engine import LLMEngine
+from quire.engine.messages import EngineCoreOutputs
 from quire.executor.null import NullExecutor
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -70,8 +71,10 @@ class WholeEngine:
         self.num_steps = 0
         self._kinds: dict[str, RequestOutputKind] = {}
         self._failing: set[str] = set()
-        self._collect = self.executor.collect
+        self._ended: set[str] = set()
+        self._collect, self._core_step = self.executor.collect, self.core.step
         self.executor.collect = self._collect_with_faults  # type: ignore[method-assign]
+        self.core.step = self._checked_core_step  # type: ignore[method-assign]
 
     def add(self, name: str, prompt: list[int], params: SamplingParams, **fields: Any) -> None:
         self.outputs[name], self._kinds[name] = [], params.output_kind
@@ -101,6 +104,15 @@ class WholeEngine:
         self._failing -= {self._request_of(core_id) for core_id in failed}
         sampled = {name: ids for name, ids in output.sampled_token_ids.items() if name not in failed}
         return msgspec.structs.replace(output, sampled_token_ids=sampled, failed=failed)
+
+    def _checked_core_step(self) -> EngineCoreOutputs:
+        """The core too reports on no sequence after its end; the front end would not notice."""
+        outputs = self._core_step()
+        for update in outputs.updates:
+            assert update.request_id not in self._ended
+            if update.finish_reason is not None:
+                self._ended.add(update.request_id)
+        return outputs
 
     def _request_of(self, core_id: str) -> str | None:
         return next((name for name, ids in self.engine._core_ids.items() if core_id in ids), None)
