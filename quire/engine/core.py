@@ -1,4 +1,4 @@
-"""`EngineCore`: one scheduler, one executor, and the step that joins them.
+"""`EngineCore`: one scheduler, one executor, and the loop that joins them.
 
 Invariant: only this module owns both columns of the system. It knows token ids and blocks, never text, HTTP or
 processes; whoever holds it calls `handle` for each message and `step` while there is work.
@@ -26,6 +26,7 @@ from quire.engine.messages import (
     request_of,
 )
 from quire.engine.recorder import recorded
+from quire.engine.step_loop import make_loop
 from quire.engine.trace import create_trace
 from quire.errors import ClientError, ConfigError
 from quire.executor.base import Executor
@@ -58,6 +59,7 @@ class EngineCore:
         self._trace = create_trace(config, kv_config)
         if self._trace is not None:
             self.scheduler = recorded(self.scheduler, self._trace)
+        self._loop = make_loop(config.scheduler, self.scheduler, self.executor)
         self.utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,
@@ -77,13 +79,10 @@ class EngineCore:
         return bool(self._refused) or self.scheduler.has_work()
 
     def step(self) -> EngineCoreOutputs:
-        """schedule -> execute -> update; returns every request's news."""
-        plan = self.scheduler.schedule(time.monotonic())
-        output = self.executor.execute_model(plan)
-        now = time.monotonic()
-        updates = self._refused + self.scheduler.update_from_output(plan, output, now)
+        """One turn of the loop; returns every request's news."""
+        updates = self._refused + self._loop.step()
         self._refused = []
-        return EngineCoreOutputs(updates, self.scheduler.stats(), now)
+        return EngineCoreOutputs(updates, self.scheduler.stats(), time.monotonic())
 
     def handle(self, message: CoreRequest) -> CoreMessage | None:
         """Act on one message; only utility calls have an answer."""

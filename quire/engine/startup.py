@@ -53,6 +53,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         _choose_dtype(config),
         _choose_max_model_len(config),
         *_choose_batch(config, usage),
+        _choose_steps_in_flight(config),
         _choose_name(config),
         _choose_device(config),
     ]
@@ -130,6 +131,16 @@ def _choose_batch(config: EngineConfig, usage: Usage) -> list[Choice]:
             tokens, reason = needed, "without chunked prefill a step must hold the longest prompt"
         choices.append(Choice("max_num_batched_tokens", tokens, reason))
     return choices
+
+
+def _choose_steps_in_flight(config: EngineConfig) -> Choice | None:
+    overlapped, asked = config.scheduler.async_scheduling, config.scheduler.max_steps_in_flight
+    if asked > 1 and not overlapped:
+        raise ConfigError(f"--max-steps-in-flight is {asked}, which needs --async-scheduling")
+    if asked:
+        return None
+    steps, reason = (2, "one runs while the next is planned") if overlapped else (1, "one after the other")
+    return Choice("max_steps_in_flight", steps, reason)
 
 
 def _choose_name(config: EngineConfig) -> Choice | None:

@@ -1,7 +1,7 @@
 """The contract between the engine core and whatever computes.
 
 Invariant: an executor knows nothing of requests beyond the plan it is given; the core calls, in this order,
-`load`, `kv_cache_specs`, `available_kv_bytes`, `initialize_kv_cache`, then `execute_model` once per step.
+`load`, `kv_cache_specs`, `available_kv_bytes`, `initialize_kv_cache`, then `submit` and `collect` once per step.
 """
 
 from __future__ import annotations
@@ -41,8 +41,24 @@ class Executor(ABC):
         """Allocate the cache once; it never grows."""
 
     @abstractmethod
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Hand over a step: forward pass and sampling. Steps are executed in the order in which they come.
+
+        Returns without waiting for it where the device can work while the host goes on.
+        """
+
+    @abstractmethod
+    def collect(self) -> ModelRunnerOutput:
+        """Wait for the oldest step that was submitted and not collected yet.
+
+        Raises:
+            Exception: what went wrong in that step; no later step was executed, and none may be submitted.
+        """
+
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step: forward pass and sampling."""
+        """Run one step, with none in flight, from beginning to end."""
+        self.submit(plan)
+        return self.collect()
 
     def shutdown(self) -> None:
         """Release what the executor holds; calling it twice is fine."""

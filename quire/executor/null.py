@@ -1,7 +1,7 @@
 """`NullExecutor`: computes nothing, and checks everything that a worker takes on trust.
 
-Its next token is a pure function of the tokens before it, so a request's output does not depend on its
-company. In place of keys and values, each slot of its cache holds a fingerprint of all tokens up to that
+Its next token is a pure function of the tokens before it and the request's seed, so an output does not depend on
+its company. In place of keys and values, each slot of its cache holds a fingerprint of all tokens up to that
 position; a plan that would make a worker read wrong, stale or foreign cache content therefore fails here.
 
 Invariant: a plan that breaks a promise of `quire.scheduler.output` raises AssertionError; the checks are
@@ -11,7 +11,7 @@ explicit, so that `python -O` keeps them.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 
 from quire.config import EngineConfig
@@ -78,6 +78,7 @@ class NullExecutor(Executor):
         self._holders: Counter[int] = Counter()
         self._slots: dict[tuple[int, int], int] = {}  # (block id, offset) -> fingerprint
         self._last_step_id = 0
+        self._submitted: deque[SchedulerOutput] = deque()
 
     def load(self) -> None:
         """Nothing to load."""
@@ -93,12 +94,17 @@ class NullExecutor(Executor):
         _check(self._kv_config is None, "the cache is allocated once")
         self._kv_config = kv_config
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Keep the plan until its result is asked for: the latest that a worker may begin."""
+        self._submitted.append(plan)
+
+    def collect(self) -> ModelRunnerOutput:
         """Check the plan, then do what a worker does with it, less the computing.
 
         Raises:
             AssertionError: the plan is inconsistent with itself, with earlier plans or with the cache.
         """
+        plan = self._submitted.popleft()
         self._check_header(plan)
         self._last_step_id = plan.step_id
         for request_id in plan.removed_request_ids:
@@ -180,6 +186,10 @@ class NullExecutor(Executor):
         """Write the fingerprints of the next `count` tokens to their slots."""
         end = row.num_computed_tokens + count
         _check(end <= len(row.token_ids), f"{row.request_id}: token {end} of {len(row.token_ids)} planned")
+        limit = self.config.model.max_model_len
+        _check(
+            end < limit, f"{row.request_id}: token {end} planned, and the context of {limit} is full before"
+        )
         for position in range(row.num_computed_tokens, end):
             for slot in self._slots_at(row, position):
                 _check(self._holders[slot[0]] == 1, f"{row.request_id} writes to a shared block: {slot}")
@@ -197,8 +207,13 @@ class NullExecutor(Executor):
         return slots
 
     def _next_token(self, row: _Row) -> int:
-        """A function of the row's tokens alone; no end token before `min_tokens`."""
-        token_id = (row.fingerprints[-1] >> 33) % self.vocab_size
+        """A function of the row's tokens and seed alone; no end token before `min_tokens`."""
+        drawn = (
+            row.fingerprints[-1]
+            if row.params.greedy
+            else fingerprint(row.fingerprints[-1], row.params.seed or 0)
+        )
+        token_id = (drawn >> 33) % self.vocab_size
         if len(row.token_ids) - row.num_prompt_tokens >= row.params.min_tokens:
             return token_id
         masked = {*row.eos_token_ids, *row.params.stop_token_ids}

@@ -68,13 +68,17 @@ class InputBatch:
         self.num_computed_tokens[row] = request.num_computed_tokens
         self._append_blocks(row, request.new_block_ids)
 
-    def remove(self, request_id: str) -> int | None:
-        """Free the request's row and return it; None if it has none, as when it failed before it got one."""
-        row = self._row_of.pop(request_id, None)
-        if row is not None:
-            for table in self.block_tables:
-                table.clear(row)
-            self._free_rows.append(row)
+    def remove(self, request_id: str) -> int:
+        """Free the request's row and return it.
+
+        Raises:
+            EngineError: it has none.
+        """
+        row = self.row(request_id)
+        del self._row_of[request_id]
+        for table in self.block_tables:
+            table.clear(row)
+        self._free_rows.append(row)
         return row
 
     def row(self, request_id: str) -> int:

@@ -83,6 +83,7 @@ class ModelRunner:
         self.batch = InputBatch(max_num_seqs, max_model_len, tables)
         self._sampler = Sampler(self.batch, self._vocab_size)
         self._prompt_logprobs = PromptLogprobs(self.batch, model.compute_logits, self._slice_size)
+        self._unusable: dict[str, str] = {}
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -114,8 +115,10 @@ class ModelRunner:
         )
 
     def _update_batch(self, plan: SchedulerOutput) -> dict[str, str]:
-        """Bring the rows in line with the plan; returns new requests that cannot get one, with the reason."""
-        failed: dict[str, str] = {}
+        """Bring the rows in line with the plan; returns requests that cannot have one, with the reason.
+
+        These are remembered, because plans made before the scheduler hears of it still name them.
+        """
         for request_id in plan.removed_request_ids:
             self._remove(request_id)
         for request in plan.new_requests:
@@ -123,10 +126,12 @@ class ModelRunner:
             if reason is None:
                 self._add(request)
             else:
-                failed[request.request_id] = reason
+                self._unusable[request.request_id] = reason
         for update in plan.cached_requests:
-            self.batch.update(update)
-        return failed
+            if update.request_id not in self._unusable:
+                self.batch.update(update)
+        planned = self._unusable.keys() & plan.num_scheduled_tokens.keys() if self._unusable else ()
+        return {request_id: self._unusable[request_id] for request_id in planned}
 
     def _add(self, request: NewRequestData) -> None:
         row = self.batch.add(request)
@@ -134,8 +139,8 @@ class ModelRunner:
         self._prompt_logprobs.add_request(row, request)
 
     def _remove(self, request_id: str) -> None:
-        row = self.batch.remove(request_id)
-        if row is not None:
+        if self._unusable.pop(request_id, None) is None:
+            row = self.batch.remove(request_id)
             self._sampler.remove_request(row)
             self._prompt_logprobs.remove_request(row)
 

@@ -96,6 +96,9 @@ def check_contract(make: Callable[..., LLM]) -> None:
     tiny = make(num_gpu_blocks_override=20)
     assert run(tiny, prompts()) == expected, "preempted"
     assert tiny.llm_engine.call_core("stats")["num_preemptions"] > 0
+    overlapped = make(async_scheduling=True, num_gpu_blocks_override=20, enable_prefix_caching=True)
+    assert run(overlapped, prompts()) == expected, "overlapped and preempted"
+    assert overlapped.llm_engine.call_core("stats")["num_preemptions"] > 0
 
 
 @pytest.mark.parametrize("weights", list(WEIGHTS))

@@ -40,9 +40,16 @@ def make_engine(model_dir: Path, *, in_process: bool = True, **args: Any) -> LLM
     return LLMEngine(EngineConfig.from_args(**args), in_process=in_process)
 
 
-@pytest.fixture
-def engine(null_model_dir: Path) -> Iterator[LLMEngine]:
-    engine = make_engine(null_model_dir)
+LOOPS = {
+    "plain": {},
+    "overlapped": {"async_scheduling": True},
+    "4 steps in flight": {"async_scheduling": True, "max_steps_in_flight": 4},
+}
+
+
+@pytest.fixture(params=list(LOOPS))
+def engine(request: pytest.FixtureRequest, null_model_dir: Path) -> Iterator[LLMEngine]:
+    engine = make_engine(null_model_dir, **LOOPS[request.param])
     yield engine
     assert not engine.has_unfinished_requests()
     assert_all_blocks_free(engine)
@@ -218,6 +225,8 @@ def test_startup_errors_name_the_cause(null_model_dir: Path, tmp_path: Path) -> 
         make_engine(null_model_dir, max_model_len=129)
     with pytest.raises(ConfigError, match="at least one token each"):
         make_engine(null_model_dir, max_num_seqs=65)
+    with pytest.raises(ConfigError, match="--max-steps-in-flight is 2, which needs --async-scheduling"):
+        make_engine(null_model_dir, max_steps_in_flight=2)
 
 
 class NewestFirst(FixedOrder):

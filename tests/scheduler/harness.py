@@ -67,7 +67,8 @@ class Engine:
     def step(self) -> SchedulerOutput:
         """One step, with the checks that hold after every one."""
         plan = self.schedule()
-        self.finish_step(plan, self.executor.execute_model(plan))
+        if not plan.is_empty:
+            self.finish_step(plan, self.executor.execute_model(plan))
         return plan
 
     def schedule(self) -> SchedulerOutput:
