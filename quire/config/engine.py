@@ -38,6 +38,8 @@ class EngineConfig:
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     model_dir: str = ""
     model_arch: ModelArch | None = None
+    fit_max_model_len: bool = False
+    """Whether `max_model_len` is a limit that is to be lowered to what the KV cache can hold."""
 
     @property
     def arch(self) -> ModelArch:

@@ -37,7 +37,11 @@ class Scheduler:
     def __init__(self, config: EngineConfig, kv_config: KVCacheConfig) -> None:
         self._limits = config.scheduler
         self._max_model_len = config.model.max_model_len
-        self._kv = KVCacheManager(kv_config, enable_prefix_caching=config.cache.enable_prefix_caching)
+        self._kv = KVCacheManager(
+            kv_config,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            max_chunk=config.scheduler.max_num_batched_tokens,
+        )
         self._requests: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
         self._waiting = QUEUES[config.scheduler.scheduling_policy]()
