@@ -52,6 +52,7 @@ class EngineCore:
             num_blocks=kv_config.num_blocks,
             block_size=config.cache.block_size,
             kv_cache_bytes=kv_config.bytes,
+            max_model_len=config.model.max_model_len,
             load_s=time.monotonic() - started,
         )
 

@@ -66,7 +66,9 @@ def _check_tables(pool: BlockPool, managers: Sequence[SingleTypeManager]) -> Non
         for request_id, table in manager.tables.items():
             _check_gaps(manager, request_id)
             held = [(i, block) for i, block in enumerate(table) if block.block_id != NULL_BLOCK_ID]
-            _require(len({block for _, block in held}) == len(held), "a table holds a block twice", request_id)
+            _require(
+                len({block for _, block in held}) == len(held), "a table holds a block twice", request_id
+            )
             for position, block in held:
                 places[block.block_id].append((group_id, position))
     for block in pool.blocks:

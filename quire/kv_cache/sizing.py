@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.kv_cache.grouping import group_layers
-from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVMemory, tensor_block_bytes
+from quire.kv_cache.grouping import Groups, group_layers
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, tensor_block_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +20,6 @@ MIB = 2**20
 NULL_BLOCK = 1
 MIN_MODEL_LEN = 2
 """A token of prompt and one of output."""
-
-Groups = tuple[KVCacheGroup, ...]
 
 
 def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory: KVMemory) -> KVCacheConfig:
@@ -31,7 +29,8 @@ def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory
     Raises:
         ConfigError: the layers cannot share a cache.
     """
-    groups = group_layers(specs, hybrid=_hybrid_pays(config, specs))
+    hybrid = not config.cache.disable_hybrid_kv_cache_manager
+    groups = group_layers(specs, config.model.max_model_len, hybrid=hybrid)
     block_bytes = sum(tensor_block_bytes(groups, specs))
     num_blocks, reason = _choose_num_blocks(config, groups, block_bytes, memory)
     logger.info("KV cache memory = %.1f MiB: %s", num_blocks * block_bytes / MIB, reason)
@@ -48,7 +47,9 @@ def settle_max_model_len(config: EngineConfig, kv_config: KVCacheConfig) -> Engi
     usable, groups = kv_config.num_blocks - NULL_BLOCK, kv_config.groups
     longest = largest_model_len(groups, usable, chunk, asked)
     if config.fit_max_model_len and MIN_MODEL_LEN <= longest < asked:
-        logger.info("max_model_len = %d: the most that the KV cache can hold; the model allows %d", longest, asked)
+        logger.info(
+            "max_model_len = %d: the most that the KV cache can hold; the model allows %d", longest, asked
+        )
         config = config.evolve(max_model_len=longest)
     elif longest < asked:
         raise ConfigError(_too_small(kv_config, blocks_per_request(groups, asked, chunk), asked, longest))
@@ -68,14 +69,6 @@ def largest_model_len(groups: Groups, num_usable_blocks: int, max_chunk: int, li
         lengths, num_usable_blocks, key=lambda n: blocks_per_request(groups, n, max_chunk)
     )
     return max(fitting - 1, 0)
-
-
-def _hybrid_pays(config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> bool:
-    """Whether some layer ever stops reading a block: else all may as well share one table."""
-    last = config.model.max_model_len - 1
-    return not config.cache.disable_hybrid_kv_cache_manager and any(
-        spec.first_block(last) > 0 for spec in specs.values()
-    )
 
 
 def _choose_num_blocks(
@@ -122,7 +115,7 @@ def _too_small(kv_config: KVCacheConfig, needed: int, asked: int, longest: int) 
     usable = max(kv_config.num_blocks - NULL_BLOCK, 0)
     fits = f"--max-model-len {longest} would fit, " if longest >= MIN_MODEL_LEN else ""
     return (
-        f"one request of --max-model-len {asked} needs {needed} KV cache blocks ({needed * block_bytes / MIB:.1f} MiB), "
-        f"but there is memory for {usable} ({usable * block_bytes / MIB:.1f} MiB): {fits}--max-model-len auto takes the "
-        "most that fits, and --kv-cache-memory-bytes or --gpu-memory-utilization give the cache more"
+        f"one request of --max-model-len {asked} needs {needed} KV cache blocks ({needed * block_bytes / MIB:.1f} MiB)"
+        f", but there is memory for {usable} ({usable * block_bytes / MIB:.1f} MiB): {fits}--max-model-len auto takes "
+        "the most that fits, and --kv-cache-memory-bytes or --gpu-memory-utilization give the cache more"
     )

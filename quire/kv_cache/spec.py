@@ -25,7 +25,7 @@ class KVCacheSpec:
     @property
     def kind(self) -> Hashable:
         """Layers of one kind need the same blocks of a sequence, and may share a block table."""
-        return type(self)
+        return (type(self),)
 
     def first_block(self, position: int) -> int:
         """Index of the first block that the token at `position`, or any later one, still reads."""
@@ -177,9 +177,7 @@ class KVCacheConfig:
         return self.tensor_block_bytes[0] // self.layer_specs[group.layer_names[0]].block_bytes
 
 
-def tensor_block_bytes(
-    groups: tuple[KVCacheGroup, ...], specs: Mapping[str, KVCacheSpec]
-) -> tuple[int, ...]:
+def tensor_block_bytes(groups: tuple[KVCacheGroup, ...], specs: Mapping[str, KVCacheSpec]) -> tuple[int, ...]:
     """Bytes that a block takes in each of the tensors that the groups share; their sum is what a block id costs."""
     if len(groups) == 1:
         return tuple(specs[name].block_bytes for name in groups[0].layer_names)

@@ -14,7 +14,13 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.attention_metadata import StepMetadata
-from quire.kv_cache.spec import AttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from quire.kv_cache.spec import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from quire.layers.base import DTYPES, activation_dtype
 from quire.layers.rotary import RotaryEmbedding
 

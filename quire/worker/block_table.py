@@ -1,8 +1,8 @@
 """Block tables: which cache blocks hold a row's tokens, for one KV cache group.
 
-Invariant: `block_ids[row, :num_blocks[row]]` are blocks of the pool (times `parts_per_block`), checked when they come in, so that no kernel ever
-indexes with anything else. The null block 0 stands only where no token still to be computed reads. What a request gave
-back while it runs stays in its row, and is never read again.
+Invariant: `block_ids[row, :num_blocks[row]]` are blocks of the pool (times `parts_per_block`), checked when they come
+in, so that no kernel ever indexes with anything else. The null block 0 stands only where no token still to be computed
+reads. What a request gave back while it runs stays in its row, and is never read again.
 """
 
 from __future__ import annotations

@@ -61,11 +61,15 @@ def attention_layers(model: CausalLM) -> list[Attention]:
 def test_layers_of_different_groups_share_memory_block_by_block(tiny_model: Callable[[str], Path]) -> None:
     model = load_tiny(tiny_model("gemma3"))
     specs = kv_cache_specs(model)
-    groups = group_layers(specs)
+    groups = group_layers(specs, 64)
     kv_config = KVCacheConfig(5, groups, specs)
     tensors = allocate_kv_cache(kv_config, torch.device("cpu"))
     assert [len(group.layer_names) for group in groups] == [2, 2]
-    assert sum(tensor.nbytes for tensor in tensors) == kv_config.bytes == 5 * 2 * next(iter(specs.values())).block_bytes
+    assert (
+        sum(tensor.nbytes for tensor in tensors)
+        == kv_config.bytes
+        == 5 * 2 * next(iter(specs.values())).block_bytes
+    )
     for tensor in tensors:
         tensor.zero_()
     bind_kv_cache(model, kv_config, tensors)
@@ -84,7 +88,7 @@ def test_a_layer_that_needs_a_part_of_a_block_uses_the_first(tiny_model: Callabl
         spec.block_size, 3 * spec.num_kv_heads, spec.head_size, spec.dtype_bytes, sliding_window=8
     )
     specs = {"wide": window, layer.name: spec}
-    kv_config = KVCacheConfig(4, group_layers(specs), specs)
+    kv_config = KVCacheConfig(4, group_layers(specs, 64), specs)
     assert [kv_config.parts_per_block(group) for group in kv_config.groups] == [3, 1]
     (tensor,) = allocate_kv_cache(kv_config, torch.device("cpu"))
     layer.bind(1, spec, tensor.zero_())

@@ -66,7 +66,7 @@ def _shuffled_tables(model: CausalLM, sequences: Sequence[Sequence[int]]) -> lis
     blocks = list(range(1, sum(needed) + 1))
     random.Random(0).shuffle(blocks)
     specs = kv_cache_specs(model)
-    kv_config = KVCacheConfig(len(blocks) + 1, group_layers(specs, hybrid=False), specs)
+    kv_config = KVCacheConfig(len(blocks) + 1, group_layers(specs, BLOCK_SIZE, hybrid=False), specs)
     tensors = allocate_kv_cache(kv_config, torch.device("cpu"))
     for tensor in tensors:
         tensor.fill_(255)  # all bits set are a NaN in every float type

@@ -52,7 +52,7 @@ def loaded(config: EngineConfig, free: int = GIB) -> Worker:
 def driver_of(config: EngineConfig) -> Driver:
     worker = loaded(config)
     specs = worker.kv_cache_specs()
-    worker.initialize_kv_cache(KVCacheConfig(NUM_BLOCKS, group_layers(specs), dict(specs)))
+    worker.initialize_kv_cache(KVCacheConfig(NUM_BLOCKS, group_layers(specs, 64), dict(specs)))
     assert worker._runner is not None
     return Driver(worker._runner, num_blocks=NUM_BLOCKS)
 
