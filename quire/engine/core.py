@@ -27,9 +27,10 @@ from quire.errors import ClientError
 from quire.executor.base import Executor
 from quire.executor.registry import resolve_executor
 from quire.kv_cache.sizing import settle_max_model_len, size_kv_cache
+from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
+from quire.scheduler.registry import resolve_scheduler
 from quire.scheduler.request import Request
-from quire.scheduler.scheduler import Scheduler
 
 
 class EngineCore:
@@ -41,12 +42,19 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig) -> None:
         started = time.monotonic()
+        scheduler_class = resolve_scheduler(config.scheduler.scheduler_cls)
         self.executor: Executor = resolve_executor(config.parallel.distributed_executor_backend)(config)
         self.executor.load()
         kv_config = size_kv_cache(config, self.executor.kv_cache_specs(), self.executor.kv_memory())
         config = settle_max_model_len(config, kv_config)
         self.executor.initialize_kv_cache(kv_config)
-        self.scheduler = Scheduler(config, kv_config)
+        self.scheduler = scheduler_class(config, kv_config)
+        self.utilities: dict[str, Callable[..., Any]] = {
+            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "check_integrity": self.scheduler.check_integrity,
+            "stats": self.scheduler.stats,
+            "explain": self.explain,
+        }
         self._refused: list[RequestUpdate] = []
         self.ready = CoreReady(
             num_blocks=kv_config.num_blocks,
@@ -74,7 +82,7 @@ class EngineCore:
         if isinstance(message, EngineCoreRequest):
             self.add_request(message)
         elif isinstance(message, AbortRequests):
-            self.scheduler.finish_requests(message.request_ids, "abort")
+            self.scheduler.finish_requests(message.request_ids, "abort", time.monotonic())
         elif isinstance(message, UtilityCall):
             return self._call_utility(message)
         return None
@@ -88,15 +96,15 @@ class EngineCore:
                 RequestUpdate(message.request_id, [], finish_reason="error", error=str(error))
             )
 
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why a request waits or waited; None if the core does not know it."""
+        return self.scheduler.explain(request_id, time.monotonic())
+
     def shutdown(self) -> None:
         self.executor.shutdown()
 
     def _call_utility(self, call: UtilityCall) -> UtilityResult:
-        utilities: dict[str, Callable[[], Any]] = {
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
-            "check_integrity": self.scheduler.check_integrity,
-            "stats": lambda: msgspec.to_builtins(self.scheduler.stats()),
-        }
-        if call.method not in utilities:
+        if call.method not in self.utilities:
             return UtilityResult(call.call_id, error=f"the core has no utility {call.method!r}")
-        return UtilityResult(call.call_id, result=utilities[call.method]())
+        result = self.utilities[call.method](*call.args)
+        return UtilityResult(call.call_id, result=msgspec.to_builtins(result))

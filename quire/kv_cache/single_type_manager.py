@@ -79,6 +79,14 @@ class SingleTypeManager(ABC):
         """Free blocks that a request needs to cover `num_tokens` tokens beyond those it has."""
         return self._num_new(len(self._tables[request_id]), self._spec.num_blocks(num_tokens))
 
+    def num_blocks_to_finish(self, request_id: str, num_tokens: int) -> int:
+        """Free blocks that a request needs at most to get to `num_tokens` tokens in steps, dropping what it can."""
+        return min(self.num_blocks_to_grow(request_id, num_tokens), self.max_blocks(num_tokens))
+
+    def num_held_blocks(self, request_id: str) -> int:
+        """Blocks in a request's table."""
+        return sum(block is not self._null_block for block in self._tables[request_id])
+
     def adopt(self, request_id: str, hit: Sequence[KVCacheBlock]) -> None:
         """Start a request's table with the entries of a prefix hit."""
         assert request_id not in self._tables, f"request {request_id} has blocks already"
