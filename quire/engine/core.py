@@ -6,7 +6,6 @@ processes; whoever holds it calls `handle` for each message and `step` while the
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,17 +27,13 @@ from quire.engine.messages import (
 from quire.engine.recorder import recorded
 from quire.engine.step_loop import make_loop
 from quire.engine.trace import create_trace
-from quire.errors import ClientError, ConfigError
+from quire.errors import ClientError
 from quire.executor.base import Executor
 from quire.executor.registry import resolve_executor
-from quire.kv_cache.spec import KVCacheConfig, bytes_per_block, group_layers
+from quire.kv_cache.sizing import settle_max_model_len, size_kv_cache
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.registry import resolve_scheduler
-
-logger = logging.getLogger(__name__)
-
-MIB = 2**20
 
 
 class EngineCore:
@@ -53,7 +48,8 @@ class EngineCore:
         scheduler_class = resolve_scheduler(config.scheduler.scheduler_cls)
         self.executor: Executor = resolve_executor(config.parallel.distributed_executor_backend)(config)
         self.executor.load()
-        kv_config = size_kv_cache(config, self.executor)
+        kv_config = size_kv_cache(config, self.executor.kv_cache_specs(), self.executor.kv_memory())
+        config = settle_max_model_len(config, kv_config)
         self.executor.initialize_kv_cache(kv_config)
         self.scheduler = scheduler_class(config, kv_config)
         self._trace = create_trace(config, kv_config)
@@ -71,6 +67,7 @@ class EngineCore:
             num_blocks=kv_config.num_blocks,
             block_size=config.cache.block_size,
             kv_cache_bytes=kv_config.bytes,
+            max_model_len=config.model.max_model_len,
             load_s=time.monotonic() - started,
         )
 
@@ -117,33 +114,3 @@ class EngineCore:
             return UtilityResult(call.call_id, error=f"the core has no utility {call.method!r}")
         result = self.utilities[call.method](*call.args)
         return UtilityResult(call.call_id, result=msgspec.to_builtins(result))
-
-
-def size_kv_cache(config: EngineConfig, executor: Executor) -> KVCacheConfig:
-    """Number of blocks from the memory that is really left, logged with what it allows.
-
-    Raises:
-        ConfigError: not even one request of `max_model_len` tokens fits.
-    """
-    specs = executor.kv_cache_specs()
-    groups = group_layers(specs)
-    block_bytes = bytes_per_block(specs)
-    num_blocks = config.cache.num_gpu_blocks_override or executor.available_kv_bytes() // block_bytes
-    per_request = groups[0].spec.max_blocks(config.model.max_model_len)
-    usable = num_blocks - 1
-    tokens = usable * config.cache.block_size
-    if usable < per_request:
-        raise ConfigError(
-            f"the KV cache has room for {max(tokens, 0)} tokens ({max(usable, 0)} blocks of {block_bytes} bytes), but "
-            f"one request of --max-model-len {config.model.max_model_len} needs {per_request} blocks "
-            f"({per_request * block_bytes / MIB:.0f} MiB): lower --max-model-len or raise --kv-cache-memory-bytes"
-        )
-    logger.info(
-        "KV cache: %d blocks, %.1f MiB, %d tokens: %.1f requests of %d tokens at once",
-        num_blocks,
-        num_blocks * block_bytes / MIB,
-        tokens,
-        usable / per_request,
-        config.model.max_model_len,
-    )
-    return KVCacheConfig(num_blocks=num_blocks, groups=groups, layer_specs=dict(specs))

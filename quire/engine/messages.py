@@ -66,11 +66,12 @@ CoreRequest = EngineCoreRequest | AbortRequests | UtilityCall | Shutdown
 
 
 class CoreReady(msgspec.Struct, tag="ready", frozen=True):
-    """The model is loaded and the cache allocated."""
+    """The model is loaded and the cache allocated; `max_model_len` is as configured unless it was fitted to memory."""
 
     num_blocks: int
     block_size: int
     kv_cache_bytes: int
+    max_model_len: int
     load_s: float
     wire_version: int = WIRE_VERSION
 

@@ -1,7 +1,7 @@
 """The contract between the engine core and whatever computes.
 
 Invariant: an executor knows nothing of requests beyond the plan it is given; the core calls, in this order,
-`load`, `kv_cache_specs`, `available_kv_bytes`, `initialize_kv_cache`, then `submit` and `collect` once per step.
+`load`, `kv_cache_specs`, `kv_memory`, `initialize_kv_cache`, then `submit` and `collect` once per step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from quire.config import EngineConfig
-from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -33,8 +33,8 @@ class Executor(ABC):
         """Layer name -> what it needs of the cache."""
 
     @abstractmethod
-    def available_kv_bytes(self) -> int:
-        """Bytes that may be used for the KV cache, measured after loading and warm-up."""
+    def kv_memory(self) -> KVMemory:
+        """Memory that the KV cache may take, measured after loading and warm-up."""
 
     @abstractmethod
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:

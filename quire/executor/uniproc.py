@@ -9,7 +9,7 @@ from functools import partial
 from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.executor.lane import CallerLane, Lane, ThreadLane
-from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.worker.cpu import CpuDevice
 from quire.worker.worker import Worker
@@ -30,8 +30,8 @@ class UniprocExecutor(Executor):
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
         return self._worker.kv_cache_specs()
 
-    def available_kv_bytes(self) -> int:
-        return self._worker.available_kv_bytes()
+    def kv_memory(self) -> KVMemory:
+        return self._worker.kv_memory()
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         self._lane.start(partial(self._worker.initialize_kv_cache, kv_config))()

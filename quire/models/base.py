@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import StepMetadata
 from quire.layers.base import Layer, Module, Slot, model_dtype
 from quire.layers.embedding import VocabEmbedding
 
@@ -35,7 +35,7 @@ class CausalLM(Module):
         super().__init__()
         self.config = config
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         """input_ids [T], positions [T] -> hidden states [T, H]; keys and values are in the cache afterwards."""
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import StepMetadata
 from quire.layers.activation import PLAIN
 from quire.layers.attention import Attention
 from quire.layers.base import Module, activation_dtype, model_dtype
@@ -49,7 +49,7 @@ class GPT2Attention(Module):
             scale=arch.head_dim**-0.5,
         )
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
         return self.c_proj(self.attn(*self.c_attn.heads(x), metadata))
 
 
@@ -78,7 +78,7 @@ class GPT2Block(Module):
         self.ln_2 = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
         self.mlp = GPT2MLP(config=config)
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
         x = x + self.attn(self.ln_1(x), metadata)
         return x + self.mlp(self.ln_2(x))
 
@@ -101,7 +101,7 @@ class GPT2Model(Module):
         )
         self.ln_f = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         x = self.wte(input_ids) + self.wpe(positions)
         for block in self.h:
             x = block(x, metadata)
@@ -119,5 +119,5 @@ class GPT2LMHeadModel(CausalLM):
         self.transformer = GPT2Model(config=config, prefix=f"{prefix}transformer")
         self.lm_head = output_head(config, self.transformer.wte)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         return self.transformer(input_ids, positions, metadata)

@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import StepMetadata
 from quire.layers.attention import Attention
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import VocabEmbedding
@@ -62,7 +62,7 @@ class LlamaAttention(Module):
             rotary=rotary,
         )
 
-    def forward(self, x: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         q, k, v = self.qkv_proj.heads(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -107,7 +107,7 @@ class LlamaDecoderLayer(Module):
         self.mlp = LlamaMLP(config=config)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: AttentionMetadata
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: StepMetadata
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, positions, metadata)
@@ -135,7 +135,7 @@ class LlamaModel(Module):
         )
         self.norm = rms_norm(config, arch.hidden_size)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, positions, metadata)
@@ -157,7 +157,7 @@ class LlamaForCausalLM(CausalLM):
         self.model = LlamaModel(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.embed_tokens)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         return self.model(input_ids, positions, metadata)
 
 

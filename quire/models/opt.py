@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import StepMetadata
 from quire.layers.activation import PLAIN
 from quire.layers.attention import Attention
 from quire.layers.base import Module, activation_dtype, model_dtype
@@ -53,7 +53,7 @@ class OPTAttention(Module):
             scale=arch.head_dim**-0.5,
         )
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
         return self.out_proj(self.attn(*self.qkv_proj.heads(x), metadata))
 
 
@@ -79,7 +79,7 @@ class OPTDecoderLayer(Module):
         )
         self.activation = PLAIN[arch.hidden_act]
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
         if self.norm_before:
             x = x + self.self_attn(self.self_attn_layer_norm(x), metadata)
             return x + self._mlp(self.final_layer_norm(x))
@@ -115,7 +115,7 @@ class OPTDecoder(Module):
         norm = LayerNorm(size=hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
         self.final_layer_norm = norm if arch.final_norm else nn.Identity()
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         x = self.project_in(self.embed_tokens(input_ids)) + self.embed_positions(positions)
         for layer in self.layers:
             x = layer(x, metadata)
@@ -140,5 +140,5 @@ class OPTForCausalLM(CausalLM):
         self.model = OPTModel(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.decoder.embed_tokens)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         return self.model.decoder(input_ids, positions, metadata)

@@ -55,7 +55,11 @@ class Scheduler:
     def __init__(self, config: EngineConfig, kv_config: KVCacheConfig) -> None:
         self._limits = config.scheduler
         self._max_model_len = config.model.max_model_len
-        self._kv = KVCacheManager(kv_config, enable_prefix_caching=config.cache.enable_prefix_caching)
+        self._kv = KVCacheManager(
+            kv_config,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            max_chunk=config.scheduler.max_num_batched_tokens,
+        )
         self._requests: dict[str, Request] = {}
         self._running = RankedRequests()
         self._policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import EngineError
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import StepMetadata
 from quire.kv_cache.spec import KVCacheConfig
 from quire.scheduler.output import ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenLogprobs
 from quire.worker.block_table import BlockTable
@@ -35,7 +35,7 @@ _LOGITS_ELEMENTS = 1 << 23
 class LanguageModel(Protocol):
     """What the runner needs of a model."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         """[T] int64 ids and positions -> hidden states [T, H]."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -64,14 +64,14 @@ class ModelRunner:
     def __init__(
         self, model: LanguageModel, config: EngineConfig, kv_config: KVCacheConfig, device: torch.device
     ) -> None:
-        assert len(kv_config.groups) == 1, "a forward pass takes one block table"
         max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
         tables = tuple(
             BlockTable(
                 max_num_seqs,
-                group.spec.max_blocks(max_model_len),
-                group.spec.block_size,
+                max_model_len,
+                group.spec,
                 kv_config.num_blocks,
+                kv_config.parts_per_block(group),
             )
             for group in kv_config.groups
         )

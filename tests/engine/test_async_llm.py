@@ -189,7 +189,7 @@ async def test_core_death_ends_every_stream_with_an_error(null_model_dir: Path) 
 
 async def test_a_core_that_cannot_start_says_why(null_model_dir: Path) -> None:
     engine = make_engine(null_model_dir, in_process=False, num_gpu_blocks_override=8)
-    with pytest.raises(StartupError, match="needs 8 blocks"):
+    with pytest.raises(StartupError, match="needs 8 KV cache blocks"):
         await engine.wait_ready()
     await engine.shutdown()
 

@@ -250,6 +250,22 @@ def test_what_a_window_has_left_behind_is_never_read() -> None:
     assert torch.equal(cache.attend([(0, 290, 300)], sliding_window=50)[0], want)
 
 
+@pytest.mark.parametrize(("start", "end"), [(290, 300), (299, 300), (250, 300), (128, 190)])
+def test_block_ids_wholly_behind_a_window_are_never_looked_at(start: int, end: int) -> None:
+    """The cache manager gives those blocks away; what is left of them in the table may be anything."""
+    cache, window = Cache(Shape(), [300]), 50
+    want = cache.attend([(0, start, end)], sliding_window=window)[0]
+    first_block = (start - window + 1) // 16
+    kept = cache.tables[0][first_block].clone()
+    for stale in (-5, 10**6, 0):
+        cache.tables[0][:first_block] = stale
+        assert torch.equal(cache.attend([(0, start, end)], sliding_window=window)[0], want)
+    cache.tables[0][first_block] = 10**6
+    with pytest.raises(IndexError):
+        cache.attend([(0, start, end)], sliding_window=window)
+    cache.tables[0][first_block] = kept
+
+
 def test_a_request_that_is_not_finite_spoils_no_other() -> None:
     cache = Cache(Shape(), [100, 100])
     want = cache.whole(1)

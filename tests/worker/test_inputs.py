@@ -67,7 +67,7 @@ def check_gather(inputs: StepInputs, requests: list[PlainRequest], counts: list[
         if plain.num_computed_tokens + count == len(plain.tokens):
             samples.append(index)
     lengths = [plain.num_computed_tokens + count for plain, count in zip(requests, counts, strict=True)]
-    meta = inputs.metadata
+    (meta,) = inputs.metadata
     assert inputs.input_ids.tolist() == ids
     assert inputs.positions.tolist() == positions
     assert meta.slot_mapping.tolist() == slots
