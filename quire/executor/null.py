@@ -187,7 +187,9 @@ class NullExecutor(Executor):
         end = row.num_computed_tokens + count
         _check(end <= len(row.token_ids), f"{row.request_id}: token {end} of {len(row.token_ids)} planned")
         limit = self.config.model.max_model_len
-        _check(end < limit, f"{row.request_id}: token {end} planned, and the context of {limit} is full before")
+        _check(
+            end < limit, f"{row.request_id}: token {end} planned, and the context of {limit} is full before"
+        )
         for position in range(row.num_computed_tokens, end):
             for slot in self._slots_at(row, position):
                 _check(self._holders[slot[0]] == 1, f"{row.request_id} writes to a shared block: {slot}")

@@ -193,7 +193,7 @@ class Scheduler:
     def _plan_running(self, step: StepPlan, now: float) -> None:
         """Let running requests catch up, the first ones at the cost of the last if blocks are short."""
         for request in list(self._running):
-            if self._policy.preempts:
+            if self._policy.preempts and request.status is RequestStatus.RUNNING:
                 self._start_waiting(step, now, before=request)
             if step.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
