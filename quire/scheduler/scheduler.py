@@ -198,7 +198,7 @@ class Scheduler:
         """Let running requests catch up, the first ones at the cost of the last if blocks are short."""
         preempts = self._policy.preempts
         for request in list(self._running):
-            if preempts:
+            if preempts and request.status is RequestStatus.RUNNING:
                 self._start_waiting(step, now, before=request)
             if step.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
@@ -250,7 +250,7 @@ class Scheduler:
         """
         while step.blocked is None and len(self._policy):
             first = self._policy.peek()
-            if before is not None and first.rank >= before.rank:
+            if before is not None and first.rank > before.rank:
                 break
             step.blocked = self._start(first, step, now)
 
