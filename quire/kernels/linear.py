@@ -20,6 +20,7 @@ INT8_ZERO = 128
 """What an int8 weight's byte is larger by."""
 
 Kind = Literal["float", "int8", "int4"]
+Layout = Literal["panels", "rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,10 @@ class PackedWeight:
     eight k in the low nibbles and the others in the high ones. K is padded, to 64 or the group size. `scales` is
     float32 [P, 16] for int8 and bfloat16 [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or None where every
     zero point is 8.
+
+    So it is in the layout "panels", that of CPUs. In "rows", that of GPUs, outputs are apart: int8 [N, K] with float32
+    scales [N]; int4 uint8 [N, G * group / 2], where byte i of a group has k = i in its low nibble and k = i + group / 2
+    in its high one, with bfloat16 scales and uint8 zeros [N, G].
     """
 
     scheme: WeightScheme
@@ -70,6 +75,7 @@ class PackedWeight:
     outputs: int
     inputs: int
     halves: int = 1
+    layout: Layout = "panels"
     native: Native | None = field(default=None, init=False, repr=False, compare=False)
     """Set by the C++ kernels once they have checked it."""
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels import cpu, reference, reference_sampling
+from quire.kernels import cpu, reference, reference_sampling, triton
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.linear import PackedWeight, WeightScheme
 
@@ -154,11 +154,31 @@ def _cpu(path: str, accepts: Callable[..., bool] | None = None, *, any_dtype: bo
     return Implementation("cpu", load, supports, cpu.status, accepts)
 
 
+def _triton(
+    path: str, accepts: Callable[..., bool] | None = None, *, any_dtype: bool = False
+) -> Implementation:
+    """A row of the GPU kernels: "module.function" of `quire.kernels.triton`; `any_dtype` as in `_cpu`."""
+
+    def load() -> Callable[..., Any]:
+        module, function = path.split(".")
+        return getattr(import_module(f"quire.kernels.triton.{module}"), function)  # type: ignore[no-any-return]
+
+    def supports(device_type: str, dtype: torch.dtype) -> bool:
+        return triton.supports(device_type, torch.float32 if any_dtype else dtype)
+
+    return Implementation("triton", load, supports, triton.status, accepts)
+
+
+def _float_cache(*args: Any, **_options: Any) -> bool:
+    """Whether no tensor is an int8 cache, whose scales the GPU kernels do not know."""
+    return all(getattr(arg, "dtype", None) != torch.int8 for arg in args)
+
+
 # Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head
 # size, R requests, V vocabulary rows, P positions. Tensors are contiguous in their last dimension.
 
 
-@op(_cpu("norm.rms_norm"))
+@op(_cpu("norm.rms_norm"), _triton("norm.rms_norm"))
 def rms_norm(x: Tensor, weight: Tensor, /, eps: float) -> Tensor:
     """`x / rms(x) * weight` over the last dimension.
 
@@ -168,7 +188,7 @@ def rms_norm(x: Tensor, weight: Tensor, /, eps: float) -> Tensor:
     return reference.rms_norm(x, weight, eps)
 
 
-@op(_cpu("norm.fused_add_rms_norm"))
+@op(_cpu("norm.fused_add_rms_norm"), _triton("norm.fused_add_rms_norm"))
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, /, eps: float) -> tuple[Tensor, Tensor]:
     """`(rms_norm(x + residual), x + residual)`, both new tensors of x's dtype and shape.
 
@@ -178,25 +198,25 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, /, eps: floa
     return reference.fused_add_rms_norm(x, residual, weight, eps)
 
 
-@op(_cpu("norm.layer_norm"))
+@op(_cpu("norm.layer_norm"), _triton("norm.layer_norm"))
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, /, eps: float) -> Tensor:
     """`(x - mean) / std * weight + bias` over the last dimension; shapes and dtypes as in `rms_norm`."""
     return reference.layer_norm(x, weight, bias, eps)
 
 
-@op(_cpu("activation.silu_and_mul"))
+@op(_cpu("activation.silu_and_mul"), _triton("activation.silu_and_mul"))
 def silu_and_mul(x: Tensor, /) -> Tensor:
     """`silu(first half) * second half`: x [..., 2 * I] -> [..., I] of x's dtype."""
     return reference.silu_and_mul(x)
 
 
-@op(_cpu("activation.gelu_and_mul"))
+@op(_cpu("activation.gelu_and_mul"), _triton("activation.gelu_and_mul"))
 def gelu_and_mul(x: Tensor, /, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """`gelu(first half) * second half`: x [..., 2 * I] -> [..., I] of x's dtype."""
     return reference.gelu_and_mul(x, approximate)
 
 
-@op(_cpu("kv_write.rotary_embedding"), key=1)
+@op(_cpu("kv_write.rotary_embedding"), _triton("rotary.rotary_embedding"), key=1)
 def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, /, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -218,7 +238,7 @@ def rotary_embedding(
 # behind each value stands its own. What is stored is round(x / scale), with scale = amax / 127 for each token and head.
 
 
-@op(_cpu("kv_write.write_kv"))
+@op(_cpu("kv_write.write_kv"), _triton("rotary.write_kv", _float_cache))
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, /) -> None:
     """Store each token's key and value in its slot.
 
@@ -228,7 +248,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     reference.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
-@op(_cpu("kv_write.rotary_and_write_kv"), key=1)
+@op(_cpu("kv_write.rotary_and_write_kv"), _triton("rotary.rotary_and_write_kv", _float_cache), key=1)
 def rotary_and_write_kv(
     positions: Tensor,
     q: Tensor,
@@ -252,7 +272,10 @@ def _any_multiple_of_8(q: Tensor, *_args: Any, **_features: Any) -> bool:
     return q.shape[2] % 8 == 0
 
 
-@op(_cpu("attention.paged_attention", _any_multiple_of_8))
+@op(
+    _cpu("attention.paged_attention", _any_multiple_of_8),
+    _triton("attention.paged_attention", _float_cache),
+)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -285,7 +308,7 @@ def paged_attention(
     )
 
 
-@op(_cpu("embedding.embedding"), key=1)
+@op(_cpu("embedding.embedding"), _triton("embedding.embedding"), key=1)
 def embedding(ids: Tensor, weight: Tensor, /) -> Tensor:
     """Rows of a table: ids [T] int64 in [0, V), weight [V, H] -> [T, H]; any other id is an IndexError."""
     return reference.embedding(ids, weight)
@@ -339,13 +362,13 @@ def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
 # logit first and, of equal logits, the lower id first. A row's results depend on that row alone.
 
 
-@op(_cpu("sampling.non_finite_rows"))
+@op(_cpu("sampling.non_finite_rows"), _triton("sampling.non_finite_rows"))
 def non_finite_rows(logits: Tensor, /) -> Tensor:
     """Which rows hold a NaN or an infinity: [N, V] -> [N] bool."""
     return reference_sampling.non_finite_rows(logits)
 
 
-@op(_cpu("sampling.apply_penalties"))
+@op(_cpu("sampling.apply_penalties"), _triton("sampling.apply_penalties"))
 def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor, /) -> None:
     """Change some logits in place, in float64: x -> (x / r if x > 0 else x * r) - s, held to float32's maximum.
 
@@ -355,7 +378,10 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
     reference_sampling.apply_penalties(logits, indices, repetition, subtracted)
 
 
-@op(_cpu("sampling.philox_uniform", any_dtype=True))
+@op(
+    _cpu("sampling.philox_uniform", any_dtype=True),
+    _triton("sampling.philox_uniform", any_dtype=True),
+)
 def philox_uniform(seeds: Tensor, positions: Tensor, /) -> Tensor:
     """One number in [0, 1) for each (seed, position), both [N] int64: [N] float64, multiples of 2**-52.
 
@@ -365,7 +391,7 @@ def philox_uniform(seeds: Tensor, positions: Tensor, /) -> Tensor:
     return reference_sampling.philox_uniform(seeds, positions)
 
 
-@op(_cpu("sampling.sample_tokens"))
+@op(_cpu("sampling.sample_tokens"), _triton("sampling.sample_tokens"))
 def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor, /) -> Tensor:
     """The choice of one token per row: logits [N, V] -> ids [N] int64, -1 for a row whose logits are all -inf.
 
@@ -383,7 +409,7 @@ def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor, /) -> Tens
     return reference_sampling.sample_tokens(logits, settings, uniforms)
 
 
-@op(_cpu("sampling.token_logprobs"))
+@op(_cpu("sampling.token_logprobs"), _triton("sampling.token_logprobs"))
 def token_logprobs(logits: Tensor, chosen: Tensor, /, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-softmax of finite logits for the chosen token and the first `num_top` <= V of the order.
 
