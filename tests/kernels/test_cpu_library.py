@@ -106,7 +106,7 @@ for dtype in (torch.float32, torch.int64, torch.int8, torch.uint8, torch.bool):
     poisoned = library.empty(torch.empty(0), 3, dtype=dtype)
     assert poisoned.isnan().all() if dtype.is_floating_point else (poisoned == poisoned[0]).all() and poisoned[0] != 0
 for op in ops.TABLE.values():
-    for row in op.implementations:
+    for row in (row for row in op.implementations if row.name == "cpu"):
         for dtype in (torch.float32, torch.bfloat16):
             compare(op, row.load(), dtype, "cpu", row.accepts)
 print("all written")
