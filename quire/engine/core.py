@@ -27,7 +27,7 @@ from quire.engine.messages import (
 from quire.errors import ClientError, ConfigError
 from quire.executor.base import Executor
 from quire.executor.registry import resolve_executor
-from quire.kv_cache.spec import KVCacheConfig, bytes_per_block, group_layers
+from quire.kv_cache.spec import KVCacheConfig, SwapCosts, bytes_per_block, group_layers
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
@@ -132,4 +132,13 @@ def size_kv_cache(config: EngineConfig, executor: Executor) -> KVCacheConfig:
         usable / per_request,
         config.model.max_model_len,
     )
-    return KVCacheConfig(num_blocks=num_blocks, groups=groups, layer_specs=dict(specs))
+    num_host_blocks = config.cache.swap_space_bytes // block_bytes
+    if num_host_blocks:
+        logger.info("host tier: %d blocks, %.1f MiB", num_host_blocks, num_host_blocks * block_bytes / MIB)
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        groups=groups,
+        layer_specs=dict(specs),
+        num_host_blocks=num_host_blocks,
+        swap_costs=executor.swap_costs() if num_host_blocks else SwapCosts(),
+    )

@@ -60,6 +60,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
         config = config.evolve(**{choice.field: choice.value})
     _check_batch(config)
+    _check_preemption(config)
     config.quantization.check()
     return config
 
@@ -153,3 +154,8 @@ def _check_batch(config: EngineConfig) -> None:
             f"--max-num-batched-tokens is {scheduler.max_num_batched_tokens}, but {scheduler.max_num_seqs} running "
             "sequences (--max-num-seqs) need at least one token each per step"
         )
+
+
+def _check_preemption(config: EngineConfig) -> None:
+    if config.cache.preemption_mode == "swap" and not config.cache.swap_space:
+        raise ConfigError("--preemption-mode swap needs --swap-space")

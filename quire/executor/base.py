@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from quire.config import EngineConfig
-from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, SwapCosts
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -35,6 +35,10 @@ class Executor(ABC):
     @abstractmethod
     def available_kv_bytes(self) -> int:
         """Bytes that may be used for the KV cache, measured after loading and warm-up."""
+
+    def swap_costs(self) -> SwapCosts:
+        """Rates by which swapping and recomputing compare, measured after loading and warm-up."""
+        return SwapCosts()
 
     @abstractmethod
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:

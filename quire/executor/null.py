@@ -2,7 +2,8 @@
 
 Its next token is a pure function of the tokens before it, so a request's output does not depend on its
 company. In place of keys and values, each slot of its cache holds a fingerprint of all tokens up to that
-position; a plan that would make a worker read wrong, stale or foreign cache content therefore fails here.
+position (`quire.executor.fingerprints`); a plan that would make a worker read wrong, stale or foreign cache content,
+or lose some while it is swapped or copied, therefore fails here.
 
 Invariant: a plan that breaks a promise of `quire.scheduler.output` raises AssertionError; the checks are
 explicit, so that `python -O` keeps them.
@@ -16,7 +17,8 @@ from collections.abc import Mapping
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
-from quire.kv_cache.block_pool import NULL_BLOCK_ID
+from quire.executor.fingerprints import FingerprintCache, fingerprint
+from quire.executor.fingerprints import check as _check
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, bytes_per_block
 from quire.scheduler.output import (
     WAIST_VERSION,
@@ -29,11 +31,6 @@ from quire.scheduler.output import (
 
 DEFAULT_NUM_BLOCKS = 16384
 DEFAULT_VOCAB_SIZE = 32000
-
-
-def fingerprint(previous: int, token_id: int) -> int:
-    """Fingerprint of a sequence plus one token: a step of Knuth's MMIX linear congruential generator."""
-    return ((previous ^ (token_id + 1)) * 6364136223846793005 + 1442695040888963407) % 2**64
 
 
 class _Row:
@@ -74,9 +71,9 @@ class NullExecutor(Executor):
         self.vocab_size = config.model_arch.vocab_size if config.model_arch else vocab_size
         self._specs = dict(specs or _default_specs(config))
         self._kv_config: KVCacheConfig | None = None
+        self._cache = FingerprintCache(0, 0)
         self._rows: dict[str, _Row] = {}
         self._holders: Counter[int] = Counter()
-        self._slots: dict[tuple[int, int], int] = {}  # (block id, offset) -> fingerprint
         self._last_step_id = 0
 
     def load(self) -> None:
@@ -92,6 +89,7 @@ class NullExecutor(Executor):
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         _check(self._kv_config is None, "the cache is allocated once")
         self._kv_config = kv_config
+        self._cache = FingerprintCache(kv_config.num_blocks, kv_config.num_host_blocks)
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Check the plan, then do what a worker does with it, less the computing.
@@ -103,6 +101,7 @@ class NullExecutor(Executor):
         self._last_step_id = plan.step_id
         for request_id in plan.removed_request_ids:
             self._remove_row(request_id)
+        self._move_blocks(plan)
         for new_request in plan.new_requests:
             self._add_row(new_request)
         for cached_request in plan.cached_requests:
@@ -146,6 +145,13 @@ class NullExecutor(Executor):
         for ids in self._rows.pop(request_id).block_ids:
             self._holders.subtract(ids)
 
+    def _move_blocks(self, plan: SchedulerOutput) -> None:
+        written = {target for _, target in plan.swap_ins + plan.block_copies}
+        _check(len(written) == len(plan.swap_ins) + len(plan.block_copies), "a block is written twice")
+        held = [block_id for block_id in written if self._holders[block_id]]
+        _check(not held, f"blocks {held} are written, and rows hold them")
+        self._cache.move_blocks(plan)
+
     def _add_row(self, data: NewRequestData) -> None:
         _check(data.request_id not in self._rows, f"{data.request_id} is new and has a row")
         assert self._kv_config is not None
@@ -157,7 +163,7 @@ class NullExecutor(Executor):
             self._hold(row, ids, ids)
         for position in range(row.num_computed_tokens):
             for slot in self._slots_at(row, position):
-                found = self._slots.get(slot) == row.fingerprints[position]
+                found = self._cache.device.read(*slot) == row.fingerprints[position]
                 _check(found, f"{row.request_id}: {slot} does not hold the prefix to token {position}")
 
     def _grow_row(self, data: CachedRequestData) -> None:
@@ -170,10 +176,8 @@ class NullExecutor(Executor):
             self._hold(row, ids, new_ids)
 
     def _hold(self, row: _Row, table: list[int], new_ids: list[int]) -> None:
-        assert self._kv_config is not None
         _check(len(set(table)) == len(table), f"{row.request_id}: a block is twice in {table}")
-        valid = range(NULL_BLOCK_ID + 1, self._kv_config.num_blocks)
-        _check(all(block_id in valid for block_id in new_ids), f"{row.request_id}: no such blocks {new_ids}")
+        self._cache.device.check_ids(new_ids, row.request_id)
         self._holders.update(new_ids)
 
     def _compute(self, row: _Row, count: int) -> None:
@@ -183,7 +187,7 @@ class NullExecutor(Executor):
         for position in range(row.num_computed_tokens, end):
             for slot in self._slots_at(row, position):
                 _check(self._holders[slot[0]] == 1, f"{row.request_id} writes to a shared block: {slot}")
-                self._slots[slot] = row.fingerprints[position]
+                self._cache.device.write(*slot, row.fingerprints[position])
         row.num_computed_tokens = end
 
     def _slots_at(self, row: _Row, position: int) -> list[tuple[int, int]]:
@@ -219,9 +223,3 @@ def _default_specs(config: EngineConfig) -> dict[str, KVCacheSpec]:
         return {"layers.0": FullAttentionSpec(block_size, num_kv_heads=1, head_size=8, dtype_bytes=4)}
     spec = FullAttentionSpec(block_size, arch.num_kv_heads, arch.head_dim, dtype_bytes=4)
     return {f"layers.{i}": spec for i in range(arch.num_layers)}
-
-
-def _check(condition: bool, message: str) -> None:
-    """`assert` that `python -O` keeps."""
-    if not condition:
-        raise AssertionError(message)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
-from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, SwapCosts
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.worker.cpu import CpuDevice
 from quire.worker.worker import Worker
@@ -27,6 +27,9 @@ class UniprocExecutor(Executor):
 
     def available_kv_bytes(self) -> int:
         return self._worker.available_kv_bytes()
+
+    def swap_costs(self) -> SwapCosts:
+        return self._worker.swap_costs()
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         self._worker.initialize_kv_cache(kv_config)

@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
+from quire.kv_cache.block_pool import KVCacheBlock
+from quire.kv_cache.device_pool import DevicePool
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.single_type_manager import MANAGERS
 from quire.kv_cache.spec import KVCacheGroup
 
 
 class PrefixHit(NamedTuple):
-    """The first `num_tokens` tokens of a request are cached in these blocks (one list per group)."""
+    """The first `num_tokens` tokens of a request are in these blocks (one list per group, on either tier).
+
+    Of full blocks only, unless it is of a request that was swapped out or forked.
+    """
 
     num_tokens: int
     blocks: tuple[list[KVCacheBlock], ...]
@@ -24,7 +28,8 @@ class PrefixHit(NamedTuple):
 class KVCacheCoordinator:
     """One manager per group, in the order of the groups."""
 
-    def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool) -> None:
+    def __init__(self, groups: Sequence[KVCacheGroup], pool: DevicePool) -> None:
+        self._pool = pool
         self.managers = [MANAGERS[type(group.spec)](group.spec, pool, i) for i, group in enumerate(groups)]
         self.block_size = self.managers[0].block_size
         assert all(m.block_size == self.block_size for m in self.managers), "groups differ in block size"
@@ -53,16 +58,27 @@ class KVCacheCoordinator:
     def num_blocks_to_start(self, num_tokens: int, hit: PrefixHit) -> int:
         """Free blocks over all groups that a new request needs for `num_tokens` tokens, given a prefix hit."""
         pairs = zip(self.managers, hit.blocks, strict=True)
-        return sum(manager.num_blocks_to_start(num_tokens, blocks) for manager, blocks in pairs)
+        return sum(
+            manager.num_blocks_to_start(num_tokens, blocks, hit.num_tokens) for manager, blocks in pairs
+        )
 
     def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
         """Free blocks over all groups that a request needs to cover `num_tokens` tokens."""
         return sum([manager.num_blocks_to_grow(request_id, num_tokens) for manager in self.managers])
 
     def adopt(self, request_id: str, hit: PrefixHit) -> None:
-        """Start a request's tables with a prefix hit (possibly an empty one)."""
-        for manager, blocks in zip(self.managers, hit.blocks, strict=True):
-            manager.adopt(request_id, blocks)
+        """Start a request's tables with a hit (possibly an empty one)."""
+        tables = self._pool.take(hit.blocks, hit.num_tokens // self.block_size)
+        for manager, blocks, table in zip(self.managers, hit.blocks, tables, strict=True):
+            manager.adopt(request_id, blocks, table)
+
+    def find_fork(self, request_id: str, num_tokens: int) -> PrefixHit:
+        """The first `num_tokens` tokens of a running request, which are computed, as a hit for another."""
+        return PrefixHit(num_tokens, tuple(m.find_fork(request_id, num_tokens) for m in self.managers))
+
+    def tables(self, request_id: str) -> list[Sequence[KVCacheBlock]]:
+        """The blocks of a started request, one table per group."""
+        return [manager.tables[request_id] for manager in self.managers]
 
     def allocate(self, request_id: str, num_tokens: int) -> list[list[int]]:
         """Grow the tables to cover `num_tokens` tokens; returns the new block ids per group."""

@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
+from quire.kv_cache.block_pool import KVCacheBlock
+from quire.kv_cache.device_pool import DevicePool
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
@@ -18,7 +19,7 @@ from quire.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpe
 class SingleTypeManager(ABC):
     """Gives the blocks of one group to requests; all groups draw on one pool."""
 
-    def __init__(self, spec: KVCacheSpec, pool: BlockPool, group_id: int) -> None:
+    def __init__(self, spec: KVCacheSpec, pool: DevicePool, group_id: int) -> None:
         self.block_size = spec.block_size
         self._spec = spec
         self._pool = pool
@@ -39,23 +40,28 @@ class SingleTypeManager(ABC):
         """Blocks that a sequence of this length holds at most."""
         return self._spec.max_blocks(num_tokens)
 
-    def num_blocks_to_start(self, num_tokens: int, hit: Sequence[KVCacheBlock]) -> int:
-        """Free blocks that a request without a table needs for `num_tokens` tokens, given a prefix hit.
+    def num_blocks_to_start(self, num_tokens: int, hit: Sequence[KVCacheBlock], num_hit_tokens: int) -> int:
+        """Free blocks that a request without a table needs for `num_tokens` tokens, given a hit.
 
         Blocks of the hit that nobody holds are among the free ones, and are taken too.
         """
-        return -(-num_tokens // self.block_size) - sum(block.ref_cnt > 0 for block in hit)
+        num_held = self._pool.num_held(hit, num_hit_tokens // self.block_size)
+        return -(-num_tokens // self.block_size) - num_held
 
     def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
         """Free blocks that a request needs to cover `num_tokens` tokens beyond those it has."""
         return max(-(-num_tokens // self.block_size) - len(self._tables[request_id]), 0)
 
-    def adopt(self, request_id: str, hit: Sequence[KVCacheBlock]) -> None:
-        """Start a request's table with the blocks of a prefix hit."""
+    def adopt(self, request_id: str, hit: Sequence[KVCacheBlock], table: list[KVCacheBlock]) -> None:
+        """Start a request's table with the blocks that a hit became; new ones are not offered yet."""
         assert request_id not in self._tables, f"request {request_id} has blocks already"
-        self._pool.touch(hit)
-        self._tables[request_id] = list(hit)
-        self._num_cached[request_id] = len(hit)
+        pairs = enumerate(zip(hit, table, strict=True))
+        self._num_cached[request_id] = next((i for i, (old, new) in pairs if new is not old), len(hit))
+        self._tables[request_id] = table
+
+    def find_fork(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
+        """The blocks in which a running request has its first `num_tokens` tokens, which are computed."""
+        return self._tables[request_id][: -(-num_tokens // self.block_size)]
 
     def allocate(self, request_id: str, num_tokens: int) -> list[int]:
         """Grow the table to cover `num_tokens` tokens; returns the ids of the new blocks."""

@@ -60,12 +60,25 @@ class KVCacheGroup:
 
 
 @dataclass(frozen=True)
+class SwapCosts:
+    """What a preempted request costs on this machine: to copy its blocks, or to compute its tokens again."""
+
+    copied_bytes_per_s: float = 4e9
+    computed_tokens_per_s: float = 1e3
+
+
+@dataclass(frozen=True)
 class KVCacheConfig:
-    """The cache of one worker: block 0 is the null block and is never given out."""
+    """The cache of one worker: block 0 is the null block and is never given out.
+
+    The host tier has `num_host_blocks` blocks beside its own, unused, null block.
+    """
 
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
     layer_specs: Mapping[str, KVCacheSpec]
+    num_host_blocks: int = 0
+    swap_costs: SwapCosts = SwapCosts()
 
     @property
     def bytes(self) -> int:

@@ -10,7 +10,7 @@ import msgspec
 
 from quire.sampling_params import SamplingParams
 
-WAIST_VERSION = 1
+WAIST_VERSION = 2
 
 BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""
@@ -46,6 +46,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     Every id in `num_scheduled_tokens` appears in exactly one of `new_requests` and `cached_requests`; rows of
     `removed_request_ids` (finished, aborted or preempted since the last step) are freed before rows are added.
     A request samples in this step iff its computed plus scheduled tokens reach its known tokens.
+
+    Before the forward pass whole blocks are copied, (source, target), in every layer: first `swap_outs` from the
+    device to the host, then `swap_ins` from the host to the device, then `block_copies` on the device. Within
+    a list the targets are distinct and no source is a target, so its order does not matter.
     """
 
     step_id: int
@@ -54,6 +58,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     num_scheduled_tokens: dict[str, int]
     total_num_scheduled_tokens: int
     removed_request_ids: list[str]
+    swap_outs: list[tuple[int, int]] = []
+    swap_ins: list[tuple[int, int]] = []
+    block_copies: list[tuple[int, int]] = []
     version: int = WAIST_VERSION
 
 
@@ -112,3 +119,7 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    num_swaps: int = 0
+    """Of the preemptions, those that copied the request's blocks to the host."""
+    host_cache_usage: float = 0.0
+    """Share of the host blocks that swapped requests hold."""

@@ -37,7 +37,11 @@ class Scheduler:
     def __init__(self, config: EngineConfig, kv_config: KVCacheConfig) -> None:
         self._limits = config.scheduler
         self._max_model_len = config.model.max_model_len
-        self._kv = KVCacheManager(kv_config, enable_prefix_caching=config.cache.enable_prefix_caching)
+        self._kv = KVCacheManager(
+            kv_config,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            preemption_mode=config.cache.preemption_mode,
+        )
         self._requests: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
         self._waiting = QUEUES[config.scheduler.scheduling_policy]()
@@ -93,7 +97,7 @@ class Scheduler:
         self._plan_waiting(step, now)
         self._in_flight = step
         removed, self._removed_request_ids = self._removed_request_ids, []
-        return step.seal(removed)
+        return step.seal(removed, self._kv.take_moves())
 
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float
@@ -128,6 +132,8 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self._kv.prefix_queries,
             prefix_cache_hits=self._kv.prefix_hits,
+            num_swaps=self._kv.num_swaps,
+            host_cache_usage=self._kv.host_usage,
         )
 
     def check_integrity(self) -> None:
@@ -144,6 +150,8 @@ class Scheduler:
         running = {r.request_id for r in self._requests.values() if r.status is RequestStatus.RUNNING}
         if running != self._running.keys() or running != self._kv.holders():
             raise IntegrityError("running requests and holders of blocks differ", state)
+        if not self._kv.swapped() <= self._requests.keys() - running:
+            raise IntegrityError("a swapped request is running or unknown", state)
 
     # Planning
 
@@ -171,10 +179,13 @@ class Scheduler:
         return None
 
     def _preempt_last(self) -> None:
-        """Take the blocks of the request that started last; it keeps its tokens, to be computed again."""
+        """Take the blocks of the request that started last; it keeps its tokens, to be computed again.
+
+        Those that are swapped out return as they were.
+        """
         request_id, victim = self._running.popitem()
+        self._kv.preempt(victim)
         victim.preempt()
-        self._kv.free(victim)
         self._waiting.put_back(victim)
         self._removed_request_ids.append(request_id)
         self._num_preemptions += 1
@@ -209,7 +220,10 @@ class Scheduler:
         return True
 
     def _find_prefix(self, request: Request) -> PrefixHit:
-        """What the prefix cache has of a request; prompt logprobs need every position to be computed."""
+        """What was swapped out of a request, or is cached; prompt logprobs need every position to be computed."""
+        swapped = self._kv.get_swapped_blocks(request)
+        if swapped is not None:
+            return swapped
         if request.sampling_params.prompt_logprobs is not None:
             return self._kv.no_hit
         return self._kv.get_computed_blocks(request)

@@ -16,16 +16,18 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, bytes_per_block
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SwapCosts, bytes_per_block
 from quire.layers.attention import bind_kv_cache, kv_cache_dtype, kv_cache_shape, kv_cache_specs
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from quire.worker.block_copies import BlockCopier
 from quire.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 MIB = 2**20
+_COPIED_BYTES = 8 * MIB
 
 
 class Device(Protocol):
@@ -36,6 +38,8 @@ class Device(Protocol):
     """Most that the KV cache takes unless it is asked for; None: no limit but the memory."""
     warm_up_tokens: int
     """Length of the warm-up forward pass."""
+    is_host: bool
+    """Whether its memory is the host's, of which the swap space takes a part."""
 
     def start(self, config: EngineConfig) -> None:
         """Prepare the device for this process."""
@@ -56,6 +60,8 @@ class Worker:
         self._device = device
         self._model: CausalLM | None = None
         self._runner: ModelRunner | None = None
+        self._copier: BlockCopier | None = None
+        self._tokens_per_s = 0.0
 
     def load(self) -> None:
         """Load the weights and run the model once.
@@ -86,11 +92,20 @@ class Worker:
         logger.info("KV cache memory = %.1f MiB: %s", chosen / MIB, reason)
         return chosen
 
+    def swap_costs(self) -> SwapCosts:
+        """Rates of copying and computing, roughly: a copy of a few MiB, and the warm-up pass."""
+        block = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=self._device.torch_device)
+        started = time.perf_counter()
+        block.to("cpu", copy=True)
+        return SwapCosts(_COPIED_BYTES / (time.perf_counter() - started), self._tokens_per_s)
+
     def _cache_bounds(self) -> list[tuple[int, str]]:
         """Upper bounds of the cache's size in bytes, with what sets them."""
         share, max_num_seqs = self._config.cache.gpu_memory_utilization, self._config.scheduler.max_num_seqs
         max_model_len, specs = self._config.model.max_model_len, self.kv_cache_specs()
         free = self._device.available_bytes()
+        if self._device.is_host:
+            free = max(0, free - self._config.cache.swap_space_bytes)
         per_request = next(iter(specs.values())).max_blocks(max_model_len)
         null_block = 1
         useful = (max_num_seqs * per_request + null_block) * bytes_per_block(specs)
@@ -107,23 +122,28 @@ class Worker:
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps."""
-        self._allocate(kv_config.num_blocks)
+        caches = self._allocate(kv_config.num_blocks)
+        bind_kv_cache(self._loaded(), caches)
+        host = self._allocate_host(caches, kv_config.num_host_blocks)
+        self._copier = BlockCopier([*caches.values()], host)
         self._runner = ModelRunner(self._loaded(), self._config, kv_config, self._device.torch_device)
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
         assert self._runner is not None, "execute_model before initialize_kv_cache"
+        assert self._copier is not None
+        self._copier.execute(plan)
         return self._runner.execute_model(plan)
 
     def shutdown(self) -> None:
         """Let go of the model and the cache."""
-        self._model = self._runner = None
+        self._model = self._runner = self._copier = None
 
     def _loaded(self) -> CausalLM:
         assert self._model is not None, "load() comes first"
         return self._model
 
-    def _allocate(self, num_blocks: int) -> None:
+    def _allocate(self, num_blocks: int) -> dict[str, Tensor]:
         """One tensor per layer, left as the system gives it.
 
         Untouched pages cost no memory, and no kernel reads a slot that was not written.
@@ -133,7 +153,13 @@ class Worker:
         for name, spec in self.kv_cache_specs().items():
             assert isinstance(spec, FullAttentionSpec), f"no cache layout for {type(spec).__name__}"
             caches[name] = torch.empty(kv_cache_shape(spec, num_blocks), dtype=dtype, device=device)
-        bind_kv_cache(self._loaded(), caches)
+        return caches
+
+    def _allocate_host(self, caches: Mapping[str, Tensor], num_blocks: int) -> list[Tensor]:
+        """The host's copy of each layer's cache, with its own null block; untouched pages cost no memory."""
+        shapes = [(2, num_blocks + 1, *cache.shape[2:]) for cache in caches.values()]
+        dtype = kv_cache_dtype(self._config)
+        return [torch.empty(shape, dtype=dtype) for shape in shapes]
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -142,7 +168,7 @@ class Worker:
         limits = (self._config.model.max_model_len, self._config.scheduler.max_num_batched_tokens)
         num_tokens = min(self._device.warm_up_tokens, *limits)
         num_blocks = -(-num_tokens // block_size)
-        self._allocate(num_blocks)
+        bind_kv_cache(self._loaded(), self._allocate(num_blocks))
         with self._device.torch_device:
             positions = torch.arange(num_tokens)
             metadata = AttentionMetadata(
@@ -154,5 +180,7 @@ class Worker:
                 max_seq_len=num_tokens,
             )
         model = self._loaded()
+        started = time.perf_counter()
         hidden = model.forward(torch.zeros_like(positions), positions, metadata)
         model.compute_logits(hidden[-1:])
+        self._tokens_per_s = num_tokens / (time.perf_counter() - started)

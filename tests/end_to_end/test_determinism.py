@@ -96,6 +96,9 @@ def check_contract(make: Callable[..., LLM]) -> None:
     tiny = make(num_gpu_blocks_override=20)
     assert run(tiny, prompts()) == expected, "preempted"
     assert tiny.llm_engine.call_core("stats")["num_preemptions"] > 0
+    swapping = make(num_gpu_blocks_override=20, swap_space=0.01, preemption_mode="swap")
+    assert run(swapping, prompts()) == expected, "swapped"
+    assert swapping.llm_engine.call_core("stats")["num_swaps"] > 0
 
 
 @pytest.mark.parametrize("weights", list(WEIGHTS))

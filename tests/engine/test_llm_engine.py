@@ -173,6 +173,17 @@ def test_preemption_changes_nothing(engine: LLMEngine, null_model_dir: Path) -> 
     assert_all_blocks_free(tiny)
 
 
+def test_swap_space_becomes_host_blocks_and_changes_nothing(engine: LLMEngine, null_model_dir: Path) -> None:
+    expected = run_all(engine, params(max_tokens=60))
+    swapping = make_engine(
+        null_model_dir, num_gpu_blocks_override=10, swap_space=0.001, preemption_mode="swap"
+    )
+    outputs = run_all(swapping, params(max_tokens=60))
+    assert [o.outputs for o in outputs] == [o.outputs for o in expected]
+    assert swapping.call_core("stats")["num_swaps"] > 0
+    assert_all_blocks_free(swapping)
+
+
 def test_a_core_in_its_own_process_gives_the_same(engine: LLMEngine, null_model_dir: Path) -> None:
     remote = make_engine(null_model_dir, in_process=False)
     try:
@@ -213,3 +224,5 @@ def test_startup_errors_name_the_cause(null_model_dir: Path, tmp_path: Path) -> 
         make_engine(null_model_dir, max_model_len=129)
     with pytest.raises(ConfigError, match="at least one token each"):
         make_engine(null_model_dir, max_num_seqs=65)
+    with pytest.raises(ConfigError, match="needs --swap-space"):
+        make_engine(null_model_dir, preemption_mode="swap")

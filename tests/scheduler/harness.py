@@ -28,20 +28,23 @@ def make_config(**changes: Any) -> EngineConfig:
     return EngineConfig.from_args(**{**fields, **changes})
 
 
-def make_kv_config(config: EngineConfig, num_groups: int = 1) -> KVCacheConfig:
+def make_kv_config(config: EngineConfig, num_groups: int = 1, num_host_blocks: int = 0) -> KVCacheConfig:
     """`num_groups` groups of one full-attention layer each, which share the pool."""
     spec = FullAttentionSpec(config.cache.block_size, num_kv_heads=1, head_size=8, dtype_bytes=4)
     names = [f"layers.{i}" for i in range(num_groups)]
     groups = tuple(KVCacheGroup((name,), spec) for name in names)
-    return KVCacheConfig(config.cache.num_gpu_blocks_override, groups, dict.fromkeys(names, spec))
+    specs = dict.fromkeys(names, spec)
+    return KVCacheConfig(config.cache.num_gpu_blocks_override, groups, specs, num_host_blocks)
 
 
 class Engine:
     """Runs steps and collects, per request, what a front end would have received."""
 
-    def __init__(self, config: EngineConfig | None = None, num_groups: int = 1) -> None:
+    def __init__(
+        self, config: EngineConfig | None = None, num_groups: int = 1, num_host_blocks: int = 0
+    ) -> None:
         self.config = config or make_config()
-        kv_config = make_kv_config(self.config, num_groups)
+        kv_config = make_kv_config(self.config, num_groups, num_host_blocks)
         self.executor = NullExecutor(self.config, specs=kv_config.layer_specs, vocab_size=VOCAB_SIZE)
         self.executor.initialize_kv_cache(kv_config)
         self.scheduler = Scheduler(self.config, kv_config)
@@ -105,6 +108,7 @@ class Engine:
             self.step()
         stats = self.scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+        assert stats.host_cache_usage == 0.0
 
     def preempted(self, plan: SchedulerOutput) -> list[str]:
         """Requests that lost their rows in this plan and come back in a later one."""

@@ -50,8 +50,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 4, 5]),
         enable_prefix_caching=st.sampled_from([True, True, False]),
         enable_chunked_prefill=st.sampled_from([True, True, False]),
+        num_host_blocks=st.sampled_from([0, 1, 5, 12, 100]),
+        preemption_mode=st.sampled_from(["auto", "swap", "swap", "recompute"]),
     )
-    def start(self, slack, num_groups, enable_chunked_prefill, max_num_batched_tokens, block_size, **fields):
+    def start(
+        self,
+        slack,
+        num_groups,
+        enable_chunked_prefill,
+        max_num_batched_tokens,
+        block_size,
+        num_host_blocks,
+        **fields,
+    ):
         """`slack` is what the pool has beyond the blocks of one request of 28 tokens."""
         if not enable_chunked_prefill:  # prompts must fit a step, which is checked before the scheduler
             max_num_batched_tokens = max(max_num_batched_tokens, 24)
@@ -63,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_batched_tokens,
             **fields,
         )
-        self.engine = Engine(config, num_groups)
+        self.engine = Engine(config, num_groups, num_host_blocks)
         self.num_groups = num_groups
         self.ended_early: set[str] = set()
 
@@ -128,7 +139,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self):
-        idle = self.engine.scheduler.stats().num_running == 0
+        stats = self.engine.scheduler.stats()
+        idle = stats.num_running == 0 and stats.host_cache_usage == 0.0
         assert self.engine.scheduler.reset_prefix_cache() == idle
 
     @invariant()

@@ -72,6 +72,17 @@ def test_cache_is_a_share_of_what_is_free(config: EngineConfig, caplog: pytest.L
     assert "50% of" in caplog.text
 
 
+def test_swap_space_is_taken_from_the_same_memory(config: EngineConfig) -> None:
+    swapping = config.evolve(gpu_memory_utilization=0.5, swap_space=4_000 / GIB)
+    assert loaded(swapping, free=10_000).available_kv_bytes() == 3_000
+
+
+def test_swap_costs_are_measured(config: EngineConfig) -> None:
+    costs = loaded(config).swap_costs()
+    assert costs.copied_bytes_per_s > 0.0
+    assert costs.computed_tokens_per_s > 0.0
+
+
 def test_cache_has_a_default_limit_but_holds_one_request(config: EngineConfig) -> None:
     worker = loaded(config)
     block_bytes = bytes_per_block(worker.kv_cache_specs())
