@@ -86,7 +86,7 @@ class InputProcessor:
     def process(
         self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, *, priority: int = 0
     ) -> list[EngineCoreRequest]:
-        """One core request per completion, after all checks against the model.
+        """One core request per completion, after all checks against the model; the first computes the prompt for all.
 
         Raises:
             ValidationError: names the field, its value's problem and the limit.
@@ -105,6 +105,7 @@ class InputProcessor:
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
                 cache_salt=prompt.cache_salt,
+                fork_of=f"{request_id}.0" if index and params.prompt_logprobs is None else None,
             )
             for index, child in enumerate(_children(params))
         ]

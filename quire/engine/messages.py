@@ -13,13 +13,14 @@ import msgspec
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 class EngineCoreRequest(msgspec.Struct, tag="add", frozen=True):
     """One sequence to generate; text, `n` and stop strings never reach the core.
 
-    `arrival_time` is seconds on the monotonic clock, which the processes of one machine share.
+    `arrival_time` is seconds on the monotonic clock, which the processes of one machine share. `fork_of` names an
+    earlier request with the same prompt, which need then be computed only once.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class EngineCoreRequest(msgspec.Struct, tag="add", frozen=True):
     eos_token_ids: list[int] = []
     priority: int = 0
     cache_salt: str | None = None
+    fork_of: str | None = None
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):

@@ -42,6 +42,7 @@ class Request:
         num_computed_tokens: how many of them are computed; the scheduler lets this catch up.
         num_cached_tokens: how many were found in the prefix cache when the request first ran.
         block_hashes: names of the first full blocks, for the KV cache manager.
+        parent: the request whose prompt it shares, while that may save computing it (`quire.scheduler.forks`).
         num_prompt_logprobs: prompt positions whose logprobs were reported already.
         queued_ts, scheduled_ts: monotonic seconds; 0.0 until it happened.
     """
@@ -56,6 +57,7 @@ class Request:
         eos_token_ids: Sequence[int] = (),
         priority: int = 0,
         cache_salt: str | None = None,
+        fork_of: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -64,6 +66,8 @@ class Request:
         self.arrival_time = arrival_time
         self.eos_token_ids = list(eos_token_ids)
         self.priority = priority
+        self.fork_of = fork_of
+        self.parent: Request | None = None
         self.extra_keys = ExtraKeys(cache_salt=cache_salt)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0

@@ -13,6 +13,7 @@ from quire.errors import ValidationError
 from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixHit
 from quire.kv_cache.spec import KVCacheConfig
 from quire.scheduler.admission import check_admissible
+from quire.scheduler.forks import HeldForks
 from quire.scheduler.output import (
     BlockIds,
     ModelRunnerOutput,
@@ -45,6 +46,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
         self._waiting = QUEUES[config.scheduler.scheduling_policy]()
+        self._forks = HeldForks()
         self._removed_request_ids: list[str] = []
         self._in_flight: StepPlan | None = None
         self._num_steps = 0
@@ -61,9 +63,12 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValidationError(f"request id {request.request_id!r} is in use", param="request_id")
         check_admissible(request, self._max_model_len, self._kv)
+        parent = self._requests.get(request.fork_of) if request.fork_of is not None else None
+        held = parent is not None and self._forks.hold(request, parent)
         request.queued_ts = now
         self._requests[request.request_id] = request
-        self._waiting.add(request)
+        if not held:
+            self._waiting.add(request)
 
     def finish_requests(self, request_ids: Iterable[str], reason: str) -> list[RequestUpdate]:
         """End these requests, whatever they are doing, and free their blocks; unknown ids are ignored.
@@ -127,7 +132,7 @@ class Scheduler:
         """Counts and totals, as of now."""
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._waiting) + len(self._forks),
             kv_cache_usage=self._kv.usage,
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self._kv.prefix_queries,
@@ -143,7 +148,7 @@ class Scheduler:
             IntegrityError: a bug of ours; holds the state.
         """
         self._kv.check_integrity()
-        waiting = [request.request_id for request in self._waiting]
+        waiting = [request.request_id for request in (*self._waiting, *self._forks)]
         state = {"requests": self._requests, "running": list(self._running), "waiting": waiting}
         if sorted([*self._running, *waiting]) != sorted(self._requests):
             raise IntegrityError("a request is in no queue, or in two", state)
@@ -206,7 +211,7 @@ class Scheduler:
         Asking for room for all tokens, not only the chunk's, keeps a preempted request from coming back just
         to be preempted again.
         """
-        hit = self._find_prefix(request)
+        hit = self._find_prefix(request, step)
         num_new_tokens = self._first_chunk(request.num_tokens - hit.num_tokens, step.budget)
         if num_new_tokens == 0 or not self._kv.can_start(request, hit):
             return False
@@ -219,14 +224,21 @@ class Scheduler:
         step.add_new(request, num_new_tokens, self._kv.get_block_ids(request))
         return True
 
-    def _find_prefix(self, request: Request) -> PrefixHit:
-        """What was swapped out of a request, or is cached; prompt logprobs need every position to be computed."""
+    def _find_prefix(self, request: Request, step: StepPlan) -> PrefixHit:
+        """What a request need not compute: what was swapped out, what its parent has, or what is cached.
+
+        Prompt logprobs need every position to be computed.
+        """
         swapped = self._kv.get_swapped_blocks(request)
         if swapped is not None:
             return swapped
         if request.sampling_params.prompt_logprobs is not None:
             return self._kv.no_hit
-        return self._kv.get_computed_blocks(request)
+        hits = [self._kv.get_computed_blocks(request)]
+        parent, num_tokens = request.parent, request.num_prompt_tokens - 1
+        if parent and parent.status is RequestStatus.RUNNING and step.num_ready_tokens(parent) >= num_tokens:
+            hits.append(self._kv.get_forked_blocks(parent, num_tokens))
+        return max(hits, key=lambda hit: hit.num_tokens)
 
     def _first_chunk(self, num_missing: int, budget: int) -> int:
         """Tokens to compute now of `num_missing`; 0 to wait for a step with more room.
@@ -252,6 +264,8 @@ class Scheduler:
         sampled = output.sampled_token_ids.get(request_id, [])
         assert bool(sampled) == (chunk.end == request.num_tokens), f"{request!r} sampled {sampled}"
         new_token_ids, stop_reason = self._append(request, sampled)
+        if new_token_ids:
+            self._release_forks(request)
         prompt_logprobs = _unreported(chunk, output.prompt_logprobs.get(request_id))
         if not new_token_ids and not prompt_logprobs:
             return None
@@ -281,10 +295,16 @@ class Scheduler:
         if status is RequestStatus.RUNNING:
             del self._running[request.request_id]
             self._removed_request_ids.append(request.request_id)
-        else:
+        elif not self._forks.discard(request):
             self._waiting.remove(request)
+        self._release_forks(request)
         del self._requests[request.request_id]
         self._kv.free(request)
+
+    def _release_forks(self, parent: Request) -> None:
+        """Let the children of a request start, before all that came after it."""
+        for child in reversed(self._forks.release(parent)):
+            self._waiting.put_back(child)
 
     def _update(
         self,

@@ -74,8 +74,8 @@ def alone(llm: LLM, requests: list[PromptType]) -> Result:
     return [result_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in pairs]
 
 
-def result_of(output: RequestOutput) -> tuple[list[int], list[list[float]]]:
-    completion = output.outputs[0]
+def result_of(output: RequestOutput, index: int = 0) -> tuple[list[int], list[list[float]]]:
+    completion = output.outputs[index]
     assert completion.logprobs is not None
     return completion.token_ids, [[entry.logprob for entry in step.values()] for step in completion.logprobs]
 
@@ -99,6 +99,19 @@ def check_contract(make: Callable[..., LLM]) -> None:
     swapping = make(num_gpu_blocks_override=20, swap_space=0.01, preemption_mode="swap")
     assert run(swapping, prompts()) == expected, "swapped"
     assert swapping.llm_engine.call_core("stats")["num_swaps"] > 0
+    check_forks(plain)
+
+
+def check_forks(llm: LLM) -> None:
+    """The completions of one prompt share its blocks; each is as if it had been asked for alone, with its seed."""
+    many = [prompts()[i] for i in (0, 1, 5)]  # 3, 16 and 33 tokens
+    outputs = llm.generate(many, RANDOM.clone(n=3), use_tqdm=False)
+    forked = [[result_of(output, i) for i in range(3)] for output in outputs]
+    seeds = [RANDOM.clone(seed=11 + i) for i in range(3)]
+    expected = [
+        [result_of(llm.generate([prompt], params, use_tqdm=False)[0]) for params in seeds] for prompt in many
+    ]
+    assert forked == expected, "forked"
 
 
 @pytest.mark.parametrize("weights", list(WEIGHTS))

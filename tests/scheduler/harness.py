@@ -55,7 +55,9 @@ class Engine:
 
     def add(self, request_id: str, prompt: Sequence[int], **fields: Any) -> Request:
         """Queue a request; keywords that are no field of `Request` are sampling parameters."""
-        own = {name: fields.pop(name) for name in ("eos_token_ids", "cache_salt") if name in fields}
+        own = {
+            name: fields.pop(name) for name in ("eos_token_ids", "cache_salt", "fork_of") if name in fields
+        }
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,

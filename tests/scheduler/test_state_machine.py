@@ -95,6 +95,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = self.engine.requests[name].token_ids
         self._add(known[: data.draw(st.integers(1, 24))], params)
 
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data(), siblings=st.lists(parameters(), min_size=1, max_size=3))
+    def fork(self, data, siblings):
+        """Others with the same prompt and keys as an unfinished request, whatever it is doing."""
+        parent = self.engine.requests[data.draw(st.sampled_from(self.unfinished))]
+        for params in siblings:
+            salt = parent.extra_keys.cache_salt
+            self._add(parent.prompt_token_ids, {**params, "cache_salt": salt, "fork_of": parent.request_id})
+
     def _add(self, prompt, params):
         config = self.engine.config
         name = f"r{len(self.engine.requests)}"
