@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.config.fields import Config, option
+from quire.errors import ConfigError
 
 GIB = 2**30
 
@@ -44,3 +45,12 @@ class CacheConfig(Config):
     def swap_space_bytes(self) -> int:
         """Host memory for blocks."""
         return int(self.swap_space * GIB)
+
+    def check(self) -> None:
+        """Refuse what contradicts itself.
+
+        Raises:
+            ConfigError: names the options.
+        """
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ConfigError("--preemption-mode swap needs --swap-space")

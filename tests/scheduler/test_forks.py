@@ -109,7 +109,7 @@ def test_without_its_parent_a_child_starts_by_itself(end):
     if end == "abort":
         engine.abort("r.0")
     if end == "preempt":
-        engine.scheduler._preempt_last()
+        engine.scheduler._preempt_last(engine.requests["r.0"], engine.now)
         assert engine.requests["r.0"].status is RequestStatus.PREEMPTED
     engine.drain()
     check_outputs(engine, names[1:] if end == "abort" else names)
@@ -130,7 +130,7 @@ def test_a_parent_that_returns_is_not_forked_before_its_prompt_is_there_again():
     engine = engine_of(enable_prefix_caching=False, max_num_seqs=2, num_gpu_blocks_override=40)
     add_family(engine, 2)
     engine.step()
-    engine.scheduler._preempt_last()
+    engine.scheduler._preempt_last(engine.requests["r.0"], engine.now)
     plan = engine.step()
     assert [data.num_computed_tokens for data in plan.new_requests] == [0, 0]
     engine.drain()
@@ -170,3 +170,14 @@ def test_prompt_logprobs_are_computed_and_not_shared():
     engine.add("c", PROMPT, fork_of="p", prompt_logprobs=1)
     engine.drain()
     assert sum(len(update.prompt_logprobs or []) for update in engine.updates["c"]) == 29
+
+
+def test_waiting_for_a_prompt_is_explained():
+    engine = engine_of(max_num_batched_tokens=16)
+    add_family(engine, 2)
+    engine.step()
+    waiting = engine.scheduler.explain("r.1", engine.now)
+    assert (waiting.cause, waiting.num_ahead) == ("shared_prompt", 0)
+    engine.drain()
+    ended = engine.scheduler.explain("r.1", engine.now)
+    assert sum(share.duration_ns for share in ended.shares) == ended.waited_ns > 0

@@ -36,6 +36,8 @@ def parameters(draw):
         "cache_salt": draw(st.sampled_from([None, None, "tenant"])),
         "logprobs": draw(st.sampled_from([None, 0, 2])),
         "prompt_logprobs": draw(st.sampled_from([None, None, None, 1])),
+        "priority": draw(st.integers(-1, 2)),
+        "tenant": draw(st.sampled_from("ab")),
     }
 
 
@@ -52,12 +54,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_chunked_prefill=st.sampled_from([True, True, False]),
         num_host_blocks=st.sampled_from([0, 1, 5, 12, 100]),
         preemption_mode=st.sampled_from(["auto", "swap", "swap", "recompute"]),
+        threshold=st.sampled_from([0, 0, 1, 5]),
+        scheduling_policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        priority_ageing_s=st.sampled_from([0.0, 5.0]),
     )
     def start(
         self,
         slack,
         num_groups,
         enable_chunked_prefill,
+        threshold,
         max_num_batched_tokens,
         block_size,
         num_host_blocks,
@@ -65,12 +71,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     ):
         """`slack` is what the pool has beyond the blocks of one request of 28 tokens."""
         if not enable_chunked_prefill:  # prompts must fit a step, which is checked before the scheduler
-            max_num_batched_tokens = max(max_num_batched_tokens, 24)
+            max_num_batched_tokens, threshold = max(max_num_batched_tokens, 24), 0
         config = make_config(
             num_gpu_blocks_override=-(-27 // block_size) * num_groups + slack,
             block_size=block_size,
             max_model_len=40,
             enable_chunked_prefill=enable_chunked_prefill,
+            long_prefill_token_threshold=threshold,
             max_num_batched_tokens=max_num_batched_tokens,
             **fields,
         )
