@@ -170,6 +170,14 @@ class BlockPool:
             if block.ref_cnt == 0:
                 (self.free_queue.prepend if block.block_hash is None else self.free_queue.append)(block)
 
+    def free_tables(self, tables: Sequence[Sequence[KVCacheBlock]]) -> None:
+        """Drop a sequence's tables, one per group, as one chain: what one group lost is of no use to the others.
+
+        The null block, which stands where a group has none, is passed over.
+        """
+        chain = [block for entries in zip(*tables, strict=True) for block in entries]
+        self.free([block for block in chain if block.block_id != NULL_BLOCK_ID])
+
     def pin(self, block: KVCacheBlock) -> None:
         """Hold a block until the plan is sealed, because a planned move reads it."""
         self.touch([block])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
+from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.host_tier import HostTier
 from quire.kv_cache.moves import BlockMoves, PlannedMoves
@@ -38,10 +38,11 @@ class DevicePool(BlockPool):
     def take(self, tables: Sequence[Sequence[KVCacheBlock]], num_full: int) -> list[list[KVCacheBlock]]:
         """Hold the content of a hit, in tables of which the first `num_full` blocks are full.
 
-        Returns device blocks in the same order. New blocks are given out only when all that is to be shared or
-        copied is held, because giving them out evicts.
+        Returns device blocks in the same order, and the null block where a table has it. New blocks are given out
+        only when all that is to be shared or copied is held, because giving them out evicts.
         """
-        blocks = [(i, block) for table in tables for i, block in enumerate(table)]
+        entries = [(i, block) for table in tables for i, block in enumerate(table)]
+        blocks = [(i, block) for i, block in entries if block.block_id != NULL_BLOCK_ID]
         sources = [block for i, block in blocks if i >= num_full or block.on_host]
         self._share([block for i, block in blocks if i < num_full and not block.on_host])
         for source in sources:

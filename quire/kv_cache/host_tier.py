@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
+from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from quire.kv_cache.moves import BlockMoves
 
 
 class SwappedRequest(NamedTuple):
-    """The first `num_tokens` tokens of a preempted request; one list of blocks per group, by position."""
+    """The first `num_tokens` tokens of a preempted request; one list of blocks per group, by position.
+
+    The device's null block stands where the request had none.
+    """
 
     num_tokens: int
     tables: tuple[list[KVCacheBlock], ...]
@@ -48,21 +51,23 @@ class HostTier:
     def swap_out(self, request_id: str, tables: Sequence[Sequence[KVCacheBlock]], num_tokens: int) -> bool:
         """Keep all blocks of a request; False, and nothing planned, if the host has no room for them."""
         assert request_id not in self._swapped, f"request {request_id} is swapped out already"
-        blocks = [block for table in tables for block in table]
+        blocks = [block for table in tables for block in table if block.block_id != NULL_BLOCK_ID]
         known = {block: kept for block in blocks if (kept := self._find(block)) is not None}
         self.pool.touch(known.values())
         if len(blocks) - len(known) > self.pool.num_free_blocks:
             self.pool.free([*known.values()])
             return False
-        kept_tables = tuple([known.get(block) or self._copy(block) for block in table] for table in tables)
-        self._swapped[request_id] = SwappedRequest(num_tokens, kept_tables)
+        copies = {block: known.get(block) or self._copy(block) for block in blocks}
+        self._swapped[request_id] = SwappedRequest(
+            num_tokens, tuple([copies.get(block, block) for block in table] for table in tables)
+        )
         return True
 
     def release(self, request_id: str) -> None:
         """Let go of a swapped request's blocks; one that is not here is fine."""
         swapped = self._swapped.pop(request_id, None)
-        for table in swapped.tables if swapped else ():
-            self.pool.free(table)
+        if swapped is not None:
+            self.pool.free_tables(swapped.tables)
 
     def _find(self, block: KVCacheBlock) -> KVCacheBlock | None:
         """The host block with the content of a device block, if it is known by its hash."""

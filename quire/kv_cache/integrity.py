@@ -3,8 +3,9 @@
 On each tier, where the tables are those of running requests on the device and of swapped ones on the host:
 
     1. A block is in the free queue exactly if nobody holds it; the null block is in neither place.
-    2. `ref_cnt` is the number of tables that hold the block and of planned moves that read it; a table holds a
-       block once.
+    2. `ref_cnt` is the number of tables that hold the block and of planned moves that read it; a table holds a block
+       once. The null block is held by none: it stands in a table where blocks were dropped, and where a recurrent state
+       has none.
     3. A block in two tables is full (so it is computed) and has the same position in both.
     4. Hash -> block is a bijection between the cached hashes and the blocks that have one.
 
@@ -14,7 +15,8 @@ That free + used = total follows from 1. No request is on both tiers.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from quire.kv_cache.device_pool import DevicePool
@@ -33,27 +35,35 @@ class IntegrityError(AssertionError):
 
 
 def check_integrity(pool: DevicePool, managers: Sequence[SingleTypeManager]) -> None:
-    """Raise IntegrityError, with the whole state, at the first invariant that does not hold."""
-    device_tables = [manager.tables for manager in managers]
-    _check_tier(pool, device_tables)
+    """Raise IntegrityError, with the state of the tier, at the first invariant that does not hold."""
+    device: list[Tables] = [manager.tables for manager in managers]
     swapped = pool.host.swapped
-    host_tables: list[Tables] = [
+    host: list[Tables] = [
         {name: request.tables[group_id] for name, request in swapped.items()}
         for group_id in range(len(managers))
     ]
-    _check_tier(pool.host.pool, host_tables)
-    both = device_tables[0].keys() & swapped.keys()
-    if both:
-        raise IntegrityError("requests are on both tiers", {"requests": sorted(both)})
+    with _state_if_broken(pool, device):
+        for manager in managers:
+            _check_gaps(manager)
+        _check_tier(pool, device)
+    with _state_if_broken(pool.host.pool, host):
+        _check_tier(pool.host.pool, host)
+        both = device[0].keys() & swapped.keys()
+        _require(not both, "requests are on both tiers", sorted(both))
+
+
+@contextmanager
+def _state_if_broken(pool: BlockPool, tables: Sequence[Tables]) -> Iterator[None]:
+    try:
+        yield
+    except _BrokenError as broken:
+        raise IntegrityError(str(broken), _dump(pool, tables)) from None
 
 
 def _check_tier(pool: BlockPool, tables: Sequence[Tables]) -> None:
-    try:
-        _check_free_queue(pool)
-        _check_tables(pool, tables)
-        _check_hashes(pool)
-    except _BrokenError as broken:
-        raise IntegrityError(str(broken), _dump(pool, tables)) from None
+    _check_free_queue(pool)
+    _check_tables(pool, tables)
+    _check_hashes(pool)
 
 
 class _BrokenError(Exception):
@@ -84,22 +94,32 @@ def _check_tables(pool: BlockPool, tables: Sequence[Tables]) -> None:
     places: dict[int, list[tuple[int, int]]] = defaultdict(list)  # block id -> (group, position) per holder
     for group_id, group in enumerate(tables):
         for request_id, table in group.items():
-            _require(len(set(table)) == len(table), "a table holds a block twice", request_id)
-            for position, block in enumerate(table):
+            held = [(i, block) for i, block in enumerate(table) if block.block_id != NULL_BLOCK_ID]
+            _require(
+                len({block for _, block in held}) == len(held), "a table holds a block twice", request_id
+            )
+            for position, block in held:
                 places[block.block_id].append((group_id, position))
     pins = Counter(block.block_id for block in pool.pinned)
     for block in pool.blocks:
         held_at = places.get(block.block_id, [])
-        _require(
-            len(held_at) + pins[block.block_id] == block.ref_cnt,
-            "references differ from holders",
-            block,
-            held_at,
-        )
+        num_holders = len(held_at) + pins[block.block_id]
+        _require(num_holders == block.ref_cnt, "references differ from holders", block, held_at)
         _require(len(set(held_at)) <= 1, "a block is at several (group, position)", block, held_at)
         _require(len(held_at) <= 1 or block.is_full, "a shared block is not full", block)
     _require(pool.blocks[NULL_BLOCK_ID].ref_cnt == 0, "the null block was given out")
-    _require(len({frozenset(group) for group in tables}) == 1, "groups serve different requests")
+    lengths = [{request_id: len(table) for request_id, table in group.items()} for group in tables]
+    _require(all(entry == lengths[0] for entry in lengths), "groups cover different tokens", lengths)
+
+
+def _check_gaps(manager: SingleTypeManager) -> None:
+    for request_id, table in manager.tables.items():
+        num_dropped = manager.num_dropped[request_id]
+        gaps = [block.block_id == NULL_BLOCK_ID for block in table]
+        _require(all(gaps[:num_dropped]), "a dropped block is still held", request_id)
+        _require(
+            manager.leaves_gaps or not any(gaps[num_dropped:]), "a table holds the null block", request_id
+        )
 
 
 def _check_hashes(pool: BlockPool) -> None:

@@ -15,7 +15,7 @@ from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
 from quire.kv_cache.integrity import IntegrityError, check_integrity
 from quire.kv_cache.moves import PlannedMoves
 from quire.kv_cache.preemption import PREEMPTION_MODES
-from quire.kv_cache.spec import KVCacheConfig, bytes_per_block
+from quire.kv_cache.spec import KVCacheConfig
 
 __all__ = ["CachedSequence", "IntegrityError", "KVCacheManager", "PlannedMoves", "PrefixHit"]
 
@@ -38,12 +38,17 @@ class CachedSequence(Protocol):
 class KVCacheManager:
     """Gives blocks to requests and finds prefixes that are computed already.
 
-    `prefix_queries` and `prefix_hits` count tokens: of started requests, and of these the ones found.
-    `num_swaps` counts requests that were swapped out.
+    `prefix_queries` and `prefix_hits` count tokens: of started requests, and of these the ones found;
+    `num_swaps` counts requests that were swapped out. `max_chunk` is the most tokens of a request in a step.
     """
 
     def __init__(
-        self, kv_config: KVCacheConfig, *, enable_prefix_caching: bool, preemption_mode: str = "auto"
+        self,
+        kv_config: KVCacheConfig,
+        *,
+        enable_prefix_caching: bool,
+        max_chunk: int,
+        preemption_mode: str = "auto",
     ) -> None:
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -51,9 +56,10 @@ class KVCacheManager:
         self._enable_prefix_caching = enable_prefix_caching
         self._prefers_swap = PREEMPTION_MODES[preemption_mode]
         self._swap_costs = kv_config.swap_costs
-        self._block_bytes = bytes_per_block(kv_config.layer_specs)
+        self._block_bytes = sum(kv_config.tensor_block_bytes)
         self._pool = DevicePool(kv_config.num_blocks, kv_config.num_host_blocks)
-        self._coordinator = KVCacheCoordinator(kv_config.groups, self._pool)
+        self._coordinator = KVCacheCoordinator(kv_config.groups, self._pool, max_chunk)
+        self._no_block_ids: list[list[int]] = [[] for _ in kv_config.groups]  # in most plans, so made once
 
     @property
     def block_size(self) -> int:
@@ -112,7 +118,8 @@ class KVCacheManager:
         """The first `num_tokens` tokens of a running request, to start another from that begins with them.
 
         They must be computed before the plan that starts the other runs. Full blocks are shared, with or
-        without prefix caching; a last, partly filled one is copied.
+        without prefix caching; a last, partly filled one is copied. Where a group has given back what the other
+        would read, or has replaced a state, the hit is of zero tokens.
         """
         return self._coordinator.find_fork(parent.request_id, num_tokens)
 
@@ -126,7 +133,7 @@ class KVCacheManager:
 
     def num_blocks_to_finish(self, request: CachedSequence) -> int:
         """Blocks that a started request needs for all its known tokens beyond those it has."""
-        return self._coordinator.num_blocks_to_grow(request.request_id, len(request.token_ids))
+        return self._coordinator.num_blocks_to_finish(request.request_id, len(request.token_ids))
 
     def num_held_blocks(self, request: CachedSequence) -> int:
         """Blocks that a started request holds, alone or with others."""
@@ -143,18 +150,24 @@ class KVCacheManager:
     def allocate_slots(self, request: CachedSequence, num_new_tokens: int) -> list[list[int]] | None:
         """Cover `num_new_tokens` more tokens of a started request; all or nothing.
 
-        Returns the new block ids, one list per group (empty where the last block had room), or None if blocks
-        are short.
+        Returns the new block ids, one list per group (empty where the last block had room) and not to be changed,
+        or None if blocks are short. Blocks that the request reads no more are given back first.
         """
-        num_tokens = request.num_computed_tokens + num_new_tokens
-        needed = self._coordinator.num_blocks_to_grow(request.request_id, num_tokens)
+        request_id, num_computed_tokens = request.request_id, request.num_computed_tokens
+        num_tokens = num_computed_tokens + num_new_tokens
+        if self._coordinator.covers(request_id, num_tokens):
+            return self._no_block_ids
+        self._coordinator.drop(request_id, num_computed_tokens, cached_only=self._enable_prefix_caching)
+        needed = self._coordinator.num_blocks_to_grow(request_id, num_tokens)
+        if needed > self._pool.num_free_blocks:  # then also give back what no step has come back with yet
+            self._coordinator.drop(request_id, num_computed_tokens, cached_only=False)
         if needed > self._pool.num_free_blocks:
             return None
-        return self._coordinator.allocate(request.request_id, num_tokens)
+        return self._coordinator.allocate(request_id, num_tokens)
 
     def cache_blocks(self, request: CachedSequence, num_computed_tokens: int) -> None:
         """Let others reuse the full blocks of the first `num_computed_tokens` tokens, which are computed."""
-        num_full = num_computed_tokens // self.block_size
+        num_full = num_computed_tokens // self._coordinator.block_size
         if not self._enable_prefix_caching or num_full == 0:
             return
         if len(request.block_hashes) < num_full:
@@ -163,11 +176,13 @@ class KVCacheManager:
 
     def preempt(self, request: CachedSequence) -> None:
         """Take a started request's device blocks; its content goes to the host if that is worth it."""
-        tables = self._coordinator.tables(request.request_id)
-        num_bytes, num_tokens = sum(map(len, tables)) * self._block_bytes, request.num_computed_tokens
+        request_id, num_tokens = request.request_id, request.num_computed_tokens
+        self._coordinator.drop(request_id, num_tokens, cached_only=False)
+        num_bytes = self._coordinator.num_held_blocks(request_id) * self._block_bytes
         if self._prefers_swap(self._swap_costs, num_bytes, num_tokens):
-            self.num_swaps += self._pool.host.swap_out(request.request_id, tables, num_tokens)
-        self._coordinator.free(request.request_id)
+            tables = self._coordinator.tables(request_id)
+            self.num_swaps += self._pool.host.swap_out(request_id, tables, num_tokens)
+        self._coordinator.free(request_id)
 
     def free(self, request: CachedSequence) -> None:
         """Give back all blocks of a request, on both tiers; one without blocks is fine."""

@@ -1,6 +1,6 @@
 """Copies of whole KV cache blocks: between the device and the host tier, and on the device.
 
-Invariant: block ids are checked here before they index anything. A block is copied in every layer, bit by bit.
+Invariant: block ids are checked here before they index anything. A block is copied as a whole, in every tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.errors import EngineError
 from quire.scheduler.output import SchedulerOutput
 
 _BLOCK_DIM = 1
-"""Of a cache tensor [2, blocks, ...], keys first."""
+"""Of a cache tensor [2, blocks, bytes], keys first."""
 
 Moves = list[tuple[int, int]]
 
@@ -23,13 +23,13 @@ class BlockCopier:
     """Carries out the block moves of a plan.
 
     Args:
-        device: one cache tensor per layer.
+        device: the cache tensors, which all layers share.
         host: as many tensors of the same shapes but for the number of blocks, in host memory. (On a GPU: pinned, and
             copied to and from on a stream of its own, which the forward pass waits for.)
     """
 
     def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor]) -> None:
-        assert len(device) == len(host), "one host tensor per layer"
+        assert len(device) == len(host), "one host tensor for each of the device"
         self._device = device
         self._host = host
 

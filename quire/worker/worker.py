@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SwapCosts, bytes_per_block
-from quire.layers.attention import bind_kv_cache, kv_cache_dtype, kv_cache_shape, kv_cache_specs
+from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVMemory, SwapCosts
+from quire.layers.attention import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -82,50 +82,18 @@ class Worker:
         """Layer name -> what it needs of the cache."""
         return kv_cache_specs(self._loaded())
 
-    def available_kv_bytes(self) -> int:
-        """Bytes for the KV cache: as configured, or the least of what is free, what is useful and the default."""
-        exact = self._config.cache.kv_cache_memory_bytes
-        if exact:
-            logger.info("KV cache memory = %.1f MiB: as --kv-cache-memory-bytes says", exact / MIB)
-            return exact
-        chosen, reason = min(self._cache_bounds())
-        logger.info("KV cache memory = %.1f MiB: %s", chosen / MIB, reason)
-        return chosen
-
-    def swap_costs(self) -> SwapCosts:
-        """Rates of copying and computing, roughly: a copy of a few MiB, and the warm-up pass."""
-        block = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=self._device.torch_device)
-        started = time.perf_counter()
-        block.to("cpu", copy=True)
-        return SwapCosts(_COPIED_BYTES / (time.perf_counter() - started), self._tokens_per_s)
-
-    def _cache_bounds(self) -> list[tuple[int, str]]:
-        """Upper bounds of the cache's size in bytes, with what sets them."""
-        share, max_num_seqs = self._config.cache.gpu_memory_utilization, self._config.scheduler.max_num_seqs
-        max_model_len, specs = self._config.model.max_model_len, self.kv_cache_specs()
-        free = self._device.available_bytes()
+    def kv_memory(self) -> KVMemory:
+        """What the cache may take of the memory that is free now."""
+        share, free = self._config.cache.gpu_memory_utilization, self._device.available_bytes()
         if self._device.is_host:
             free = max(0, free - self._config.cache.swap_space_bytes)
-        per_request = next(iter(specs.values())).max_blocks(max_model_len)
-        null_block = 1
-        useful = (max_num_seqs * per_request + null_block) * bytes_per_block(specs)
-        one_request = (per_request + null_block) * bytes_per_block(specs)
-        bounds = [
-            (int(share * free), f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading"),
-            (useful, f"all that {max_num_seqs} requests of {max_model_len} tokens can use"),
-        ]
-        default = self._device.default_cache_bytes
-        if default is not None:
-            reason = "the default limit on this device, or one full request if that is more"
-            bounds.append((max(default, one_request), reason))
-        return bounds
+        reason = f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading"
+        return KVMemory(int(share * free), reason, self._device.default_cache_bytes, self._swap_costs())
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps."""
-        caches = self._allocate(kv_config.num_blocks)
-        bind_kv_cache(self._loaded(), caches)
-        host = self._allocate_host(caches, kv_config.num_host_blocks)
-        self._copier = BlockCopier([*caches.values()], host)
+        tensors = self._allocate(kv_config)
+        self._copier = BlockCopier(tensors, _host_tier(tensors, kv_config.num_host_blocks))
         self._runner = ModelRunner(self._loaded(), self._config, kv_config, self._device.torch_device)
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -143,23 +111,17 @@ class Worker:
         assert self._model is not None, "load() comes first"
         return self._model
 
-    def _allocate(self, num_blocks: int) -> dict[str, Tensor]:
-        """One tensor per layer, left as the system gives it.
+    def _swap_costs(self) -> SwapCosts:
+        """Rates of copying and computing, roughly: a copy of a few MiB, and the warm-up pass."""
+        blocks = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=self._device.torch_device)
+        started = time.perf_counter()
+        blocks.to("cpu", copy=True)
+        return SwapCosts(_COPIED_BYTES / (time.perf_counter() - started), self._tokens_per_s)
 
-        Untouched pages cost no memory, and no kernel reads a slot that was not written.
-        """
-        dtype, device = kv_cache_dtype(self._config), self._device.torch_device
-        caches: dict[str, Tensor] = {}
-        for name, spec in self.kv_cache_specs().items():
-            assert isinstance(spec, FullAttentionSpec), f"no cache layout for {type(spec).__name__}"
-            caches[name] = torch.empty(kv_cache_shape(spec, num_blocks), dtype=dtype, device=device)
-        return caches
-
-    def _allocate_host(self, caches: Mapping[str, Tensor], num_blocks: int) -> list[Tensor]:
-        """The host's copy of each layer's cache, with its own null block; untouched pages cost no memory."""
-        shapes = [(2, num_blocks + 1, *cache.shape[2:]) for cache in caches.values()]
-        dtype = kv_cache_dtype(self._config)
-        return [torch.empty(shape, dtype=dtype) for shape in shapes]
+    def _allocate(self, kv_config: KVCacheConfig) -> tuple[Tensor, ...]:
+        tensors = allocate_kv_cache(kv_config, self._device.torch_device)
+        bind_kv_cache(self._loaded(), kv_config, tensors)
+        return tensors
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -168,7 +130,9 @@ class Worker:
         limits = (self._config.model.max_model_len, self._config.scheduler.max_num_batched_tokens)
         num_tokens = min(self._device.warm_up_tokens, *limits)
         num_blocks = -(-num_tokens // block_size)
-        bind_kv_cache(self._loaded(), self._allocate(num_blocks))
+        specs = self.kv_cache_specs()
+        one_group = KVCacheGroup(tuple(specs), next(iter(specs.values())))
+        self._allocate(KVCacheConfig(num_blocks, (one_group,), specs))
         with self._device.torch_device:
             positions = torch.arange(num_tokens)
             metadata = AttentionMetadata(
@@ -181,6 +145,11 @@ class Worker:
             )
         model = self._loaded()
         started = time.perf_counter()
-        hidden = model.forward(torch.zeros_like(positions), positions, metadata)
+        hidden = model.forward(torch.zeros_like(positions), positions, (metadata,))
         model.compute_logits(hidden[-1:])
         self._tokens_per_s = num_tokens / (time.perf_counter() - started)
+
+
+def _host_tier(tensors: Sequence[Tensor], num_blocks: int) -> tuple[Tensor, ...]:
+    """Host memory for as many blocks of each tensor, beside a null block; untouched pages cost no memory."""
+    return tuple(torch.empty((2, num_blocks + 1, tensor.shape[2]), dtype=tensor.dtype) for tensor in tensors)

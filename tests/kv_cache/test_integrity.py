@@ -10,12 +10,12 @@ from quire.kv_cache.spec import FullAttentionSpec
 def cache():
     """A pool of 8 blocks, of which `a` and `b` hold two each and share the first."""
     pool = DevicePool(9, num_host_blocks=4)
-    manager = FullAttentionManager(FullAttentionSpec(4, 1, 8, 4), pool, group_id=0)
-    manager.adopt("a", [], [])
+    manager = FullAttentionManager(FullAttentionSpec(4, 1, 8, 4), pool, group_id=0, max_chunk=16)
+    manager.adopt("a", 0, [], [])
     manager.allocate("a", 8)
     manager.cache_blocks("a", [b"x" * 32], 1)
     hit = manager.find_longest_cache_hit([b"x" * 32], 4)
-    manager.adopt("b", hit, *pool.take([hit], num_full=1))
+    manager.adopt("b", 4, hit, *pool.take([hit], num_full=1))
     manager.allocate("b", 8)
     check_integrity(pool, [manager])
     return pool, manager

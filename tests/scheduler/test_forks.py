@@ -9,8 +9,9 @@ from tests.scheduler.harness import Engine, make_config, run_alone
 PROMPT = range(30)
 
 
-def engine_of(**changes) -> Engine:
-    return Engine(make_config(**{"max_num_seqs": 16, "max_num_batched_tokens": 64, **changes}))
+def engine_of(kinds=("full",), **changes) -> Engine:
+    config = make_config(**{"max_num_seqs": 16, "max_num_batched_tokens": 64, **changes})
+    return Engine(config, len(kinds), kinds)
 
 
 def add_family(engine: Engine, n: int, prompt=PROMPT, **params) -> list[str]:
@@ -98,6 +99,40 @@ def test_a_child_that_comes_late_forks_from_a_parent_that_has_gone_on():
     engine.step()
     assert scheduled(engine)[-1] == {"p": 1, "c": 1}
     engine.drain()
+    check_outputs(engine, ["p", "c"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "cached"),
+    [
+        ("window 6", 30, 29),
+        ("chunk 8", 30, 29),
+        ("chunk 8", 33, 32),
+        ("state 1", 30, 0),
+        ("state 1", 29, 28),
+        ("state 2", 33, 32),
+        ("state 2", 29, 0),
+    ],
+)
+@pytest.mark.parametrize("full_too", [True, False])
+def test_a_group_forks_where_it_still_has_what_the_child_reads(kind, length, cached, full_too):
+    """What a window reads is there when the parent has its first token; of states, only those at their blocks' ends."""
+    engine = engine_of(("full", kind) if full_too else (kind,), enable_prefix_caching=False)
+    names = add_family(engine, 3, range(length), max_tokens=20)
+    engine.drain()
+    assert [engine.last(name).num_cached_tokens for name in names] == [0, cached, cached]
+    check_outputs(engine, names)
+
+
+@pytest.mark.parametrize(("kinds", "cached"), [(("full",), 13), (("full", "window 5"), 0), (("chunk 4",), 0)])
+def test_a_late_child_computes_the_prompt_if_a_group_has_given_it_back(kinds, cached):
+    engine = engine_of(kinds, enable_prefix_caching=False)
+    engine.add("p", range(14), max_tokens=30)
+    for _ in range(20):
+        engine.step()
+    engine.add("c", range(14), max_tokens=20, fork_of="p")
+    engine.drain()
+    assert engine.last("c").num_cached_tokens == cached
     check_outputs(engine, ["p", "c"])
 
 

@@ -10,7 +10,7 @@ from tests.scheduler.harness import Engine, make_config, run_alone
 def small(num_host_blocks: int = 20, num_groups: int = 1, **changes) -> Engine:
     """Room for one and a half of the requests that `crowd` adds."""
     fields = {"num_gpu_blocks_override": 1 + 8 * num_groups, "preemption_mode": "swap", **changes}
-    return Engine(make_config(**fields), num_groups, num_host_blocks)
+    return Engine(make_config(**fields), num_groups, num_host_blocks=num_host_blocks)
 
 
 def crowd(engine: Engine, **params):
@@ -43,6 +43,24 @@ def test_a_swapped_request_returns_with_nothing_computed_twice(caching, num_grou
         assert engine.tokens(request.request_id) == run_alone(request, engine.config).new_token_ids
     reported = [entry for update in engine.updates["c"] for entry in update.prompt_logprobs or []]
     assert len(reported) == (7 if prompt_logprobs else 0)
+
+
+@pytest.mark.parametrize(
+    "kinds", [("window 6",), ("full", "window 5"), ("full", "chunk 8"), ("full", "state 2")]
+)
+@pytest.mark.parametrize("caching", [True, False])
+def test_blocks_that_a_group_needs_no_more_are_not_swapped(kinds, caching):
+    """Every group goes on after the swap with what it read before, whatever else it had."""
+    fields = {"num_gpu_blocks_override": 4 + 4 * len(kinds), "preemption_mode": "swap"}
+    config = make_config(enable_prefix_caching=caching, max_num_batched_tokens=8, **fields)
+    engine = Engine(config, len(kinds), kinds, num_host_blocks=60)
+    requests = [engine.add(name, range(ord(name), ord(name) + 3), max_tokens=18) for name in "abcd"]
+    engine.drain()
+    stats = engine.scheduler.stats()
+    assert stats.num_preemptions == stats.num_swaps > 0
+    assert num_computed(engine) == 4 * (3 + 18 - 1)
+    for request in requests:
+        assert engine.tokens(request.request_id) == run_alone(request, engine.config).new_token_ids
 
 
 def test_recomputing_can_be_forced():
