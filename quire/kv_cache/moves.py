@@ -30,7 +30,7 @@ class BlockMoves:
     def __init__(self) -> None:
         self._swap_outs: dict[int, int] = {}  # host block -> device block
         self._swap_ins: list[Move] = []
-        self._block_copies: list[Move] = []
+        self._block_copies: dict[int, int] = {}  # target -> source
 
     def swap_out(self, device_block: int, host_block: int) -> None:
         """Plan a copy to the host; an earlier one to the same host block, evicted meanwhile, is moot."""
@@ -41,12 +41,13 @@ class BlockMoves:
         self._swap_ins.append((host_block, device_block))
 
     def copy(self, source: int, target: int) -> None:
-        """Plan a copy on the device."""
-        self._block_copies.append((source, target))
+        """Plan a copy on the device; a copy of what is itself to be copied is one of the original."""
+        self._block_copies[target] = self._block_copies.get(source, source)
 
     def take(self) -> PlannedMoves:
         """All moves planned since the last call."""
         swap_outs = [(device, host) for host, device in self._swap_outs.items()]
-        moves = PlannedMoves(swap_outs, self._swap_ins, self._block_copies)
-        self._swap_outs, self._swap_ins, self._block_copies = {}, [], []
+        block_copies = [(source, target) for target, source in self._block_copies.items()]
+        moves = PlannedMoves(swap_outs, self._swap_ins, block_copies)
+        self._swap_outs, self._swap_ins, self._block_copies = {}, [], {}
         return moves

@@ -21,6 +21,15 @@ def test_full_blocks_are_shared_and_a_partly_filled_one_is_copied():
     assert pool.num_held(held, 2) == 2
 
 
+def test_a_copy_of_a_block_that_the_same_plan_copies_is_one_of_the_original():
+    pool = DevicePool(10)
+    held = pool.get_new_blocks(1)
+    (first,) = pool.take([held], num_full=0)
+    (second,) = pool.take([first], num_full=0)
+    copies = [(held[0].block_id, block.block_id) for block in (first[0], second[0])]
+    assert pool.take_moves().block_copies == copies
+
+
 def test_what_was_evicted_is_swapped_in():
     pool = DevicePool(4, num_host_blocks=2)
     (first,) = cached(pool, b"a")

@@ -172,6 +172,21 @@ def test_a_parent_that_returns_is_not_forked_before_its_prompt_is_there_again():
     check_outputs(engine, ["r.0", "r.1"])
 
 
+def test_a_fork_of_a_child_that_comes_back_as_a_fork_in_the_same_step():
+    engine = engine_of(enable_prefix_caching=False)
+    engine.add("p", PROMPT, max_tokens=20)
+    engine.step()
+    engine.add("c", PROMPT, max_tokens=20, fork_of="p")
+    engine.step()
+    engine.scheduler._preempt_last(engine.requests["c"], engine.now)
+    engine.add("g", PROMPT, max_tokens=20, fork_of="c")
+    plan = engine.step()
+    assert [data.num_computed_tokens for data in plan.new_requests] == [29, 29]
+    assert len({source for source, _ in plan.block_copies}) == 1
+    engine.drain()
+    check_outputs(engine, ["p", "c", "g"])
+
+
 @pytest.mark.parametrize(("prompt", "salt"), [([1, 2, 4], None), ([1, 2, 3], "other")])
 def test_a_fork_of_another_prompt_or_tenant_is_refused(prompt, salt):
     engine = engine_of()
