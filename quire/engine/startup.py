@@ -65,6 +65,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         config = config.evolve(**{choice.field: choice.value})
     config.scheduler.check()
     config.quantization.check()
+    config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
     return config
 
 

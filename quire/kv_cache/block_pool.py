@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from quire.kv_cache.events import KVEventLog
 from quire.kv_cache.hashing import BlockHash
 
 NULL_BLOCK_ID = 0
@@ -90,15 +91,19 @@ class FreeBlockQueue:
 
 
 class BlockPool:
-    """Owns `num_blocks` blocks, of which block 0, the null block, is never given out."""
+    """Owns `num_blocks` blocks, of which block 0, the null block, is never given out.
 
-    def __init__(self, num_blocks: int) -> None:
+    What can be found by its hash, and what no longer can, is told to `events` if there is one.
+    """
+
+    def __init__(self, num_blocks: int, events: KVEventLog | None = None) -> None:
         assert num_blocks >= 1, "the pool needs room for the null block"
         self.blocks = tuple(KVCacheBlock(block_id) for block_id in range(num_blocks))
         self.free_queue = FreeBlockQueue()
         for block in self.blocks[NULL_BLOCK_ID + 1 :]:
             self.free_queue.append(block)
         self._cached: dict[BlockHash, KVCacheBlock] = {}
+        self._events = events
 
     @property
     def num_usable_blocks(self) -> int:
@@ -159,6 +164,8 @@ class BlockPool:
             assert block.block_hash is None, f"{block!r} is cached twice"
             if self._cached.setdefault(block_hash, block) is block:
                 block.block_hash = block_hash
+                if self._events is not None:
+                    self._events.stored(block_hash)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; refused (False) while any block is held."""
@@ -167,9 +174,13 @@ class BlockPool:
         for block in self._cached.values():
             block.block_hash = None
         self._cached.clear()
+        if self._events is not None:
+            self._events.cleared()
         return True
 
     def _evict(self, block: KVCacheBlock) -> None:
         if block.block_hash is not None:
             del self._cached[block.block_hash]
+            if self._events is not None:
+                self._events.removed(block.block_hash)
             block.block_hash = None

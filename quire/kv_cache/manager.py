@@ -11,6 +11,7 @@ from typing import Protocol
 
 from quire.kv_cache.block_pool import BlockPool
 from quire.kv_cache.coordinator import KVCacheCoordinator, PrefixHit
+from quire.kv_cache.events import KVCacheEvent, KVEventLog
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
 from quire.kv_cache.integrity import IntegrityError, check_integrity
 from quire.kv_cache.spec import KVCacheConfig
@@ -37,14 +38,23 @@ class KVCacheManager:
     """Gives blocks to requests and finds prefixes that are computed already.
 
     `prefix_queries` and `prefix_hits` count tokens: of started requests, and of these the ones found. `max_chunk` is
-    the most tokens of a request that one step computes.
+    the most tokens of a request that one step computes. With `enable_events`, what `take_events` gives must be taken
+    now and then.
     """
 
-    def __init__(self, kv_config: KVCacheConfig, *, enable_prefix_caching: bool, max_chunk: int) -> None:
+    def __init__(
+        self,
+        kv_config: KVCacheConfig,
+        *,
+        enable_prefix_caching: bool,
+        max_chunk: int,
+        enable_events: bool = False,
+    ) -> None:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._enable_prefix_caching = enable_prefix_caching
-        self._pool = BlockPool(kv_config.num_blocks)
+        self._events = KVEventLog(kv_config.groups[0].spec.block_size) if enable_events else None
+        self._pool = BlockPool(kv_config.num_blocks, self._events)
         self._coordinator = KVCacheCoordinator(kv_config.groups, self._pool, max_chunk)
         self._no_block_ids: list[list[int]] = [[] for _ in kv_config.groups]  # in most plans, so made once
 
@@ -133,6 +143,8 @@ class KVCacheManager:
         if len(request.block_hashes) < num_full:
             extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
         self._coordinator.cache_blocks(request.request_id, request.block_hashes, num_full)
+        if self._events is not None:
+            self._events.describe(request)
 
     def free(self, request: CachedSequence) -> None:
         """Give back all blocks of a request; one without blocks is fine."""
@@ -149,6 +161,10 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while a request holds blocks."""
         return self._pool.reset_prefix_cache()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What happened to the prefix cache since the last call, in order; nothing without `enable_events`."""
+        return [] if self._events is None else self._events.take()
 
     def check_integrity(self) -> None:
         """Check every invariant of `quire.kv_cache.integrity`.
