@@ -150,7 +150,7 @@ class AsyncLLM:
         self._abort(core_ids)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False if some are in use."""
+        """Forget all cached prefixes; False, and nothing done, while requests are running."""
         return bool(await self.call_core("reset_prefix_cache"))
 
     async def explain(self, request_id: str) -> list[Explanation]:

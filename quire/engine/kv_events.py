@@ -27,7 +27,15 @@ Batch = tuple[bytes, bytes]
 
 NUMBER_BYTES = 8
 END_OF_REPLAY: Batch = (b"\xff" * NUMBER_BYTES, b"")
-OUR_ADDRESSES = ("ipc://", "inproc://", "tcp://*", "tcp://0.0.0.0", "tcp://127.", "tcp://localhost", "tcp://[::")
+OUR_ADDRESSES = (
+    "ipc://",
+    "inproc://",
+    "tcp://*",
+    "tcp://0.0.0.0",
+    "tcp://127.",
+    "tcp://localhost",
+    "tcp://[::",
+)
 LINGER_MS = 500
 REPLAY_PATIENCE_MS = 1000
 """How long an answer waits for a client that does not read."""
@@ -111,8 +119,9 @@ def create_publisher(config: EngineConfig) -> KVEventPublisher | None:
 def answer_replays(router: zmq.Socket[bytes], since: Callable[[int], list[Batch]]) -> None:
     """Answer requests until the socket's context ends.
 
-    A request is the number of the first batch that is wanted, 8 bytes big-endian, after an empty part (as a REQ socket
-    sends it). The answer is a message (empty, number, payload) for each batch, and one with an empty payload at the end.
+    A request is the number of the first batch that is wanted, 8 bytes big-endian, after an empty part (as a REQ
+    socket sends it). The answer is a message (empty, number, payload) for each batch, and at the end one with an empty
+    payload.
     """
     router.router_mandatory = True  # wait for a slow client, up to a limit, in place of dropping
     router.sndtimeo = REPLAY_PATIENCE_MS

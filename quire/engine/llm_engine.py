@@ -114,7 +114,7 @@ class LLMEngine:
         self._stat_loggers.append(logger)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False if some are in use."""
+        """Forget all cached prefixes; False, and nothing done, while requests are running."""
         return bool(self.call_core("reset_prefix_cache"))
 
     def explain(self, request_id: str) -> list[Explanation]:

@@ -93,7 +93,13 @@ def engine_and_subscriber(
     model_dir: Path, addresses: dict[str, str], *, in_process: bool = True, **more: Any
 ) -> Iterator[tuple[LLMEngine, Subscriber, int]]:
     """An engine, a subscriber who hears it, and the number of the next batch."""
-    config = {"enable_kv_cache_events": True, "publisher": "zmq", "int_block_hashes": False, **addresses, **more}
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "int_block_hashes": False,
+        **addresses,
+        **more,
+    }
     args: dict[str, Any] = {
         "model": str(model_dir),
         "distributed_executor_backend": "null",
@@ -134,11 +140,11 @@ def run(engine: LLMEngine, prompts: list[list[int]], number: int = 0) -> None:
         engine.step()
 
 
-token = st.integers(0, 3)
+token = st.integers(0, 20)
 batches_of_prompts = st.lists(
     st.lists(st.integers(1, 50).flatmap(lambda n: token.map(lambda t: [t] * n)), min_size=1, max_size=4),
-    min_size=1,
-    max_size=5,
+    min_size=4,
+    max_size=8,
 )
 
 
@@ -148,7 +154,9 @@ batches_of_prompts = st.lists(
     max_examples=25,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-@given(work=batches_of_prompts, resets=st.sets(st.integers(0, 4)), lost=st.sets(st.integers(0, 60), max_size=40))
+@given(
+    work=batches_of_prompts, resets=st.sets(st.integers(0, 7)), lost=st.sets(st.integers(0, 60), max_size=40)
+)
 def test_a_subscriber_that_misses_messages_rebuilds_the_cache_exactly(
     null_model_dir: Path, addresses: dict[str, str], work: list[Any], resets: set[int], lost: set[int]
 ) -> None:
@@ -184,7 +192,11 @@ def test_a_core_in_another_process_publishes_too(null_model_dir: Path, addresses
 
 
 def test_short_names_are_the_low_64_bits(null_model_dir: Path, addresses: dict[str, str]) -> None:
-    with engine_and_subscriber(null_model_dir, addresses, int_block_hashes=True) as (engine, subscriber, first):
+    with engine_and_subscriber(null_model_dir, addresses, int_block_hashes=True) as (
+        engine,
+        subscriber,
+        first,
+    ):
         run(engine, [[1] * 20])
         stored = [event for _, batch in subscriber.replay(first) for event in batch.events]
         names = [name for event in stored if isinstance(event, BlockStored) for name in event.block_hashes]
@@ -214,7 +226,9 @@ def big_event() -> list[KVCacheEvent]:
     return [BlockStored([b"h" * 32], None, [10**6] * 5000, 5000, None, "GPU", None, None, 0)]
 
 
-def test_a_subscriber_that_does_not_read_stops_nobody_and_sees_what_it_lost(addresses: dict[str, str]) -> None:
+def test_a_subscriber_that_does_not_read_stops_nobody_and_sees_what_it_lost(
+    addresses: dict[str, str],
+) -> None:
     with publisher(hwm=2, **addresses) as sender, contextlib.closing(Subscriber(**addresses, hwm=2)) as slow:
         while not slow.hears(timeout_ms=10):
             sender.publish([AllBlocksCleared()], 0.0)
@@ -231,7 +245,10 @@ def test_a_subscriber_that_does_not_read_stops_nobody_and_sees_what_it_lost(addr
 
 
 def test_what_is_older_than_the_buffer_is_gone_and_that_shows(addresses: dict[str, str]) -> None:
-    with publisher(buffer_steps=3, **addresses) as sender, contextlib.closing(Subscriber(**addresses)) as late:
+    with (
+        publisher(buffer_steps=3, **addresses) as sender,
+        contextlib.closing(Subscriber(**addresses)) as late,
+    ):
         for number in range(10):
             sender.publish([AllBlocksCleared()], float(number))
         assert [(number, batch.ts) for number, batch in late.replay(0)] == [(7, 7.0), (8, 8.0), (9, 9.0)]
@@ -301,7 +318,9 @@ def test_bad_settings_are_refused(config: dict[str, Any], message: str) -> None:
         EngineConfig.from_args(kv_events_config=config)
 
 
-@pytest.mark.parametrize("config", [{}, {"publisher": "zmq"}, {"enable_kv_cache_events": True, "publisher": "null"}])
+@pytest.mark.parametrize(
+    "config", [{}, {"publisher": "zmq"}, {"enable_kv_cache_events": True, "publisher": "null"}]
+)
 def test_events_are_off_unless_asked_for(config: dict[str, Any]) -> None:
     assert not EngineConfig.from_args(kv_events_config=config).kv_events.enabled
 

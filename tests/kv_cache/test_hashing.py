@@ -62,9 +62,7 @@ def extra_keys(draw):
 @given(extra_keys(), extra_keys(), st.lists(st.integers(0, 1), min_size=20, max_size=20), st.integers(1, 6))
 def test_hashes_agree_exactly_where_the_keys_up_to_there_do(a, b, token_ids, block_size):
     """Salt and adapter in every block; an item of media from the first block that holds a part of it."""
-    pairs = zip(
-        hashes(token_ids, block_size, a), hashes(token_ids, block_size, b), strict=True
-    )
+    pairs = zip(hashes(token_ids, block_size, a), hashes(token_ids, block_size, b), strict=True)
     for place, (mine, other) in enumerate(pairs):
         end = (place + 1) * block_size
         known = [(k.cache_salt, k.adapter, [m for m in k.media if m.start < end]) for k in (a, b)]
