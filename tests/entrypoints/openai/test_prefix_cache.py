@@ -59,7 +59,9 @@ async def test_salts_share_with_themselves_only_on_every_route(served: httpx.Asy
 async def test_hits_are_counted(served: httpx.AsyncClient) -> None:
     hits = [await num_cached(served, "/v1/completions") for _ in range(3)]
     assert hits[0] == 0 < hits[1] == hits[2]
-    assert await metric(served, "prefix_cache_hits") == sum(hits) == await metric(served, "prompt_tokens_cached")
+    assert (
+        await metric(served, "prefix_cache_hits") == sum(hits) == await metric(served, "prompt_tokens_cached")
+    )
     queries = await metric(served, "prefix_cache_queries")
     assert queries == await metric(served, "prompt_tokens") > sum(hits)
 
@@ -76,7 +78,7 @@ async def test_nothing_is_forgotten_while_a_request_runs(engine: FakeEngine) -> 
     engine.hold_after = 1
     async with client_for(engine, server_dev_mode=True) as client:
         running = asyncio.create_task(client.post("/v1/completions", json={"prompt": "hi"}))
-        while not engine.running:
+        while not engine.running:  # noqa: ASYNC110
             await asyncio.sleep(0)
         response = await client.post("/reset_prefix_cache")
         assert response.status_code == 409
