@@ -2,10 +2,11 @@
 
     python benchmarks/kv_waste.py [--num-requests 500] [--block-size 16]
 
-Lengths are drawn from lognormal distributions with the means that W. Kwon et al. ("Efficient Memory Management for Large
-Language Model Serving with PagedAttention", 2023, figure 11) give for ShareGPT: 161 tokens of prompt, 338 of output. No
-model: the null executor checks every plan and computes nothing. Waste is the share of allocated slots that hold nothing,
-over all requests and steps; beside it, that of the same run if each request were given one contiguous piece of memory.
+Lengths are drawn from lognormal distributions with the means that W. Kwon et al. ("Efficient Memory Management for
+Large Language Model Serving with PagedAttention", 2023, figure 11) give for ShareGPT: 161 tokens of prompt, 338 of
+output. No model: the null executor checks every plan and computes nothing. Waste is the share of allocated slots that
+hold nothing, over all requests and steps; beside it, that of the same run if each request were given one contiguous
+piece of memory.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ class Worker:
         """What the cache may take of the memory that is free now."""
         share, free = self._config.cache.gpu_memory_utilization, self._device.available_bytes()
         reason = (
-            f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less {self._step_bytes / MIB:.0f} MiB "
-            f"for a step of {self._config.scheduler.max_num_batched_tokens} tokens"
+            f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less "
+            f"{self._step_bytes / MIB:.0f} MiB for a step of {self._config.scheduler.max_num_batched_tokens} tokens"
         )
         left = max(0, int(share * free) - self._step_bytes)
         return KVMemory(left, reason, self._device.default_cache_bytes)
