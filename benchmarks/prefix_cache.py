@@ -53,7 +53,7 @@ def sharing_prompts(vocab_size: int, seed: int) -> Prompts:
 
 
 def summary(comparison: Comparison) -> str:
-    """Of the rounds' ratios, since what slows the machine down hits both of a pair, and of the best rounds: nothing else
+    """Of the ratios of pairs, since what slows the machine down hits both of one, and of the best rounds: nothing else
     makes a round fast.
     """
     pairs = list(zip(*comparison.results, strict=True))

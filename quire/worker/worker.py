@@ -20,7 +20,7 @@ from quire.layers.attention import allocate_kv_cache, bind_kv_cache, kv_cache_sp
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from quire.worker.model_runner import ModelRunner, num_rows_at_once
+from quire.worker.model_runner import Forward, ModelRunner, num_rows_at_once
 from quire.worker.step_memory import AllocationPeak, bytes_of_largest_step
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,9 @@ class Device(Protocol):
 
     def available_bytes(self) -> int:
         """Memory that is free now."""
+
+    def forward(self, model: CausalLM, config: EngineConfig, kv_config: KVCacheConfig) -> Forward:
+        """How the runner is to run a model whose cache is bound."""
 
 
 class Worker:
@@ -90,7 +93,9 @@ class Worker:
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps."""
         self._allocate(kv_config)
-        self._runner = ModelRunner(self._loaded(), self._config, kv_config, self._device.torch_device)
+        model = self._loaded()
+        forward = self._device.forward(model, self._config, kv_config)
+        self._runner = ModelRunner(model, self._config, kv_config, self._device.torch_device, forward)
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
