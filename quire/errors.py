@@ -5,6 +5,7 @@
     │   ├── ValidationError         400  a field has a bad value (also a ValueError)
     │   ├── AuthenticationError     401
     │   ├── NotFoundError           404  no such model
+    │   ├── ConflictError           409  not while the engine is in this state
     │   ├── PayloadTooLargeError    413
     │   └── UnsupportedMediaTypeError 415
     ├── UnavailableError            503  loading, draining or full: try again later
@@ -55,6 +56,13 @@ class AuthenticationError(ClientError):
 class NotFoundError(ClientError):
     status = 404
     type = "NotFoundError"
+
+
+class ConflictError(ClientError):
+    """What is asked for cannot be done now, and nothing was done."""
+
+    status = 409
+    type = "ConflictError"
 
 
 class PayloadTooLargeError(ClientError):

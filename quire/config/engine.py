@@ -12,6 +12,7 @@ from quire.config.arch import ModelArch
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.fields import Config, field_types, info_named
+from quire.config.kv_events import KVEventsConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
@@ -36,6 +37,7 @@ class EngineConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     model_dir: str = ""
     model_arch: ModelArch | None = None
     fit_max_model_len: bool = False
@@ -84,6 +86,7 @@ _CHILDREN: dict[str, type[Config]] = {
     "load": LoadConfig,
     "quantization": QuantizationConfig,
     "observability": ObservabilityConfig,
+    "kv_events": KVEventsConfig,
 }
 
 

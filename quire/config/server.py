@@ -40,4 +40,7 @@ class ServerConfig(Config):
     )
     disable_uvicorn_access_log: bool = option(False, "No log line per HTTP request.")
     disable_fastapi_docs: bool = option(False, "No /docs, /redoc and /openapi.json.")
+    server_dev_mode: bool = option(
+        False, "Routes for experiments, not for the public: POST /reset_prefix_cache."
+    )
     enable_force_include_usage: bool = option(False, "Send usage with every stream, asked for or not.")

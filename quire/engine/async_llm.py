@@ -15,6 +15,7 @@ from typing import Any
 
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import make_client
+from quire.engine.core_ids import CoreIds
 from quire.engine.explanations import explanations
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
 from quire.engine.messages import (
@@ -62,7 +63,7 @@ class AsyncLLM:
         self.core_ready: CoreReady | None = None
         self.dead_error: QuireError | None = None
         self._stat_loggers: list[StatLogger] = []
-        self._core_ids_by_label: dict[str, set[str]] = {}
+        self._core_ids = CoreIds()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -127,9 +128,8 @@ class AsyncLLM:
         await self.check_health()
         self.check_admission(sampling_params.n)
         tokenized = await self._tokenize(prompt)
-        core_id = f"{request_id}-{next(self._numbers):x}"
         requests = self.input_processor.process(
-            core_id, tokenized, sampling_params, priority=priority, tenant=tenant
+            self._core_ids.new(request_id), tokenized, sampling_params, priority=priority, tenant=tenant
         )
         self.check_admission(len(requests), len(requests) * len(tokenized.token_ids))
         stream = OutputStream(delta=sampling_params.output_kind is RequestOutputKind.DELTA)
@@ -145,22 +145,19 @@ class AsyncLLM:
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by label with finish_reason "abort"; unknown labels are ignored."""
-        labels = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        core_ids = [core_id for label in labels for core_id in self._core_ids_by_label.get(label, ())]
-        self._abort(core_ids)
+        self._abort(self._core_ids.in_flight(request_ids))
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False if some are in use."""
+        """Forget all cached prefixes; False, and nothing done, while requests are running."""
         return bool(await self.call_core("reset_prefix_cache"))
 
     async def explain(self, request_id: str) -> list[Explanation]:
         """Why the requests of this label wait or waited, for each of their sequences.
 
         Raises:
-            NotFoundError: none is in flight.
+            NotFoundError: the core does not know any, or they ended too long ago.
         """
-        core_ids = sorted(self._core_ids_by_label.get(request_id, ()))
-        found = [await self.call_core("explain", core_id) for core_id in core_ids]
+        found = [await self.call_core("explain", core_id) for core_id in self._core_ids.known(request_id)]
         return explanations(found, request_id)
 
     def check_admission(self, num_sequences: int = 1, num_prompt_tokens: int = 0) -> None:
@@ -218,7 +215,7 @@ class AsyncLLM:
         stream: OutputStream,
     ) -> list[str]:
         core_ids = [request.request_id for request in requests]
-        self._core_ids_by_label.setdefault(label, set()).update(core_ids)
+        self._core_ids.add(label, core_ids)
         self.output_processor.add_request(label, prompt, params, requests, stream.put)
         for request in requests:
             self._client.send(request)
@@ -226,10 +223,7 @@ class AsyncLLM:
 
     def _release(self, label: str, core_ids: list[str]) -> None:
         self._abort(core_ids)
-        remaining = self._core_ids_by_label[label]
-        remaining.difference_update(core_ids)
-        if not remaining:
-            del self._core_ids_by_label[label]
+        self._core_ids.end(label, core_ids)
 
     def _abort(self, core_ids: Iterable[str]) -> None:
         aborted, stats = self.output_processor.abort(core_ids)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.config import EngineConfig
+from quire.engine.kv_events import create_publisher
 from quire.engine.messages import (
     AbortRequests,
     CoreMessage,
@@ -52,6 +53,7 @@ class EngineCore:
         config = settle_max_model_len(config, kv_config)
         self.executor.initialize_kv_cache(kv_config)
         self.scheduler = scheduler_class(config, kv_config)
+        self._publisher = create_publisher(config)
         self._trace = create_trace(config, kv_config)
         if self._trace is not None:
             self.scheduler = recorded(self.scheduler, self._trace)
@@ -79,6 +81,7 @@ class EngineCore:
         """One turn of the loop; returns every request's news."""
         updates = self._refused + self._loop.step()
         self._refused = []
+        self._publish_events()
         return EngineCoreOutputs(updates, self.scheduler.stats(), time.monotonic())
 
     def handle(self, message: CoreRequest) -> CoreMessage | None:
@@ -106,6 +109,8 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self.executor.shutdown()
+        if self._publisher is not None:
+            self._publisher.close()
         if self._trace is not None:
             self._trace.close()
 
@@ -113,4 +118,13 @@ class EngineCore:
         if call.method not in self.utilities:
             return UtilityResult(call.call_id, error=f"the core has no utility {call.method!r}")
         result = self.utilities[call.method](*call.args)
+        self._publish_events()  # there may be no step for long
         return UtilityResult(call.call_id, result=msgspec.to_builtins(result))
+
+    def _publish_events(self) -> None:
+        """Tell subscribers what happened to the prefix cache."""
+        if self._publisher is None:
+            return
+        events = self.scheduler.take_kv_events()
+        if events:
+            self._publisher.publish(events, time.time())

@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import CoreClient, make_client
+from quire.engine.core_ids import CoreIds
 from quire.engine.explanations import explanations
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import AbortRequests, CoreReady, EngineCoreOutputs, UtilityCall, UtilityResult
@@ -37,7 +38,7 @@ class LLMEngine:
         self.tokenizer: Tokenizer | None = load_tokenizer(self.config)
         self.input_processor = InputProcessor(self.config, self.tokenizer, strict_length=False)
         self.output_processor = OutputProcessor(self.tokenizer)
-        self._core_ids: dict[str, list[str]] = {}
+        self._core_ids = CoreIds()
         self._outputs: list[RequestOutput | Exception] = []
         self._stat_loggers: list[StatLogger] = []
         self._results: dict[int, UtilityResult] = {}
@@ -72,9 +73,9 @@ class LLMEngine:
             raise ValidationError(f"request id {request_id!r} is already in use", param="request_id")
         tokenized = self.input_processor.tokenize(prompt)
         requests = self.input_processor.process(
-            request_id, tokenized, params, priority=priority, tenant=tenant
+            self._core_ids.new(request_id), tokenized, params, priority=priority, tenant=tenant
         )
-        self._core_ids[request_id] = [request.request_id for request in requests]
+        self._core_ids.add(request_id, [request.request_id for request in requests])
         self.output_processor.add_request(request_id, tokenized, params, requests, self._outputs.append)
         for request in requests:
             self._client.send(request)
@@ -96,9 +97,7 @@ class LLMEngine:
 
         Unknown ids are ignored.
         """
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        core_ids = [core_id for rid in ids for core_id in self._core_ids.get(rid, [])]
-        aborted, stats = self.output_processor.abort(core_ids)
+        aborted, stats = self.output_processor.abort(self._core_ids.in_flight(request_ids))
         if aborted:
             self._client.send(AbortRequests(aborted))
             self._record(stats, None)
@@ -114,7 +113,7 @@ class LLMEngine:
         self._stat_loggers.append(logger)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False if some are in use."""
+        """Forget all cached prefixes; False, and nothing done, while requests are running."""
         return bool(self.call_core("reset_prefix_cache"))
 
     def explain(self, request_id: str) -> list[Explanation]:
@@ -123,8 +122,8 @@ class LLMEngine:
         Raises:
             NotFoundError: the core does not know it, or it ended too long ago.
         """
-        core_ids = self._core_ids.get(request_id, [request_id])
-        return explanations([self.call_core("explain", core_id) for core_id in core_ids], request_id)
+        found = [self.call_core("explain", core_id) for core_id in self._core_ids.known(request_id)]
+        return explanations(found, request_id)
 
     def call_core(self, method: str, *args: Any) -> Any:
         """Call a utility of the core and wait for its result."""
@@ -171,6 +170,7 @@ class LLMEngine:
             if isinstance(output, Exception):
                 raise output
             if output.finished:
-                self._core_ids.pop(output.request_id, None)
+                request_id = output.request_id
+                self._core_ids.end(request_id, self._core_ids.in_flight(request_id))
             outputs.append(output)
         return outputs

@@ -6,11 +6,12 @@ frame by frame; a null executor checks that the plans can be executed as well.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, KVEventsConfig
 from quire.engine.messages import request_of
 from quire.engine.recorder import recorded
 from quire.engine.trace import Added, Finished, Frame, Planned, Reset, Returned, Trace, decode_kv_config
@@ -41,7 +42,8 @@ class Replay:
     """A scheduler in the place of the recorded one."""
 
     def __init__(self, trace: Trace) -> None:
-        config, kv_config = trace.header.config, decode_kv_config(trace.header.kv_config)
+        config = dataclasses.replace(trace.header.config, kv_events=KVEventsConfig())  # nobody listens
+        kv_config = decode_kv_config(trace.header.kv_config)
         scheduler = resolve_scheduler(config.scheduler.scheduler_cls)(config, kv_config)
         self.made: deque[Frame] = deque()
         self._scheduler = recorded(scheduler, self)

@@ -66,6 +66,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.scheduler.check()
     config.cache.check()
     config.quantization.check()
+    config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
     return config
 
 

@@ -123,7 +123,7 @@ class LLM:
         return SamplingParams(**self.llm_engine.input_processor.default_sampling_params)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes."""
+        """Forget all cached prefixes; False, and nothing done, while requests are running."""
         return self.llm_engine.reset_prefix_cache()
 
     def shutdown(self) -> None:

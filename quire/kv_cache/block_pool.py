@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from quire.kv_cache.events import DEVICE, HOST, KVEventLog
 from quire.kv_cache.hashing import BlockHash
 
 NULL_BLOCK_ID = 0
@@ -96,9 +97,12 @@ class FreeBlockQueue:
 
 
 class BlockPool:
-    """Owns `num_blocks` blocks of one tier, of which block 0, the null block, is never given out."""
+    """Owns `num_blocks` blocks of one tier, of which block 0, the null block, is never given out.
 
-    def __init__(self, num_blocks: int, *, on_host: bool = False) -> None:
+    What can be found by its hash, and what no longer can, is told to `events` if there is one.
+    """
+
+    def __init__(self, num_blocks: int, *, on_host: bool = False, events: KVEventLog | None = None) -> None:
         assert num_blocks >= 1, "the pool needs room for the null block"
         self.blocks = tuple(KVCacheBlock(block_id, on_host=on_host) for block_id in range(num_blocks))
         self.free_queue = FreeBlockQueue()
@@ -106,6 +110,8 @@ class BlockPool:
             self.free_queue.append(block)
         self._cached: dict[BlockHash, KVCacheBlock] = {}
         self._pinned: list[KVCacheBlock] = []
+        self._medium = HOST if on_host else DEVICE
+        self._events = events
 
     @property
     def num_usable_blocks(self) -> int:
@@ -200,6 +206,8 @@ class BlockPool:
             block.is_full = True
             if self._cached.setdefault(block_hash, block) is block:
                 block.block_hash = block_hash
+                if self._events is not None:
+                    self._events.stored(block_hash, self._medium)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; refused (False) while any block is held."""
@@ -208,9 +216,13 @@ class BlockPool:
         for block in self._cached.values():
             block.block_hash = None
         self._cached.clear()
+        if self._events is not None and self._medium == DEVICE:  # it stands for all media
+            self._events.cleared()
         return True
 
     def _evict(self, block: KVCacheBlock) -> None:
         if block.block_hash is not None:
             del self._cached[block.block_hash]
+            if self._events is not None:
+                self._events.removed(block.block_hash, self._medium)
             block.block_hash = None

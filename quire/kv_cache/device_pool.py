@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
+from quire.kv_cache.events import KVEventLog
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.host_tier import HostTier
 from quire.kv_cache.moves import BlockMoves, PlannedMoves
@@ -18,10 +19,10 @@ from quire.kv_cache.moves import BlockMoves, PlannedMoves
 class DevicePool(BlockPool):
     """A pool whose evicted content goes to the host tier, and comes back from there."""
 
-    def __init__(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        super().__init__(num_blocks)
+    def __init__(self, num_blocks: int, num_host_blocks: int = 0, events: KVEventLog | None = None) -> None:
+        super().__init__(num_blocks, events=events)
         self._moves = BlockMoves()
-        self.host = HostTier(num_host_blocks, self._moves)
+        self.host = HostTier(num_host_blocks, self._moves, events)
 
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """The block with this content, on the device if it is there, else on the host, or None."""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
+from quire.kv_cache.events import KVEventLog
 from quire.kv_cache.moves import BlockMoves
 
 
@@ -29,8 +30,8 @@ class SwappedRequest(NamedTuple):
 class HostTier:
     """Owns `num_blocks` host blocks, numbered from 1; with none it keeps nothing."""
 
-    def __init__(self, num_blocks: int, moves: BlockMoves) -> None:
-        self.pool = BlockPool(num_blocks + 1, on_host=True)
+    def __init__(self, num_blocks: int, moves: BlockMoves, events: KVEventLog | None = None) -> None:
+        self.pool = BlockPool(num_blocks + 1, on_host=True, events=events)
         self._moves = moves
         self._swapped: dict[str, SwappedRequest] = {}
 

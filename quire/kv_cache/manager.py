@@ -11,6 +11,7 @@ from typing import Protocol
 
 from quire.kv_cache.coordinator import KVCacheCoordinator, PrefixHit
 from quire.kv_cache.device_pool import DevicePool
+from quire.kv_cache.events import KVCacheEvent, KVEventLog
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
 from quire.kv_cache.integrity import IntegrityError, check_integrity
 from quire.kv_cache.moves import PlannedMoves
@@ -39,7 +40,8 @@ class KVCacheManager:
     """Gives blocks to requests and finds prefixes that are computed already.
 
     `prefix_queries` and `prefix_hits` count tokens: of started requests, and of these the ones found;
-    `num_swaps` counts requests that were swapped out. `max_chunk` is the most tokens of a request in a step.
+    `num_swaps` counts requests that were swapped out. `max_chunk` is the most tokens of a request in a step. With
+    `enable_events`, what `take_events` gives must be taken now and then.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class KVCacheManager:
         enable_prefix_caching: bool,
         max_chunk: int,
         preemption_mode: str = "auto",
+        enable_events: bool = False,
     ) -> None:
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -57,7 +60,8 @@ class KVCacheManager:
         self._prefers_swap = PREEMPTION_MODES[preemption_mode]
         self._swap_costs = kv_config.swap_costs
         self._block_bytes = sum(kv_config.tensor_block_bytes)
-        self._pool = DevicePool(kv_config.num_blocks, kv_config.num_host_blocks)
+        self._events = KVEventLog(kv_config.groups[0].spec.block_size) if enable_events else None
+        self._pool = DevicePool(kv_config.num_blocks, kv_config.num_host_blocks, self._events)
         self._coordinator = KVCacheCoordinator(kv_config.groups, self._pool, max_chunk)
         self._no_block_ids: list[list[int]] = [[] for _ in kv_config.groups]  # in most plans, so made once
 
@@ -173,6 +177,8 @@ class KVCacheManager:
         if len(request.block_hashes) < num_full:
             extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
         self._coordinator.cache_blocks(request.request_id, request.block_hashes, num_full)
+        if self._events is not None:
+            self._events.describe(request)
 
     def preempt(self, request: CachedSequence) -> None:
         """Take a started request's device blocks; its content goes to the host if that is worth it."""
@@ -208,6 +214,10 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes on both tiers; False, and nothing done, while a request holds blocks."""
         return self._pool.reset_prefix_cache()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What happened to the prefix cache since the last call, in order; nothing without `enable_events`."""
+        return [] if self._events is None else self._events.take()
 
     def check_integrity(self) -> None:
         """Check every invariant of `quire.kv_cache.integrity`.

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from quire.config import EngineConfig
 from quire.errors import ValidationError
+from quire.kv_cache.events import KVCacheEvent
 from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixHit
 from quire.kv_cache.spec import KVCacheConfig
 from quire.scheduler.admission import check_admissible
@@ -61,6 +62,7 @@ class Scheduler:
             enable_prefix_caching=config.cache.enable_prefix_caching,
             max_chunk=config.scheduler.max_num_batched_tokens,
             preemption_mode=config.cache.preemption_mode,
+            enable_events=config.kv_events.enabled,
         )
         self._requests: dict[str, Request] = {}
         self._running = RankedRequests()
@@ -107,6 +109,10 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while a request is running."""
         return self._kv.reset_prefix_cache()
+
+    def take_kv_events(self) -> list[KVCacheEvent]:
+        """What happened to the prefix cache since the last call; nothing unless events are enabled."""
+        return self._kv.take_events()
 
     # The step
 

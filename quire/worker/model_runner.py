@@ -32,6 +32,11 @@ from quire.worker.validation import why_unusable
 _LOGITS_ELEMENTS = 1 << 23
 
 
+def num_rows_at_once(vocab_size: int) -> int:
+    """Most rows of a step whose logits exist at one time."""
+    return max(1, _LOGITS_ELEMENTS // vocab_size)
+
+
 class LanguageModel(Protocol):
     """What the runner needs of a model."""
 
@@ -95,7 +100,7 @@ class ModelRunner:
         self._device = device
         self._max_model_len = max_model_len
         self._vocab_size = config.arch.vocab_size
-        self._slice_size = max(1, _LOGITS_ELEMENTS // self._vocab_size)
+        self._slice_size = num_rows_at_once(self._vocab_size)
         self.batch = InputBatch(max_num_seqs, max_model_len, tables)
         self._sampler = Sampler(self.batch, self._vocab_size)
         self._prompt_logprobs = PromptLogprobs(self.batch, model.compute_logits, self._slice_size)

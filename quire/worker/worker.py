@@ -22,7 +22,8 @@ from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.worker.block_copies import BlockCopier
-from quire.worker.model_runner import Forward, ModelRunner
+from quire.worker.model_runner import Forward, ModelRunner, num_rows_at_once
+from quire.worker.step_memory import AllocationPeak, bytes_of_largest_step
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._copier: BlockCopier | None = None
         self._tokens_per_s = 0.0
+        self._step_bytes = 0
 
     def load(self) -> None:
         """Load the weights and run the model once.
@@ -90,8 +92,12 @@ class Worker:
         share, free = self._config.cache.gpu_memory_utilization, self._device.available_bytes()
         if self._device.is_host:
             free = max(0, free - self._config.cache.swap_space_bytes)
-        reason = f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading"
-        return KVMemory(int(share * free), reason, self._device.default_cache_bytes, self._swap_costs())
+        reason = (
+            f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less "
+            f"{self._step_bytes / MIB:.0f} MiB for a step of {self._config.scheduler.max_num_batched_tokens} tokens"
+        )
+        left = max(0, int(share * free) - self._step_bytes)
+        return KVMemory(left, reason, self._device.default_cache_bytes, self._swap_costs())
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps."""
@@ -130,7 +136,9 @@ class Worker:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Run one short prompt, in a cache of its own, so that threads and kernels exist when memory is measured."""
+        """Run one token and one short prompt, in a cache of their own, so that threads, kernels and what is made on
+        first use exist when memory is measured; the second tells what a step takes.
+        """
         block_size = self._config.cache.block_size
         limits = (self._config.model.max_model_len, self._config.scheduler.max_num_batched_tokens)
         num_tokens = min(self._device.warm_up_tokens, *limits)
@@ -138,6 +146,17 @@ class Worker:
         specs = self.kv_cache_specs()
         one_group = KVCacheGroup(tuple(specs), next(iter(specs.values())))
         self._allocate(KVCacheConfig(num_blocks, (one_group,), specs))
+        self._run_prompt(1, num_blocks)
+        with AllocationPeak() as peak:
+            self._run_prompt(num_tokens, num_blocks)
+        scheduler, vocab_size = self._config.scheduler, self._config.arch.vocab_size
+        num_logits = min(scheduler.max_num_seqs, num_rows_at_once(vocab_size)) * vocab_size
+        self._step_bytes = bytes_of_largest_step(
+            peak.bytes, num_tokens, scheduler.max_num_batched_tokens, num_logits
+        )
+
+    def _run_prompt(self, num_tokens: int, num_blocks: int) -> None:
+        """A forward pass over a prompt of `num_tokens` in the first `num_blocks` blocks, and one row of logits."""
         with self._device.torch_device:
             positions = torch.arange(num_tokens)
             metadata = AttentionMetadata(

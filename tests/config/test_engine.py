@@ -20,12 +20,19 @@ QUANTIZATION_KEYS: dict[str, st.SearchStrategy[Any]] = {
     "mode": st.sampled_from(["fast", "precise"]),
     "ignore": st.lists(st.text(min_size=1)),
 }
+KV_EVENTS_KEYS: dict[str, st.SearchStrategy[Any]] = {
+    "enable_kv_cache_events": st.booleans(),
+    "publisher": st.sampled_from(["zmq", "null"]),
+    "buffer_steps": st.integers(1, 1000),
+    "topic": st.text(),
+}
+KEYS = {"quantization_config": QUANTIZATION_KEYS, "kv_events_config": KV_EVENTS_KEYS}
 
 
 def values_of(name: str) -> st.SearchStrategy[Any]:
     """Valid values of one engine field."""
-    if name == "quantization_config":
-        return st.fixed_dictionaries({}, optional=QUANTIZATION_KEYS)
+    if name in KEYS:
+        return st.fixed_dictionaries({}, optional=KEYS[name])
     owner = engine_fields()[name][1]
     info = next(info_of(field) for field in dataclasses.fields(owner) if field.name == name)
     if info.choices:

@@ -297,13 +297,31 @@ def test_explain_tells_what_a_request_waits_for(null_model_dir: Path) -> None:
     engine.step()
     assert [one.cause for one in engine.explain("long")] == [None]
     assert [(one.request_id, one.cause) for one in engine.explain("two")] == [
-        ("two.0", "sequence_cap"),
-        ("two.1", "shared_prompt"),
+        ("two-1.0", "sequence_cap"),
+        ("two-1.1", "shared_prompt"),
     ]
     for one in engine.explain("two"):
         assert sum(share.duration_ns for share in one.shares) == one.waited_ns > 0
-    assert "two.1 (waiting, 0 ahead of it) waited 0." in str(engine.explain("two")[1])
+    assert "two-1.1 (waiting, 0 ahead of it) waited 0." in str(engine.explain("two")[1])
     run(engine)
-    assert engine.explain("two.1")[0].status == "finished"
+    assert [one.status for one in engine.explain("two")] == ["finished", "finished"]
     with pytest.raises(NotFoundError, match="nobody"):
         engine.explain("nobody")
+
+
+def test_a_late_report_of_an_aborted_request_does_not_touch_the_next_of_its_id(null_model_dir: Path) -> None:
+    """As it happens with a core in another process, whose reports may be on their way while a request is aborted."""
+    engine = make_engine(null_model_dir)
+    engine.add_request("again", [7, 8, 9], params())
+    late = engine._client.receive()
+    assert late[0].updates[0].new_token_ids  # type: ignore[union-attr]
+    engine.abort_request("again")
+    (aborted,) = engine.step()
+    assert (aborted.outputs[0].token_ids, aborted.outputs[0].finish_reason) == ([], "abort")
+    engine.add_request("again", [1, 2, 3], params())
+    for message in late:
+        engine._take_in(message)
+    result = run(engine)["again"][-1]
+    engine.add_request("alone", [1, 2, 3], params())
+    assert result.outputs == run(engine)["alone"][-1].outputs
+    assert_all_blocks_free(engine)

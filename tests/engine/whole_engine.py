@@ -121,7 +121,8 @@ class WholeEngine:
         return outputs
 
     def _request_of(self, core_id: str) -> str | None:
-        return next((name for name, ids in self.engine._core_ids.items() if core_id in ids), None)
+        name = core_id.rpartition("-")[0]
+        return name if name in self.engine._core_ids else None
 
     def drain(self, max_steps: int) -> None:
         """Step until nothing is left; then nothing must be held anywhere."""

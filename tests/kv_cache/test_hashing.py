@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
+from quire.kv_cache.hashing import HASH_BYTES, BlockHash, ExtraKeys, MediaKey, extend_hashes
 
 PUBLIC = ExtraKeys(cache_salt=None)
 derandomized = settings(derandomize=True, deadline=None, max_examples=60)
@@ -43,9 +43,48 @@ def test_the_salt_separates_and_none_is_not_a_salt():
     assert len(names) == len(salts)
 
 
+def test_a_name_means_another_thing_as_a_salt_than_as_an_adapter():
+    keys = [ExtraKeys("a"), ExtraKeys(None, "a"), ExtraKeys("a", "a"), ExtraKeys(None), ExtraKeys("a", "")]
+    assert len({hashes([1, 2, 3, 4], extra_keys=one)[0] for one in keys}) == len(keys)
+
+
+@st.composite
+def extra_keys(draw):
+    """Few different values, so that two draws often agree in part."""
+    ends = sorted(draw(st.sets(st.integers(0, 20), max_size=6)))
+    spans = zip(ends[::2], ends[1::2], strict=False)
+    media = tuple(MediaKey(draw(st.sampled_from([b"", b"x", b"xy"])), start, end) for start, end in spans)
+    names = st.sampled_from([None, "", "a"])
+    return ExtraKeys(draw(names), draw(names), media)
+
+
+@derandomized
+@given(extra_keys(), extra_keys(), st.lists(st.integers(0, 1), min_size=20, max_size=20), st.integers(1, 6))
+def test_hashes_agree_exactly_where_the_keys_up_to_there_do(a, b, token_ids, block_size):
+    """Salt and adapter in every block; an item of media from the first block that holds a part of it."""
+    pairs = zip(hashes(token_ids, block_size, a), hashes(token_ids, block_size, b), strict=True)
+    for place, (mine, other) in enumerate(pairs):
+        end = (place + 1) * block_size
+        known = [(k.cache_salt, k.adapter, [m for m in k.media if m.start < end]) for k in (a, b)]
+        assert (mine == other) == (known[0] == known[1])
+
+
+def test_media_are_keys_of_the_blocks_that_hold_them_only():
+    first, second = MediaKey(b"1", 2, 5), MediaKey(b"2", 8, 9)
+    keys = ExtraKeys("s", "a", (first, second))
+    assert [keys.of_block(start, start + 4).media for start in (0, 4, 8, 12)] == [
+        (first,),
+        (first,),
+        (second,),
+        (),
+    ]
+    assert all(keys.of_block(start, start + 4).cache_salt == "s" for start in (0, 12))
+
+
 def test_digest_is_pinned():
     """The digest is part of what routers and recorded runs see; a change must be meant."""
     assert [h.hex()[:16] for h in hashes([1, 2, 3, 4, 5, 300, 70000, 8])] == [
-        "62d5ead01c4e7387",
-        "025c4566189c2df0",
+        "37a98a4c1a0a7e1d",
+        "6a7cbd9f887eaf2a",
     ]
+    assert HASH_BYTES == 32

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.config import EngineConfig
+from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError
 from quire.executor.registry import resolve_executor
 from quire.executor.uniproc import UniprocExecutor
@@ -58,9 +60,13 @@ def driver_of(config: EngineConfig) -> Driver:
 
 
 def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
-    memory = loaded(config.evolve(gpu_memory_utilization=0.5), free=10_000).kv_memory()
-    assert memory.free_bytes == 5_000
-    assert memory.reason.startswith("50% of")
+    worker = loaded(config.evolve(gpu_memory_utilization=0.5))
+    memory = worker.kv_memory()
+    assert memory.free_bytes == GIB // 2 - worker._step_bytes < GIB // 2
+    assert memory.reason == (
+        "50% of the 1024 MiB that are free after loading, less 0 MiB for a step of 64 tokens"
+    )
+    assert loaded(config, free=1000).kv_memory().free_bytes == 0
     assert memory.default_bytes == CpuDevice.default_cache_bytes
 
 
@@ -73,6 +79,29 @@ def test_swap_costs_are_measured(config: EngineConfig) -> None:
     costs = loaded(config).kv_memory().swap_costs
     assert costs.copied_bytes_per_s > 0.0
     assert costs.computed_tokens_per_s > 0.0
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_the_flags_that_size_the_cache(
+    share: float, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From flag to allocated blocks; the engine says what it has."""
+    free = 2**21
+    monkeypatch.setattr("quire.executor.uniproc.CpuDevice", lambda: FakeDevice(free))
+
+    def started(**args: Any) -> LLMEngine:
+        limits = {"max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+        return LLMEngine(EngineConfig.from_args(model=str(tiny_model("llama")), **limits, **args))
+
+    engine = started(gpu_memory_utilization=share, block_size=64)
+    worker = engine._client._core.executor._worker  # type: ignore[attr-defined]
+    block_bytes = engine.core_ready.kv_cache_bytes // engine.core_ready.num_blocks
+    assert worker._step_bytes > 0
+    assert engine.core_ready.num_blocks == min((int(share * free) - worker._step_bytes) // block_bytes, 17)
+    assert started(kv_cache_memory_bytes=9 * block_bytes + 1, block_size=64).core_ready.num_blocks == 9
+    assert started(num_gpu_blocks_override=11, gpu_memory_utilization=share).core_ready.num_blocks == 11
+    with pytest.raises(ConfigError, match=r"needs 4 KV cache blocks .* memory for 3 "):
+        started(num_gpu_blocks_override=4)
 
 
 def generate(driver: Driver, name: str, chunk: int) -> Sequence:

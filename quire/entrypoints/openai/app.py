@@ -16,7 +16,15 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire import __version__
 from quire.config import ServerConfig
-from quire.entrypoints.openai import chat_completions, completions, health, metrics, models, tokenize
+from quire.entrypoints.openai import (
+    chat_completions,
+    completions,
+    health,
+    metrics,
+    models,
+    prefix_cache,
+    tokenize,
+)
 from quire.entrypoints.openai.errors import handle_http_exception, handle_quire_error
 from quire.entrypoints.openai.middleware.auth import Auth
 from quire.entrypoints.openai.middleware.availability import Availability
@@ -33,6 +41,8 @@ if TYPE_CHECKING:
 ROUTERS = tuple(
     family.router for family in (completions, chat_completions, models, tokenize, health, metrics)
 )
+DEV_ROUTERS = (prefix_cache.router,)
+"""For `--server-dev-mode`."""
 
 
 def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
@@ -52,7 +62,7 @@ def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.state.server = state
     app.add_exception_handler(QuireError, handle_quire_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
-    for router in ROUTERS:
+    for router in ROUTERS + (DEV_ROUTERS if config.server_dev_mode else ()):
         app.include_router(router)
     return app
 

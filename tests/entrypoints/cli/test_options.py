@@ -52,6 +52,8 @@ def values(owner: type[Config], field: dataclasses.Field[Any]) -> st.SearchStrat
         return st.fixed_dictionaries(
             {"group_size": st.sampled_from([32, 64, 128]), "symmetric": st.booleans()}
         )
+    if field.name == "kv_events_config":
+        return st.fixed_dictionaries({"buffer_steps": st.integers(1), "topic": TEXT})
     if info.choices:
         return st.sampled_from(info.choices)
     low, high = info.ge if info.ge is not None else info.gt, info.le

@@ -106,6 +106,9 @@ class FakeEngine:
         if self.dead_error is not None:
             raise self.dead_error
 
+    async def reset_prefix_cache(self) -> bool:
+        return not self.running
+
     async def shutdown(self) -> None:
         self.was_shut_down = True
 

@@ -24,11 +24,12 @@ def registered(app: Any) -> set[tuple[str, str]]:
 
 
 async def test_every_route_needs_the_key(engine: FakeEngine) -> None:
-    routes = registered(build_app(engine, ServerConfig()))  # type: ignore[arg-type]
+    routes = registered(build_app(engine, ServerConfig(server_dev_mode=True)))  # type: ignore[arg-type]
     assert {path for _, path in routes} >= OPEN_PATHS | {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/metrics", "/version",
+        "/reset_prefix_cache",
     }  # fmt: skip
-    async with client_for(engine, api_key=(KEY,)) as client:
+    async with client_for(engine, api_key=(KEY,), server_dev_mode=True) as client:
         for method, path in routes:
             without = await client.request(method, path)
             wrong = await client.request(method, path, headers={"authorization": "Bearer wrong"})

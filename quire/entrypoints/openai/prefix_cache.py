@@ -1,0 +1,22 @@
+"""POST /reset_prefix_cache, with `--server-dev-mode` only: whoever may ask can slow everybody else down."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from quire.entrypoints.openai.state import server_of
+from quire.errors import ConflictError, ValidationError
+
+router = APIRouter()
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> JSONResponse:
+    """Forget all cached prefixes. 409, and nothing forgotten, while a request is running: ask again later."""
+    for name in request.query_params:
+        raise ValidationError("this route has no options", param=name[:64])
+    if not await server_of(request).engine.reset_prefix_cache():
+        raise ConflictError("the prefix cache was not reset: requests are running")
+    return JSONResponse({"reset": True})

@@ -1,0 +1,176 @@
+"""KV events: what happened to the prefix cache, as data, for whoever wants to follow it.
+
+Invariant: who applies all events in order to an empty set of (medium, group, block hash) has at any time exactly the
+blocks that a request can find. The order of fields is that of vLLM's events, so that its subscribers understand them.
+
+A medium is a place where blocks lie. The host tier reports as the device does, with its own medium and without the
+tokens: content that is evicted to the host is stored there and then removed from the device, and content that comes
+back is stored on the device again, by the request that uses it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from quire.kv_cache.hashing import HASH_BYTES, BlockHash, ExtraKeys
+
+DEVICE = "GPU"
+"""The medium of the blocks that are computed with, on whatever device; subscribers know it by this name."""
+HOST = "CPU"
+"""The medium of the host tier."""
+
+
+class BlockStored(msgspec.Struct, tag=True, array_like=True):
+    """Consecutive blocks of one sequence can be found from now on.
+
+    Args:
+        block_hashes: of these blocks, in the order of the sequence; integers if subscribers want short ones.
+        parent_block_hash: of the block before them; None at the start of a sequence, or if `token_ids` is empty.
+        token_ids: what they hold; empty if it was told when they were stored on another medium.
+        block_size: tokens per block.
+        lora_id: always None; older subscribers expect the field.
+        medium: where they are.
+        lora_name: name of the adapter.
+        extra_keys: of each block; None if none has any.
+        group_idx: whose layers' keys and values they hold; the groups of a hybrid model share the hashes.
+    """
+
+    block_hashes: list[BlockHash | int]
+    parent_block_hash: BlockHash | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[ExtraKeys] | None
+    group_idx: int
+
+
+class BlockRemoved(msgspec.Struct, tag=True, array_like=True):
+    """Blocks of a medium and a group can be found no more."""
+
+    block_hashes: list[BlockHash | int]
+    medium: str
+    group_idx: int
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, array_like=True):
+    """No block can be found any more, on any medium."""
+
+
+KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, array_like=True):
+    """The events of one step; `ts` is in seconds since 1970."""
+
+    ts: float
+    events: list[KVCacheEvent]
+    data_parallel_rank: int = 0
+
+
+class HashedSequence(Protocol):
+    """What a log needs to know of the sequence whose blocks were stored."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def block_hashes(self) -> list[BlockHash]: ...
+    @property
+    def extra_keys(self) -> ExtraKeys: ...
+
+
+class KVEventLog:
+    """Collects events until they are taken; block pools report to it, and it exists only if somebody listens."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._events: list[KVCacheEvent] = []
+        self._undescribed: list[tuple[BlockHash, int]] = []
+
+    def stored(self, key: BlockHash, medium: str = DEVICE) -> None:
+        """A block can be found by this key from now on; `describe` says what is in one of the device."""
+        if medium == DEVICE:
+            self._undescribed.append(_split(key))
+        else:
+            self._stored_elsewhere(key, medium)
+
+    def describe(self, sequence: HashedSequence) -> None:
+        """The blocks stored since the last call are of this sequence, group by group in its order."""
+        new, self._undescribed = self._undescribed, []
+        places = _places({block_hash for block_hash, _ in new}, sequence.block_hashes)
+        stored: BlockStored | None = None
+        before = (-1, -1)
+        for block_hash, group_id in new:
+            place = places[block_hash]
+            if stored is None or before != (group_id, place - 1):
+                stored = self._open(sequence, place, group_id)
+            self._add_block(stored, sequence, place)
+            before = (group_id, place)
+
+    def removed(self, key: BlockHash, medium: str = DEVICE) -> None:
+        """A block can no longer be found by this key."""
+        block_hash, group_id = _split(key)
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved) and (last.medium, last.group_idx) == (medium, group_id):
+            last.block_hashes.append(block_hash)
+        else:
+            self._events.append(BlockRemoved([block_hash], medium, group_id))
+
+    def cleared(self) -> None:
+        """All is forgotten."""
+        self._events.append(AllBlocksCleared())
+
+    def take(self) -> list[KVCacheEvent]:
+        """All events since the last call, in order."""
+        assert not self._undescribed, "blocks were stored and nobody said of what"
+        events, self._events = self._events, []
+        return events
+
+    def _stored_elsewhere(self, key: BlockHash, medium: str) -> None:
+        """Subscribers know the content: it was stored on the device first."""
+        block_hash, group_id = _split(key)
+        self._events.append(
+            BlockStored([block_hash], None, [], self._block_size, None, medium, None, None, group_id)
+        )
+
+    def _open(self, sequence: HashedSequence, place: int, group_id: int) -> BlockStored:
+        keys = sequence.extra_keys
+        stored = BlockStored(
+            block_hashes=[],
+            parent_block_hash=sequence.block_hashes[place - 1] if place else None,
+            token_ids=[],
+            block_size=self._block_size,
+            lora_id=None,
+            medium=DEVICE,
+            lora_name=keys.adapter,
+            extra_keys=None if keys == ExtraKeys(None) else [],
+            group_idx=group_id,
+        )
+        self._events.append(stored)
+        return stored
+
+    def _add_block(self, stored: BlockStored, sequence: HashedSequence, place: int) -> None:
+        start, end = place * self._block_size, (place + 1) * self._block_size
+        stored.block_hashes.append(sequence.block_hashes[place])
+        stored.token_ids += sequence.token_ids[start:end]
+        if stored.extra_keys is not None:
+            stored.extra_keys.append(sequence.extra_keys.of_block(start, end))
+
+
+def _split(key: BlockHash) -> tuple[BlockHash, int]:
+    """The content's hash and the group's number of a key of the block pool."""
+    return key[:HASH_BYTES], int.from_bytes(key[HASH_BYTES:], "big")
+
+
+def _places(wanted: set[BlockHash], hashes: list[BlockHash]) -> dict[BlockHash, int]:
+    """Hash -> index; searched from the end, where the blocks are that were stored last."""
+    places: dict[BlockHash, int] = {}
+    place = len(hashes)
+    while len(places) < len(wanted):
+        place -= 1
+        if hashes[place] in wanted:
+            places[hashes[place]] = place
+    return places

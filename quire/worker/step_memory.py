@@ -1,0 +1,69 @@
+"""How much memory a step takes beside weights and KV cache, measured on a short one.
+
+Invariant: a bound from above. What a forward pass allocates is a part that does not depend on the number of tokens plus
+a part that is proportional to it, so the peak per token of a short pass is no less than that of a long one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LOGITS_ARRAYS = 3
+"""As the model gives them, as they are kept for logprobs, and what sampling writes down of their order."""
+FLOAT_BYTES = 4
+
+
+class AllocationPeak(TorchDispatchMode):
+    """While active: the most bytes of tensors at one time that were made since it began, on any device.
+
+    Counts what torch operations return; what they, or kernels, allocate for themselves is small and not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._live = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, list(kwargs.values())))}
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in given:  # else a view of an argument, or the argument itself
+                self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        num_bytes = storage.nbytes()
+        self._live += num_bytes
+        self.bytes = max(self.bytes, self._live)
+        weakref.finalize(storage, self._free, num_bytes)
+
+    def _free(self, num_bytes: int) -> None:
+        self._live -= num_bytes
+
+
+def bytes_of_largest_step(
+    measured_bytes: int, measured_tokens: int, max_num_tokens: int, num_logits: int
+) -> int:
+    """A step of `max_num_tokens`, given the peak of a pass of `measured_tokens`; `num_logits` exist at once."""
+    forward = measured_bytes * max(max_num_tokens, measured_tokens) // measured_tokens
+    return forward + LOGITS_ARRAYS * num_logits * FLOAT_BYTES
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,99 @@
+"""The prefix cache as clients see it: hits, whose they are, and the route that forgets them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.config import DEMO_MODEL, EngineConfig
+from quire.engine.async_llm import AsyncLLM
+from tests.entrypoints.openai.fake_engine import FakeEngine
+from tests.entrypoints.openai.serving import client_for
+
+TEXT = "What is the capital of France? " * 8
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": TEXT, "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2},
+}
+
+
+@pytest.fixture(params=[True, False], ids=["in process", "other process"])
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
+    """The whole server but for its socket and its model's arithmetic."""
+    args = {"distributed_executor_backend": "null", "num_gpu_blocks_override": 200, "max_num_seqs": 4}
+    engine = AsyncLLM(EngineConfig.from_args(model=DEMO_MODEL, **args), in_process=request.param)
+    async with client_for(engine, server_dev_mode=True) as client:  # type: ignore[arg-type]
+        await engine.wait_ready()
+        yield client
+    await engine.shutdown()
+
+
+async def num_cached(client: httpx.AsyncClient, path: str, **fields: Any) -> int:
+    usage = (await client.post(path, json=BODIES[path] | fields)).json()["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    # A last block is never a hit: the token from which to sample is computed.
+    assert cached in (0, (usage["prompt_tokens"] - 1) // 16 * 16)
+    return int(cached)
+
+
+async def metric(client: httpx.AsyncClient, name: str) -> float:
+    lines = (await client.get("/metrics")).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"quire:{name}_total"))
+
+
+async def test_salts_share_with_themselves_only_on_every_route(served: httpx.AsyncClient) -> None:
+    salts: list[dict[str, str]] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}]
+    for path, salt in itertools.product(BODIES, salts):
+        assert await num_cached(served, path, **salt) == 0, (path, salt)
+    for path, salt in itertools.product(BODIES, salts):
+        assert await num_cached(served, path, **salt) > 0, (path, salt)
+    for path in BODIES:
+        assert await num_cached(served, path, cache_salt="c") == 0
+
+
+async def test_hits_are_counted(served: httpx.AsyncClient) -> None:
+    hits = [await num_cached(served, "/v1/completions") for _ in range(3)]
+    assert hits[0] == 0 < hits[1] == hits[2]
+    assert (
+        await metric(served, "prefix_cache_hits") == sum(hits) == await metric(served, "prompt_tokens_cached")
+    )
+    queries = await metric(served, "prefix_cache_queries")
+    assert queries == await metric(served, "prompt_tokens") > sum(hits)
+
+
+async def test_the_cache_is_forgotten(served: httpx.AsyncClient) -> None:
+    for _ in range(2):
+        assert await num_cached(served, "/v1/completions") == 0
+        assert await num_cached(served, "/v1/completions") > 0
+        response = await served.post("/reset_prefix_cache")
+        assert (response.status_code, response.json()) == (200, {"reset": True})
+
+
+async def test_nothing_is_forgotten_while_a_request_runs(engine: FakeEngine) -> None:
+    engine.hold_after = 1
+    async with client_for(engine, server_dev_mode=True) as client:
+        running = asyncio.create_task(client.post("/v1/completions", json={"prompt": "hi"}))
+        while not engine.running:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        response = await client.post("/reset_prefix_cache")
+        assert response.status_code == 409
+        assert response.json()["error"]["type"] == "ConflictError"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert (await client.post("/reset_prefix_cache")).status_code == 200
+
+
+async def test_options_are_not_ignored(engine: FakeEngine) -> None:
+    async with client_for(engine, server_dev_mode=True) as client:
+        response = await client.post("/reset_prefix_cache?reset_running_requests=true")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "reset_running_requests"
+
+
+async def test_the_route_is_for_the_development_mode_only(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/reset_prefix_cache")).status_code == 404
