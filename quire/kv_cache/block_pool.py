@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from quire.kv_cache.events import KVEventLog
+from quire.kv_cache.events import DEVICE, KVEventLog
 from quire.kv_cache.hashing import BlockHash
 
 NULL_BLOCK_ID = 0
@@ -93,10 +93,10 @@ class FreeBlockQueue:
 class BlockPool:
     """Owns `num_blocks` blocks, of which block 0, the null block, is never given out.
 
-    What can be found by its hash, and what no longer can, is told to `events` if there is one.
+    What can be found by its hash, and what no longer can, is told to `events` if there is one, as of this `medium`.
     """
 
-    def __init__(self, num_blocks: int, events: KVEventLog | None = None) -> None:
+    def __init__(self, num_blocks: int, events: KVEventLog | None = None, medium: str = DEVICE) -> None:
         assert num_blocks >= 1, "the pool needs room for the null block"
         self.blocks = tuple(KVCacheBlock(block_id) for block_id in range(num_blocks))
         self.free_queue = FreeBlockQueue()
@@ -104,6 +104,7 @@ class BlockPool:
             self.free_queue.append(block)
         self._cached: dict[BlockHash, KVCacheBlock] = {}
         self._events = events
+        self._medium = medium
 
     @property
     def num_usable_blocks(self) -> int:
@@ -165,7 +166,7 @@ class BlockPool:
             if self._cached.setdefault(block_hash, block) is block:
                 block.block_hash = block_hash
                 if self._events is not None:
-                    self._events.stored(block_hash)
+                    self._events.stored(block_hash, self._medium)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; refused (False) while any block is held."""
@@ -182,5 +183,5 @@ class BlockPool:
         if block.block_hash is not None:
             del self._cached[block.block_hash]
             if self._events is not None:
-                self._events.removed(block.block_hash)
+                self._events.removed(block.block_hash, self._medium)
             block.block_hash = None

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventLog
+from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.events import (
+    DEVICE,
+    HOST,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    KVEventLog,
+)
 from quire.kv_cache.hashing import ExtraKeys, MediaKey, extend_hashes
 from tests.fixtures.cache_view import CacheView, check_hashes, content
 from tests.scheduler.harness import Engine, make_config
@@ -59,6 +68,37 @@ def test_removals_in_a_row_are_one_event_for_a_group_and_a_medium() -> None:
         BlockRemoved([d], "CPU", 1),
         AllBlocksCleared(),
     ]
+
+
+def test_content_on_its_way_to_the_host_and_back() -> None:
+    """As a tier reports it: kept on the host and gone from the device; there again; evicted from the host."""
+    sequence, log, view = Sequence(4, ExtraKeys(None)), KVEventLog(4), CacheView()
+    (block_hash,) = sequence.block_hashes
+    device, host = BlockPool(2, log), BlockPool(2, log, HOST)
+    known: list[set[str]] = []
+
+    def store(pool: BlockPool) -> None:
+        blocks = pool.get_new_blocks(1)
+        pool.cache_full_blocks(blocks, [key(block_hash)])
+        pool.free(blocks)
+        if pool is device:
+            log.describe(sequence)
+
+    def look() -> None:
+        view.apply(log.take())
+        assert all((group, name) == (0, block_hash) for _, group, name in view.blocks)
+        known.append({medium for medium, _, _ in view.blocks})
+
+    store(device)
+    look()
+    store(host)
+    device.free(device.get_new_blocks(1))
+    look()
+    store(device)
+    look()
+    host.get_new_blocks(1)
+    look()
+    assert known == [{DEVICE}, {HOST}, {DEVICE, HOST}, {DEVICE}]
 
 
 def test_extra_keys_are_told_for_each_block() -> None:
