@@ -99,7 +99,7 @@ class FreeBlockQueue:
 class BlockPool:
     """Owns `num_blocks` blocks of one tier, of which block 0, the null block, is never given out.
 
-    What can be found by its hash, and what no longer can, is told to `events` if there is one.
+    What can be found by its hash, and what no longer can, is told to `events` if there is one, as of this tier.
     """
 
     def __init__(self, num_blocks: int, *, on_host: bool = False, events: KVEventLog | None = None) -> None:
@@ -204,7 +204,7 @@ class BlockPool:
             assert block.ref_cnt > 0, f"{block!r} is cached by nobody"
             assert block.block_hash in (None, block_hash), f"{block!r} is cached twice"
             block.is_full = True
-            if self._cached.setdefault(block_hash, block) is block:
+            if block.block_hash is None and self._cached.setdefault(block_hash, block) is block:
                 block.block_hash = block_hash
                 if self._events is not None:
                     self._events.stored(block_hash, self._medium)

@@ -19,14 +19,14 @@ LOGITS_ARRAYS = 3
 FLOAT_BYTES = 4
 
 
-class AllocationPeak(TorchDispatchMode):
+class AllocationPeak(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active: the most bytes of tensors at one time that were made since it began, on any device.
 
     Counts what torch operations return; what they, or kernels, allocate for themselves is small and not seen.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self._live = 0
 

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventLog
+from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.events import (
+    DEVICE,
+    HOST,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    KVEventLog,
+)
 from quire.kv_cache.hashing import ExtraKeys, MediaKey, extend_hashes
 from tests.fixtures.cache_view import CacheView, check_hashes, content
 from tests.scheduler.harness import Engine, make_config
@@ -59,6 +68,37 @@ def test_removals_in_a_row_are_one_event_for_a_group_and_a_medium() -> None:
         BlockRemoved([d], "CPU", 1),
         AllBlocksCleared(),
     ]
+
+
+def test_content_on_its_way_to_the_host_and_back() -> None:
+    """As a tier reports it: kept on the host and gone from the device; there again; evicted from the host."""
+    sequence, log, view = Sequence(4, ExtraKeys(None)), KVEventLog(4), CacheView()
+    (block_hash,) = sequence.block_hashes
+    device, host = BlockPool(2, events=log), BlockPool(2, on_host=True, events=log)
+    known: list[set[str]] = []
+
+    def store(pool: BlockPool) -> None:
+        blocks = pool.get_new_blocks(1)
+        pool.cache_full_blocks(blocks, [key(block_hash)])
+        pool.free(blocks)
+        if pool is device:
+            log.describe(sequence)
+
+    def look() -> None:
+        view.apply(log.take())
+        assert all((group, name) == (0, block_hash) for _, group, name in view.blocks)
+        known.append({medium for medium, _, _ in view.blocks})
+
+    store(device)
+    look()
+    store(host)
+    device.free(device.get_new_blocks(1))
+    look()
+    store(device)
+    look()
+    host.get_new_blocks(1)
+    look()
+    assert known == [{DEVICE}, {HOST}, {DEVICE, HOST}, {DEVICE}]
 
 
 def test_extra_keys_are_told_for_each_block() -> None:
@@ -123,9 +163,14 @@ operations = st.lists(
 class Watched:
     """A scheduler and a subscriber that looks at it after every operation."""
 
-    def __init__(self, kinds: tuple[str, ...], num_blocks: int) -> None:
-        config = make_config(num_gpu_blocks_override=num_blocks, kv_events_config=EVENTS, max_model_len=40)
-        self.engine = Engine(config, len(kinds), kinds)
+    def __init__(self, kinds: tuple[str, ...], num_blocks: int, num_host_blocks: int = 0) -> None:
+        config = make_config(
+            num_gpu_blocks_override=num_blocks,
+            kv_events_config=EVENTS,
+            max_model_len=40,
+            preemption_mode="swap",
+        )
+        self.engine = Engine(config, len(kinds), kinds, num_host_blocks)
         self.view = CacheView()
 
     def run(self, operation: str, argument: Any) -> None:
@@ -144,16 +189,17 @@ class Watched:
 
     def look(self) -> None:
         self.view.apply(self.engine.scheduler.take_kv_events())
-        assert self.view.blocks == content(self.engine.scheduler._kv._pool.cached_blocks)
+        pool = self.engine.scheduler._kv._pool
+        assert self.view.blocks == content(pool.cached_blocks) | content(pool.host.pool.cached_blocks, HOST)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(KINDS), st.integers(0, 12), operations)
+@settings(derandomize=True, deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(KINDS), st.integers(0, 12), st.sampled_from([0, 3, 20, 100]), operations)
 def test_a_subscriber_knows_the_cache_exactly(
-    kinds: tuple[str, ...], slack: int, todo: list[tuple[str, Any]]
+    kinds: tuple[str, ...], slack: int, num_host_blocks: int, todo: list[tuple[str, Any]]
 ) -> None:
     """Traffic with evictions (the pool holds little more than one request), preemptions, aborts and resets."""
-    watched = Watched(kinds, num_blocks=1 + 10 * len(kinds) + slack)
+    watched = Watched(kinds, 1 + 10 * len(kinds) + slack, num_host_blocks)
     for operation, argument in todo:
         watched.run(operation, argument)
     watched.engine.drain()
