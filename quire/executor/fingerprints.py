@@ -6,7 +6,7 @@ of range and moves whose outcome would depend on their order raise AssertionErro
 
 from __future__ import annotations
 
-from quire.kv_cache.block_pool import NULL_BLOCK_ID
+from quire.kv_cache.spec import NULL_BLOCK_ID
 from quire.scheduler.output import SchedulerOutput
 
 Moves = list[tuple[int, int]]

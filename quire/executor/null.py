@@ -19,8 +19,8 @@ from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.executor.fingerprints import FingerprintCache, fingerprint
 from quire.executor.fingerprints import check as _check
-from quire.kv_cache.block_pool import NULL_BLOCK_ID
 from quire.kv_cache.spec import (
+    NULL_BLOCK_ID,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,

@@ -11,8 +11,7 @@ from types import MappingProxyType
 
 from quire.kv_cache.events import DEVICE, HOST, KVEventLog
 from quire.kv_cache.hashing import BlockHash
-
-NULL_BLOCK_ID = 0
+from quire.kv_cache.spec import NULL_BLOCK_ID
 
 
 class KVCacheBlock:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
+from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
 from quire.kv_cache.events import KVEventLog
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.host_tier import HostTier
 from quire.kv_cache.moves import BlockMoves, PlannedMoves
+from quire.kv_cache.spec import NULL_BLOCK_ID
 
 
 class DevicePool(BlockPool):

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
+from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
 from quire.kv_cache.events import KVEventLog
 from quire.kv_cache.moves import BlockMoves
+from quire.kv_cache.spec import NULL_BLOCK_ID
 
 
 class SwappedRequest(NamedTuple):

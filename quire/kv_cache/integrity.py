@@ -18,9 +18,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
+from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
 from quire.kv_cache.device_pool import DevicePool
 from quire.kv_cache.single_type_manager import SingleTypeManager
+from quire.kv_cache.spec import NULL_BLOCK_ID
 
 Tables = Mapping[str, Sequence[KVCacheBlock]]
 """Request id -> its blocks in one group, by position."""

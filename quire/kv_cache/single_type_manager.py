@@ -10,10 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from quire.kv_cache.block_pool import NULL_BLOCK_ID, KVCacheBlock
+from quire.kv_cache.block_pool import KVCacheBlock
 from quire.kv_cache.device_pool import DevicePool
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.spec import (
+    NULL_BLOCK_ID,
     ChunkedLocalSpec,
     FullAttentionSpec,
     KVCacheSpec,

@@ -10,6 +10,9 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+NULL_BLOCK_ID = 0
+"""Stands in a block table where a sequence has no block; it is never given out."""
+
 
 @dataclass(frozen=True)
 class KVCacheSpec:

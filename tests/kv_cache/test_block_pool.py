@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, FreeBlockQueue, KVCacheBlock
+from quire.kv_cache.block_pool import BlockPool, FreeBlockQueue, KVCacheBlock
+from quire.kv_cache.spec import NULL_BLOCK_ID
 
 
 def ids(blocks):
