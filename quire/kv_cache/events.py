@@ -91,15 +91,14 @@ class KVEventLog:
         self._undescribed: list[tuple[BlockHash, int]] = []
 
     def stored(self, key: BlockHash, medium: str = DEVICE) -> None:
-        """A block can be found by this key from now on; of one on the device, `describe` says what is in it."""
-        block_hash, group_id = _split(key)
+        """A block can be found by this key from now on; `describe` says what is in one of the device."""
         if medium == DEVICE:
-            self._undescribed.append((block_hash, group_id))
+            self._undescribed.append(_split(key))
         else:
-            self._events.append(self._stored(medium, group_id, block_hashes=[block_hash]))
+            self._stored_elsewhere(key, medium)
 
     def describe(self, sequence: HashedSequence) -> None:
-        """The blocks stored on the device since the last call are of this sequence, group by group in its order."""
+        """The blocks stored since the last call are of this sequence, group by group in its order."""
         new, self._undescribed = self._undescribed, []
         places = _places({block_hash for block_hash, _ in new}, sequence.block_hashes)
         stored: BlockStored | None = None
@@ -130,17 +129,28 @@ class KVEventLog:
         events, self._events = self._events, []
         return events
 
+    def _stored_elsewhere(self, key: BlockHash, medium: str) -> None:
+        """Subscribers know the content: it was stored on the device first."""
+        block_hash, group_id = _split(key)
+        self._events.append(
+            BlockStored([block_hash], None, [], self._block_size, None, medium, None, None, group_id)
+        )
+
     def _open(self, sequence: HashedSequence, place: int, group_id: int) -> BlockStored:
-        stored, keys = self._stored(DEVICE, group_id, block_hashes=[]), sequence.extra_keys
-        stored.parent_block_hash = sequence.block_hashes[place - 1] if place else None
-        stored.lora_name = keys.adapter
-        stored.extra_keys = None if keys == ExtraKeys(None) else []
+        keys = sequence.extra_keys
+        stored = BlockStored(
+            block_hashes=[],
+            parent_block_hash=sequence.block_hashes[place - 1] if place else None,
+            token_ids=[],
+            block_size=self._block_size,
+            lora_id=None,
+            medium=DEVICE,
+            lora_name=keys.adapter,
+            extra_keys=None if keys == ExtraKeys(None) else [],
+            group_idx=group_id,
+        )
         self._events.append(stored)
         return stored
-
-    def _stored(self, medium: str, group_id: int, block_hashes: list[BlockHash | int]) -> BlockStored:
-        """Without a word of the content."""
-        return BlockStored(block_hashes, None, [], self._block_size, None, medium, None, None, group_id)
 
     def _add_block(self, stored: BlockStored, sequence: HashedSequence, place: int) -> None:
         start, end = place * self._block_size, (place + 1) * self._block_size

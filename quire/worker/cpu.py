@@ -35,6 +35,7 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     default_cache_bytes: int | None = DEFAULT_CACHE_BYTES
     warm_up_tokens = 32
+    is_host = True
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root

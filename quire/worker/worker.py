@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVMemory
+from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVMemory, SwapCosts
 from quire.layers.attention import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from quire.worker.block_copies import BlockCopier
 from quire.worker.model_runner import Forward, ModelRunner, num_rows_at_once
 from quire.worker.step_memory import AllocationPeak, bytes_of_largest_step
 
 logger = logging.getLogger(__name__)
 
 MIB = 2**20
+_COPIED_BYTES = 8 * MIB
 
 
 class Device(Protocol):
@@ -36,6 +39,8 @@ class Device(Protocol):
     """Most that the KV cache takes unless it is asked for; None: no limit but the memory."""
     warm_up_tokens: int
     """Length of the warm-up forward pass."""
+    is_host: bool
+    """Whether its memory is the host's, of which the swap space takes a part."""
 
     def start(self, config: EngineConfig) -> None:
         """Prepare the device for this process."""
@@ -59,6 +64,8 @@ class Worker:
         self._device = device
         self._model: CausalLM | None = None
         self._runner: ModelRunner | None = None
+        self._copier: BlockCopier | None = None
+        self._tokens_per_s = 0.0
         self._step_bytes = 0
 
     def load(self) -> None:
@@ -83,41 +90,54 @@ class Worker:
     def kv_memory(self) -> KVMemory:
         """What the cache may take of the memory that is free now."""
         share, free = self._config.cache.gpu_memory_utilization, self._device.available_bytes()
+        if self._device.is_host:
+            free = max(0, free - self._config.cache.swap_space_bytes)
         reason = (
             f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less "
             f"{self._step_bytes / MIB:.0f} MiB for a step of {self._config.scheduler.max_num_batched_tokens} tokens"
         )
         left = max(0, int(share * free) - self._step_bytes)
-        return KVMemory(left, reason, self._device.default_cache_bytes)
+        return KVMemory(left, reason, self._device.default_cache_bytes, self._swap_costs())
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps."""
-        self._allocate(kv_config)
         model = self._loaded()
+        tensors = self._allocate(kv_config)
+        self._copier = BlockCopier(tensors, _host_tier(tensors, kv_config.num_host_blocks))
         forward = self._device.forward(model, self._config, kv_config)
         self._runner = ModelRunner(model, self._config, kv_config, self._device.torch_device, forward)
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
         assert self._runner is not None, "execute_model before initialize_kv_cache"
+        assert self._copier is not None
+        self._copier.execute(plan)
         return self._runner.execute_model(plan)
 
     def shutdown(self) -> None:
         """Let go of the model and the cache."""
-        self._model = self._runner = None
+        self._model = self._runner = self._copier = None
 
     def _loaded(self) -> CausalLM:
         assert self._model is not None, "load() comes first"
         return self._model
 
-    def _allocate(self, kv_config: KVCacheConfig) -> None:
+    def _swap_costs(self) -> SwapCosts:
+        """Rates of copying and computing, roughly: a copy of a few MiB, and the warm-up pass."""
+        blocks = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=self._device.torch_device)
+        started = time.perf_counter()
+        blocks.to("cpu", copy=True)
+        return SwapCosts(_COPIED_BYTES / (time.perf_counter() - started), self._tokens_per_s)
+
+    def _allocate(self, kv_config: KVCacheConfig) -> tuple[Tensor, ...]:
         tensors = allocate_kv_cache(kv_config, self._device.torch_device)
         bind_kv_cache(self._loaded(), kv_config, tensors)
+        return tensors
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Run one token and one short prompt, in a cache of their own, so that threads, kernels and what is made on
-        first use exist when memory is measured; the second tells what a step takes.
+        """Run two short prompts, in a cache of their own, so that threads, kernels and what is made on first use exist
+        when memory is measured. The first tells how long a step takes, the second, which is longer, how much memory.
         """
         block_size = self._config.cache.block_size
         limits = (self._config.model.max_model_len, self._config.scheduler.max_num_batched_tokens)
@@ -126,7 +146,9 @@ class Worker:
         specs = self.kv_cache_specs()
         one_group = KVCacheGroup(tuple(specs), next(iter(specs.values())))
         self._allocate(KVCacheConfig(num_blocks, (one_group,), specs))
-        self._run_prompt(1, num_blocks)
+        started, num_timed = time.perf_counter(), max(num_tokens // 2, 1)
+        self._loaded().compute_logits(self._run_prompt(num_timed, num_blocks)[-1:])
+        self._tokens_per_s = num_timed / (time.perf_counter() - started)
         with AllocationPeak() as peak:
             self._run_prompt(num_tokens, num_blocks)
         scheduler, vocab_size = self._config.scheduler, self._config.arch.vocab_size
@@ -135,8 +157,8 @@ class Worker:
             peak.bytes, num_tokens, scheduler.max_num_batched_tokens, num_logits
         )
 
-    def _run_prompt(self, num_tokens: int, num_blocks: int) -> None:
-        """A forward pass over a prompt of `num_tokens` in the first `num_blocks` blocks, and one row of logits."""
+    def _run_prompt(self, num_tokens: int, num_blocks: int) -> Tensor:
+        """A forward pass over a prompt of `num_tokens` in the first `num_blocks` blocks; the hidden states."""
         with self._device.torch_device:
             positions = torch.arange(num_tokens)
             metadata = AttentionMetadata(
@@ -147,6 +169,9 @@ class Worker:
                 max_query_len=num_tokens,
                 max_seq_len=num_tokens,
             )
-        model = self._loaded()
-        hidden = model.forward(torch.zeros_like(positions), positions, (metadata,))
-        model.compute_logits(hidden[-1:])
+        return self._loaded().forward(torch.zeros_like(positions), positions, (metadata,))
+
+
+def _host_tier(tensors: Sequence[Tensor], num_blocks: int) -> tuple[Tensor, ...]:
+    """Host memory for as many blocks of each tensor, beside a null block; untouched pages cost no memory."""
+    return tuple(torch.empty((2, num_blocks + 1, tensor.shape[2]), dtype=tensor.dtype) for tensor in tensors)

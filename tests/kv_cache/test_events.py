@@ -74,7 +74,7 @@ def test_content_on_its_way_to_the_host_and_back() -> None:
     """As a tier reports it: kept on the host and gone from the device; there again; evicted from the host."""
     sequence, log, view = Sequence(4, ExtraKeys(None)), KVEventLog(4), CacheView()
     (block_hash,) = sequence.block_hashes
-    device, host = BlockPool(2, log), BlockPool(2, log, HOST)
+    device, host = BlockPool(2, events=log), BlockPool(2, on_host=True, events=log)
     known: list[set[str]] = []
 
     def store(pool: BlockPool) -> None:
@@ -163,9 +163,14 @@ operations = st.lists(
 class Watched:
     """A scheduler and a subscriber that looks at it after every operation."""
 
-    def __init__(self, kinds: tuple[str, ...], num_blocks: int) -> None:
-        config = make_config(num_gpu_blocks_override=num_blocks, kv_events_config=EVENTS, max_model_len=40)
-        self.engine = Engine(config, len(kinds), kinds)
+    def __init__(self, kinds: tuple[str, ...], num_blocks: int, num_host_blocks: int = 0) -> None:
+        config = make_config(
+            num_gpu_blocks_override=num_blocks,
+            kv_events_config=EVENTS,
+            max_model_len=40,
+            preemption_mode="swap",
+        )
+        self.engine = Engine(config, len(kinds), kinds, num_host_blocks)
         self.view = CacheView()
 
     def run(self, operation: str, argument: Any) -> None:
@@ -184,16 +189,17 @@ class Watched:
 
     def look(self) -> None:
         self.view.apply(self.engine.scheduler.take_kv_events())
-        assert self.view.blocks == content(self.engine.scheduler._kv._pool.cached_blocks)
+        pool = self.engine.scheduler._kv._pool
+        assert self.view.blocks == content(pool.cached_blocks) | content(pool.host.pool.cached_blocks, HOST)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(KINDS), st.integers(0, 12), operations)
+@settings(derandomize=True, deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(KINDS), st.integers(0, 12), st.sampled_from([0, 0, 3, 12, 40]), operations)
 def test_a_subscriber_knows_the_cache_exactly(
-    kinds: tuple[str, ...], slack: int, todo: list[tuple[str, Any]]
+    kinds: tuple[str, ...], slack: int, num_host_blocks: int, todo: list[tuple[str, Any]]
 ) -> None:
-    """Traffic with evictions (the pool holds little more than one request), preemptions, aborts and resets."""
-    watched = Watched(kinds, num_blocks=1 + 10 * len(kinds) + slack)
+    """Traffic with evictions (the pool holds little more than one request), swaps, preemptions, aborts and resets."""
+    watched = Watched(kinds, 1 + 10 * len(kinds) + slack, num_host_blocks)
     for operation, argument in todo:
         watched.run(operation, argument)
     watched.engine.drain()

@@ -70,6 +70,17 @@ def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
     assert memory.default_bytes == CpuDevice.default_cache_bytes
 
 
+def test_swap_space_is_taken_from_the_same_memory(config: EngineConfig) -> None:
+    worker = loaded(config.evolve(gpu_memory_utilization=0.5, swap_space=0.25))
+    assert worker.kv_memory().free_bytes == GIB * 3 // 8 - worker._step_bytes
+
+
+def test_swap_costs_are_measured(config: EngineConfig) -> None:
+    costs = loaded(config).kv_memory().swap_costs
+    assert costs.copied_bytes_per_s > 0.0
+    assert costs.computed_tokens_per_s > 0.0
+
+
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_the_flags_that_size_the_cache(
     share: float, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
