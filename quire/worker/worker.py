@@ -136,8 +136,8 @@ class Worker:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Run one token and one short prompt, in a cache of their own, so that threads, kernels and what is made on
-        first use exist when memory is measured; the second tells what a step takes.
+        """Run two short prompts, in a cache of their own, so that threads, kernels and what is made on first use exist
+        when memory is measured. The first tells how long a step takes, the second, which is longer, how much memory.
         """
         block_size = self._config.cache.block_size
         limits = (self._config.model.max_model_len, self._config.scheduler.max_num_batched_tokens)
@@ -146,7 +146,9 @@ class Worker:
         specs = self.kv_cache_specs()
         one_group = KVCacheGroup(tuple(specs), next(iter(specs.values())))
         self._allocate(KVCacheConfig(num_blocks, (one_group,), specs))
-        self._run_prompt(1, num_blocks)
+        started, num_timed = time.perf_counter(), max(num_tokens // 2, 1)
+        self._loaded().compute_logits(self._run_prompt(num_timed, num_blocks)[-1:])
+        self._tokens_per_s = num_timed / (time.perf_counter() - started)
         with AllocationPeak() as peak:
             self._run_prompt(num_tokens, num_blocks)
         scheduler, vocab_size = self._config.scheduler, self._config.arch.vocab_size
@@ -155,8 +157,8 @@ class Worker:
             peak.bytes, num_tokens, scheduler.max_num_batched_tokens, num_logits
         )
 
-    def _run_prompt(self, num_tokens: int, num_blocks: int) -> None:
-        """A forward pass over a prompt of `num_tokens` in the first `num_blocks` blocks, and one row of logits."""
+    def _run_prompt(self, num_tokens: int, num_blocks: int) -> Tensor:
+        """A forward pass over a prompt of `num_tokens` in the first `num_blocks` blocks; the hidden states."""
         with self._device.torch_device:
             positions = torch.arange(num_tokens)
             metadata = AttentionMetadata(
@@ -167,11 +169,7 @@ class Worker:
                 max_query_len=num_tokens,
                 max_seq_len=num_tokens,
             )
-        model = self._loaded()
-        started = time.perf_counter()
-        hidden = model.forward(torch.zeros_like(positions), positions, (metadata,))
-        model.compute_logits(hidden[-1:])
-        self._tokens_per_s = num_tokens / (time.perf_counter() - started)
+        return self._loaded().forward(torch.zeros_like(positions), positions, (metadata,))
 
 
 def _host_tier(tensors: Sequence[Tensor], num_blocks: int) -> tuple[Tensor, ...]:
