@@ -5,6 +5,7 @@ from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.engine import EngineConfig, child_configs, engine_fields
 from quire.config.engine_args import EngineArgs
+from quire.config.kernels import KernelConfig
 from quire.config.load import LoadConfig
 from quire.config.model import DEMO_MODEL, ModelConfig
 from quire.config.observability import ObservabilityConfig
@@ -19,6 +20,7 @@ __all__ = [
     "DeviceConfig",
     "EngineArgs",
     "EngineConfig",
+    "KernelConfig",
     "LoadConfig",
     "ModelArch",
     "ModelConfig",

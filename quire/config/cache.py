@@ -24,7 +24,7 @@ class CacheConfig(Config):
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Precision of the KV cache; auto: that of the activations, float32 on a CPU; "
-        "int8: with a scale for each token and head.",
-        choices=("auto", "float32", "float16", "bfloat16", "int8"),
+        "Precision of the KV cache; auto: that of the activations; int8 (CPU): with a scale for each token and head; "
+        "fp8 (GPU): E4M3.",
+        choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8"),
     )

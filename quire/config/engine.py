@@ -12,6 +12,7 @@ from quire.config.arch import ModelArch
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.fields import Config, field_types, info_named
+from quire.config.kernels import KernelConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
@@ -33,6 +34,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
@@ -81,6 +83,7 @@ _CHILDREN: dict[str, type[Config]] = {
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,
     "device": DeviceConfig,
+    "kernels": KernelConfig,
     "load": LoadConfig,
     "quantization": QuantizationConfig,
     "observability": ObservabilityConfig,

@@ -64,7 +64,8 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
         config = config.evolve(**{choice.field: choice.value})
     config.scheduler.check()
-    config.quantization.check()
+    config.quantization.check(config.device.device)
+    _check_batch_invariant(config)
     return config
 
 
@@ -160,3 +161,12 @@ def _choose_device(config: EngineConfig) -> Choice | None:
         if config.device.device == "auto"
         else None
     )
+
+
+def _check_batch_invariant(config: EngineConfig) -> None:
+    """On a CPU the C++ kernels always keep that promise, and the torch reference, which stands in for them, never."""
+    if not config.kernels.batch_invariant or config.device.device != "cpu":
+        return
+    if not cpu.available():
+        raise ConfigError("--batch-invariant needs the C++ kernels on a CPU, and they were not built or are switched off")
+    logger.info("batch_invariant: changes nothing, on a CPU a request has the same bits in every batch anyway")

@@ -16,6 +16,11 @@ from quire.kernels.linear import WeightScheme
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def device_type(config: EngineConfig) -> str:
+    """Type of the device that the model runs on, as torch names it; the config must be prepared."""
+    return config.device.device
+
+
 def model_dtype(config: EngineConfig) -> torch.dtype:
     """The precision of large weights; the config must be prepared, so that it is no longer "auto"."""
     return DTYPES[config.model.dtype]

@@ -53,9 +53,9 @@ class VocabEmbedding(Layer):
         return ops.linear(hidden, self.weight, None).float()
 
     def finish_loading(self, scheme: WeightScheme) -> None:
-        """Pack a head; int4 is too coarse for a vocabulary, above all one that is looked up as well: int8 then."""
+        """Pack a head; int4 and fp8 are too coarse for a vocabulary, above all one that is looked up too: int8 then."""
         if self.is_head:
-            kept = replace(scheme, kind="int8") if scheme.kind == "int4" else scheme
+            kept = replace(scheme, kind="int8") if scheme.kind in ("int4", "fp8") else scheme
             self.weight, self.packed = packed_or_plain(self.weight, kept)
 
     def _rows(self, ids: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Invariant: a layer's weights exist in the checkpoint's form only until they are 
 hardly more memory than the loaded model.
 """
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -12,10 +13,13 @@ from torch import nn
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelLoadError
-from quire.kernels.linear import FLOAT, Kind, WeightScheme
+from quire.kernels.linear import Kind, WeightScheme
 from quire.models.base import CausalLM
 from quire.models.registry import ModelRegistry
 from quire.models.weights import CheckpointWeights, RandomWeights, Weights
+
+
+_KINDS: dict[str, Kind] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
 
 
 @torch.no_grad()
@@ -62,17 +66,25 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
 def _schemes(model: CausalLM, config: EngineConfig) -> list[WeightScheme]:
     """How each of the model's layers keeps its weight; a merged layer is left alone if one of its parts is."""
     asked = config.quantization
+    plain = WeightScheme(invariant=config.kernels.batch_invariant)
     if asked.quantization is None:
-        return [FLOAT for _ in model.checkpoint_layers()]
-    kind: Kind = "int8" if asked.quantization == "int8" else "int4"
-    quantized = WeightScheme(kind, asked.group_size, asked.symmetric, asked.fast)
+        return [plain for _ in model.checkpoint_layers()]
+    quantized = replace(
+        plain,
+        kind=_KINDS[asked.quantization],
+        group_size=asked.group_size,
+        symmetric=asked.symmetric,
+        fast=asked.fast,
+        per_tensor=asked.per_tensor,
+        vendor=asked.vendor,
+    )
     unmatched = set(asked.ignore)
     schemes = []
     for names, layer in model.checkpoint_layers():
         names = [*names, "lm_head"] if layer is model.lm_head else names
         hits = {pattern for pattern in asked.ignore for name in names if fnmatchcase(name, pattern + "*")}
         unmatched -= hits
-        schemes.append(FLOAT if hits else quantized)
+        schemes.append(plain if hits else quantized)
     if unmatched:
         raise ConfigError(
             f"--quantization-config: ignore names {sorted(unmatched)[0]!r}, which no layer bears"

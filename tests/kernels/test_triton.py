@@ -1,6 +1,6 @@
 """The Triton kernels against the oracle of each op, in Triton's interpreter: small shapes, all branches.
 
-float32 and float16 only: the interpreter's `tl.dot` on bfloat16 is wrong.
+float32 and float16 only: the interpreter's `tl.dot` on bfloat16 is wrong. Linears have a file of their own.
 """
 
 # mypy: disable-error-code="arg-type"
@@ -16,15 +16,11 @@ from tests.kernels import triton_interpreter  # noqa: F401
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.kernels import ops, reference
-from quire.kernels.linear import WeightScheme
 from quire.kernels.triton import (
     activation,
     attention,
     copies,
     embedding,
-    fp8,
-    linear,
-    matmul,
     norm,
     rotary,
     sampling,
@@ -156,65 +152,6 @@ def test_invariant_attention_gives_the_same_bits_in_any_batch_and_chunk(
     expected = run(0, length, 0)
     for start, end, extra in [(0, 20, 0), (20, 77, 2), (33, 34, 0), (76, 77, 0), (76, 77, 3), (64, 65, 1)]:
         assert torch.equal(run(start, end, extra), expected[start:end]), (start, end, extra)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "scheme",
-    [WeightScheme("int8"), *(WeightScheme("int4", g, s) for g in (32, 128) for s in (True, False))],
-    ids=str,
-)
-def test_integer_linear(scheme: WeightScheme, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    tolerance = {torch.float32: 1e-4, torch.float16: 4e-3}[dtype]
-    for outputs, inputs in [(34, 45), (66, 600)]:
-        weight = randn(outputs, inputs) * inputs**-0.5
-        packed = linear.pack_weight(weight, scheme)
-        rounded = reference.unpack_weight(reference.pack_weight(weight, scheme))
-        assert torch.equal(reference.unpack_weight(packed), rounded)
-        for rows in (0, 1, 70):
-            x, bias = randn(rows, inputs, dtype=dtype), randn(outputs)
-            want = reference.linear(x.float(), rounded, bias)
-            torch.testing.assert_close(
-                linear.packed_linear(x, packed, bias).float(), want, rtol=tolerance, atol=tolerance
-            )
-            gated = reference.silu_and_mul(want)
-            got = linear.packed_linear(x, packed, bias, "silu_and_mul").float()
-            torch.testing.assert_close(got, gated, rtol=4 * tolerance, atol=4 * tolerance)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_invariant_linear(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x, weight, bias = randn(70, 130, dtype=dtype), randn(150, 130, dtype=dtype), randn(150, dtype=dtype)
-    whole = matmul.invariant_linear(x, weight, bias)
-    torch.testing.assert_close(whole, reference.linear(x, weight, bias), rtol=2e-3, atol=2e-2)
-    for rows in (1, 3, 64, 65):
-        assert torch.equal(matmul.invariant_linear(x[:rows], weight, bias), whole[:rows])
-
-
-def test_fp8_scales_and_codes() -> None:
-    torch.manual_seed(0)
-    x = randn(9, 70)
-    x[4] = 0.0
-    codes, scales = fp8.quantize_rows(x)
-    assert torch.equal(scales, (x.abs().amax(1, keepdim=True) / 448.0).clamp(min=1e-12))
-    # The interpreter drops the carry where rounding reaches a power of two; everything else must be torch's rounding.
-    expected = (x / scales).to(torch.float8_e4m3fn).float()
-    differs = codes.float() != expected
-    mantissa, _ = expected[differs].frexp()
-    assert (mantissa.abs() == 0.5).all()
-
-
-def test_fp8_linear() -> None:
-    torch.manual_seed(0)
-    x, weight, bias = randn(5, 64), randn(48, 64) / 8, randn(48)
-    codes, scales = (part.clone() for part in fp8.quantize_rows(weight))
-    for column_scales in (scales.squeeze(1), torch.ones(1)):
-        got = fp8.fp8_linear(x, codes, column_scales, bias)
-        activations, row_scales = fp8.quantize_rows(x)
-        want = (activations.float() * row_scales) @ (codes.float() * column_scales.view(-1, 1)).T + bias
-        torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
 
 
 def test_copy_blocks() -> None:
