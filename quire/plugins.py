@@ -31,7 +31,9 @@ def load_plugin(group: str, name: str, expected: type[T]) -> T:
     try:
         found = points[0].load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the plug-in {name!r} of {group} ({_source(points[0])}) cannot be imported: {error}") from error
+        raise ConfigError(
+            f"the plug-in {name!r} of {group} ({_source(points[0])}) cannot be imported: {error}"
+        ) from error
     if not isinstance(found, expected):
         raise ConfigError(
             f"the plug-in {name!r} of {group} ({_source(points[0])}) is {found!r} and no {expected.__name__}"

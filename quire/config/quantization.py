@@ -58,12 +58,14 @@ class QuantizationConfig(Config):
             ConfigError: names them.
         """
         if self.quantization == "fp8" and device == "cpu":
-            raise ConfigError("--quantization fp8 needs a GPU that multiplies fp8; on a CPU there are int8 and int4")
+            raise ConfigError(
+                "--quantization fp8 needs a GPU that multiplies fp8; on a CPU there are int8 and int4"
+            )
         useless = set(self.quantization_config) - self._used_keys(device)
         if useless:
             scheme = self.quantization or "no --quantization"
             raise ConfigError(
-                f"--quantization-config: {', '.join(sorted(useless))} means nothing with {scheme} on the device {device}"
+                f"--quantization-config: {', '.join(sorted(useless))} means nothing with {scheme} on {device}"
             )
 
     def _used_keys(self, device: str) -> set[str]:

@@ -168,5 +168,9 @@ def _check_batch_invariant(config: EngineConfig) -> None:
     if not config.kernels.batch_invariant or config.device.device != "cpu":
         return
     if not cpu.available():
-        raise ConfigError("--batch-invariant needs the C++ kernels on a CPU, and they were not built or are switched off")
-    logger.info("batch_invariant: changes nothing, on a CPU a request has the same bits in every batch anyway")
+        raise ConfigError(
+            "--batch-invariant needs the C++ kernels on a CPU, and they were not built or are switched off"
+        )
+    logger.info(
+        "batch_invariant: changes nothing, on a CPU a request has the same bits in every batch anyway"
+    )

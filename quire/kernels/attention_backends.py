@@ -127,12 +127,16 @@ def _no_torch_sdpa(needs: AttentionNeeds) -> str | None:
 
 
 def _no_reference(needs: AttentionNeeds) -> str | None:
-    return "its sums depend on the batch, and --batch-invariant forbids that" if needs.batch_invariant else None
+    return (
+        "its sums depend on the batch, and --batch-invariant forbids that" if needs.batch_invariant else None
+    )
 
 
 def _load_triton(needs: AttentionNeeds) -> PagedAttention:
     module = import_module("quire.kernels.triton.attention")
-    function: PagedAttention = module.invariant_paged_attention if needs.batch_invariant else module.paged_attention
+    function: PagedAttention = (
+        module.invariant_paged_attention if needs.batch_invariant else module.paged_attention
+    )
     return function
 
 

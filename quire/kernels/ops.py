@@ -252,6 +252,7 @@ def rotary_embedding(
 #
 # contiguous, of any float dtype. In int8 D is larger by 4: behind a head's keys stand block_size float32 scales, and
 # behind each value stands its own. What is stored is round(x / scale), with scale = amax / 127 for each token and head.
+# In E4M3 (float8_e4m3fn, on GPUs) there are no scales, and what is larger than 448 is stored as 448.
 
 
 @op(_cpu("kv_write.write_kv"), _triton("rotary.write_kv", _float_cache))

@@ -79,8 +79,8 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     block_size = k_cache.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
     if k_cache.dtype != torch.int8:
-        k_cache[blocks, :, :, offsets] = k[kept].to(k_cache.dtype)
-        v_cache[blocks, :, offsets] = v[kept].to(v_cache.dtype)
+        k_cache[blocks, :, :, offsets] = _stored(k[kept], k_cache.dtype)
+        v_cache[blocks, :, offsets] = _stored(v[kept], v_cache.dtype)
         return
     (keys, key_scales), (values, value_scales) = _int8_parts(k_cache, v_cache)
     keys[blocks, :, :, offsets], key_scales[blocks, :, offsets] = _quantize(k[kept])
@@ -100,6 +100,11 @@ def rotary_and_write_kv(
 ) -> None:
     rotary_embedding(positions, q, k, cos_sin_cache, interleaved)
     write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In E4M3 what is too large becomes the largest number; by itself torch would make it NaN."""
+    return (x.clamp(-FP8_MAX, FP8_MAX) if dtype == torch.float8_e4m3fn else x).to(dtype)
 
 
 def _int8_parts(k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -167,7 +172,9 @@ def _groups(metadata: AttentionMetadata, k_cache: Tensor) -> list[tuple[slice, s
     ]
 
 
-def gather_blocks(k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+def gather_blocks(
+    k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_len: int
+) -> tuple[Tensor, Tensor]:
     """The keys and values of the first `seq_len` tokens of each request as float32 [R, Hkv, seq_len, D]."""
     num_blocks = -(-seq_len // k_cache.shape[3])
     # Entries past a shorter request's last block may hold anything: keep them in range, the mask hides what
@@ -217,7 +224,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
     if scheme.kind == "fp8":
         codes, fp8_scales = quantize_fp8(weight, per_tensor=scheme.per_tensor)
-        return PackedWeight(scheme, codes, fp8_scales, None, *weight.shape, halves, "rows")
+        return PackedWeight(scheme, codes, fp8_scales, None, weight.shape[0], weight.shape[1], halves, "rows")
     panels = packing.to_panels(weight, halves)
     data, scales, zeros = _PACK[scheme.kind](panels, scheme)
     return PackedWeight(scheme, data.contiguous(), scales, zeros, weight.shape[0], weight.shape[1], halves)

@@ -127,7 +127,9 @@ def kv_cache_dtype(config: EngineConfig) -> torch.dtype:
     if name == "fp8" and device == "cpu":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; on a CPU there is int8")
     if name == "int8" and device != "cpu":
-        raise ConfigError(f"--kv-cache-dtype int8 needs a CPU, and the device is {device}; on a GPU there is fp8")
+        raise ConfigError(
+            f"--kv-cache-dtype int8 needs a CPU, and the device is {device}; on a GPU there is fp8"
+        )
     if name == "int8" and config.arch.head_dim % 4:
         raise ConfigError(
             f"--kv-cache-dtype int8 needs a head size that is a multiple of 4; the model's is {config.arch.head_dim}"

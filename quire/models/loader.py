@@ -4,6 +4,7 @@ Invariant: a layer's weights exist in the checkpoint's form only until they are 
 hardly more memory than the loaded model.
 """
 
+import logging
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,10 +15,12 @@ from torch import nn
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.linear import Kind, WeightScheme
+from quire.layers.attention import attention_backends
 from quire.models.base import CausalLM
 from quire.models.registry import ModelRegistry
 from quire.models.weights import CheckpointWeights, RandomWeights, Weights
 
+logger = logging.getLogger(__name__)
 
 _KINDS: dict[str, Kind] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
 
@@ -34,6 +37,7 @@ def load_model(config: EngineConfig) -> CausalLM:
     model_cls = ModelRegistry.resolve_model_cls(config.arch.architecture)
     with torch.device("meta"):
         model = model_cls(config=config)
+    logger.info("attention_backend = %s", ", ".join(attention_backends(model)))
     schemes = _schemes(model, config)
     num_bytes = sum(param.nbytes for param in model.parameters())
     weights = _weights(model, config)

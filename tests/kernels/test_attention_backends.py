@@ -130,7 +130,9 @@ def test_a_refusal_names_what_could_be_used() -> None:
 
 def test_auto_that_finds_nothing_says_why_not_each() -> None:
     needs = replace(GPU, device_type="mps", batch_invariant=True)
-    with pytest.raises(ConfigError, match=r"can be used here. triton: it runs on .*; cpu: .*; reference: its sums"):
+    with pytest.raises(
+        ConfigError, match=r"can be used here. triton: it runs on .*; cpu: .*; reference: its sums"
+    ):
         resolve_backend("auto", needs)
 
 
@@ -155,7 +157,9 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
     """Makes entry points as an installed package would: offer("name=module:attribute", ...)."""
 
     def offered(*points: str) -> None:
-        found = [EntryPoint(name, value, GROUP) for name, _, value in (point.partition("=") for point in points)]
+        found = [
+            EntryPoint(name, value, GROUP) for name, _, value in (point.partition("=") for point in points)
+        ]
 
         def entry_points(group: str, name: str | None = None) -> list[EntryPoint]:
             return [point for point in found if point.group == group and name in (None, point.name)]

@@ -154,6 +154,33 @@ def test_invariant_attention_gives_the_same_bits_in_any_batch_and_chunk(
         assert torch.equal(run(start, end, extra), expected[start:end]), (start, end, extra)
 
 
+def e4m3(*shape: int) -> Tensor:
+    """Random numbers that E4M3 holds: the interpreter rounds others wrongly."""
+    return randn(*shape).to(torch.float8_e4m3fn).float()
+
+
+def test_a_cache_in_e4m3() -> None:
+    """Written with its limits, by kernel and oracle alike, and read for prompts and decode steps."""
+    torch.manual_seed(0)
+    caches = [part.to(torch.float8_e4m3fn) for part in randn_caches(16, 2, 8, 24, torch.float32)]
+    k, v, slots = e4m3(40, 2, 24), e4m3(40, 2, 24), torch.randperm(16 * 8)[:40]
+    k[0, 0, :3], v[1, 1, 5] = torch.tensor([1e4, -1e4, 449.0]), -torch.inf
+    written = {run: [part.clone() for part in caches] for run in (rotary.write_kv, reference.write_kv)}
+    for run, parts in written.items():
+        run(k, v, *parts, slots)
+    for ours, theirs in zip(*written.values(), strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.0, atol=0.0)
+    keys, _ = written[rotary.write_kv]
+    block, offset = divmod(int(slots[0]), 8)
+    assert keys[block, 0, :3, offset].float().tolist() == [448.0, -448.0, 448.0]
+    for batch, shape in [("decode", "split decode"), ("mixed", "short chunk")]:
+        metadata = make_metadata(BATCHES[batch], block_size=8, num_blocks=16)
+        q = randn(int(metadata.query_start_loc[-1]), 4, 24, dtype=torch.float16)
+        args = (q, *caches, metadata, 24**-0.5)
+        want = reference.paged_attention(*args)
+        torch.testing.assert_close(attend(SHAPES[shape])(*args), want, rtol=2e-3, atol=2e-3)
+
+
 def test_copy_blocks() -> None:
     source, target = randn(6, 2, 700), torch.zeros(8, 2, 700)
     copies.copy_blocks(target, source, torch.tensor([[1, 7], [3, 0]]))

@@ -1,5 +1,4 @@
-"""The GPU's linears, dense and on packed weights, in Triton's interpreter: against the oracle, and against themselves in
-other batches.
+"""The GPU's linears, dense and packed, in Triton's interpreter: against the oracle, and themselves in other batches.
 
 float32 and float16 only: the interpreter's `tl.dot` on bfloat16 is wrong.
 """
@@ -51,7 +50,9 @@ def test_integer_linear(scheme: WeightScheme, dtype: torch.dtype) -> None:
             got = linear.packed_linear(x, packed, bias).float()
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
             gated = linear.packed_linear(x, packed, bias, "silu_and_mul").float()
-            torch.testing.assert_close(gated, reference.silu_and_mul(want), rtol=4 * tolerance, atol=4 * tolerance)
+            torch.testing.assert_close(
+                gated, reference.silu_and_mul(want), rtol=4 * tolerance, atol=4 * tolerance
+            )
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -69,7 +70,9 @@ def test_a_matrix_in_one_part_or_in_several(
 
 
 @pytest.mark.parametrize("scheme", INTEGERS, ids=str)
-def test_many_rows_are_left_to_the_vendors_library(scheme: WeightScheme, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_left_to_the_vendors_library(
+    scheme: WeightScheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear, "MAX_ROWS", 4)
     torch.manual_seed(0)
     weight, x, bias = matrix(34, 150), randn(5, 150), randn(34)
@@ -113,7 +116,9 @@ def test_invariant_linear(dtype: torch.dtype) -> None:
 def test_an_invariant_weight_gives_a_row_the_same_bits_in_any_batch(
     scheme: WeightScheme, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "MAX_ROWS", 8)  # what a weight that is not invariant would be left to the vendor from
+    monkeypatch.setattr(
+        linear, "MAX_ROWS", 8
+    )  # what a weight that is not invariant would be left to the vendor from
     torch.manual_seed(0)
     x, bias = randn(70, 260, dtype=dtype), randn(150)
     packed = linear.pack_weight(randn(150, 260, dtype=dtype), replace(scheme, invariant=True))
@@ -199,7 +204,12 @@ def test_panels_are_no_business_of_the_gpu_kernels() -> None:
 
 def test_memory_of_a_packed_weight() -> None:
     sizes = {scheme.kind: packed_bytes(scheme) for scheme in (FLOAT, INTEGERS[0], INTEGERS[1], FP8[0])}
-    assert sizes == {"float": 64 * 128 * 4, "int8": 64 * (128 + 4), "int4": 64 * (64 + 2 * 4), "fp8": 64 * (128 + 4)}
+    assert sizes == {
+        "float": 64 * 128 * 4,
+        "int8": 64 * (128 + 4),
+        "int4": 64 * (64 + 2 * 4),
+        "fp8": 64 * (128 + 4),
+    }
 
 
 def packed_bytes(scheme: WeightScheme) -> int:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quire.errors import ConfigError
 from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
-from quire.errors import ConfigError
 from quire.layers.attention import (
     Attention,
     allocate_kv_cache,
@@ -118,7 +118,9 @@ def test_the_named_backend_computes_the_model(name: str, tiny_model: Callable[[s
         torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-4)
 
 
-def test_a_backend_that_the_model_cannot_use_is_refused_before_loading(tiny_model: Callable[[str], Path]) -> None:
+def test_a_backend_that_the_model_cannot_use_is_refused_before_loading(
+    tiny_model: Callable[[str], Path],
+) -> None:
     with pytest.raises(ConfigError, match="torch's attention cannot cap the model's scores softly"):
         load_tiny(tiny_model("gemma2"), attention_backend="torch_sdpa")
 

@@ -3,7 +3,8 @@
 P. Micikevicius et al., "FP8 formats for deep learning" (2022). Activations are scaled per token, on the fly;
 weights per output, or all by one number, once while loading.
 
-Invariant: a scale comes from the row (or the weight) it belongs to alone; the tile of `fp8_linear` follows from the weight.
+Invariant: a scale comes from the row (or the weight) it belongs to alone; the tile of `fp8_linear` follows from the
+weight.
 """
 
 from __future__ import annotations
@@ -81,7 +82,15 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     if out.numel():
         tile = next_power_of_2(x.shape[1])
         _quantize[(len(x),)](
-            out, scales, x, x.stride(0), x.shape[1], FP8_MAX, FP8_MIN_SCALE, TILE=tile, num_warps=num_warps(tile)
+            out,
+            scales,
+            x,
+            x.stride(0),
+            x.shape[1],
+            FP8_MAX,
+            FP8_MIN_SCALE,
+            TILE=tile,
+            num_warps=num_warps(tile),
         )
     return out, scales
 
