@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.gpu.target import Target
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import EngineCoreRequest
+from quire.engine.messages import AbortRequests, EngineCoreRequest
 from quire.engine.startup import prepare
 from quire.sampling_params import SamplingParams
 
@@ -84,6 +84,12 @@ class Engine:
         requests = [self.add(prompt, params) for prompt in prompts]
         self.finish()
         return requests
+
+    def abort(self) -> None:
+        """End what still runs."""
+        running = [name for name, request in self._requests.items() if request.finish_reason is None]
+        self._core.handle(AbortRequests(running))
+        self.finish()
 
     def check_integrity(self) -> float:
         """Raises if blocks are lost or held twice; returns the share of the cache that is in use."""
