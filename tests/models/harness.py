@@ -25,7 +25,7 @@ BLOCK_SIZE = 4
 
 def prepared_config(model_dir: Path, **args: Any) -> EngineConfig:
     """An engine config as the model sees it: arch read, dtype settled."""
-    args = {"dtype": "float32", "block_size": BLOCK_SIZE} | args
+    args = {"dtype": "float32", "block_size": BLOCK_SIZE, "device": "cpu"} | args
     config = EngineConfig.from_args(model=str(model_dir), **args)
     arch = read_hf_config(model_dir, config.model.hf_overrides)
     return dataclasses.replace(config, model_dir=str(model_dir), model_arch=arch)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.config import EngineConfig, ModelArch
@@ -24,6 +25,8 @@ from quire.scheduler.output import (
     TokenLogprobs,
 )
 from quire.worker.block_table import BlockTable
+from quire.worker.cpu import CpuDevice
+from quire.worker.devices import Device
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
 
@@ -70,6 +73,7 @@ def tiny_config(**args: Any) -> EngineConfig:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "block_size": BLOCK_SIZE,
+        "device": "cpu",
     }
     arch = ModelArch("Toy", "toy", VOCAB_SIZE, 1, 1, 1, 1, 1, 1, 64)
     return dataclasses.replace(EngineConfig.from_args(**defaults | args), model_arch=arch)
@@ -107,11 +111,11 @@ class ToyModel:
         return logits
 
 
-def toy_runner(model: ToyModel | None = None, **args: Any) -> ModelRunner:
+def toy_runner(model: ToyModel | None = None, device: Device | None = None, **args: Any) -> ModelRunner:
     config = tiny_config(**args)
     specs = {"layer": FullAttentionSpec(BLOCK_SIZE, 1, 1, 4)}
     kv_config = KVCacheConfig(NUM_BLOCKS, group_layers(specs, 64), specs)
-    return ModelRunner(model or ToyModel(), config, kv_config, torch.device("cpu"))
+    return ModelRunner(model or ToyModel(), config, kv_config, device or CpuDevice())
 
 
 @dataclasses.dataclass
@@ -211,6 +215,10 @@ class Driver:
         sequence.token_ids += output.sampled_token_ids.get(request_id, [])
         sequence.logprobs += output.logprobs.get(request_id, [])
         sequence.prompt_logprobs += output.prompt_logprobs.get(request_id, [])
+
+
+def append_tokens(batch: InputBatch, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+    batch.set_tokens(batch.append_unknown(rows), token_ids)
 
 
 def rows_of(*rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
