@@ -72,11 +72,10 @@ class _Group:
     def metadata(
         self, starts: Tensor, lengths: Tensor, num_requests: int, num_tokens: int, max_query_len: int, longest: int
     ) -> AttentionMetadata:
-        width = -(-longest // self.table.block_size)
         return AttentionMetadata(
             query_start_loc=starts[: num_requests + 1],
             seq_lens=lengths[:num_requests],
-            block_tables=self.tables[:num_requests, :width],
+            block_tables=self.tables[:num_requests],
             slot_mapping=self.slots[:num_tokens],
             max_query_len=max_query_len,
             max_seq_len=longest,

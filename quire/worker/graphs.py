@@ -34,8 +34,9 @@ class Capturer(Protocol):
 
 def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """1, 2, 4, every 8th to 256, every 16th to 512, as far as there are requests, and the most there can be."""
+    most = min(max_num_seqs, 512)
     steps = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
-    return tuple(size for size in steps if size < max_num_seqs) + (min(max_num_seqs, 512),)
+    return (*(size for size in steps if size < most), most)
 
 
 class DecodeGraphs:
