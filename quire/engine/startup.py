@@ -160,4 +160,3 @@ def _choose_name(config: EngineConfig) -> Choice | None:
     if config.model.served_model_name:
         return None
     return Choice("served_model_name", (config.model.model,), "the model as it was named")
-

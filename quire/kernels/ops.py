@@ -235,8 +235,9 @@ def rotary_embedding(
 #     k_cache [num_blocks, Hkv, D, block_size] and v_cache [num_blocks, Hkv, block_size, D],
 #
 # contiguous on a CPU, of any float dtype. On a GPU keys lie in memory as values do, and k_cache is the transposed view:
-# a token's key is one piece there, which is what its threads read side by side. In int8 D is larger by 4: behind a head's keys stand block_size float32 scales, and
-# behind each value stands its own. What is stored is round(x / scale), with scale = amax / 127 for each token and head.
+# a token's key is one piece, which threads read side by side. In int8 D is larger by 4: behind a head's keys stand
+# block_size float32 scales, and behind each value stands its own. What is stored is round(x / scale), with scale =
+# amax / 127 for each token and head.
 
 
 @op(_cpu("kv_write.write_kv"), _triton("rotary.write_kv", _float_cache))

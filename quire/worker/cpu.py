@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.worker.devices import Mark
 from quire.worker.input_batch import InputBatch
 from quire.worker.pipeline import HostPipeline, LanguageModel, Pipeline
 
@@ -39,7 +40,8 @@ class HostMark:
     def wait(self) -> None:
         """It has passed."""
 
-    def seconds_since(self, earlier: HostMark) -> float:
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, HostMark), "marks of one device"
         return self._time - earlier._time
 
 
@@ -84,7 +86,7 @@ class CpuDevice:
     def download(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def mark(self) -> HostMark:
+    def mark(self) -> Mark:
         return HostMark()
 
     def pipeline(self, model: LanguageModel, batch: InputBatch, config: EngineConfig) -> Pipeline:

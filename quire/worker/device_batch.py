@@ -1,9 +1,9 @@
 """The rows of the batch as a device keeps them, and a step's inputs made from them there.
 
 Invariant: the device's rows differ from the host's only by what the next step that reads them uploads, and by sampled
-tokens, which they have first. A step's uploads travel as one block of int32 numbers in one copy. The tensors that a step
-reads keep their addresses, so a captured graph may read them; work that is in flight has read them before they change,
-because all of it runs in order.
+tokens, which they have first. A step's uploads travel as one block of int32 numbers in one copy. The tensors that a
+step reads keep their addresses, so a captured graph may read them; work that is in flight has read them before they
+change, because all of it runs in order.
 """
 
 from __future__ import annotations
@@ -70,7 +70,13 @@ class _Group:
         return _Segments(rows[grown], known[grown], now[grown], self.table.block_ids)
 
     def metadata(
-        self, starts: Tensor, lengths: Tensor, num_requests: int, num_tokens: int, max_query_len: int, longest: int
+        self,
+        starts: Tensor,
+        lengths: Tensor,
+        num_requests: int,
+        num_tokens: int,
+        max_query_len: int,
+        longest: int,
     ) -> AttentionMetadata:
         return AttentionMetadata(
             query_start_loc=starts[: num_requests + 1],
@@ -175,8 +181,6 @@ class DeviceBatch:
                 max_seq_len,
             )
 
-    def _metadata(
-        self, num_requests: int, num_tokens: int, max_query_len: int, longest: int
-    ) -> StepMetadata:
+    def _metadata(self, num_requests: int, num_tokens: int, max_query_len: int, longest: int) -> StepMetadata:
         shapes = (num_requests, num_tokens, max_query_len, longest)
         return tuple(group.metadata(self._starts, self._lengths, *shapes) for group in self._groups)

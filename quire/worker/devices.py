@@ -1,8 +1,8 @@
 """What the worker has to know of a device, and the table of devices.
 
-Invariant: nothing else in the worker asks which kind of device it runs on. Work is handed to a device in order; one that
-is asynchronous goes on when the call has returned, and then what was downloaded may be read only after a later mark was
-waited for.
+Invariant: nothing else in the worker asks which kind of device it runs on. Work is handed to a device in order; one
+that is asynchronous goes on when the call has returned, and then what was downloaded may be read only after a later
+mark was waited for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GPUs through torch: NVIDIA's and, under the same name, AMD's as `cuda`; Intel's as `xpu`.
 
-Invariant: all work goes to one stream in order, and nothing here waits for it but `Mark.wait` and what happens before the
-first step. Memory of the host that a copy in flight reads or writes is pinned, and torch's allocator of pinned memory does
-not give it to others before the copy is done.
+Invariant: all work goes to one stream in order, and nothing here waits for it but `Mark.wait` and what happens before
+the first step. Memory of the host that a copy in flight reads or writes is pinned, and torch's allocator of pinned
+memory does not give it to others before the copy is done.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
 from quire.worker.device_pipeline import DevicePipeline
+from quire.worker.devices import Mark
 from quire.worker.graphs import Capturer
 from quire.worker.input_batch import InputBatch
 from quire.worker.pipeline import LanguageModel, Pipeline
@@ -40,7 +41,8 @@ class GpuMark:
     def wait(self) -> None:
         self._event.synchronize()
 
-    def seconds_since(self, earlier: GpuMark) -> float:
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, GpuMark), "marks of one device"
         milliseconds: float = earlier._event.elapsed_time(self._event)
         return milliseconds / 1000
 
@@ -62,7 +64,9 @@ class GpuDevice:
 
     def start(self, config: EngineConfig) -> None:
         if not self._module.is_available():
-            raise ConfigError(f"--device {self._type}: torch finds no such device; --device cpu is always there")
+            raise ConfigError(
+                f"--device {self._type}: torch finds no such device; --device cpu is always there"
+            )
         self._module.set_device(self.torch_device)
         free, total = self._module.mem_get_info()
         name = self._module.get_device_name()
@@ -97,7 +101,7 @@ class GpuDevice:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def mark(self) -> GpuMark:
+    def mark(self) -> Mark:
         return GpuMark(self._module.Event(enable_timing=True))
 
     def pipeline(self, model: LanguageModel, batch: InputBatch, config: EngineConfig) -> Pipeline:

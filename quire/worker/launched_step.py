@@ -88,7 +88,7 @@ class LaunchedStep:
         ids, sampled = self.request_ids, self.sampled
         tokens, logprobs, failed = ([], {}, {}) if sampled is None else sampled.read(self.batch)
         indices = [] if sampled is None else sampled.indices.tolist()
-        prompts = {prompt.index: prompt.read() for prompt in self.prompts}
+        prompts = {prompt.request: prompt.read() for prompt in self.prompts}
         failed |= {index: NON_FINITE for index, entries in prompts.items() if entries is None}
         found = {index: entries for index, entries in prompts.items() if entries is not None}
 

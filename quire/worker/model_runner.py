@@ -1,8 +1,8 @@
 """The model runner: carries out plans.
 
-Invariant: plan -> batch -> gather -> forward -> sample -> keep -> result, each a call to the part that owns
-it; what a request may ask for lives in those parts, and what kind of device it is in `Device` and `Pipeline`, and neither
-as a branch here. Nothing is read from the device before the result is asked for, but by what needs sampled tokens on the
+Invariant: plan -> batch -> gather -> forward -> sample -> keep -> result, each a call to the part that owns it; what a
+request may ask for lives in those parts, and what kind of device it is in `Device` and `Pipeline`, and neither as a
+branch here. Nothing is read from the device before the result is asked for, but for what needs sampled tokens on the
 host. A request that fails costs itself alone.
 """
 

@@ -34,8 +34,8 @@ class _Slice(NamedTuple):
 class PromptEntries(NamedTuple):
     """A request's share of a step."""
 
-    index: int
-    """Of the request in the step."""
+    request: int
+    """Its index in the step."""
     slices: list[_Slice]
 
     def read(self) -> list[TokenLogprobs] | None:

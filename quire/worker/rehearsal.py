@@ -10,7 +10,9 @@ from quire.config import EngineConfig
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, SchedulerOutput
 
-_PARAMS = SamplingParams(seed=0, temperature=0.9, top_k=2, top_p=0.9, repetition_penalty=1.1, logprobs=1, max_tokens=1)
+_PARAMS = SamplingParams(
+    seed=0, temperature=0.9, top_k=2, top_p=0.9, repetition_penalty=1.1, logprobs=1, max_tokens=1
+)
 
 
 class Rehearsal:
@@ -46,9 +48,7 @@ class Rehearsal:
             SchedulerOutput(3, [], [], {}, 0, decodes),
         ]
 
-    def _plan(
-        self, step_id: int, lengths: dict[str, int], removed: list[str]
-    ) -> SchedulerOutput:
+    def _plan(self, step_id: int, lengths: dict[str, int], removed: list[str]) -> SchedulerOutput:
         new, first = [], 1
         for name, length in lengths.items():
             block_ids = list(range(first, first + self._blocks_of(length)))

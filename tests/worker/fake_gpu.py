@@ -1,8 +1,8 @@
 """An asynchronous device made of the host, to be imported before any module of `quire.kernels.triton`.
 
-It runs everything at once, but shows results as late as a GPU may: what is downloaded holds poison until a later mark is
-waited for. A graph keeps what it was made from and does that again when it is replayed; graphs share their memory, so a
-replay spoils what the others have left.
+It runs everything at once, but shows results as late as a GPU may: what is downloaded holds poison until a later mark
+is waited for. A graph keeps what it was made from and does that again when it is replayed; graphs share their memory,
+so a replay spoils what the others have left.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tests.worker.fake_gpu import FakeGpu  # isort: skip  (before the kernels)
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.scheduler.output import CachedRequestData, NewRequestData
-from quire.worker.device_batch import DeviceBatch
-from quire.worker.inputs import gather_inputs
-from quire.worker.input_batch import InputBatch
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 from quire.sampling_params import SamplingParams
+from quire.scheduler.output import CachedRequestData, NewRequestData
 from quire.worker.block_table import BlockTable
+from quire.worker.device_batch import DeviceBatch
+from quire.worker.input_batch import InputBatch
+from quire.worker.inputs import gather_inputs
 from tests.worker.harness import rows_of
 
 CPU = torch.device("cpu")

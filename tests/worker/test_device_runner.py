@@ -1,4 +1,4 @@
-"""The runner on an asynchronous device: what it gives is what it gives on the host, however many steps are in flight."""
+"""The runner on an asynchronous device gives what it gives on the host, however many steps are in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.worker.fake_gpu import POISON, FakeGpu  # isort: skip  (before the kernels)
-from quire.config import EngineConfig
 from quire.executor import uniproc
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerOutput
@@ -22,8 +21,12 @@ from tests.worker.harness import Driver, Sequence, request, toy_runner
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=99, logprobs=2, prompt_logprobs=1),
-    SamplingParams(seed=9, max_tokens=99, top_p=0.8, frequency_penalty=0.7, repetition_penalty=1.1, logprobs=3),
-    SamplingParams(seed=-3, max_tokens=99, top_k=5, temperature=0.6, min_tokens=4, allowed_token_ids=[1, 2, 3, 9]),
+    SamplingParams(
+        seed=9, max_tokens=99, top_p=0.8, frequency_penalty=0.7, repetition_penalty=1.1, logprobs=3
+    ),
+    SamplingParams(
+        seed=-3, max_tokens=99, top_k=5, temperature=0.6, min_tokens=4, allowed_token_ids=[1, 2, 3, 9]
+    ),
 ]
 PARAMS = [params.clone(logit_bias={BAD_TOKEN: -100.0}) for params in PARAMS]
 
@@ -144,7 +147,13 @@ def test_a_row_that_changed_hands_keeps_its_new_tokens() -> None:
 
 def test_penalties_see_the_tokens_in_flight() -> None:
     plain, ahead = Driver(toy_runner()), Driver(toy_runner(device=FakeGpu()))
-    sampling = SamplingParams(temperature=0, max_tokens=9, frequency_penalty=2.0, presence_penalty=2.0, logit_bias={BAD_TOKEN: -100.0})
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=9,
+        frequency_penalty=2.0,
+        presence_penalty=2.0,
+        logit_bias={BAD_TOKEN: -100.0},
+    )
     for driver in (plain, ahead):
         driver.submit("a", [1, 2, 3], sampling)
     expected = plain.generate("a", 8).output
@@ -160,7 +169,9 @@ def test_failures_of_steps_in_flight() -> None:
     results = [step.result() for step in both]
     assert [list(result.failed) for result in results] == [["bad"], []]
     assert list(results[0].sampled_token_ids) == ["good"]
-    unusable = driver.runner.launch(SchedulerOutput(9, [request([99], request_id="odd")], [], {"odd": 1}, 1, []))
+    unusable = driver.runner.launch(
+        SchedulerOutput(9, [request([99], request_id="odd")], [], {"odd": 1}, 1, [])
+    )
     assert list(unusable.result().failed) == ["odd"]
 
 

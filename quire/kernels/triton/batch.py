@@ -69,7 +69,15 @@ def _prepare_tokens(
 
 @triton.jit(do_not_specialize=["num_requests"])
 def _prepare_blocks(
-    slots, tables, staged, block_rows, num_requests, row_stride, table_stride, BLOCK: tl.constexpr, TILE: tl.constexpr
+    slots,
+    tables,
+    staged,
+    block_rows,
+    num_requests,
+    row_stride,
+    table_stride,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     request, tile = tl.program_id(0), tl.program_id(1)
     if request >= num_requests:
@@ -164,5 +172,11 @@ def keep_sampled(token_rows: Tensor, codes: Tensor, step: StagedStep) -> None:
     if step.num_sampling:
         grid = (triton.cdiv(step.num_sampling, TILE),)
         _keep_sampled[grid](
-            token_rows, codes, step.numbers, step.num_requests, step.num_sampling, token_rows.stride(0), TILE=TILE
+            token_rows,
+            codes,
+            step.numbers,
+            step.num_requests,
+            step.num_sampling,
+            token_rows.stride(0),
+            TILE=TILE,
         )

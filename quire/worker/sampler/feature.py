@@ -2,7 +2,8 @@
 
 Invariant: a feature owns the settings of the rows that use it. `stage` (host: numpy, indices) and `apply`
 (device: torch, logits) are apart so that staging can run while the model computes; what passes between them
-is a value, a named tuple whose tensors are moved to the device, never state. A feature that no row of a step uses costs one comparison.
+is a value, a named tuple whose tensors are moved to the device, never state. A feature that no row of a step
+uses costs one comparison.
 """
 
 from __future__ import annotations

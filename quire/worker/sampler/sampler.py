@@ -128,9 +128,7 @@ class Sampler:
         if raw is None or staged.logprobs is None:
             return Sampled(codes, None, np.zeros(0, dtype=np.int64))
         about = chosen.clamp(min=0)[staged.logprobs.indices]
-        return Sampled(
-            codes, token_logprobs(raw, about, staged.logprobs.num_logprobs), staged.logprobs.rows
-        )
+        return Sampled(codes, token_logprobs(raw, about, staged.logprobs.num_logprobs), staged.logprobs.rows)
 
 
 def clear_non_finite(logits: Tensor) -> Tensor:
