@@ -117,7 +117,7 @@ def _fastest(target: Target) -> Any:
     ) -> Tensor:
         group, programs = q.shape[1] // k_cache.shape[1], len(metadata.seq_lens) * k_cache.shape[1]
         if attention.is_decode(q, metadata):
-            shape = attention.decode_shape(group, metadata.max_seq_len, programs, 132)
+            shape = attention.decode_shape(group, programs, 132)
         else:
             shape = attention.prefill_shape(group, q.shape[2], metadata.max_query_len)
         ordered = (features.get(name) for name in ("sliding_window", "soft_cap", "alibi_slopes"))

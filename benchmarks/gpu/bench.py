@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limits = measure_limits(target)
     facts = [
         target.description() + ".",
-        f"Measured: {limits.bytes_per_s / 1e12:.2f} TB/s in a copy, {limits.flops_per_s / 1e12:.0f} TFLOP/s (bfloat16).",
+        f"Measured: {limits.bytes_per_s / 1e12:.2f} TB/s in a copy, {limits.flops_per_s / 1e12:.0f} TFLOP/s in bf16.",
     ]
     print("\n".join(facts), flush=True)
     with tempfile.TemporaryDirectory() as scratch:

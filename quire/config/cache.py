@@ -13,7 +13,11 @@ class CacheConfig(Config):
 
     block_size: int = option(16, "Tokens per KV cache block.", ge=1, le=1024)
     gpu_memory_utilization: float = option(
-        0.92, "Share of the free memory of the device (or host, on a CPU) that quire may use.", gt=0.0, le=1.0
+        0.92,
+        "Share that quire may use: of a GPU's memory, weights included; on a CPU, of the memory that is free after "
+        "loading.",
+        gt=0.0,
+        le=1.0,
     )
     kv_cache_memory_bytes: int = option(0, "Exact size of the KV cache in bytes; 0: measured.", ge=0)
     num_gpu_blocks_override: int = option(0, "Exact number of KV cache blocks; 0: measured.", ge=0)

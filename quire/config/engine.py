@@ -11,7 +11,7 @@ from typing import Any
 from quire.config.arch import ModelArch
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
-from quire.config.fields import Config, field_types, info_named
+from quire.config.fields import Config, field_types, info_named, plain_type
 from quire.config.kernels import KernelConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
@@ -111,8 +111,8 @@ def _coerced(value: Any, owner: type[Config], name: str) -> Any:
     expected, words = field_types(owner)[name], info_named(owner, name).words
     if isinstance(value, str) and words:
         return dict(words).get(value, value)
-    if expected == tuple[str, ...]:
-        return (value,) if isinstance(value, str) else tuple(value)
+    if plain_type(expected) is tuple:
+        return (value,) if isinstance(value, str | int) else tuple(value)
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value).removeprefix("torch.")
     if hasattr(value, "__fspath__"):

@@ -19,6 +19,7 @@ from quire.kernels import cpu
 from quire.models.checkpoint import resolve_model_dir
 from quire.models.generation_config import read_generation_config
 from quire.models.hf_config import read_hf_config
+from quire.platforms import choose_device
 
 logger = logging.getLogger(__name__)
 
@@ -52,21 +53,26 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     arch = dataclasses.replace(arch, generation=_generation_defaults(config, arch, model_dir))
     fit = config.model.max_model_len == FIT_MEMORY
     config = dataclasses.replace(config, model_dir=str(model_dir), model_arch=arch, fit_max_model_len=fit)
+    if config.device.device == "auto":
+        config = _settled(config, Choice("device", *choose_device()))
     choices = [
         _choose_dtype(config),
         _choose_max_model_len(config),
         *_choose_batch(config, usage),
         _choose_steps_in_flight(config),
         _choose_name(config),
-        _choose_device(config),
     ]
     for choice in filter(None, choices):
-        logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
-        config = config.evolve(**{choice.field: choice.value})
+        config = _settled(config, choice)
     config.scheduler.check()
     config.quantization.check(config.device.device)
     _check_batch_invariant(config)
     return config
+
+
+def _settled(config: EngineConfig, choice: Choice) -> EngineConfig:
+    logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
+    return config.evolve(**{choice.field: choice.value})
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
@@ -98,6 +104,8 @@ def _choose_dtype(config: EngineConfig) -> Choice | None:
         return None
     if config.arch.dtype not in NATIVE_DTYPES:
         return Choice("dtype", "float32", f"there are no kernels for the checkpoint's {config.arch.dtype}")
+    if config.device.device != "cpu":
+        return Choice("dtype", config.arch.dtype, "the checkpoint's, for weights and activations")
     if not cpu.available():
         return Choice(
             "dtype", "float32", "without the C++ kernels it is the fastest; every 16-bit number fits in it"
@@ -153,14 +161,6 @@ def _choose_name(config: EngineConfig) -> Choice | None:
     if config.model.served_model_name:
         return None
     return Choice("served_model_name", (config.model.model,), "the model as it was named")
-
-
-def _choose_device(config: EngineConfig) -> Choice | None:
-    return (
-        Choice("device", "cpu", "the only device supported so far")
-        if config.device.device == "auto"
-        else None
-    )
 
 
 def _check_batch_invariant(config: EngineConfig) -> None:

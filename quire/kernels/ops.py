@@ -250,9 +250,11 @@ def rotary_embedding(
 #
 #     k_cache [num_blocks, Hkv, D, block_size] and v_cache [num_blocks, Hkv, block_size, D],
 #
-# contiguous, of any float dtype. In int8 D is larger by 4: behind a head's keys stand block_size float32 scales, and
-# behind each value stands its own. What is stored is round(x / scale), with scale = amax / 127 for each token and head.
-# In E4M3 (float8_e4m3fn, on GPUs) there are no scales, and what is larger than 448 is stored as 448.
+# contiguous on a CPU, of any float dtype. On a GPU keys lie in memory as values do, and k_cache is the transposed view:
+# a token's key is one piece, which threads read side by side. In int8 D is larger by 4: behind a head's keys stand
+# block_size float32 scales, and behind each value stands its own. What is stored is round(x / scale), with scale =
+# amax / 127 for each token and head. In E4M3 (float8_e4m3fn, on GPUs) there are no scales, and what is larger than 448
+# is stored as 448.
 
 
 @op(_cpu("kv_write.write_kv"), _triton("rotary.write_kv", _float_cache))
@@ -388,6 +390,12 @@ def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
 def non_finite_rows(logits: Tensor, /) -> Tensor:
     """Which rows hold a NaN or an infinity: [N, V] -> [N] bool."""
     return reference_sampling.non_finite_rows(logits)
+
+
+@op(_triton("sampling.clear_rows"))
+def clear_rows(logits: Tensor, cleared: Tensor, /) -> None:
+    """Set the rows [N, V] that `cleared` [N] bool names to 0, in place; on a GPU nobody waits to see which they are."""
+    reference_sampling.clear_rows(logits, cleared)
 
 
 @op(_cpu("sampling.apply_penalties"), _triton("sampling.apply_penalties"))

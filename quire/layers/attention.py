@@ -106,7 +106,10 @@ class Attention(Module):
         self.group_id = group_id
         keys, values = tensor.view(self.kv_dtype).unbind()
         heads, size = spec.num_kv_heads, spec.head_size + spec.scale_bytes // spec.dtype_bytes
-        self.k_cache = keys.view(-1, heads, size, spec.block_size)
+        if keys.device.type == "cpu":
+            self.k_cache = keys.view(-1, heads, size, spec.block_size)
+        else:
+            self.k_cache = keys.view(-1, heads, spec.block_size, size).transpose(2, 3)
         self.v_cache = values.view(-1, heads, spec.block_size, size)
 
     def kv_cache_spec(self) -> KVCacheSpec:

@@ -29,9 +29,9 @@ def model_dtype(config: EngineConfig) -> torch.dtype:
 def activation_dtype(config: EngineConfig) -> torch.dtype:
     """The precision of what flows between layers, and of the small weights it is multiplied with element by element.
 
-    On a CPU it is float32 whatever the weights are: 16-bit activations would save no time there.
+    On a GPU it is that of the weights. On a CPU it is float32 whatever they are: 16-bit activations would save no time.
     """
-    return torch.float32
+    return torch.float32 if device_type(config) == "cpu" else model_dtype(config)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.linear import Kind, WeightScheme
 from quire.layers.attention import attention_backends
+from quire.layers.base import device_type
 from quire.models.base import CausalLM
 from quire.models.registry import ModelRegistry
 from quire.models.weights import CheckpointWeights, RandomWeights, Weights
@@ -40,10 +41,10 @@ def load_model(config: EngineConfig) -> CausalLM:
     logger.info("attention_backend = %s", ", ".join(attention_backends(model)))
     schemes = _schemes(model, config)
     num_bytes = sum(param.nbytes for param in model.parameters())
-    weights = _weights(model, config)
+    weights, device = _weights(model, config), torch.device(device_type(config))
     for (names, layer), scheme in zip(model.checkpoint_layers(), schemes, strict=True):
         try:
-            _allocate(layer, torch.device("cpu"))
+            _allocate(layer, device)
         except RuntimeError as error:
             raise ModelLoadError(
                 f"not enough memory for the weights ({num_bytes / 2**30:.1f} GiB)"
@@ -51,7 +52,8 @@ def load_model(config: EngineConfig) -> CausalLM:
         for name, slot in layer.slots(names):
             weights.fill(name, slot)
         layer.finish_loading(scheme)
-    return model.eval()
+    # What is computed and not loaded, such as tables of angles, was made on the host.
+    return model.to(device).eval()
 
 
 def _weights(model: CausalLM, config: EngineConfig) -> Weights:

@@ -9,17 +9,40 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.worker.devices import Mark
+from quire.worker.input_batch import InputBatch
+from quire.worker.pipeline import HostPipeline, LanguageModel, Pipeline
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+MIB = 2**20
 DEFAULT_CACHE_BYTES = 4 * GIB
+LOGITS_ELEMENTS = 1 << 23
+"""32 MiB of float32."""
+
+
+class HostMark:
+    """A moment."""
+
+    def __init__(self) -> None:
+        self._time = time.perf_counter()
+
+    def wait(self) -> None:
+        """It has passed."""
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, HostMark), "marks of one device"
+        return self._time - earlier._time
 
 
 class CpuDevice:
@@ -30,8 +53,11 @@ class CpuDevice:
     """
 
     torch_device = torch.device("cpu")
+    is_asynchronous = False
     default_cache_bytes: int | None = DEFAULT_CACHE_BYTES
     warm_up_tokens = 32
+    warm_up_seqs = 1
+    logits_elements = LOGITS_ELEMENTS
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -46,6 +72,25 @@ class CpuDevice:
     def available_bytes(self) -> int:
         """Memory that this process can still take without pushing anyone out."""
         return min([self._host_available(), *self._group_available()])
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def usable_bytes(self, share: float) -> tuple[int, str]:
+        free = self.available_bytes()
+        return int(share * free), f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading"
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def download(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def mark(self) -> Mark:
+        return HostMark()
+
+    def pipeline(self, model: LanguageModel, batch: InputBatch, config: EngineConfig) -> Pipeline:
+        return HostPipeline(model, batch, self.torch_device)
 
     def _default_threads(self) -> tuple[int, str]:
         if os.environ.get("OMP_NUM_THREADS"):

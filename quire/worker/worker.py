@@ -8,39 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Protocol
-
-import torch
+from collections.abc import Callable, Mapping
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVMemory
 from quire.layers.attention import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from quire.worker.devices import Device
 from quire.worker.model_runner import ModelRunner
+from quire.worker.rehearsal import Rehearsal
 
 logger = logging.getLogger(__name__)
-
-MIB = 2**20
-
-
-class Device(Protocol):
-    """Facts and settings of one kind of device."""
-
-    torch_device: torch.device
-    default_cache_bytes: int | None
-    """Most that the KV cache takes unless it is asked for; None: no limit but the memory."""
-    warm_up_tokens: int
-    """Length of the warm-up forward pass."""
-
-    def start(self, config: EngineConfig) -> None:
-        """Prepare the device for this process."""
-
-    def available_bytes(self) -> int:
-        """Memory that is free now."""
 
 
 class Worker:
@@ -77,19 +57,21 @@ class Worker:
 
     def kv_memory(self) -> KVMemory:
         """What the cache may take of the memory that is free now."""
-        share, free = self._config.cache.gpu_memory_utilization, self._device.available_bytes()
-        reason = f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading"
-        return KVMemory(int(share * free), reason, self._device.default_cache_bytes)
+        usable, reason = self._device.usable_bytes(self._config.cache.gpu_memory_utilization)
+        return KVMemory(usable, reason, self._device.default_cache_bytes)
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps."""
-        self._allocate(kv_config)
-        self._runner = ModelRunner(self._loaded(), self._config, kv_config, self._device.torch_device)
+        self._runner = self._make_runner(kv_config)
+        self._runner.prepare()
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step."""
-        assert self._runner is not None, "execute_model before initialize_kv_cache"
-        return self._runner.execute_model(plan)
+    def submit(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Run one step, or hand it to a device that goes on by itself; returns what waits for the result."""
+        assert self._runner is not None, "submit before initialize_kv_cache"
+        step = self._runner.launch(plan)
+        if not self._device.is_asynchronous:
+            step.result()
+        return step.result
 
     def shutdown(self) -> None:
         """Let go of the model and the cache."""
@@ -99,30 +81,18 @@ class Worker:
         assert self._model is not None, "load() comes first"
         return self._model
 
-    def _allocate(self, kv_config: KVCacheConfig) -> None:
+    def _make_runner(self, kv_config: KVCacheConfig) -> ModelRunner:
         tensors = allocate_kv_cache(kv_config, self._device.torch_device)
         bind_kv_cache(self._loaded(), kv_config, tensors)
+        return ModelRunner(self._loaded(), self._config, kv_config, self._device)
 
-    @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Run one short prompt, in a cache of its own, so that threads and kernels exist when memory is measured."""
-        block_size = self._config.cache.block_size
-        limits = (self._config.model.max_model_len, self._config.scheduler.max_num_batched_tokens)
-        num_tokens = min(self._device.warm_up_tokens, *limits)
-        num_blocks = -(-num_tokens // block_size)
-        specs = self.kv_cache_specs()
+        """Run the largest steps in a cache of their own, so that all that they need exists when memory is measured."""
+        device, specs = self._device, self.kv_cache_specs()
+        rehearsal = Rehearsal(self._config, device.warm_up_tokens, device.warm_up_seqs)
         one_group = KVCacheGroup(tuple(specs), next(iter(specs.values())))
-        self._allocate(KVCacheConfig(num_blocks, (one_group,), specs))
-        with self._device.torch_device:
-            positions = torch.arange(num_tokens)
-            metadata = AttentionMetadata(
-                query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
-                seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
-                block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
-                slot_mapping=positions,
-                max_query_len=num_tokens,
-                max_seq_len=num_tokens,
-            )
-        model = self._loaded()
-        hidden = model.forward(torch.zeros_like(positions), positions, (metadata,))
-        model.compute_logits(hidden[-1:])
+        cache = KVCacheConfig(rehearsal.num_blocks, (one_group,), specs)
+        runner = self._make_runner(cache)
+        for plan in rehearsal.plans():
+            with device.rehearsal():
+                runner.execute_model(plan)

@@ -11,9 +11,11 @@ import torch
 from tests.kernels import triton_interpreter  # noqa: F401
 
 pytest.importorskip("triton", reason="no Triton for this platform")
-from benchmarks.gpu import check, imports, kernel_checks, runner
+from benchmarks.gpu import check, engine_checks, imports, kernel_checks, runner
 from benchmarks.gpu.runner import Check, run_checks
 from benchmarks.gpu.target import Target
+from quire.executor import uniproc
+from tests.worker.fake_gpu import FakeGpu
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in Triton's interpreter
 
@@ -30,6 +32,24 @@ def test_every_group_passes_in_a_dry_run(
     assert len(rows) == sum(line.startswith("pass ") for line in printed.out.splitlines())
     assert len(rows) > 2
     assert "torch" in page.read_text().splitlines()[2]
+
+
+def test_the_engine_checks_on_a_device_with_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the fake GPU of the worker's tests, which is asynchronous and replays decode steps."""
+    devices: list[FakeGpu] = []
+
+    def make(name: str) -> FakeGpu:
+        devices.append(FakeGpu())
+        return devices[-1]
+
+    monkeypatch.setattr(uniproc, "make_device", make)
+    target = Target(torch.device("cpu"), tiny=True)
+    checks = [
+        one for one in engine_checks.checks(target, tmp_path) if "overlapped" in one.name or "200" in one.name
+    ]
+    outcomes = run_checks(checks, 60)
+    assert [outcome.passed for outcome in outcomes] == [True] * 3, [outcome.trouble for outcome in outcomes]
+    assert any(device.replayed for device in devices)
 
 
 def test_a_failure_is_reported_and_the_rest_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from tests.kernels import triton_interpreter  # noqa: F401
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.kernels import ops, reference
+from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.triton import (
     activation,
     attention,
@@ -97,8 +98,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "all": {"sliding_window": 18, "soft_cap": 3.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
 }
 SHAPES = {
-    "split decode": attention.decode_shape(2, 40, 6, 132)._replace(split_tokens=32, block_n=16),
-    "decode": attention.decode_shape(2, 40, 4000, 132),
+    "split decode": attention.decode_shape(2, 6, 132)._replace(split_tokens=16, block_n=16, even_splits=3),
+    "decode": attention.decode_shape(2, 4000, 132),
     "short chunk": attention.prefill_shape(2, 24, 17),
     "prompt": attention.prefill_shape(2, 24, 100),
     "invariant prompt": attention.invariant_shape(2, decode=False)._replace(split_tokens=32),
@@ -129,6 +130,28 @@ def test_attention(shape: str, feature: str, dtype: torch.dtype) -> None:
             reference.paged_attention(*args, **FEATURES[feature]),
         )
         torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", ["split decode", "decode", "invariant decode"])
+@pytest.mark.parametrize("feature", ["plain", "window"])
+def test_decode_attention_with_padding(shape: str, feature: str) -> None:
+    """Requests of no tokens give zeros, keys may be stored [slot, D], and no launch depends on the lengths."""
+    torch.manual_seed(0)
+    metadata = make_metadata([(1, 9), (1, 40), (1, 1)], block_size=8, num_blocks=16)
+    q, (k_cache, v_cache) = randn(5, 4, 24), randn_caches(16, 2, 8, 24, torch.float32)
+    stored = k_cache.transpose(2, 3).contiguous().transpose(2, 3)
+    padded = AttentionMetadata(
+        query_start_loc=torch.arange(6, dtype=torch.int32),
+        seq_lens=torch.nn.functional.pad(metadata.seq_lens, (0, 2)),
+        block_tables=torch.nn.functional.pad(metadata.block_tables, (0, 0, 0, 2)),
+        slot_mapping=torch.full((5,), -1),
+        max_query_len=1,
+        max_seq_len=200,
+    )
+    got = attend(SHAPES[shape])(q, stored, v_cache, padded, 24**-0.5, **FEATURES[feature])
+    want = reference.paged_attention(q[:3], k_cache, v_cache, metadata, 24**-0.5, **FEATURES[feature])
+    torch.testing.assert_close(got[:3], want, rtol=2e-3, atol=1e-3)
+    assert not got[3:].any()
 
 
 @pytest.mark.parametrize("window", [None, 45])

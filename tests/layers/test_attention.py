@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +131,6 @@ def test_a_cache_precision_of_another_device_is_refused(
     cache: str, device: str, message: str, tiny_model: Callable[[str], Path]
 ) -> None:
     config = prepared_config(tiny_model("llama"), kv_cache_dtype=cache)
-    config = dataclasses.replace(config, device=SimpleNamespace(device=device))
+    config = config.evolve(device=device)
     with pytest.raises(ConfigError, match=message):
         kv_cache_dtype(config)

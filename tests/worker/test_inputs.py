@@ -14,7 +14,7 @@ from quire.errors import EngineError
 from quire.scheduler.output import CachedRequestData
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, gather_inputs
-from tests.worker.harness import BLOCK_SIZE, NUM_BLOCKS, input_batch, request, rows_of
+from tests.worker.harness import BLOCK_SIZE, NUM_BLOCKS, append_tokens, input_batch, request, rows_of
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def sample_token(batch: InputBatch, plain: PlainRequest, token: int) -> None:
         [[token % (NUM_BLOCKS - 1) + 1]] if len(plain.tokens) > len(plain.blocks) * BLOCK_SIZE else [[]]
     )
     plain.blocks += new_blocks[0]
-    batch.append_tokens(rows_of(row), rows_of(token))
+    append_tokens(batch, rows_of(row), rows_of(token))
     batch.update(CachedRequestData(plain.request_id, new_blocks, plain.num_computed_tokens))
 
 
@@ -71,10 +71,10 @@ def check_gather(inputs: StepInputs, requests: list[PlainRequest], counts: list[
     assert inputs.input_ids.tolist() == ids
     assert inputs.positions.tolist() == positions
     assert meta.slot_mapping.tolist() == slots
-    assert meta.query_start_loc.tolist() == inputs.query_start_loc.tolist() == starts
+    assert meta.query_start_loc.tolist() == inputs.layout.query_start_loc.tolist() == starts
     assert meta.seq_lens.tolist() == lengths
     assert (meta.max_seq_len, meta.max_query_len) == (max(lengths), max(counts))
-    assert inputs.sampling.tolist() == samples
+    assert inputs.layout.sampling.tolist() == samples
     assert inputs.logits_indices.tolist() == [starts[index + 1] - 1 for index in samples]
     for table, plain, length in zip(meta.block_tables.tolist(), requests, lengths, strict=True):
         needed = -(-length // BLOCK_SIZE)
@@ -154,5 +154,5 @@ def test_gather_refuses_an_impossible_plan(
 def test_context_can_be_full() -> None:
     batch = input_batch(max_model_len=4)
     batch.add(request([1, 2, 3, 4], block_ids=[1]))
-    batch.append_tokens(rows_of(0), rows_of(5))
+    append_tokens(batch, rows_of(0), rows_of(5))
     assert batch.num_tokens[0] == 5
