@@ -19,7 +19,9 @@ class DeviceConfig(Config):
         choices=("auto", "cpu", "cuda", "xpu"),
     )
     cpu_threads: int = option(0, "Compute threads; 0: one per available physical core.", ge=0)
-    enforce_eager: bool = option(False, "Launch every kernel of every step: no CUDA graphs.")
+    enforce_eager: bool = option(
+        False, "Run every step kernel by kernel from Python: no CUDA graphs, and no tapes on a CPU."
+    )
     cuda_graph_capture: str = option(
         "start",
         "When CUDA graphs of decode steps are captured: at start, or each when it is first needed.",
