@@ -29,8 +29,7 @@ class DeviceConfig(Config):
     )
     cudagraph_capture_sizes: tuple[int, ...] = option(
         (),
-        "Batch sizes with a CUDA graph, which serves smaller batches too; default: 1, 2, 4, every 8th to 256 and every "
-        "16th to 512, as far as --max-num-seqs goes.",
+        "Batch sizes, up to --max-num-seqs, with a CUDA graph; default: 1, 2, 4, every 8th to 256, every 16th to 512.",
         metavar="SIZE",
     )
 
