@@ -19,7 +19,9 @@ class DeviceConfig(Config):
         choices=("auto", "cpu", "cuda", "xpu"),
     )
     cpu_threads: int = option(0, "Compute threads; 0: one per available physical core.", ge=0)
-    enforce_eager: bool = option(False, "Launch every kernel of every step: no CUDA graphs.")
+    enforce_eager: bool = option(
+        False, "Run every step kernel by kernel from Python: no CUDA graphs, and no tapes on a CPU."
+    )
     cuda_graph_capture: str = option(
         "start",
         "When CUDA graphs of decode steps are captured: at start, or each when it is first needed.",
@@ -27,8 +29,7 @@ class DeviceConfig(Config):
     )
     cudagraph_capture_sizes: tuple[int, ...] = option(
         (),
-        "Batch sizes with a CUDA graph, which serves smaller batches too; default: 1, 2, 4, every 8th to 256 and every "
-        "16th to 512, as far as --max-num-seqs goes.",
+        "Batch sizes, up to --max-num-seqs, with a CUDA graph; default: 1, 2, 4, every 8th to 256, every 16th to 512.",
         metavar="SIZE",
     )
 

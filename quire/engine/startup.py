@@ -59,7 +59,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         _choose_dtype(config),
         _choose_max_model_len(config),
         *_choose_batch(config, usage),
-        _choose_steps_in_flight(config),
+        *_choose_loop(config),
         _choose_name(config),
     ]
     for choice in filter(None, choices):
@@ -147,14 +147,23 @@ def _choose_batch(config: EngineConfig, usage: Usage) -> list[Choice]:
     return choices
 
 
-def _choose_steps_in_flight(config: EngineConfig) -> Choice | None:
+def _choose_loop(config: EngineConfig) -> list[Choice]:
     overlapped, asked = config.scheduler.async_scheduling, config.scheduler.max_steps_in_flight
+    choices = []
+    if overlapped is None:
+        overlapped = config.device.device != "cpu"
+        reason = (
+            "a GPU works while the host plans" if overlapped else "on a CPU, planning takes from computing"
+        )
+        choices.append(Choice("async_scheduling", overlapped, reason))
     if asked > 1 and not overlapped:
         raise ConfigError(f"--max-steps-in-flight is {asked}, which needs --async-scheduling")
-    if asked:
-        return None
-    steps, reason = (2, "one runs while the next is planned") if overlapped else (1, "one after the other")
-    return Choice("max_steps_in_flight", steps, reason)
+    if not asked:
+        steps, reason = (
+            (2, "one runs while the next is planned") if overlapped else (1, "one after the other")
+        )
+        choices.append(Choice("max_steps_in_flight", steps, reason))
+    return choices
 
 
 def _choose_name(config: EngineConfig) -> Choice | None:

@@ -20,7 +20,8 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.worker.devices import Mark
 from quire.worker.input_batch import InputBatch
-from quire.worker.pipeline import HostPipeline, LanguageModel, Pipeline
+from quire.worker.pipeline import HostPipeline, LanguageModel, Pipeline, eager_forward
+from quire.worker.taped_forward import TapedForward
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,11 @@ class CpuDevice:
         return HostMark()
 
     def pipeline(self, model: LanguageModel, batch: InputBatch, config: EngineConfig) -> Pipeline:
-        return HostPipeline(model, batch, self.torch_device)
+        """Steps that only decode are played from tapes, unless --enforce-eager."""
+        if config.device.enforce_eager:
+            return HostPipeline(batch, eager_forward(model))
+        widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
+        return HostPipeline(batch, TapedForward(model, batch.max_num_seqs, widths))
 
     def _default_threads(self) -> tuple[int, str]:
         if os.environ.get("OMP_NUM_THREADS"):

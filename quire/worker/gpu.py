@@ -7,6 +7,7 @@ memory does not give it to others before the copy is done.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,6 +87,7 @@ class GpuDevice:
         self._rehearsed_bytes += self._module.max_memory_reserved() - before
 
     def usable_bytes(self, share: float) -> tuple[int, str]:
+        gc.collect()  # a rehearsed runner and its graphs refer to each other
         self._module.empty_cache()
         free, total = self._module.mem_get_info()
         used, rehearsed = total - free, self._rehearsed_bytes

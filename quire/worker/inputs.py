@@ -94,7 +94,7 @@ def lay_out(
 
 
 def gather_inputs(
-    batch: InputBatch, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64], device: torch.device
+    batch: InputBatch, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64]
 ) -> StepInputs:
     """The inputs of the layout of these rows, gathered by the host; raises as `lay_out` does."""
     layout = lay_out(batch, rows, num_scheduled_tokens)
@@ -106,10 +106,10 @@ def gather_inputs(
         positions = np.arange(layout.num_tokens) + offsets
     return StepInputs(
         layout=layout,
-        input_ids=_on(device, batch.token_ids[token_rows, positions].astype(np.int64)),
-        positions=_on(device, positions),
-        logits_indices=_on(device, layout.logits_indices),
-        metadata=_metadata(batch, layout, (token_rows, positions), device),
+        input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        logits_indices=torch.from_numpy(layout.logits_indices),
+        metadata=_metadata(batch, layout, (token_rows, positions)),
     )
 
 
@@ -117,27 +117,22 @@ def _metadata(
     batch: InputBatch,
     layout: StepLayout,
     tokens: tuple[NDArray[np.int64], NDArray[np.int64]],
-    device: torch.device,
 ) -> StepMetadata:
     """`tokens` are the row and the position of each."""
-    starts = _on(device, layout.query_start_loc.astype(np.int32))
-    seq_lens = _on(device, layout.ends.astype(np.int32))
+    starts = torch.from_numpy(layout.query_start_loc.astype(np.int32))
+    seq_lens = torch.from_numpy(layout.ends.astype(np.int32))
     max_query_len, longest = layout.max_query_len, layout.max_seq_len
     return tuple(
         AttentionMetadata(
             query_start_loc=starts,
             seq_lens=seq_lens,
-            block_tables=_on(device, table.gather(layout.rows, longest)),
-            slot_mapping=_on(device, table.slots(*tokens)),
+            block_tables=torch.from_numpy(table.gather(layout.rows, longest)),
+            slot_mapping=torch.from_numpy(table.slots(*tokens)),
             max_query_len=max_query_len,
             max_seq_len=longest,
         )
         for table in batch.block_tables
     )
-
-
-def _on(device: torch.device, array: NDArray[np.generic]) -> Tensor:
-    return torch.from_numpy(array).to(device)
 
 
 def _check_bounds(

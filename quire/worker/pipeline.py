@@ -5,10 +5,10 @@ Invariant: `gather`, `forward` and `keep` are called in this order, once per ste
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,6 +27,15 @@ class LanguageModel(Protocol):
         """[N, H] -> [N, V] float32, a tensor the caller may change."""
 
 
+Forward = Callable[[StepInputs], Tensor]
+"""Hidden states [T, H] of a step, which the next step may overwrite."""
+
+
+def eager_forward(model: LanguageModel) -> Forward:
+    """Calls the model as it is, each time."""
+    return lambda inputs: model.forward(inputs.input_ids, inputs.positions, inputs.metadata)
+
+
 class Pipeline(Protocol):
     """A device's way from rows to hidden states."""
 
@@ -37,7 +46,7 @@ class Pipeline(Protocol):
         """See `gather_inputs`."""
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Hidden states, a row for each token and perhaps more behind them."""
+        """Hidden states, a row for each token and perhaps more behind them, which the next step may overwrite."""
 
     def keep(self, inputs: StepInputs, codes: Tensor) -> None:
         """Take in what the requests of `inputs.layout.sampling` sampled: `Sampled.codes` of all of them."""
@@ -51,16 +60,15 @@ class HostPipeline:
 
     reads_host_tokens = True
 
-    def __init__(self, model: LanguageModel, batch: InputBatch, device: torch.device) -> None:
-        self._model = model
+    def __init__(self, batch: InputBatch, forward: Forward) -> None:
         self._batch = batch
-        self._device = device
+        self._forward = forward
 
     def gather(self, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64]) -> StepInputs:
-        return gather_inputs(self._batch, rows, num_scheduled_tokens, self._device)
+        return gather_inputs(self._batch, rows, num_scheduled_tokens)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        return self._model.forward(inputs.input_ids, inputs.positions, inputs.metadata)
+        return self._forward(inputs)
 
     def keep(self, inputs: StepInputs, codes: Tensor) -> None:
         """The runner appends them to the host's rows."""

@@ -62,7 +62,8 @@ class Worker:
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps."""
-        self._runner = self._make_runner(kv_config)
+        self._bind_cache(kv_config)
+        self._runner = ModelRunner(self._loaded(), self._config, kv_config, self._device)
         self._runner.prepare()
 
     def submit(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
@@ -81,10 +82,9 @@ class Worker:
         assert self._model is not None, "load() comes first"
         return self._model
 
-    def _make_runner(self, kv_config: KVCacheConfig) -> ModelRunner:
+    def _bind_cache(self, kv_config: KVCacheConfig) -> None:
         tensors = allocate_kv_cache(kv_config, self._device.torch_device)
         bind_kv_cache(self._loaded(), kv_config, tensors)
-        return ModelRunner(self._loaded(), self._config, kv_config, self._device)
 
     def _warm_up(self) -> None:
         """Run the largest steps in a cache of their own, so that all that they need exists when memory is measured."""
@@ -92,7 +92,10 @@ class Worker:
         rehearsal = Rehearsal(self._config, device.warm_up_tokens, device.warm_up_seqs)
         one_group = KVCacheGroup(tuple(specs), next(iter(specs.values())))
         cache = KVCacheConfig(rehearsal.num_blocks, (one_group,), specs)
-        runner = self._make_runner(cache)
+        self._bind_cache(cache)
+        with device.rehearsal():
+            runner = ModelRunner(self._loaded(), self._config, cache, device)
         for plan in rehearsal.plans():
             with device.rehearsal():
                 runner.execute_model(plan)
+        self._bind_cache(KVCacheConfig(1, (one_group,), specs))  # lets go of the larger one

@@ -28,6 +28,8 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
     """Valid values of one engine field."""
     if name == "quantization_config":
         return st.fixed_dictionaries({}, optional=QUANTIZATION_KEYS)
+    if name == "cudagraph_capture_sizes":
+        return st.lists(st.integers(1)).map(tuple)
     owner = engine_fields()[name][1]
     info = next(info_of(field) for field in dataclasses.fields(owner) if field.name == name)
     if info.choices:

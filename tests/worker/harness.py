@@ -118,7 +118,7 @@ class ToyModel:
 
 
 def toy_runner(model: ToyModel | None = None, device: Device | None = None, **args: Any) -> ModelRunner:
-    config = tiny_config(**args)
+    config = tiny_config(**{"enforce_eager": device is None} | args)
     specs = {"layer": FullAttentionSpec(BLOCK_SIZE, 1, 1, 4)}
     kv_config = KVCacheConfig(NUM_BLOCKS, group_layers(specs, 64), specs)
     return ModelRunner(model or ToyModel(), config, kv_config, device or CpuDevice())

@@ -22,7 +22,6 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import gather_inputs
 from tests.worker.harness import rows_of
 
-CPU = torch.device("cpu")
 MAX_SEQS, MAX_LEN, POOL = 6, 600, 900
 SPECS = (FullAttentionSpec(4, 1, 1, 4), SlidingWindowSpec(16, 1, 1, 4, 40))
 
@@ -55,7 +54,7 @@ class Rows:
     def step(self, names: list[str], counts: list[int], graph_size: int = 0) -> None:
         """Gather on both sides, compare, and sample."""
         rows = rows_of(*(self.batch.row(name) for name in names))
-        expected = gather_inputs(self.batch, rows, np.array(counts), CPU)
+        expected = gather_inputs(self.batch, rows, np.array(counts))
         got = self.device.gather(expected.layout, graph_size)
         padding = max(graph_size - len(names), 0)
         assert torch.equal(got.input_ids, padded(expected.input_ids, padding, 0))

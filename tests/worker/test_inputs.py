@@ -16,8 +16,6 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, gather_inputs
 from tests.worker.harness import BLOCK_SIZE, NUM_BLOCKS, append_tokens, input_batch, request, rows_of
 
-CPU = torch.device("cpu")
-
 
 class PlainRequest:
     """What the batch should know of one request."""
@@ -107,7 +105,7 @@ def test_gather_equals_a_loop_over_tokens(seed: int, actions: list[str]) -> None
             requests = [known[request_id] for request_id in picked]
             counts = [rng.randint(1, len(plain.tokens) - plain.num_computed_tokens) for plain in requests]
             rows = rows_of(*(batch.row(request_id) for request_id in picked))
-            check_gather(gather_inputs(batch, rows, np.array(counts), CPU), requests, counts)
+            check_gather(gather_inputs(batch, rows, np.array(counts)), requests, counts)
     assert len(batch) == len(known)
 
 
@@ -148,7 +146,7 @@ def test_gather_refuses_an_impossible_plan(
     batch = input_batch()
     batch.add(request([1, 2, 3], block_ids=blocks, num_computed_tokens=num_computed))
     with pytest.raises(EngineError, match=message):
-        gather_inputs(batch, rows_of(0), rows_of(num_scheduled), CPU)
+        gather_inputs(batch, rows_of(0), rows_of(num_scheduled))
 
 
 def test_context_can_be_full() -> None:
