@@ -34,7 +34,7 @@ class Expected:
     @property
     def results(self) -> list[Generated]:
         if self._results is None:
-            with self.engine(**_invariant(self.target), **_eager(self.target)) as running:
+            with self.engine(**_invariant(self.target), **_EAGER) as running:
                 self._results = self.generate(running)
         return self._results
 
@@ -58,10 +58,10 @@ def checks(target: Target, scratch: Path) -> Iterator[Check]:
     """Variants of one engine beside the plain one, then engines that only have to run."""
     shape = TINY_TIED if target.tiny else QWEN_05B
     expected = Expected(target, shape.write(scratch / f"config {shape.name}"))
-    eager, invariant = _eager(target), _invariant(target)
+    eager, invariant = _EAGER, _invariant(target)
     variants: dict[str, dict[str, Any]] = {
         "CUDA graphs": {},
-        "CUDA graphs, captured lazily": {} if not target.is_gpu else {"cuda_graph_capture": "lazy"},
+        "CUDA graphs, captured lazily": {"cuda_graph_capture": "lazy"},
         "overlapped steps": {"async_scheduling": True},
         "overlapped steps, eager": {"async_scheduling": True, **eager},
         "chunks of 64 tokens": {"max_num_batched_tokens": 64, **eager},
@@ -89,10 +89,6 @@ def checks(target: Target, scratch: Path) -> Iterator[Check]:
 def _invariant(target: Target) -> dict[str, Any]:
     """On a CPU every engine is; without its own kernels it would refuse the flag."""
     return {"batch_invariant": True} if target.is_gpu else {}
-
-
-def _eager(target: Target) -> dict[str, Any]:
-    return _EAGER if target.is_gpu else {}
 
 
 def _different(ours: list[Generated], theirs: list[Generated]) -> float:

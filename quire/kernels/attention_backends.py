@@ -48,7 +48,8 @@ class AttentionBackend:
     load: Callable[[AttentionNeeds], PagedAttention]
     """Imports and returns the function; asked only where `why_not` has nothing to say."""
     capturable: bool = False
-    """Whether its calls can be part of a captured graph: they look at no number on the device."""
+    """Whether its calls can be part of a graph that a GPU replays, or of a tape that a CPU plays: the same launches for
+    every batch of a size, and nothing that the recorder does not see."""
 
 
 def known_backends() -> list[str]:
@@ -148,7 +149,7 @@ def _load_torch_sdpa(_needs: AttentionNeeds) -> PagedAttention:
 _DEVICES = {"cpu": ("cpu",), "triton": ("cuda", "xpu")}
 
 _BUILT_IN = {
-    "cpu": AttentionBackend(_no_cpu, lambda _needs: _row("cpu").load()),
+    "cpu": AttentionBackend(_no_cpu, lambda _needs: _row("cpu").load(), capturable=True),
     "triton": AttentionBackend(_no_triton, _load_triton, capturable=True),
     "torch_sdpa": AttentionBackend(_no_torch_sdpa, _load_torch_sdpa),
     "reference": AttentionBackend(_no_reference, lambda _needs: ops.paged_attention.oracle),

@@ -141,8 +141,15 @@ def kv_cache_dtype(config: EngineConfig) -> torch.dtype:
 
 
 def attention_backends(model: nn.Module) -> dict[str, bool]:
-    """Names of the backends that the model's layers use -> whether their calls can be captured in a graph."""
+    """Names of the backends that the model's layers use -> whether their calls can be captured."""
     return {layer.backend_name: layer.backend.capturable for layer in _attention_layers(model)}
+
+
+def why_not_captured(model: object) -> str | None:
+    """Why a model's steps cannot be part of a graph or a tape: a phrase for people; None if they can."""
+    backends = attention_backends(model) if isinstance(model, nn.Module) else {}
+    names = [name for name, capturable in backends.items() if not capturable]
+    return f"attention by {' and '.join(names)} cannot be captured" if names else None
 
 
 def kv_cache_specs(model: nn.Module) -> dict[str, KVCacheSpec]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.layers.attention import why_not_captured
 from quire.worker.devices import Mark
 from quire.worker.input_batch import InputBatch
 from quire.worker.pipeline import HostPipeline, LanguageModel, Pipeline, eager_forward
@@ -92,7 +93,7 @@ class CpuDevice:
 
     def pipeline(self, model: LanguageModel, batch: InputBatch, config: EngineConfig) -> Pipeline:
         """Steps that only decode are played from tapes, unless --enforce-eager."""
-        if config.device.enforce_eager:
+        if config.device.enforce_eager or why_not_captured(model) is not None:
             return HostPipeline(batch, eager_forward(model))
         widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
         return HostPipeline(batch, TapedForward(model, batch.max_num_seqs, widths))

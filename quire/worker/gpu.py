@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
-from quire.layers.attention import attention_backends
+from quire.layers.attention import why_not_captured
 from quire.worker.device_pipeline import DevicePipeline
 from quire.worker.devices import Mark
 from quire.worker.graphs import Capturer
@@ -142,8 +142,7 @@ class CudaDevice(GpuDevice):
         return torch.cuda.memory_reserved()
 
     def _capturer(self, model: LanguageModel) -> Capturer | None:
-        assert isinstance(model, nn.Module), "a GPU runs torch's modules"
-        looking = [name for name, capturable in attention_backends(model).items() if not capturable]
-        if looking:
-            logger.info("no CUDA graphs: attention by %s waits for the device", ", ".join(looking))
-        return None if looking else self
+        reason = why_not_captured(model)
+        if reason is not None:
+            logger.info("no CUDA graphs: %s", reason)
+        return None if reason is not None else self

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError
+from quire.kernels import cpu
 from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from quire.layers.attention import (
@@ -18,6 +19,7 @@ from quire.layers.attention import (
     bind_kv_cache,
     kv_cache_dtype,
     kv_cache_specs,
+    why_not_captured,
 )
 from quire.models.base import CausalLM
 from tests.models.harness import load_tiny, logits_of, prepared_config
@@ -134,3 +136,14 @@ def test_a_cache_precision_of_another_device_is_refused(
     config = config.evolve(device=device)
     with pytest.raises(ConfigError, match=message):
         kv_cache_dtype(config)
+
+
+def test_a_backend_that_cannot_be_captured_says_so(tiny_model: Callable[[str], Path]) -> None:
+    backends = ("auto", "reference")
+    models = [
+        load_tiny(tiny_model("llama"), attention_backend=name, load_format="dummy") for name in backends
+    ]
+    assert why_not_captured(models[1]) == "attention by reference cannot be captured"
+    assert why_not_captured(object()) is None
+    if cpu.available():
+        assert why_not_captured(models[0]) is None
