@@ -33,11 +33,11 @@ def _rotated(x, row, position, table, rot_dim, INTERLEAVED: tl.constexpr, HALF: 
 
 @triton.jit
 def _stored(value, LIMIT: tl.constexpr):
-    """What a cache whose largest number is LIMIT keeps of a value; NaN stays."""
-    if float("inf") == LIMIT:
-        return value
-    value = value.to(tl.float32)
-    return tl.where(value > LIMIT, LIMIT, tl.where(value < -LIMIT, -LIMIT, value))
+    """What a cache whose largest number is LIMIT (0: it has none) keeps of a value; NaN stays."""
+    if LIMIT > 0.0:
+        value = value.to(tl.float32)
+        value = tl.where(value > LIMIT, LIMIT, tl.where(value < -LIMIT, -LIMIT, value))
+    return value
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def _launch(
         *_strides(k_cache, 4), *_value_strides(v_cache),
         ROTATE=table is not None, WRITE=slots is not None, INTERLEAVED=interleaved,
         HALF=next_power_of_2(max(rot_dim // 2, 1)), SIZE=next_power_of_2(head_size),
-        LIMIT=FP8_MAX if is_fp8 else float("inf"), num_warps=1,
+        LIMIT=FP8_MAX if is_fp8 else 0.0, num_warps=1,
     )  # fmt: skip
 
 
