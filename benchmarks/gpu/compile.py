@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu.compile`: do all kernels compile for a GPU that is not here, and fit into its shared memory?
+"""`python -m benchmarks.gpu.compile`: do all kernels compile for a GPU that is not here, and fit its shared memory?
 
 Triton's interpreter runs what no compiler would take, so this is the other half of testing kernels without a GPU. Every
 kernel is launched on tensors without memory, in the shapes of real models, at a driver that compiles and does nothing

@@ -1,4 +1,4 @@
-"""The GPU kernels compile for an H100; in a process of its own, since Triton's interpreter rules in that of the tests."""
+"""The GPU kernels compile for an H100; in a process of its own, since Triton's interpreter rules that of the tests."""
 
 from __future__ import annotations
 
