@@ -65,6 +65,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     for choice in filter(None, choices):
         config = _settled(config, choice)
     config.scheduler.check()
+    config.cache.check()
     config.quantization.check()
     return config
 
