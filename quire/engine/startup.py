@@ -65,6 +65,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     for choice in filter(None, choices):
         config = _settled(config, choice)
     config.scheduler.check()
+    config.cache.check()
     config.quantization.check(config.device.device)
     _check_batch_invariant(config)
     return config

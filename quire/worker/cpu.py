@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.config.cache import CacheConfig
 from quire.layers.attention import why_not_captured
+from quire.worker.block_copies import Moves, copy_on_host
 from quire.worker.devices import Mark
 from quire.worker.input_batch import InputBatch
 from quire.worker.pipeline import HostPipeline, LanguageModel, Pipeline, eager_forward
@@ -78,9 +80,17 @@ class CpuDevice:
     def rehearsal(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def usable_bytes(self, share: float) -> tuple[int, str]:
-        free = self.available_bytes()
+    def usable_bytes(self, cache: CacheConfig) -> tuple[int, str]:
+        """Of what is free after loading and not kept for the swap space, which is the same memory."""
+        share, free = cache.gpu_memory_utilization, max(0, self.available_bytes() - cache.swap_space_bytes)
         return int(share * free), f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading"
+
+    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        """Untouched pages cost no memory."""
+        return torch.empty(shape, dtype=torch.uint8)
+
+    def copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
+        copy_on_host(sources, targets, moves)
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -7,15 +7,18 @@ mark was waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.config.cache import CacheConfig
+from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.worker.input_batch import InputBatch
@@ -55,8 +58,16 @@ class Device(Protocol):
     def rehearsal(self) -> AbstractContextManager[None]:
         """Around a step like those to come: what it takes on top will not be offered to the KV cache."""
 
-    def usable_bytes(self, share: float) -> tuple[int, str]:
-        """What the KV cache may take now, with the reason, if quire may use this share of the memory."""
+    def usable_bytes(self, cache: CacheConfig) -> tuple[int, str]:
+        """What the KV cache may take of the memory now, with the reason."""
+
+    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        """Uninitialised bytes of the host, to and from which `copy_blocks` can copy."""
+
+    def copy_blocks(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: list[tuple[int, int]]
+    ) -> None:
+        """See `CopyBlocks`; tensors [2, blocks, bytes] uint8."""
 
     def upload(self, tensor: Tensor) -> Tensor:
         """A tensor of the host, whose memory may change afterwards on an asynchronous device only."""
@@ -79,7 +90,13 @@ _DEVICES = {
 
 
 def make_device(name: str) -> Device:
-    """The device of a prepared config's `device`, under torch's name; ROCm answers to cuda."""
+    """The device of a prepared config's `device`, under torch's name; ROCm answers to cuda.
+
+    Raises:
+        ConfigError: what its kernels are written in is not installed.
+    """
+    if name != "cpu" and find_spec("triton") is None:
+        raise ConfigError(f"--device {name} needs Triton, which comes with torch's builds for GPUs")
     module, _, attribute = _DEVICES[name].partition(":")
     device: Device = getattr(import_module(module), attribute)()
     return device

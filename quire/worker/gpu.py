@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.config.cache import CacheConfig
 from quire.errors import ConfigError, StartupError
+from quire.kernels.triton.copies import copy_blocks
 from quire.layers.attention import why_not_captured
+from quire.worker.block_copies import Moves
 from quire.worker.device_pipeline import DevicePipeline
 from quire.worker.devices import Mark
 from quire.worker.graphs import Capturer
@@ -86,7 +89,8 @@ class GpuDevice:
         self._module.synchronize()
         self._rehearsed_bytes += self._module.max_memory_reserved() - before
 
-    def usable_bytes(self, share: float) -> tuple[int, str]:
+    def usable_bytes(self, cache: CacheConfig) -> tuple[int, str]:
+        share = cache.gpu_memory_utilization
         gc.collect()  # a rehearsed runner and its graphs refer to each other
         self._module.empty_cache()
         free, total = self._module.mem_get_info()
@@ -96,6 +100,13 @@ class GpuDevice:
             f"{rehearsed / MIB:.0f} MiB that the largest steps take"
         )
         return max(int(share * total) - used - rehearsed, 0), reason
+
+    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+
+    def copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
+        """By a kernel that reads and writes pinned memory of the host as its own, so that nobody waits."""
+        copy_by_kernel(sources, targets, self.upload(torch.tensor(moves)))
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
@@ -113,6 +124,19 @@ class GpuDevice:
     def _capturer(self, model: LanguageModel) -> Capturer | None:
         """What records graphs, where that can be done."""
         return None
+
+
+def copy_by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Tensor) -> None:
+    """Copy blocks of tensors [2, blocks, bytes]; moves [N, 2] int64."""
+    for source, target in zip(sources, targets, strict=True):
+        for half in range(2):
+            copy_blocks(_words(target[half]), _words(source[half]), moves)
+
+
+def _words(blocks: Tensor) -> Tensor:
+    """Bytes [blocks, n] as the largest numbers that they are a multiple of."""
+    fitting = (dtype for dtype in (torch.int64, torch.int32) if blocks.shape[1] % dtype.itemsize == 0)
+    return blocks.view(next(fitting, torch.uint8))
 
 
 class XpuDevice(GpuDevice):

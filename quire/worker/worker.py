@@ -10,17 +10,23 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+import torch
+from torch import Tensor
+
 from quire.config import EngineConfig
-from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVMemory
+from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVMemory, SwapCosts
 from quire.layers.attention import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from quire.worker.block_copies import BlockCopier
 from quire.worker.devices import Device
 from quire.worker.model_runner import ModelRunner
 from quire.worker.rehearsal import Rehearsal
 
 logger = logging.getLogger(__name__)
+
+_COPIED_BYTES = 8 * 2**20
 
 
 class Worker:
@@ -35,6 +41,8 @@ class Worker:
         self._device = device
         self._model: CausalLM | None = None
         self._runner: ModelRunner | None = None
+        self._copier: BlockCopier | None = None
+        self._tokens_per_s = 0.0
 
     def load(self) -> None:
         """Load the weights and run the model once.
@@ -57,18 +65,23 @@ class Worker:
 
     def kv_memory(self) -> KVMemory:
         """What the cache may take of the memory that is free now."""
-        usable, reason = self._device.usable_bytes(self._config.cache.gpu_memory_utilization)
-        return KVMemory(usable, reason, self._device.default_cache_bytes)
+        usable, reason = self._device.usable_bytes(self._config.cache)
+        return KVMemory(usable, reason, self._device.default_cache_bytes, self._swap_costs())
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps."""
-        self._bind_cache(kv_config)
-        self._runner = ModelRunner(self._loaded(), self._config, kv_config, self._device)
+        tensors, device = self._bind_cache(kv_config), self._device
+        shapes = [(2, kv_config.num_host_blocks + 1, tensor.shape[2]) for tensor in tensors]
+        host_tier = [device.host_memory(shape) for shape in shapes]
+        self._copier = BlockCopier(tensors, host_tier, device.copy_blocks)
+        self._runner = ModelRunner(self._loaded(), self._config, kv_config, device)
         self._runner.prepare()
 
     def submit(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Run one step, or hand it to a device that goes on by itself; returns what waits for the result."""
         assert self._runner is not None, "submit before initialize_kv_cache"
+        assert self._copier is not None
+        self._copier.execute(plan)
         step = self._runner.launch(plan)
         if not self._device.is_asynchronous:
             step.result()
@@ -76,15 +89,24 @@ class Worker:
 
     def shutdown(self) -> None:
         """Let go of the model and the cache."""
-        self._model = self._runner = None
+        self._model = self._runner = self._copier = None
 
     def _loaded(self) -> CausalLM:
         assert self._model is not None, "load() comes first"
         return self._model
 
-    def _bind_cache(self, kv_config: KVCacheConfig) -> None:
+    def _swap_costs(self) -> SwapCosts:
+        """Rates of copying and computing, roughly: a copy of a few MiB, and the step of prompts that warmed up."""
+        blocks = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=self._device.torch_device)
+        started = time.perf_counter()
+        blocks.to("cpu", copy=True)
+        return SwapCosts(_COPIED_BYTES / (time.perf_counter() - started), self._tokens_per_s)
+
+    def _bind_cache(self, kv_config: KVCacheConfig) -> tuple[Tensor, ...]:
+        """Allocate a cache, and give it to the model."""
         tensors = allocate_kv_cache(kv_config, self._device.torch_device)
         bind_kv_cache(self._loaded(), kv_config, tensors)
+        return tensors
 
     def _warm_up(self) -> None:
         """Run the largest steps in a cache of their own, so that all that they need exists when memory is measured."""
@@ -96,6 +118,9 @@ class Worker:
         with device.rehearsal():
             runner = ModelRunner(self._loaded(), self._config, cache, device)
         for plan in rehearsal.plans():
+            started = time.perf_counter()
             with device.rehearsal():
                 runner.execute_model(plan)
+            rate = plan.total_num_scheduled_tokens / (time.perf_counter() - started)
+            self._tokens_per_s = max(self._tokens_per_s, rate)
         self._bind_cache(KVCacheConfig(1, (one_group,), specs))  # lets go of the larger one

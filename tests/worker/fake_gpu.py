@@ -11,7 +11,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.config.cache import CacheConfig
+from quire.worker.block_copies import Moves
 from quire.worker.cpu import HostMark
 from quire.worker.device_pipeline import DevicePipeline
+from quire.worker.gpu import copy_by_kernel
 from quire.worker.input_batch import InputBatch
 from quire.worker.pipeline import LanguageModel, Pipeline
 
@@ -67,8 +70,14 @@ class FakeGpu:
         self.num_rehearsals += 1
         return nullcontext()
 
-    def usable_bytes(self, share: float) -> tuple[int, str]:
-        return int(share * self._free_bytes), "what a fake device has"
+    def usable_bytes(self, cache: CacheConfig) -> tuple[int, str]:
+        return int(cache.gpu_memory_utilization * self._free_bytes), "what a fake device has"
+
+    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8)
+
+    def copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
+        copy_by_kernel(sources, targets, self.upload(torch.tensor(moves)))
 
     def upload(self, tensor: Tensor) -> Tensor:
         self.num_uploads += 1

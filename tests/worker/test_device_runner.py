@@ -202,6 +202,19 @@ def test_an_engine_equals_the_hosts(
     assert facts(got) == facts(expected)
 
 
+def test_swapped_blocks_come_back(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, on_fake_gpu: list[FakeGpu]
+) -> None:
+    args: dict[str, Any] = {"model": str(tiny_model("llama")), "max_model_len": 96, "max_num_seqs": 8}
+    args |= {"num_gpu_blocks_override": 16, "enable_prefix_caching": False}
+    jobs = jobs_of_all_kinds()[:8]
+    swapping = {"swap_space": 1e-3, "preemption_mode": "swap"}
+    got, stats = serve(jobs, **args, **swapping, **overlapped(2))
+    assert stats["num_preemptions"] > 0
+    monkeypatch.undo()
+    assert facts(got) == facts(serve(jobs, **args)[0])
+
+
 @pytest.mark.parametrize("name", ["gemma3", "opt", "qwen2-window"])
 def test_families_equal_the_hosts(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, on_fake_gpu: list[FakeGpu]
