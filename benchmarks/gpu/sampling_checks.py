@@ -20,7 +20,8 @@ def checks(target: Target) -> Iterator[Check]:
     """Every op of the tail, for the vocabularies of the shapes."""
     shapes = (TINY,) if target.tiny else (LLAMA_8B, QWEN_05B, GEMMA_2B)
     for vocab in sorted({shape.vocab for shape in shapes}):
-        yield Check(f"V = {vocab}: sampled tokens", partial(_tokens, target, vocab))
+        # One row in 64 may be where rounding decides on which side of a boundary a number falls.
+        yield Check(f"V = {vocab}: sampled tokens", partial(_tokens, target, vocab), 1.0)
         yield Check(f"V = {vocab}: logprobs", partial(_logprobs, target, vocab), 1e-5)
         yield Check(f"V = {vocab}: rows that are not finite", partial(_non_finite, target, vocab))
         yield Check(f"V = {vocab}: a row's bits in any batch", partial(_alone, target, vocab))
