@@ -18,7 +18,7 @@ CANDIDATES   = $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
 FIND_PYTHON  = for p in $(CANDIDATES); do "$$p" -c '$(PROBE)' 2>/dev/null && echo "$$p" && break; done
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve lint test soak clean
+.PHONY: help install serve lint test soak gpu-check gpu-bench clean
 
 help:
 	@echo 'make install   create $(VENV) with quire and its development tools (PYTHON=/path/to/python3.x to choose)'
@@ -26,6 +26,7 @@ help:
 	@echo 'make lint      ruff, mypy and the import contracts'
 	@echo 'make test      install, lint, and every quick test'
 	@echo 'make soak      the long randomised tests'
+	@echo 'make gpu-check kernels, models and engines on a GPU against their oracles; make gpu-bench: their speed'
 	@echo 'make clean     remove the environment, builds and caches'
 
 install: $(STAMP) ;
@@ -63,6 +64,10 @@ test: install lint
 
 soak: install
 	@$(BIN)/pytest -q -m soak $(ARGS)
+
+# These run from the source tree with the machine's own Python, on which there need be nothing but torch and a few packages.
+gpu-check gpu-bench:
+	@PYTHONPATH=.:$$PYTHONPATH $(or $(PYTHON),python3) -m benchmarks.gpu.$(@:gpu-%=%) $(ARGS)
 
 clean:
 	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

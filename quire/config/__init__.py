@@ -5,6 +5,7 @@ from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.engine import EngineConfig, child_configs, engine_fields
 from quire.config.engine_args import EngineArgs
+from quire.config.kernels import KernelConfig
 from quire.config.kv_events import KVEventsConfig
 from quire.config.load import LoadConfig
 from quire.config.model import DEMO_MODEL, ModelConfig
@@ -21,6 +22,7 @@ __all__ = [
     "EngineArgs",
     "EngineConfig",
     "KVEventsConfig",
+    "KernelConfig",
     "LoadConfig",
     "ModelArch",
     "ModelConfig",

@@ -16,7 +16,11 @@ class CacheConfig(Config):
 
     block_size: int = option(16, "Tokens per KV cache block.", ge=1, le=1024)
     gpu_memory_utilization: float = option(
-        0.92, "Share of the free memory of the device (or host, on a CPU) that quire may use.", gt=0.0, le=1.0
+        0.92,
+        "Share that quire may use: of a GPU's memory, weights included; on a CPU, of the memory that is free after "
+        "loading.",
+        gt=0.0,
+        le=1.0,
     )
     kv_cache_memory_bytes: int = option(0, "Exact size of the KV cache in bytes; 0: measured.", ge=0)
     num_gpu_blocks_override: int = option(0, "Exact number of KV cache blocks; 0: measured.", ge=0)
@@ -27,9 +31,9 @@ class CacheConfig(Config):
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Precision of the KV cache; auto: that of the activations, float32 on a CPU; "
-        "int8: with a scale for each token and head.",
-        choices=("auto", "float32", "float16", "bfloat16", "int8"),
+        "Precision of the KV cache; auto: that of the activations; int8 (CPU): with a scale for each token and head; "
+        "fp8 (GPU): E4M3.",
+        choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8"),
     )
     swap_space: float = option(
         0.0,

@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from quire.config.fields import Config, option
+from quire.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class DeviceConfig(Config):
-    """Device and threads."""
+    """Device, threads of a CPU, and CUDA graphs."""
 
-    device: str = option("auto", "Device type.", choices=("auto", "cpu"))
+    device: str = option(
+        "auto",
+        "Device type; auto: a GPU if there is one that torch can use, else the CPU. ROCm answers to cuda.",
+        choices=("auto", "cpu", "cuda", "xpu"),
+    )
     cpu_threads: int = option(0, "Compute threads; 0: one per available physical core.", ge=0)
     enforce_eager: bool = option(
         False, "Run every step kernel by kernel from Python: no CUDA graphs, and no tapes on a CPU."
     )
+    cuda_graph_capture: str = option(
+        "start",
+        "When CUDA graphs of decode steps are captured: at start, or each when it is first needed.",
+        choices=("start", "lazy"),
+    )
+    cudagraph_capture_sizes: tuple[int, ...] = option(
+        (),
+        "Batch sizes, up to --max-num-seqs, with a CUDA graph; default: 1, 2, 4, every 8th to 256, every 16th to 512.",
+        metavar="SIZE",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bad: list[Any] = [size for size in self.cudagraph_capture_sizes if type(size) is not int or size < 1]
+        if bad:
+            raise ConfigError(f"--cudagraph-capture-sizes must be integers of at least 1, got {bad[0]!r}")

@@ -11,7 +11,8 @@ from typing import Any
 from quire.config.arch import ModelArch
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
-from quire.config.fields import Config, field_types, info_named
+from quire.config.fields import Config, field_types, info_named, plain_type
+from quire.config.kernels import KernelConfig
 from quire.config.kv_events import KVEventsConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
@@ -34,6 +35,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
@@ -83,6 +85,7 @@ _CHILDREN: dict[str, type[Config]] = {
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,
     "device": DeviceConfig,
+    "kernels": KernelConfig,
     "load": LoadConfig,
     "quantization": QuantizationConfig,
     "observability": ObservabilityConfig,
@@ -111,8 +114,8 @@ def _coerced(value: Any, owner: type[Config], name: str) -> Any:
     expected, words = field_types(owner)[name], info_named(owner, name).words
     if isinstance(value, str) and words:
         return dict(words).get(value, value)
-    if expected == tuple[str, ...]:
-        return (value,) if isinstance(value, str) else tuple(value)
+    if plain_type(expected) is tuple:
+        return (value,) if isinstance(value, str | int) else tuple(value)
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value).removeprefix("torch.")
     if hasattr(value, "__fspath__"):

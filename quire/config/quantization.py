@@ -13,8 +13,15 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "group_size": (32, 64, 128),
     "symmetric": (True, False),
     "mode": ("fast", "precise"),
+    "scale": ("row", "tensor"),
+    "gemm": ("vendor", "triton"),
 }
-_INT4_ONLY = ("group_size", "symmetric")
+_KEYS_OF: Mapping[str | None, tuple[str, ...]] = {
+    None: (),
+    "int8": ("mode", "ignore"),
+    "int4": ("mode", "ignore", "group_size", "symmetric"),
+    "fp8": ("scale", "gemm", "ignore"),
+}
 
 
 @dataclass(frozen=True)
@@ -22,11 +29,14 @@ class QuantizationConfig(Config):
     """Precision in which the weights of linear layers and of the output head are kept."""
 
     quantization: str | None = option(
-        None, "Quantise weights while loading; default: not at all.", choices=("int8", "int4")
+        None,
+        "Quantise weights while loading; default: not at all. fp8 needs a GPU.",
+        choices=("int8", "int4", "fp8"),
     )
     quantization_config: dict[str, Any] = option(
         {},
-        "JSON object with group_size and symmetric (int4), mode (fast, precise) and ignore (name prefixes).",
+        "JSON object with group_size, symmetric (int4), mode (fast, precise; CPU), scale (row, tensor), gemm (vendor, "
+        "triton; fp8), ignore (names).",
     )
 
     def __post_init__(self) -> None:
@@ -41,22 +51,26 @@ class QuantizationConfig(Config):
                 choices = ", ".join(map(str, _CHOICES[key]))
                 raise ConfigError(f"--quantization-config: {key} must be one of {choices}, got {value!r}")
 
-    def check(self) -> None:
-        """Refuse keys that would do nothing.
+    def check(self, device: str) -> None:
+        """Refuse what this type of device cannot do, and keys that would do nothing.
 
         Raises:
             ConfigError: names them.
         """
-        useless = set(self.quantization_config) - self._used_keys()
+        if self.quantization == "fp8" and device == "cpu":
+            raise ConfigError(
+                "--quantization fp8 needs a GPU that multiplies fp8; on a CPU there are int8 and int4"
+            )
+        useless = set(self.quantization_config) - self._used_keys(device)
         if useless:
             scheme = self.quantization or "no --quantization"
             raise ConfigError(
-                f"--quantization-config: {', '.join(sorted(useless))} means nothing with {scheme}"
+                f"--quantization-config: {', '.join(sorted(useless))} means nothing with {scheme} on {device}"
             )
 
-    def _used_keys(self) -> set[str]:
-        used = {"mode", "ignore", *_INT4_ONLY} if self.quantization == "int4" else {"mode", "ignore"}
-        return used if self.quantization else set()
+    def _used_keys(self, device: str) -> set[str]:
+        cpu_only = {"mode"} if device != "cpu" else set()
+        return set(_KEYS_OF[self.quantization]) - cpu_only
 
     @property
     def group_size(self) -> int:
@@ -70,8 +84,18 @@ class QuantizationConfig(Config):
 
     @property
     def fast(self) -> bool:
-        """Whether activations are rounded to 16 bits so that integers can be multiplied."""
+        """Whether activations are rounded to 8 bits so that integers can be multiplied."""
         return bool(self.quantization_config.get("mode", "fast") == "fast")
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether an fp8 weight has one scale instead of one per output."""
+        return bool(self.quantization_config.get("scale", "row") == "tensor")
+
+    @property
+    def vendor(self) -> bool:
+        """Whether fp8 products are the vendor's library's where it takes them."""
+        return bool(self.quantization_config.get("gemm", "vendor") == "vendor")
 
     @property
     def ignore(self) -> tuple[str, ...]:

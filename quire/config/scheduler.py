@@ -53,7 +53,9 @@ class SchedulerConfig(Config):
         0, "Most prompt tokens of these sequences before a server answers 503; 0: no limit.", ge=0
     )
     stream_interval: int = option(1, "Tokens that a stream gathers before it sends a chunk.", ge=1)
-    async_scheduling: bool = option(False, "Plan and publish steps while others are computed.")
+    async_scheduling: bool | None = option(
+        None, "Plan and publish steps while others are computed; default: on a GPU."
+    )
     max_steps_in_flight: int = option(
         0, "Most steps planned before their results are in; 0: 2 with --async-scheduling, else 1.", ge=0
     )

@@ -19,6 +19,7 @@ from quire.kernels import cpu
 from quire.models.checkpoint import resolve_model_dir
 from quire.models.generation_config import read_generation_config
 from quire.models.hf_config import read_hf_config
+from quire.platforms import choose_device
 
 logger = logging.getLogger(__name__)
 
@@ -52,22 +53,28 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     arch = dataclasses.replace(arch, generation=_generation_defaults(config, arch, model_dir))
     fit = config.model.max_model_len == FIT_MEMORY
     config = dataclasses.replace(config, model_dir=str(model_dir), model_arch=arch, fit_max_model_len=fit)
+    if config.device.device == "auto":
+        config = _settled(config, Choice("device", *choose_device()))
     choices = [
         _choose_dtype(config),
         _choose_max_model_len(config),
         *_choose_batch(config, usage),
-        _choose_steps_in_flight(config),
+        *_choose_loop(config),
         _choose_name(config),
-        _choose_device(config),
     ]
     for choice in filter(None, choices):
-        logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
-        config = config.evolve(**{choice.field: choice.value})
+        config = _settled(config, choice)
     config.scheduler.check()
     config.cache.check()
-    config.quantization.check()
+    config.quantization.check(config.device.device)
     config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
+    _check_batch_invariant(config)
     return config
+
+
+def _settled(config: EngineConfig, choice: Choice) -> EngineConfig:
+    logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
+    return config.evolve(**{choice.field: choice.value})
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
@@ -99,6 +106,8 @@ def _choose_dtype(config: EngineConfig) -> Choice | None:
         return None
     if config.arch.dtype not in NATIVE_DTYPES:
         return Choice("dtype", "float32", f"there are no kernels for the checkpoint's {config.arch.dtype}")
+    if config.device.device != "cpu":
+        return Choice("dtype", config.arch.dtype, "the checkpoint's, for weights and activations")
     if not cpu.available():
         return Choice(
             "dtype", "float32", "without the C++ kernels it is the fastest; every 16-bit number fits in it"
@@ -140,14 +149,23 @@ def _choose_batch(config: EngineConfig, usage: Usage) -> list[Choice]:
     return choices
 
 
-def _choose_steps_in_flight(config: EngineConfig) -> Choice | None:
+def _choose_loop(config: EngineConfig) -> list[Choice]:
     overlapped, asked = config.scheduler.async_scheduling, config.scheduler.max_steps_in_flight
+    choices = []
+    if overlapped is None:
+        overlapped = config.device.device != "cpu"
+        reason = (
+            "a GPU works while the host plans" if overlapped else "on a CPU, planning takes from computing"
+        )
+        choices.append(Choice("async_scheduling", overlapped, reason))
     if asked > 1 and not overlapped:
         raise ConfigError(f"--max-steps-in-flight is {asked}, which needs --async-scheduling")
-    if asked:
-        return None
-    steps, reason = (2, "one runs while the next is planned") if overlapped else (1, "one after the other")
-    return Choice("max_steps_in_flight", steps, reason)
+    if not asked:
+        steps, reason = (
+            (2, "one runs while the next is planned") if overlapped else (1, "one after the other")
+        )
+        choices.append(Choice("max_steps_in_flight", steps, reason))
+    return choices
 
 
 def _choose_name(config: EngineConfig) -> Choice | None:
@@ -156,9 +174,14 @@ def _choose_name(config: EngineConfig) -> Choice | None:
     return Choice("served_model_name", (config.model.model,), "the model as it was named")
 
 
-def _choose_device(config: EngineConfig) -> Choice | None:
-    return (
-        Choice("device", "cpu", "the only device supported so far")
-        if config.device.device == "auto"
-        else None
+def _check_batch_invariant(config: EngineConfig) -> None:
+    """On a CPU the C++ kernels always keep that promise, and the torch reference, which stands in for them, never."""
+    if not config.kernels.batch_invariant or config.device.device != "cpu":
+        return
+    if not cpu.available():
+        raise ConfigError(
+            "--batch-invariant needs the C++ kernels on a CPU, and they were not built or are switched off"
+        )
+    logger.info(
+        "batch_invariant: changes nothing, on a CPU a request has the same bits in every batch anyway"
     )

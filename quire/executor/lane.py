@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -32,22 +32,11 @@ class CallerLane(Lane):
         return call
 
 
-class ThreadLane(Lane):
-    """A call runs as soon as the ones before it have ended, while the caller goes on.
-
-    Everything that computes must use the same thread: OpenMP keeps its team, and torch its number of threads,
-    for each thread apart.
-    """
+class _FailingLane(Lane):
+    """A lane that begins calls early, and so must see to it that none runs after one has failed."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-worker")
         self._failure: BaseException | None = None
-
-    def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
-        return self._thread.submit(self._run, call).result
-
-    def close(self) -> None:
-        self._thread.shutdown()
 
     def _run(self, call: Callable[[], Result]) -> Result:
         if self._failure is not None:
@@ -57,3 +46,33 @@ class ThreadLane(Lane):
         except BaseException as failure:
             self._failure = failure
             raise
+
+
+class EagerLane(_FailingLane):
+    """A call runs at once in the caller's thread, for calls that only hand work to a device."""
+
+    def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
+        future: Future[Result] = Future()
+        try:
+            future.set_result(self._run(call))
+        except Exception as failure:
+            future.set_exception(failure)
+        return future.result
+
+
+class ThreadLane(_FailingLane):
+    """A call runs as soon as the ones before it have ended, while the caller goes on.
+
+    Everything that computes must use the same thread: OpenMP keeps its team, and torch its number of threads,
+    for each thread apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-worker")
+
+    def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
+        return self._thread.submit(self._run, call).result
+
+    def close(self) -> None:
+        self._thread.shutdown()

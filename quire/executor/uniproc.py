@@ -8,21 +8,26 @@ from functools import partial
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
-from quire.executor.lane import CallerLane, Lane, ThreadLane
+from quire.executor.lane import CallerLane, EagerLane, Lane, ThreadLane
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from quire.worker.cpu import CpuDevice
+from quire.worker.devices import make_device
 from quire.worker.worker import Worker
 
 
 class UniprocExecutor(Executor):
-    """Hands every call to its worker, which has a thread of its own if steps are to overlap with the core's work."""
+    """Hands every call to its worker.
+
+    If steps are to overlap with the core's work, and the device does not go on by itself, that has a thread of its own.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._worker = Worker(config, CpuDevice())
-        self._lane: Lane = ThreadLane() if config.scheduler.async_scheduling else CallerLane()
-        self._results: deque[Callable[[], ModelRunnerOutput]] = deque()
+        device = make_device(config.device.device)
+        self._worker = Worker(config, device)
+        overlapping = EagerLane if device.is_asynchronous else ThreadLane
+        self._lane: Lane = overlapping() if config.scheduler.async_scheduling else CallerLane()
+        self._steps: deque[Callable[[], Callable[[], ModelRunnerOutput]]] = deque()
 
     def load(self) -> None:
         self._lane.start(self._worker.load)()
@@ -37,10 +42,11 @@ class UniprocExecutor(Executor):
         self._lane.start(partial(self._worker.initialize_kv_cache, kv_config))()
 
     def submit(self, plan: SchedulerOutput) -> None:
-        self._results.append(self._lane.start(partial(self._worker.execute_model, plan)))
+        self._steps.append(self._lane.start(partial(self._worker.submit, plan)))
 
     def collect(self) -> ModelRunnerOutput:
-        return self._results.popleft()()
+        result = self._steps.popleft()()
+        return result()
 
     def shutdown(self) -> None:
         self._lane.close()

@@ -30,7 +30,8 @@ class AttentionMetadata:
     slot_mapping: Tensor
     """[T] int64: slot (block_id * block_size + offset) of each row's key and value; negative = none."""
     max_query_len: int
-    """Upper bound of the query lengths; exactly 1 means a pure decode batch."""
+    """Upper bound of the query lengths; exactly 1, with as many rows as requests, means a pure decode batch: row r is
+    that of request r, and a request of length 0 is padding."""
     max_seq_len: int
     """Upper bound of `seq_lens`, so that no kernel needs to read them back to size its work."""
 

@@ -1,7 +1,7 @@
-"""Packed weights: the layout that the CPU's linear kernels read, and the ways to quantise into it.
+"""Packed weights: the layouts that the linear kernels read, and the ways to quantise into them.
 
-Invariant: a matrix is packed once, while loading, and exists once. Panels of 16 outputs let a kernel vectorise over
-outputs and walk k in order, so that no sum depends on how many rows are multiplied.
+Invariant: a matrix is packed once, while loading, and exists once. On a CPU, panels of 16 outputs let a kernel
+vectorise over outputs and walk k in order, so that no sum depends on how many rows are multiplied.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ INT8_CHUNK, INT4_CHUNK = 64, 32
 INT8_ZERO = 128
 """What an int8 weight's byte is larger by."""
 
-Kind = Literal["float", "int8", "int4"]
+Kind = Literal["float", "int8", "int4", "fp8"]
 Layout = Literal["panels", "rows"]
 
 
@@ -28,14 +28,22 @@ class WeightScheme:
     """How a weight is kept.
 
     "float": as it is. "int8": a scale per output. "int4": a scale, and without `symmetric` a zero point, per
-    output and `group_size` values of k. `fast` multiplies integers by activations rounded to 8 bits, with a scale
-    per token and 64 (int8) or 32 (int4) values of k; otherwise weights are widened and activations stay float32.
+    output and `group_size` values of k. "fp8" (E4M3, on GPUs): a scale per output or, `per_tensor`, one for all;
+    activations are rounded to E4M3 too, with a scale per token.
+
+    `fast` is for CPUs: integers are multiplied by activations rounded to 8 bits, with a scale per token and 64 (int8)
+    or 32 (int4) values of k; otherwise weights are widened and activations stay float32. `vendor` and `invariant` are
+    for GPUs: fp8 products may be the vendor's library's; a row's products have the same bits in every batch, which on
+    a CPU is always so.
     """
 
     kind: Kind = "float"
     group_size: int = 32
     symmetric: bool = True
     fast: bool = True
+    per_tensor: bool = False
+    vendor: bool = True
+    invariant: bool = False
 
 
 FLOAT = WeightScheme()
@@ -63,9 +71,9 @@ class PackedWeight:
     float32 [P, 16] for int8 and bfloat16 [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or None where every
     zero point is 8.
 
-    So it is in the layout "panels", that of CPUs. In "rows", that of GPUs, outputs are apart: int8 [N, K] with float32
-    scales [N]; int4 uint8 [N, G * group / 2], where byte i of a group has k = i in its low nibble and k = i + group / 2
-    in its high one, with bfloat16 scales and uint8 zeros [N, G].
+    So it is in the layout "panels", that of CPUs. In "rows", that of GPUs, outputs are apart: floats [N, K]; int8 or
+    E4M3 [N, K] with float32 scales [N]; int4 uint8 [N, G * group / 2], where byte i of a group has k = i in its low
+    nibble and k = i + group / 2 in its high one, with bfloat16 scales and uint8 zeros [N, G].
     """
 
     scheme: WeightScheme

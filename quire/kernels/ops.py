@@ -69,6 +69,12 @@ class Op(Generic[P, R]):
             return ()
         return tuple(row for row in self.implementations if row.supports(device_type, dtype))
 
+    def takes(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Whether an implementation, and not the oracle, would compute this call."""
+        tensor: Any = args[self._key]
+        rows = self.supporting(tensor.device.type, tensor.dtype)
+        return any(row.accepts is None or row.accepts(*args, **kwargs) for row in rows)
+
     def _choose(self, device: torch.device, dtype: torch.dtype) -> Callable[P, R]:
         function: Callable[P, R] = self.oracle
         for row in reversed(self.supporting(device.type, dtype)):
@@ -174,6 +180,16 @@ def _float_cache(*args: Any, **_options: Any) -> bool:
     return all(getattr(arg, "dtype", None) != torch.int8 for arg in args)
 
 
+def _not_plain(_weight: Tensor, scheme: WeightScheme, _halves: int = 1) -> bool:
+    """Whether a GPU's own kernels are to multiply with a weight; others stay plain, for the vendor's library."""
+    return scheme.kind != "float" or scheme.invariant
+
+
+def _in_rows(_x: Tensor, weight: PackedWeight, *_args: Any, **_options: Any) -> bool:
+    """Whether a packed weight is in the layout of GPUs."""
+    return weight.layout == "rows"
+
+
 # Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head
 # size, R requests, V vocabulary rows, P positions. Tensors are contiguous in their last dimension.
 
@@ -234,8 +250,11 @@ def rotary_embedding(
 #
 #     k_cache [num_blocks, Hkv, D, block_size] and v_cache [num_blocks, Hkv, block_size, D],
 #
-# contiguous, of any float dtype. In int8 D is larger by 4: behind a head's keys stand block_size float32 scales, and
-# behind each value stands its own. What is stored is round(x / scale), with scale = amax / 127 for each token and head.
+# contiguous on a CPU, of any float dtype. On a GPU keys lie in memory as values do, and k_cache is the transposed view:
+# a token's key is one piece, which threads read side by side. In int8 D is larger by 4: behind a head's keys stand
+# block_size float32 scales, and behind each value stands its own. What is stored is round(x / scale), with scale =
+# amax / 127 for each token and head. In E4M3 (float8_e4m3fn, on GPUs) there are no scales, and what is larger than 448
+# is stored as 448.
 
 
 @op(_cpu("kv_write.write_kv"), _triton("rotary.write_kv", _float_cache))
@@ -318,24 +337,26 @@ def embedding(ids: Tensor, weight: Tensor, /) -> Tensor:
 def linear(x: Tensor, weight: Tensor, /, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: x [..., K], weight [N, K], bias [N] -> [..., N] of x's dtype.
 
-    What plain torch can do; on a CPU with its own kernels, layers pack their weights and call `packed_linear`.
+    What plain torch can do, and on a GPU the vendor's library; on a CPU with its own kernels, and on a GPU where a
+    weight is quantised or the batch must not matter, layers pack their weights and call `packed_linear`.
     """
     return reference.linear(x, weight, bias)
 
 
-@op(_cpu("linear.pack_weight"))
+@op(_cpu("linear.pack_weight"), _triton("linear.pack_weight", _not_plain))
 def pack_weight(weight: Tensor, /, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
     """A weight [N, K] of any float dtype in the layout of `packed_linear`, quantised as the scheme says.
 
     N is a multiple of `halves`, which is 2 where gate and up stand one above the other. int8: q = round(w / s)
     with s the largest magnitude of a row / 127. int4: symmetric, s = (the value of largest magnitude of a group)
     / -8 and w = s * (q - 8); else s = (largest - smallest, 0 included) / 15 and w = s * (q - z); s is rounded to
-    bfloat16 first. A row or group with a value that is not finite gets a scale that is none either.
+    bfloat16 first. fp8: E4M3 of w / s with s the largest magnitude of a row, or of the matrix, / 448. What has a value
+    that is not finite gets a scale that is none either.
     """
     return reference.pack_weight(weight, scheme, halves)
 
 
-@op(_cpu("linear.packed_linear"))
+@op(_cpu("linear.packed_linear"), _triton("linear.packed_linear", _in_rows))
 def packed_linear(
     x: Tensor,
     weight: PackedWeight,
@@ -345,14 +366,17 @@ def packed_linear(
 ) -> Tensor:
     """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype.
 
-    A quantised weight whose scheme is fast sees x in 8 bits: each row's values of 64 (int8) or 32 (int4) k in 255
-    steps of their largest magnitude.
+    On a CPU, an integer weight whose scheme is fast sees x in 8 bits: each row's values of 64 (int8) or 32 (int4) k in
+    255 steps of their largest magnitude. An fp8 weight sees a row of x as E4M3 times its largest magnitude / 448.
     With an activation, which wants a weight in two halves, what `ops.silu_and_mul` makes of that: [..., N / 2].
     """
     return reference.packed_linear(x, weight, bias, activation)
 
 
-@op(_cpu("linear.packed_embedding", any_dtype=True))
+@op(
+    _cpu("linear.packed_embedding", any_dtype=True),
+    _triton("linear.packed_embedding", _in_rows, any_dtype=True),
+)
 def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
     """Rows of a packed table: ids [T] int64 in [0, N) -> float32 [T, K]. An id outside is an IndexError."""
     return reference.packed_embedding(ids, weight)
@@ -366,6 +390,12 @@ def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
 def non_finite_rows(logits: Tensor, /) -> Tensor:
     """Which rows hold a NaN or an infinity: [N, V] -> [N] bool."""
     return reference_sampling.non_finite_rows(logits)
+
+
+@op(_triton("sampling.clear_rows"))
+def clear_rows(logits: Tensor, cleared: Tensor, /) -> None:
+    """Set the rows [N, V] that `cleared` [N] bool names to 0, in place; on a GPU nobody waits to see which they are."""
+    reference_sampling.clear_rows(logits, cleared)
 
 
 @op(_cpu("sampling.apply_penalties"), _triton("sampling.apply_penalties"))

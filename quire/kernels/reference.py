@@ -19,6 +19,11 @@ _GATHER_ELEMENTS = 1 << 25
 # Of activations that are rounded to 8 bits: the largest step, and the magnitude below which they are 0.
 _ACTIVATION_MAX, _ACTIVATION_MIN = 127.0, 1e-30
 
+FP8_MAX = 448.0
+"""The largest E4M3 number."""
+FP8_MIN_SCALE = 1e-12
+"""Of activations: keeps the inverse of a row of zeros finite."""
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
@@ -74,8 +79,8 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     block_size = k_cache.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
     if k_cache.dtype != torch.int8:
-        k_cache[blocks, :, :, offsets] = k[kept].to(k_cache.dtype)
-        v_cache[blocks, :, offsets] = v[kept].to(v_cache.dtype)
+        k_cache[blocks, :, :, offsets] = _stored(k[kept], k_cache.dtype)
+        v_cache[blocks, :, offsets] = _stored(v[kept], v_cache.dtype)
         return
     (keys, key_scales), (values, value_scales) = _int8_parts(k_cache, v_cache)
     keys[blocks, :, :, offsets], key_scales[blocks, :, offsets] = _quantize(k[kept])
@@ -95,6 +100,11 @@ def rotary_and_write_kv(
 ) -> None:
     rotary_embedding(positions, q, k, cos_sin_cache, interleaved)
     write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In E4M3 what is too large becomes the largest number; by itself torch would make it NaN."""
+    return (x.clamp(-FP8_MAX, FP8_MAX) if dtype == torch.float8_e4m3fn else x).to(dtype)
 
 
 def _int8_parts(k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -127,7 +137,7 @@ def paged_attention(
 ) -> Tensor:
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for rows, requests, query_len, seq_len in _groups(metadata, k_cache):
-        keys, values = _gather(k_cache, v_cache, metadata.block_tables[requests], seq_len)
+        keys, values = gather_blocks(k_cache, v_cache, metadata.block_tables[requests], seq_len)
         queries = q[rows].float().view(len(keys), query_len, *q.shape[1:]).transpose(1, 2)
         scores = _scores(queries, keys, scale, soft_cap)
         distance = _distance(metadata.seq_lens[requests], query_len, seq_len)
@@ -162,7 +172,9 @@ def _groups(metadata: AttentionMetadata, k_cache: Tensor) -> list[tuple[slice, s
     ]
 
 
-def _gather(k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+def gather_blocks(
+    k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_len: int
+) -> tuple[Tensor, Tensor]:
     """The keys and values of the first `seq_len` tokens of each request as float32 [R, Hkv, seq_len, D]."""
     num_blocks = -(-seq_len // k_cache.shape[3])
     # Entries past a shorter request's last block may hold anything: keep them in range, the mask hides what
@@ -210,6 +222,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
+    if scheme.kind == "fp8":
+        codes, fp8_scales = quantize_fp8(weight, per_tensor=scheme.per_tensor)
+        return PackedWeight(scheme, codes, fp8_scales, None, weight.shape[0], weight.shape[1], halves, "rows")
     panels = packing.to_panels(weight, halves)
     data, scales, zeros = _PACK[scheme.kind](panels, scheme)
     return PackedWeight(scheme, data.contiguous(), scales, zeros, weight.shape[0], weight.shape[1], halves)
@@ -238,6 +253,16 @@ def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows.float()
     scales = _finite_or_nan(wide.abs().amax(-1) / 127)
     return _steps(wide, scales.unsqueeze(-1)).clamp(-127, 127), scales
+
+
+def quantize_fp8(rows: Tensor, *, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
+    """[N, K] -> E4M3 [N, K] and float32 scales [N], all the same if `per_tensor` (P. Micikevicius et al., "FP8
+    formats for deep learning", 2022)."""
+    wide = rows.float()
+    largest = wide.abs().amax().expand(len(wide)) if per_tensor else wide.abs().amax(1)
+    scales = _finite_or_nan(largest / FP8_MAX).contiguous()
+    exact = torch.where(_usable(scales).unsqueeze(1), wide / scales.unsqueeze(1), 0.0)
+    return exact.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
 
 
 def _pack_int8(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, None]:
@@ -283,7 +308,8 @@ def _unpack_int4(weight: PackedWeight) -> Tensor:
 
 
 def _unpack_rows(weight: PackedWeight) -> Tensor:
-    assert weight.scales is not None
+    if weight.scales is None:
+        return weight.data
     scales = weight.scales.float().unsqueeze(-1)
     if weight.scheme.kind != "int4":
         return weight.data.float() * scales
@@ -321,6 +347,9 @@ def packed_linear(
 
 def _seen_by(scheme: WeightScheme, x: Tensor) -> Tensor:
     """Activations as a weight of that scheme sees them."""
+    if scheme.kind == "fp8":
+        scales = (x.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=FP8_MIN_SCALE)
+        return (x / scales).to(torch.float8_e4m3fn).float() * scales
     if scheme.kind == "float" or not scheme.fast:
         return x
     chunk = packing.INT8_CHUNK if scheme.kind == "int8" else packing.INT4_CHUNK

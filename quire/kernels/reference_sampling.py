@@ -27,6 +27,11 @@ def non_finite_rows(logits: Tensor) -> Tensor:
     return suspects
 
 
+def clear_rows(logits: Tensor, cleared: Tensor) -> None:
+    if cleared.any():
+        logits[cleared] = 0.0
+
+
 def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor) -> None:
     flat = logits.view(-1)
     # In float64, and brought back into range: a tiny or huge factor must not make an infinity or a NaN.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels import ops
+from quire.kernels.attention_backends import AttentionNeeds, resolve_backend
 from quire.kernels.attention_metadata import StepMetadata
 from quire.kv_cache.spec import (
     AttentionSpec,
@@ -21,7 +22,7 @@ from quire.kv_cache.spec import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from quire.layers.base import DTYPES, Module, activation_dtype
+from quire.layers.base import DTYPES, Module, activation_dtype, device_type
 from quire.layers.rotary import RotaryEmbedding
 
 
@@ -30,6 +31,9 @@ class Attention(Module):
 
     `name` identifies the layer's cache and is unique in the model. `sliding_window` w lets a token see itself and the
     w - 1 tokens before it; `soft_cap` c bounds scores to (-c, c). With `rotary`, queries and keys are rotated first.
+
+    Raises:
+        ConfigError: the attention backend that was asked for cannot do that here.
     """
 
     def __init__(
@@ -56,6 +60,16 @@ class Attention(Module):
         self.rotary = rotary
         self.block_size = config.cache.block_size
         self.kv_dtype = kv_cache_dtype(config)
+        needs = AttentionNeeds(
+            device_type=device_type(config),
+            dtype=activation_dtype(config),
+            cache_dtype=self.kv_dtype,
+            head_size=head_dim,
+            has_soft_cap=soft_cap is not None,
+            batch_invariant=config.kernels.batch_invariant,
+        )
+        self.backend_name, self.backend = resolve_backend(config.kernels.attention_backend, needs)
+        self._attend = self.backend.load(needs)
         self.k_cache = self.v_cache = torch.empty(0)
         self.group_id = 0
 
@@ -68,7 +82,7 @@ class Attention(Module):
         """
         own = metadata[self.group_id]
         self._write(q, k, v, own.slot_mapping, positions)
-        out = ops.paged_attention(
+        out = self._attend(
             q,
             self.k_cache,
             self.v_cache,
@@ -92,7 +106,10 @@ class Attention(Module):
         self.group_id = group_id
         keys, values = tensor.view(self.kv_dtype).unbind()
         heads, size = spec.num_kv_heads, spec.head_size + spec.scale_bytes // spec.dtype_bytes
-        self.k_cache = keys.view(-1, heads, size, spec.block_size)
+        if keys.device.type == "cpu":
+            self.k_cache = keys.view(-1, heads, size, spec.block_size)
+        else:
+            self.k_cache = keys.view(-1, heads, spec.block_size, size).transpose(2, 3)
         self.v_cache = values.view(-1, heads, spec.block_size, size)
 
     def kv_cache_spec(self) -> KVCacheSpec:
@@ -104,17 +121,35 @@ class Attention(Module):
         return SlidingWindowSpec(*sizes, self.sliding_window, scale_bytes=scale_bytes)
 
 
-_CACHE_DTYPES = DTYPES | {"int8": torch.int8}
+_CACHE_DTYPES = DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def kv_cache_dtype(config: EngineConfig) -> torch.dtype:
     """The precision of cached keys and values; that of the activations unless the config names another."""
-    name = config.cache.kv_cache_dtype
+    name, device = config.cache.kv_cache_dtype, device_type(config)
+    if name == "fp8" and device == "cpu":
+        raise ConfigError("--kv-cache-dtype fp8 needs a GPU; on a CPU there is int8")
+    if name == "int8" and device != "cpu":
+        raise ConfigError(
+            f"--kv-cache-dtype int8 needs a CPU, and the device is {device}; on a GPU there is fp8"
+        )
     if name == "int8" and config.arch.head_dim % 4:
         raise ConfigError(
             f"--kv-cache-dtype int8 needs a head size that is a multiple of 4; the model's is {config.arch.head_dim}"
         )
     return activation_dtype(config) if name == "auto" else _CACHE_DTYPES[name]
+
+
+def attention_backends(model: nn.Module) -> dict[str, bool]:
+    """Names of the backends that the model's layers use -> whether their calls can be captured."""
+    return {layer.backend_name: layer.backend.capturable for layer in _attention_layers(model)}
+
+
+def why_not_captured(model: object) -> str | None:
+    """Why a model's steps cannot be part of a graph or a tape: a phrase for people; None if they can."""
+    backends = attention_backends(model) if isinstance(model, nn.Module) else {}
+    names = [name for name, capturable in backends.items() if not capturable]
+    return f"attention by {' and '.join(names)} cannot be captured" if names else None
 
 
 def kv_cache_specs(model: nn.Module) -> dict[str, KVCacheSpec]:

@@ -16,6 +16,11 @@ from quire.kernels.linear import WeightScheme
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def device_type(config: EngineConfig) -> str:
+    """Type of the device that the model runs on, as torch names it; the config must be prepared."""
+    return config.device.device
+
+
 def model_dtype(config: EngineConfig) -> torch.dtype:
     """The precision of large weights; the config must be prepared, so that it is no longer "auto"."""
     return DTYPES[config.model.dtype]
@@ -24,9 +29,9 @@ def model_dtype(config: EngineConfig) -> torch.dtype:
 def activation_dtype(config: EngineConfig) -> torch.dtype:
     """The precision of what flows between layers, and of the small weights it is multiplied with element by element.
 
-    On a CPU it is float32 whatever the weights are: 16-bit activations would save no time there.
+    On a GPU it is that of the weights. On a CPU it is float32 whatever they are: 16-bit activations would save no time.
     """
-    return torch.float32
+    return torch.float32 if device_type(config) == "cpu" else model_dtype(config)
 
 
 @dataclass(frozen=True)

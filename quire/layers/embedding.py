@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.linear import PackedWeight, WeightScheme
-from quire.layers.base import Layer, Slot, model_dtype, parameter
+from quire.layers.base import Layer, Slot, activation_dtype, model_dtype, parameter
 from quire.layers.linear import packed_or_plain
 
 
@@ -21,7 +21,8 @@ class VocabEmbedding(Layer):
     """A row per token: looked up on the way in, or multiplied with on the way out; a tied model uses one for both.
 
     `scale` multiplies looked-up rows, rounded to the model's dtype first as Gemma does it. A table that `is_head` is
-    packed like a linear layer's weight, and looked up in that form too: there is one copy.
+    packed like a linear layer's weight, and looked up in that form too: there is one copy. Looked-up rows are of
+    `out_dtype`.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class VocabEmbedding(Layer):
         dtype: torch.dtype,
         scale: float | None = None,
         is_head: bool = False,
+        out_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.weight: nn.Parameter | None = parameter(vocab_size, size, dtype=dtype)
@@ -39,10 +41,11 @@ class VocabEmbedding(Layer):
         self.shape = (vocab_size, size)
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
         self.is_head = is_head
+        self.out_dtype = out_dtype
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [T] in [0, V) -> float32 [T, H]."""
-        rows = self._rows(ids)
+        """ids [T] in [0, V) -> [T, H]."""
+        rows = self._rows(ids).to(self.out_dtype)
         return rows if self.scale is None else rows * self.scale
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -53,16 +56,16 @@ class VocabEmbedding(Layer):
         return ops.linear(hidden, self.weight, None).float()
 
     def finish_loading(self, scheme: WeightScheme) -> None:
-        """Pack a head; int4 is too coarse for a vocabulary, above all one that is looked up as well: int8 then."""
+        """Pack a head; int4 and fp8 are too coarse for a vocabulary, above all one that is looked up too: int8 then."""
         if self.is_head:
-            kept = replace(scheme, kind="int8") if scheme.kind == "int4" else scheme
+            kept = replace(scheme, kind="int8") if scheme.kind in ("int4", "fp8") else scheme
             self.weight, self.packed = packed_or_plain(self.weight, kept)
 
     def _rows(self, ids: Tensor) -> Tensor:
         if self.packed is not None:
             return ops.packed_embedding(ids, self.packed)
         assert self.weight is not None
-        return ops.embedding(ids, self.weight).float()
+        return ops.embedding(ids, self.weight)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         assert self.weight is not None, "slots are filled before the layer is finished"
@@ -85,10 +88,11 @@ class PositionEmbedding(Layer):
             )
         self.weight = parameter(num_positions + offset, config.arch.hidden_size, dtype=model_dtype(config))
         self.offset = offset
+        self.out_dtype = activation_dtype(config)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions [T] -> float32 [T, H]."""
-        return ops.embedding(positions + self.offset, self.weight).float()
+        """positions [T] -> [T, H] of the activations' dtype."""
+        return ops.embedding(positions + self.offset, self.weight).to(self.out_dtype)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield f"{names[0]}.weight", Slot(self.weight, "normal")

@@ -52,7 +52,7 @@ class Linear(Layer):
 
     def finish_loading(self, scheme: WeightScheme) -> None:
         self.weight, self.packed = packed_or_plain(self.weight, scheme, self._halves())
-        if self.bias is not None:
+        if self.bias is not None and self.packed is not None:
             self.bias = nn.Parameter(self.bias.float(), requires_grad=False)
 
     def _halves(self) -> int:
@@ -77,9 +77,9 @@ class Linear(Layer):
 def packed_or_plain(
     weight: nn.Parameter | None, scheme: WeightScheme, halves: int = 1
 ) -> tuple[nn.Parameter | None, PackedWeight | None]:
-    """The one form in which a loaded weight is kept: packed if there are kernels for that, else plain."""
+    """The one form in which a loaded weight is kept: packed if kernels take it so, else plain."""
     assert weight is not None, "a layer is finished once"
-    if ops.pack_weight.supporting(weight.device.type, weight.dtype):
+    if ops.pack_weight.takes(weight.data, scheme, halves):
         return None, ops.pack_weight(weight.data, scheme, halves)
     if scheme.kind != "float":
         rounded = reference.unpack_weight(ops.pack_weight(weight.data, scheme))

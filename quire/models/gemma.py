@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import StepMetadata
-from quire.layers.base import Module, model_dtype
+from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.base import CausalLM, output_head
@@ -61,6 +61,7 @@ class GemmaModel(Module):
             dtype=model_dtype(config),
             scale=arch.hidden_size**0.5,
             is_head=arch.tie_word_embeddings,
+            out_dtype=activation_dtype(config),
         )
         self.layers = nn.ModuleList(
             GemmaDecoderLayer(

@@ -94,6 +94,7 @@ class GPT2Model(Module):
             size=arch.hidden_size,
             dtype=dtype,
             is_head=arch.tie_word_embeddings,
+            out_dtype=activation_dtype(config),
         )
         self.wpe = PositionEmbedding(config=config)
         self.h = nn.ModuleList(

@@ -128,6 +128,7 @@ class LlamaModel(Module):
             size=arch.hidden_size,
             dtype=dtype,
             is_head=arch.tie_word_embeddings,
+            out_dtype=activation_dtype(config),
         )
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config=config, prefix=f"{prefix}.layers.{layer}", layer=layer, rotary=rotary)

@@ -99,7 +99,11 @@ class OPTDecoder(Module):
         hidden_size, embed_size = arch.hidden_size, arch.word_embed_proj_dim or arch.hidden_size
         projected = embed_size != hidden_size
         self.embed_tokens = VocabEmbedding(
-            vocab_size=arch.vocab_size, size=embed_size, dtype=dtype, is_head=arch.tie_word_embeddings
+            vocab_size=arch.vocab_size,
+            size=embed_size,
+            dtype=dtype,
+            is_head=arch.tie_word_embeddings,
+            out_dtype=activation_dtype(config),
         )
         self.embed_positions = PositionEmbedding(config=config, offset=_UNUSED_POSITIONS)
         self.project_in, self.project_out = (

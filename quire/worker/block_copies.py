@@ -5,7 +5,7 @@ Invariant: block ids are checked here before they index anything. A block is cop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,20 +18,24 @@ _BLOCK_DIM = 1
 
 Moves = list[tuple[int, int]]
 
+CopyBlocks = Callable[[Sequence[Tensor], Sequence[Tensor], Moves], None]
+"""Copies blocks from each source tensor to the target in its place; moves are (source block, target block), checked."""
+
 
 class BlockCopier:
     """Carries out the block moves of a plan.
 
     Args:
         device: the cache tensors, which all layers share.
-        host: as many tensors of the same shapes but for the number of blocks, in host memory. (On a GPU: pinned, and
-            copied to and from on a stream of its own, which the forward pass waits for.)
+        host: as many tensors of the same shapes but for the number of blocks, in host memory.
+        copy: the device's way to copy blocks, in the order of its other work.
     """
 
-    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor]) -> None:
+    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], copy: CopyBlocks) -> None:
         assert len(device) == len(host), "one host tensor for each of the device"
         self._device = device
         self._host = host
+        self._copy_blocks = copy
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> None:
@@ -41,25 +45,28 @@ class BlockCopier:
             EngineError: a block is out of range, or written twice, or both read and written; nothing of that list
                 was copied.
         """
-        _copy("swap_outs", plan.swap_outs, self._device, self._host)
-        _copy("swap_ins", plan.swap_ins, self._host, self._device)
-        _copy("block_copies", plan.block_copies, self._device, self._device)
+        self._copy("swap_outs", plan.swap_outs, self._device, self._host)
+        self._copy("swap_ins", plan.swap_ins, self._host, self._device)
+        self._copy("block_copies", plan.block_copies, self._device, self._device)
+
+    def _copy(self, name: str, moves: Moves, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        if not moves:
+            return
+        source_ids, target_ids = ([*ids] for ids in zip(*moves, strict=True))
+        _check_range(f"{name} from", source_ids, sources)
+        _check_range(f"{name} to", target_ids, targets)
+        if len(set(target_ids)) < len(target_ids):
+            raise EngineError(f"{name} {moves} write a block twice")
+        if sources is targets and set(source_ids) & set(target_ids):
+            raise EngineError(f"{name} {moves} read a block that they write")
+        self._copy_blocks(sources, targets, moves)
 
 
-def _copy(name: str, moves: Moves, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    if not moves:
-        return
-    source_ids, target_ids = ([*ids] for ids in zip(*moves, strict=True))
-    _check_range(f"{name} from", source_ids, sources)
-    _check_range(f"{name} to", target_ids, targets)
-    if len(set(target_ids)) < len(target_ids):
-        raise EngineError(f"{name} {moves} write a block twice")
-    if sources is targets and set(source_ids) & set(target_ids):
-        raise EngineError(f"{name} {moves} read a block that they write")
+def copy_on_host(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
+    """`CopyBlocks` of a CPU."""
+    source_ids, target_ids = torch.tensor(moves).unbind(1)
     for source, target in zip(sources, targets, strict=True):
-        read = torch.tensor(source_ids, device=source.device)
-        content = source.index_select(_BLOCK_DIM, read).to(target.device)
-        target.index_copy_(_BLOCK_DIM, torch.tensor(target_ids, device=target.device), content)
+        target.index_copy_(_BLOCK_DIM, target_ids, source.index_select(_BLOCK_DIM, source_ids))
 
 
 def _check_range(what: str, block_ids: list[int], tensors: Sequence[Tensor]) -> None:

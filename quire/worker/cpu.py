@@ -9,20 +9,44 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.kv_cache.spec import KVCacheConfig
-from quire.worker.model_runner import Forward, LanguageModel, eager_forward
+from quire.layers.attention import why_not_captured
+from quire.worker.block_copies import Moves, copy_on_host
+from quire.worker.devices import Mark
+from quire.worker.input_batch import InputBatch
+from quire.worker.pipeline import HostPipeline, LanguageModel, Pipeline, eager_forward
+from quire.worker.step_memory import ForwardPeak
 from quire.worker.taped_forward import TapedForward
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+MIB = 2**20
 DEFAULT_CACHE_BYTES = 4 * GIB
+LOGITS_ELEMENTS = 1 << 23
+"""32 MiB of float32."""
+
+
+class HostMark:
+    """A moment."""
+
+    def __init__(self) -> None:
+        self._time = time.perf_counter()
+
+    def wait(self) -> None:
+        """It has passed."""
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, HostMark), "marks of one device"
+        return self._time - earlier._time
 
 
 class CpuDevice:
@@ -33,12 +57,16 @@ class CpuDevice:
     """
 
     torch_device = torch.device("cpu")
+    is_asynchronous = False
     default_cache_bytes: int | None = DEFAULT_CACHE_BYTES
     warm_up_tokens = 32
-    is_host = True
+    warm_up_seqs = 1
+    logits_elements = LOGITS_ELEMENTS
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
+        self._is_rehearsing = False
+        self._forward_peak = ForwardPeak()
 
     def start(self, config: EngineConfig) -> None:
         """Set the number of compute threads of this process."""
@@ -51,13 +79,49 @@ class CpuDevice:
         """Memory that this process can still take without pushing anyone out."""
         return min([self._host_available(), *self._group_available()])
 
-    def forward(self, model: LanguageModel, config: EngineConfig, kv_config: KVCacheConfig) -> Forward:
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Forward passes that are set up within it are measured."""
+        self._is_rehearsing = True
+        yield
+        self._is_rehearsing = False
+
+    def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
+        """Of what is free after loading and not kept for the swap space, which is the same memory."""
+        share, limits = config.cache.gpu_memory_utilization, config.scheduler
+        free = max(0, self.available_bytes() - config.cache.swap_space_bytes)
+        num_logits = min(limits.max_num_seqs * config.arch.vocab_size, self.logits_elements)
+        step = self._forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
+        reason = (
+            f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less "
+            f"{step / MIB:.0f} MiB for a step of {limits.max_num_batched_tokens} tokens"
+        )
+        return max(0, int(share * free) - step), reason
+
+    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        """Untouched pages cost no memory."""
+        return torch.empty(shape, dtype=torch.uint8)
+
+    def copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
+        copy_on_host(sources, targets, moves)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def download(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def mark(self) -> Mark:
+        return HostMark()
+
+    def pipeline(self, model: LanguageModel, batch: InputBatch, config: EngineConfig) -> Pipeline:
         """Steps that only decode are played from tapes, unless --enforce-eager."""
-        if config.device.enforce_eager:
-            return eager_forward(model)
-        max_model_len = config.model.max_model_len
-        widths = tuple(group.spec.num_blocks(max_model_len) for group in kv_config.groups)
-        return TapedForward(model, config.scheduler.max_num_seqs, widths)
+        if self._is_rehearsing:
+            return HostPipeline(batch, self._forward_peak.measured(eager_forward(model)))
+        if config.device.enforce_eager or why_not_captured(model) is not None:
+            return HostPipeline(batch, eager_forward(model))
+        widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
+        return HostPipeline(batch, TapedForward(model, batch.max_num_seqs, widths))
 
     def _default_threads(self) -> tuple[int, str]:
         if os.environ.get("OMP_NUM_THREADS"):

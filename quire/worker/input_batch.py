@@ -7,6 +7,8 @@ really used.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,10 +17,19 @@ from quire.scheduler.output import CachedRequestData, NewRequestData
 from quire.worker.block_table import BlockTable
 
 
+class TokenPlaces(NamedTuple):
+    """Where tokens stand: their rows, their columns, and the generations that the rows had."""
+
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    generations: NDArray[np.int64]
+
+
 class InputBatch:
     """Tokens and progress of all running requests.
 
-    A row has one column more than `max_model_len`, for the token sampled when the context is just full.
+    A row has one column more than `max_model_len`, for the token sampled when the context is just full. Its generation
+    is the number of requests that it has been given to.
 
     Args:
         max_num_seqs: number of rows.
@@ -34,6 +45,7 @@ class InputBatch:
         self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
+        self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
 
@@ -55,6 +67,7 @@ class InputBatch:
             raise EngineError(f"the plan runs more than max_num_seqs ({self.max_num_seqs}) requests")
         row = self._free_rows.pop()
         self._row_of[request.request_id] = row
+        self.generations[row] += 1
         self.token_ids[row, : len(request.token_ids)] = request.token_ids
         self.num_tokens[row] = len(request.token_ids)
         self.num_prompt_tokens[row] = request.num_prompt_tokens
@@ -92,10 +105,19 @@ class InputBatch:
             raise EngineError(f"request {request_id} has no row")
         return row
 
-    def append_tokens(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Add one token at the end of each of some rows, all different."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+    def append_unknown(self, rows: NDArray[np.int64]) -> TokenPlaces:
+        """Add one token at the end of each of some rows, all different, whose value is set later."""
+        places = TokenPlaces(rows, self.num_tokens[rows], self.generations[rows])
         self.num_tokens[rows] += 1
+        return places
+
+    def set_tokens(self, places: TokenPlaces, token_ids: NDArray[np.int64]) -> None:
+        """Set tokens that were added, but for rows that others have been given since."""
+        rows, columns, generations = places
+        if (same := generations == self.generations[rows]).all():
+            self.token_ids[rows, columns] = token_ids
+        else:
+            self.token_ids[rows[same], columns[same]] = token_ids[same]
 
     def num_output_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens generated so far, [R]: also the output index of the token each row samples next."""

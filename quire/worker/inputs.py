@@ -19,22 +19,36 @@ from quire.worker.input_batch import InputBatch
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
-    """The inputs of one step with R requests and T tokens; N of the requests sample."""
+class StepLayout:
+    """Which tokens of which rows a step computes: R requests and T tokens; N of the requests sample."""
 
     rows: NDArray[np.int64]
     """[R] batch row of each request, in the plan's order."""
     starts: NDArray[np.int64]
     """[R] position of each request's first token in this step."""
+    ends: NDArray[np.int64]
+    """[R] tokens of each request after the step."""
     query_start_loc: NDArray[np.int64]
     """[R + 1] index of each request's first token in the flat inputs, and T."""
     sampling: NDArray[np.int64]
     """[N] indices, into `rows`, of the requests that sample."""
-    input_ids: Tensor
-    """[T] int64."""
-    positions: Tensor
-    """[T] int64."""
-    metadata: StepMetadata
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start_loc[-1])
+
+    @property
+    def max_query_len(self) -> int:
+        return int(np.diff(self.query_start_loc).max())
+
+    @property
+    def max_seq_len(self) -> int:
+        return int(self.ends.max())
+
+    @property
+    def is_one_token_each(self) -> bool:
+        """Whether every request computes one token, as in a step that only decodes."""
+        return self.num_tokens == len(self.rows)
 
     @property
     def logits_indices(self) -> NDArray[np.int64]:
@@ -42,9 +56,25 @@ class StepInputs:
         return self.query_start_loc[1:][self.sampling] - 1
 
 
-def gather_inputs(
-    batch: InputBatch, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64], device: torch.device
-) -> StepInputs:
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The inputs of one step, on the device."""
+
+    layout: StepLayout
+    input_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64."""
+    logits_indices: Tensor
+    """[N] int32 or int64: those of the layout."""
+    metadata: StepMetadata
+    graph_size: int = 0
+    """The size of the captured graph for which they were made, with padding behind the R requests; 0: none."""
+
+
+def lay_out(
+    batch: InputBatch, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64]
+) -> StepLayout:
     """Lay the scheduled tokens of some rows side by side.
 
     Args:
@@ -60,49 +90,49 @@ def gather_inputs(
     _check_bounds(batch, rows, starts, ends, known)
     query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
     num_scheduled_tokens.cumsum(out=query_start_loc[1:])
-    if query_start_loc[-1] == len(rows):
-        token_rows, positions = rows, starts  # a token each, as in a step that only decodes
+    return StepLayout(rows, starts, ends, query_start_loc, sampling=(ends == known).nonzero()[0])
+
+
+def gather_inputs(
+    batch: InputBatch, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64]
+) -> StepInputs:
+    """The inputs of the layout of these rows, gathered by the host; raises as `lay_out` does."""
+    layout = lay_out(batch, rows, num_scheduled_tokens)
+    if layout.is_one_token_each:
+        token_rows, positions = rows, layout.starts
     else:
         token_rows = rows.repeat(num_scheduled_tokens)
-        offsets = (starts - query_start_loc[:-1]).repeat(num_scheduled_tokens)
-        positions = np.arange(query_start_loc[-1]) + offsets
+        offsets = (layout.starts - layout.query_start_loc[:-1]).repeat(num_scheduled_tokens)
+        positions = np.arange(layout.num_tokens) + offsets
     return StepInputs(
-        rows=rows,
-        starts=starts,
-        query_start_loc=query_start_loc,
-        sampling=(ends == known).nonzero()[0],
-        input_ids=_on(device, batch.token_ids[token_rows, positions].astype(np.int64)),
-        positions=_on(device, positions),
-        metadata=_metadata(batch, rows, query_start_loc, ends, (token_rows, positions), device),
+        layout=layout,
+        input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        logits_indices=torch.from_numpy(layout.logits_indices),
+        metadata=_metadata(batch, layout, (token_rows, positions)),
     )
 
 
 def _metadata(
     batch: InputBatch,
-    rows: NDArray[np.int64],
-    query_start_loc: NDArray[np.int64],
-    ends: NDArray[np.int64],
+    layout: StepLayout,
     tokens: tuple[NDArray[np.int64], NDArray[np.int64]],
-    device: torch.device,
 ) -> StepMetadata:
-    """`tokens` are the row and the position of each; `ends` the tokens of each request after the step."""
-    starts, seq_lens = _on(device, query_start_loc.astype(np.int32)), _on(device, ends.astype(np.int32))
-    max_query_len, longest = int(np.diff(query_start_loc).max()), int(ends.max())
+    """`tokens` are the row and the position of each."""
+    starts = torch.from_numpy(layout.query_start_loc.astype(np.int32))
+    seq_lens = torch.from_numpy(layout.ends.astype(np.int32))
+    max_query_len, longest = layout.max_query_len, layout.max_seq_len
     return tuple(
         AttentionMetadata(
             query_start_loc=starts,
             seq_lens=seq_lens,
-            block_tables=_on(device, table.gather(rows, longest)),
-            slot_mapping=_on(device, table.slots(*tokens)),
+            block_tables=torch.from_numpy(table.gather(layout.rows, longest)),
+            slot_mapping=torch.from_numpy(table.slots(*tokens)),
             max_query_len=max_query_len,
             max_seq_len=longest,
         )
         for table in batch.block_tables
     )
-
-
-def _on(device: torch.device, array: NDArray[np.generic]) -> Tensor:
-    return torch.from_numpy(array).to(device)
 
 
 def _check_bounds(

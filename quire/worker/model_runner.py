@@ -1,15 +1,14 @@
-"""The model runner: carries out one plan.
+"""The model runner: carries out plans.
 
-Invariant: plan -> batch -> gather -> forward -> sample -> append -> result, each a call to the part that owns
-it; what a request may ask for lives in those parts and never as a branch here. A request that fails costs
-itself alone.
+Invariant: plan -> batch -> gather -> forward -> sample -> keep -> result, each a call to the part that owns it; what a
+request may ask for lives in those parts, and what kind of device it is in `Device` and `Pipeline`, and neither as a
+branch here. Nothing is read from the device before the result is asked for, but for what needs sampled tokens on the
+host. A request that fails costs itself alone.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -18,51 +17,17 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import EngineError
-from quire.kernels.attention_metadata import StepMetadata
 from quire.kv_cache.spec import KVCacheConfig
-from quire.scheduler.output import ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenLogprobs
+from quire.scheduler.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.worker.block_table import BlockTable
+from quire.worker.devices import Device
 from quire.worker.input_batch import InputBatch
-from quire.worker.inputs import StepInputs, gather_inputs
+from quire.worker.inputs import StepInputs
+from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
+from quire.worker.pipeline import LanguageModel
 from quire.worker.prompt_logprobs import PromptLogprobs
-from quire.worker.sampler import NON_FINITE, Sampler
+from quire.worker.sampler import Sampled, Sampler
 from quire.worker.validation import why_unusable
-
-# Bounds the logits that exist at once (elements, 32 MiB).
-_LOGITS_ELEMENTS = 1 << 23
-
-
-def num_rows_at_once(vocab_size: int) -> int:
-    """Most rows of a step whose logits exist at one time."""
-    return max(1, _LOGITS_ELEMENTS // vocab_size)
-
-
-class LanguageModel(Protocol):
-    """What the runner needs of a model."""
-
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        """[T] int64 ids and positions -> hidden states [T, H]."""
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, H] -> [N, V] float32, a tensor the caller may change."""
-
-
-Forward = Callable[[StepInputs], Tensor]
-"""Hidden states [T, H] of a step, which the next step may overwrite."""
-
-
-def eager_forward(model: LanguageModel) -> Forward:
-    """Calls the model as it is, each time."""
-    return lambda inputs: model.forward(inputs.input_ids, inputs.positions, inputs.metadata)
-
-
-class _Sampled(NamedTuple):
-    """What the requests of a step got; keyed by their index in the step."""
-
-    indices: NDArray[np.int64]
-    token_ids: NDArray[np.int64]
-    logprobs: dict[int, TokenLogprobs]
-    failed: dict[int, str]
 
 
 class ModelRunner:
@@ -73,16 +38,10 @@ class ModelRunner:
         config: prepared.
         kv_config: the cache that was allocated.
         device: where the model and its cache are.
-        forward: the device's way to run the model.
     """
 
     def __init__(
-        self,
-        model: LanguageModel,
-        config: EngineConfig,
-        kv_config: KVCacheConfig,
-        device: torch.device,
-        forward: Forward,
+        self, model: LanguageModel, config: EngineConfig, kv_config: KVCacheConfig, device: Device
     ) -> None:
         max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
         tables = tuple(
@@ -96,44 +55,55 @@ class ModelRunner:
             for group in kv_config.groups
         )
         self._model = model
-        self._forward = forward
         self._device = device
         self._max_model_len = max_model_len
         self._vocab_size = config.arch.vocab_size
-        self._slice_size = num_rows_at_once(self._vocab_size)
+        self._slice_size = max(1, device.logits_elements // self._vocab_size)
         self.batch = InputBatch(max_num_seqs, max_model_len, tables)
-        self._sampler = Sampler(self.batch, self._vocab_size)
-        self._prompt_logprobs = PromptLogprobs(self.batch, model.compute_logits, self._slice_size)
+        self._pipeline = device.pipeline(model, self.batch, config)
+        self._sampler = Sampler(self.batch, self._vocab_size, device)
+        self._prompt_logprobs = PromptLogprobs(self.batch, model.compute_logits, self._slice_size, device)
         self._unusable: dict[str, str] = {}
+        self._unread: list[LaunchedStep] = []
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step from beginning to end."""
+        return self.launch(plan).result()
 
     @torch.inference_mode()
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step.
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        """Hand a step over to the device.
 
         Raises:
             EngineError: the plan contradicts itself or the batch, which is a bug of ours.
         """
-        failed = self._update_batch(plan)
-        ids = [request_id for request_id in plan.num_scheduled_tokens if request_id not in failed]
+        unusable = self._update_batch(plan)
+        ids = [request_id for request_id in plan.num_scheduled_tokens if request_id not in unusable]
+        started = self._device.mark()
         if not ids:
-            return ModelRunnerOutput(plan.step_id, {}, failed=failed)
-        started = time.perf_counter()
+            return LaunchedStep(plan.step_id, ids, unusable, Marks(started, started, started), self.batch)
+        if self._pipeline.reads_host_tokens:
+            self._read_results()
         inputs = self._gather(plan, ids)
-        hidden = self._forward(inputs)
-        forwarded = time.perf_counter()
-        prompt_logprobs, bad_prompts = self._prompt_logprobs.compute(inputs, hidden)
+        hidden = self._pipeline.forward(inputs)
+        forwarded = self._device.mark()
+        prompts = self._prompt_logprobs.compute(inputs.layout, hidden)
         sampled = self._sample(inputs, hidden)
-        failures = sampled.failed | dict.fromkeys(bad_prompts, NON_FINITE)
-        tokens = dict(zip(sampled.indices.tolist(), sampled.token_ids.tolist(), strict=True))
-        return ModelRunnerOutput(
-            step_id=plan.step_id,
-            sampled_token_ids={ids[i]: [token] for i, token in tokens.items() if i not in failures},
-            logprobs={ids[i]: [entry] for i, entry in sampled.logprobs.items() if i not in failures},
-            prompt_logprobs={ids[i]: entries for i, entries in prompt_logprobs.items() if i not in failures},
-            failed=failed | {ids[i]: reason for i, reason in failures.items()},
-            forward_s=forwarded - started,
-            sample_s=time.perf_counter() - forwarded,
-        )
+        marks = Marks(started, forwarded, self._device.mark())
+        step = LaunchedStep(plan.step_id, ids, unusable, marks, self.batch, sampled, prompts)
+        self._unread = [*(earlier for earlier in self._unread if not earlier.is_read), step]
+        return step
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Do before the first step what should not hold one up."""
+        self._pipeline.prepare()
+
+    def _read_results(self) -> None:
+        """Wait until the host's rows have all that was sampled so far."""
+        for step in self._unread:
+            step.result()
+        self._unread = []
 
     def _update_batch(self, plan: SchedulerOutput) -> dict[str, str]:
         """Bring the rows in line with the plan; returns requests that cannot have one, with the reason.
@@ -170,26 +140,28 @@ class ModelRunner:
         num_scheduled = np.array(
             [plan.num_scheduled_tokens[request_id] for request_id in ids], dtype=np.int64
         )
-        return gather_inputs(self.batch, rows, num_scheduled, self._device)
+        return self._pipeline.gather(rows, num_scheduled)
 
-    def _sample(self, inputs: StepInputs, hidden: Tensor) -> _Sampled:
-        """Sample for the requests that reached their last known token, and append what they got to their rows."""
-        rows = inputs.rows[inputs.sampling]
-        token_ids = np.zeros(len(rows), dtype=np.int64)
-        logprobs: dict[int, TokenLogprobs] = {}
-        failed: dict[int, str] = {}
-        last = torch.from_numpy(inputs.logits_indices).to(self._device)
-        for part in self._slices(len(rows)):
-            logits = self._model.compute_logits(hidden.index_select(0, last[part])).contiguous()
-            if logits.shape[1] != self._vocab_size:
-                raise EngineError(f"the model gave {logits.shape[1]} logits for {self._vocab_size} tokens")
-            output = self._sampler.sample(logits, self._sampler.stage(rows[part]))
-            indices = inputs.sampling[part].tolist()
-            token_ids[part] = output.token_ids
-            logprobs |= {indices[i]: entry for i, entry in output.logprobs.items()}
-            failed |= {indices[i]: reason for i, reason in output.failed.items()}
-        self.batch.append_tokens(rows, token_ids)
-        return _Sampled(inputs.sampling, token_ids, logprobs, failed)
+    def _sample(self, inputs: StepInputs, hidden: Tensor) -> SampledTokens:
+        """Sample for the requests that reached their last known token, and append to their rows what they got."""
+        rows = inputs.layout.rows[inputs.layout.sampling]
+        if self._sampler.reads_tokens(rows):
+            self._read_results()
+        parts = [self._sample_part(inputs, hidden, rows, part) for part in self._slices(len(rows))]
+        if parts:
+            self._pipeline.keep(inputs, torch.cat([part.codes for part in parts]))
+        places = self.batch.append_unknown(rows)
+        downloaded = [part.moved(self._device.download) for part in parts]
+        return SampledTokens(inputs.layout.sampling, downloaded, places)
+
+    def _sample_part(
+        self, inputs: StepInputs, hidden: Tensor, rows: NDArray[np.int64], part: slice
+    ) -> Sampled:
+        last = hidden.index_select(0, inputs.logits_indices[part])
+        logits = self._model.compute_logits(last).contiguous()
+        if logits.shape[1] != self._vocab_size:
+            raise EngineError(f"the model gave {logits.shape[1]} logits for {self._vocab_size} tokens")
+        return self._sampler.sample(logits, self._sampler.stage(rows[part]))
 
     def _slices(self, count: int) -> Iterator[slice]:
         return (slice(i, i + self._slice_size) for i in range(0, count, self._slice_size))

@@ -8,6 +8,7 @@ with the prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +16,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.scheduler.output import NewRequestData, TokenLogprobs
+from quire.worker.devices import Device, moved
 from quire.worker.input_batch import InputBatch
-from quire.worker.inputs import StepInputs
-from quire.worker.sampler import non_finite_rows
-from quire.worker.sampler.logprobs import token_logprobs
+from quire.worker.inputs import StepLayout
+from quire.worker.sampler import clear_non_finite
+from quire.worker.sampler.logprobs import RawLogprobs, token_logprobs
+
+
+class _Slice(NamedTuple):
+    """Some positions of a prompt, to be read on the host."""
+
+    is_bad: Tensor
+    """[M] bool: whose logits are not finite."""
+    logprobs: RawLogprobs
+
+
+class PromptEntries(NamedTuple):
+    """A request's share of a step."""
+
+    request: int
+    """Its index in the step."""
+    slices: list[_Slice]
+
+    def read(self) -> list[TokenLogprobs] | None:
+        """Its entries, once they are on the host; None: it has non-finite logits.
+
+        Entry i of a chunk that starts at position c is about prompt token c + i + 1; the prompt's last position
+        predicts no prompt token and has no entry.
+        """
+        if any(part.is_bad.any() for part in self.slices):
+            return None
+        return [entry for part in self.slices for entry in part.logprobs.entries()]
 
 
 class PromptLogprobs:
@@ -30,11 +58,16 @@ class PromptLogprobs:
     """
 
     def __init__(
-        self, batch: InputBatch, compute_logits: Callable[[Tensor], Tensor], slice_size: int
+        self,
+        batch: InputBatch,
+        compute_logits: Callable[[Tensor], Tensor],
+        slice_size: int,
+        device: Device,
     ) -> None:
         self._batch = batch
         self._compute_logits = compute_logits
         self._slice_size = slice_size
+        self._device = device
         self._num_logprobs: dict[int, int] = {}
 
     def add_request(self, row: int, request: NewRequestData) -> None:
@@ -46,44 +79,34 @@ class PromptLogprobs:
         """Forget a row."""
         self._num_logprobs.pop(row, None)
 
-    def compute(self, inputs: StepInputs, hidden: Tensor) -> tuple[dict[int, list[TokenLogprobs]], set[int]]:
-        """Entries of the prompt positions of this step, and which requests have non-finite logits there.
+    def compute(self, layout: StepLayout, hidden: Tensor) -> list[PromptEntries]:
+        """The entries of the prompt positions of this step, on their way to the host."""
+        if not self._num_logprobs:
+            return []
+        return [
+            PromptEntries(index, self._slices(hidden[hidden_rows], targets, self._num_logprobs[row]))
+            for index, row, hidden_rows, targets in self._chunks(layout)
+        ]
 
-        Both are keyed by the request's index in `inputs.rows`. Entry i of a chunk that starts at position c
-        is about prompt token c + i + 1; the prompt's last position predicts no prompt token and has no entry.
-        """
-        entries: dict[int, list[TokenLogprobs]] = {}
-        failed: set[int] = set()
-        for index, hidden_rows, targets in self._chunks(inputs) if self._num_logprobs else ():
-            num_logprobs = self._num_logprobs[int(inputs.rows[index])]
-            found = self._entries(hidden[hidden_rows], targets, num_logprobs)
-            if found is None:
-                failed.add(index)
-            else:
-                entries[index] = found
-        return entries, failed
-
-    def _chunks(self, inputs: StepInputs) -> Iterator[tuple[int, slice, NDArray[np.int64]]]:
-        """For each request with something to report: its index, its rows of `hidden`, and the tokens they predict."""
-        for index, row in enumerate(inputs.rows.tolist()):
+    def _chunks(self, layout: StepLayout) -> Iterator[tuple[int, int, slice, NDArray[np.int64]]]:
+        """For each request with something to report: index, row, its rows of `hidden`, the tokens they predict."""
+        for index, row in enumerate(layout.rows.tolist()):
             if row not in self._num_logprobs:
                 continue
-            first, offset = int(inputs.starts[index]), int(inputs.query_start_loc[index])
-            length = int(inputs.query_start_loc[index + 1]) - offset
+            first, offset = int(layout.starts[index]), int(layout.query_start_loc[index])
+            length = int(layout.query_start_loc[index + 1]) - offset
             length = min(length, int(self._batch.num_prompt_tokens[row]) - 1 - first)
             if length > 0:
                 targets = self._batch.token_ids[row, first + 1 : first + 1 + length].astype(np.int64)
-                yield index, slice(offset, offset + length), targets
+                yield index, row, slice(offset, offset + length), targets
 
-    def _entries(
-        self, hidden: Tensor, targets: NDArray[np.int64], num_logprobs: int
-    ) -> list[TokenLogprobs] | None:
-        entries: list[TokenLogprobs] = []
-        for start in range(0, len(targets), self._slice_size):
-            part = slice(start, start + self._slice_size)
-            logits = self._compute_logits(hidden[part])
-            if non_finite_rows(logits):
-                return None
-            chosen = torch.from_numpy(targets[part]).to(logits.device)
-            entries += token_logprobs(logits, chosen, [num_logprobs] * len(logits))
-        return entries
+    def _slices(self, hidden: Tensor, targets: NDArray[np.int64], num_logprobs: int) -> list[_Slice]:
+        starts = range(0, len(targets), self._slice_size)
+        parts = (slice(start, start + self._slice_size) for start in starts)
+        return [self._slice(hidden[part], torch.from_numpy(targets[part]), num_logprobs) for part in parts]
+
+    def _slice(self, hidden: Tensor, targets: Tensor, num_logprobs: int) -> _Slice:
+        logits, download = self._compute_logits(hidden), self._device.download
+        is_bad = clear_non_finite(logits)
+        logprobs = token_logprobs(logits, self._device.upload(targets), [num_logprobs] * len(logits))
+        return _Slice(download(is_bad), moved(logprobs, download))

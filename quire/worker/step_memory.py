@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire.worker.inputs import StepInputs
+from quire.worker.pipeline import Forward
+
 LOGITS_ARRAYS = 3
 """As the model gives them, as they are kept for logprobs, and what sampling writes down of their order."""
 FLOAT_BYTES = 4
@@ -52,12 +55,26 @@ class AllocationPeak(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live -= num_bytes
 
 
-def bytes_of_largest_step(
-    measured_bytes: int, measured_tokens: int, max_num_tokens: int, num_logits: int
-) -> int:
-    """A step of `max_num_tokens`, given the peak of a pass of `measured_tokens`; `num_logits` exist at once."""
-    forward = measured_bytes * max(max_num_tokens, measured_tokens) // measured_tokens
-    return forward + LOGITS_ARRAYS * num_logits * FLOAT_BYTES
+class ForwardPeak:
+    """What the forward passes that were measured took at most, per token."""
+
+    def __init__(self) -> None:
+        self._bytes_per_token = 0
+
+    def measured(self, forward: Forward) -> Forward:
+        """The same pass, and its peak is taken in."""
+
+        def run(inputs: StepInputs) -> Tensor:
+            with AllocationPeak() as peak:
+                hidden = forward(inputs)
+            self._bytes_per_token = max(self._bytes_per_token, -(-peak.bytes // len(inputs.input_ids)))
+            return hidden
+
+        return run
+
+    def bytes_of_step(self, num_tokens: int, num_logits: int) -> int:
+        """A step of so many tokens, of which so many logits exist at once."""
+        return self._bytes_per_token * num_tokens + LOGITS_ARRAYS * num_logits * FLOAT_BYTES
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

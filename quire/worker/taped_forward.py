@@ -16,7 +16,7 @@ from quire.errors import EngineError
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.cpu.tape import Arena, RecordingError, Tape, record
 from quire.worker.inputs import StepInputs
-from quire.worker.model_runner import LanguageModel, eager_forward
+from quire.worker.pipeline import LanguageModel, eager_forward
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class TapedForward:
         self._tapes: dict[int, Tape] = {}
 
     def __call__(self, inputs: StepInputs) -> Tensor:
-        num_requests = len(inputs.rows)
+        num_requests = len(inputs.layout.rows)
         if not self._records or len(inputs.input_ids) != num_requests:
             return self._eager(inputs)
         placed = self._places.place(inputs)
@@ -58,7 +58,7 @@ class TapedForward:
             self._records = False
             logger.info("decode steps are not recorded: %s", reason)
             return self._eager(placed)
-        self._tapes[len(placed.rows)] = tape
+        self._tapes[len(placed.layout.rows)] = tape
         return tape.result
 
 
@@ -75,7 +75,7 @@ class _Places:
 
     def place(self, inputs: StepInputs) -> StepInputs:
         """The same step, its tensors in their places; each request has one token."""
-        size = len(inputs.rows)
+        size = len(inputs.layout.rows)
         self._input_ids[:size] = inputs.input_ids
         self._positions[:size] = inputs.positions
         self._seq_lens[:size] = inputs.metadata[0].seq_lens

@@ -8,48 +8,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVMemory, SwapCosts
 from quire.layers.attention import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.worker.block_copies import BlockCopier
-from quire.worker.model_runner import Forward, ModelRunner, num_rows_at_once
-from quire.worker.step_memory import AllocationPeak, bytes_of_largest_step
+from quire.worker.devices import Device
+from quire.worker.model_runner import ModelRunner
+from quire.worker.rehearsal import Rehearsal
 
 logger = logging.getLogger(__name__)
 
-MIB = 2**20
-_COPIED_BYTES = 8 * MIB
-
-
-class Device(Protocol):
-    """Facts and settings of one kind of device."""
-
-    torch_device: torch.device
-    default_cache_bytes: int | None
-    """Most that the KV cache takes unless it is asked for; None: no limit but the memory."""
-    warm_up_tokens: int
-    """Length of the warm-up forward pass."""
-    is_host: bool
-    """Whether its memory is the host's, of which the swap space takes a part."""
-
-    def start(self, config: EngineConfig) -> None:
-        """Prepare the device for this process."""
-
-    def available_bytes(self) -> int:
-        """Memory that is free now."""
-
-    def forward(self, model: CausalLM, config: EngineConfig, kv_config: KVCacheConfig) -> Forward:
-        """How the runner is to run a model whose cache is bound."""
+_COPIED_BYTES = 8 * 2**20
 
 
 class Worker:
@@ -66,7 +43,6 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._copier: BlockCopier | None = None
         self._tokens_per_s = 0.0
-        self._step_bytes = 0
 
     def load(self) -> None:
         """Load the weights and run the model once.
@@ -89,30 +65,27 @@ class Worker:
 
     def kv_memory(self) -> KVMemory:
         """What the cache may take of the memory that is free now."""
-        share, free = self._config.cache.gpu_memory_utilization, self._device.available_bytes()
-        if self._device.is_host:
-            free = max(0, free - self._config.cache.swap_space_bytes)
-        reason = (
-            f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less "
-            f"{self._step_bytes / MIB:.0f} MiB for a step of {self._config.scheduler.max_num_batched_tokens} tokens"
-        )
-        left = max(0, int(share * free) - self._step_bytes)
-        return KVMemory(left, reason, self._device.default_cache_bytes, self._swap_costs())
+        usable, reason = self._device.usable_bytes(self._config)
+        return KVMemory(usable, reason, self._device.default_cache_bytes, self._swap_costs())
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps."""
-        model = self._loaded()
-        tensors = self._allocate(kv_config)
-        self._copier = BlockCopier(tensors, _host_tier(tensors, kv_config.num_host_blocks))
-        forward = self._device.forward(model, self._config, kv_config)
-        self._runner = ModelRunner(model, self._config, kv_config, self._device.torch_device, forward)
+        tensors, device = self._bind_cache(kv_config), self._device
+        shapes = [(2, kv_config.num_host_blocks + 1, tensor.shape[2]) for tensor in tensors]
+        host_tier = [device.host_memory(shape) for shape in shapes]
+        self._copier = BlockCopier(tensors, host_tier, device.copy_blocks)
+        self._runner = ModelRunner(self._loaded(), self._config, kv_config, device)
+        self._runner.prepare()
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step."""
-        assert self._runner is not None, "execute_model before initialize_kv_cache"
+    def submit(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Run one step, or hand it to a device that goes on by itself; returns what waits for the result."""
+        assert self._runner is not None, "submit before initialize_kv_cache"
         assert self._copier is not None
         self._copier.execute(plan)
-        return self._runner.execute_model(plan)
+        step = self._runner.launch(plan)
+        if not self._device.is_asynchronous:
+            step.result()
+        return step.result
 
     def shutdown(self) -> None:
         """Let go of the model and the cache."""
@@ -123,55 +96,31 @@ class Worker:
         return self._model
 
     def _swap_costs(self) -> SwapCosts:
-        """Rates of copying and computing, roughly: a copy of a few MiB, and the warm-up pass."""
+        """Rates of copying and computing, roughly: a copy of a few MiB, and the step of prompts that warmed up."""
         blocks = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=self._device.torch_device)
         started = time.perf_counter()
         blocks.to("cpu", copy=True)
         return SwapCosts(_COPIED_BYTES / (time.perf_counter() - started), self._tokens_per_s)
 
-    def _allocate(self, kv_config: KVCacheConfig) -> tuple[Tensor, ...]:
+    def _bind_cache(self, kv_config: KVCacheConfig) -> tuple[Tensor, ...]:
+        """Allocate a cache, and give it to the model."""
         tensors = allocate_kv_cache(kv_config, self._device.torch_device)
         bind_kv_cache(self._loaded(), kv_config, tensors)
         return tensors
 
-    @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Run two short prompts, in a cache of their own, so that threads, kernels and what is made on first use exist
-        when memory is measured. The first tells how long a step takes, the second, which is longer, how much memory.
-        """
-        block_size = self._config.cache.block_size
-        limits = (self._config.model.max_model_len, self._config.scheduler.max_num_batched_tokens)
-        num_tokens = min(self._device.warm_up_tokens, *limits)
-        num_blocks = -(-num_tokens // block_size)
-        specs = self.kv_cache_specs()
+        """Run the largest steps in a cache of their own, so that all that they need exists when memory is measured."""
+        device, specs = self._device, self.kv_cache_specs()
+        rehearsal = Rehearsal(self._config, device.warm_up_tokens, device.warm_up_seqs)
         one_group = KVCacheGroup(tuple(specs), next(iter(specs.values())))
-        self._allocate(KVCacheConfig(num_blocks, (one_group,), specs))
-        started, num_timed = time.perf_counter(), max(num_tokens // 2, 1)
-        self._loaded().compute_logits(self._run_prompt(num_timed, num_blocks)[-1:])
-        self._tokens_per_s = num_timed / (time.perf_counter() - started)
-        with AllocationPeak() as peak:
-            self._run_prompt(num_tokens, num_blocks)
-        scheduler, vocab_size = self._config.scheduler, self._config.arch.vocab_size
-        num_logits = min(scheduler.max_num_seqs, num_rows_at_once(vocab_size)) * vocab_size
-        self._step_bytes = bytes_of_largest_step(
-            peak.bytes, num_tokens, scheduler.max_num_batched_tokens, num_logits
-        )
-
-    def _run_prompt(self, num_tokens: int, num_blocks: int) -> Tensor:
-        """A forward pass over a prompt of `num_tokens` in the first `num_blocks` blocks; the hidden states."""
-        with self._device.torch_device:
-            positions = torch.arange(num_tokens)
-            metadata = AttentionMetadata(
-                query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
-                seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
-                block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
-                slot_mapping=positions,
-                max_query_len=num_tokens,
-                max_seq_len=num_tokens,
-            )
-        return self._loaded().forward(torch.zeros_like(positions), positions, (metadata,))
-
-
-def _host_tier(tensors: Sequence[Tensor], num_blocks: int) -> tuple[Tensor, ...]:
-    """Host memory for as many blocks of each tensor, beside a null block; untouched pages cost no memory."""
-    return tuple(torch.empty((2, num_blocks + 1, tensor.shape[2]), dtype=tensor.dtype) for tensor in tensors)
+        cache = KVCacheConfig(rehearsal.num_blocks, (one_group,), specs)
+        self._bind_cache(cache)
+        with device.rehearsal():
+            runner = ModelRunner(self._loaded(), self._config, cache, device)
+        for plan in rehearsal.plans():
+            started = time.perf_counter()
+            with device.rehearsal():
+                runner.execute_model(plan)
+            rate = plan.total_num_scheduled_tokens / (time.perf_counter() - started)
+            self._tokens_per_s = max(self._tokens_per_s, rate)
+        self._bind_cache(KVCacheConfig(1, (one_group,), specs))  # lets go of the larger one

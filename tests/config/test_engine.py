@@ -18,6 +18,8 @@ QUANTIZATION_KEYS: dict[str, st.SearchStrategy[Any]] = {
     "group_size": st.sampled_from([32, 64, 128]),
     "symmetric": st.booleans(),
     "mode": st.sampled_from(["fast", "precise"]),
+    "scale": st.sampled_from(["row", "tensor"]),
+    "gemm": st.sampled_from(["vendor", "triton"]),
     "ignore": st.lists(st.text(min_size=1)),
 }
 KV_EVENTS_KEYS: dict[str, st.SearchStrategy[Any]] = {
@@ -33,6 +35,8 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
     """Valid values of one engine field."""
     if name in KEYS:
         return st.fixed_dictionaries({}, optional=KEYS[name])
+    if name == "cudagraph_capture_sizes":
+        return st.lists(st.integers(1)).map(tuple)
     owner = engine_fields()[name][1]
     info = next(info_of(field) for field in dataclasses.fields(owner) if field.name == name)
     if info.choices:

@@ -24,13 +24,16 @@ def test_every_key_is_read() -> None:
         False,
         ("lm_head",),
     )
-    config.check()
+    config.check("cpu")
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"groupsize": 32}, "unknown key 'groupsize'; known are group_size, symmetric, mode, ignore"),
+        (
+            {"groupsize": 32},
+            "unknown key 'groupsize'; known are group_size, symmetric, mode, scale, gemm, ignore",
+        ),
         ({"group_size": 48}, "group_size must be one of 32, 64, 128, got 48"),
         ({"symmetric": 1}, "symmetric must be one of True, False, got 1"),
         ({"mode": "slow"}, "mode must be one of fast, precise, got 'slow'"),
@@ -45,7 +48,23 @@ def test_bad_values_are_named(given: dict[str, Any], message: str) -> None:
 
 def test_keys_without_effect_are_refused() -> None:
     with pytest.raises(ConfigError, match="group_size, symmetric means nothing with int8"):
-        QuantizationConfig("int8", {"group_size": 32, "symmetric": True}).check()
+        QuantizationConfig("int8", {"group_size": 32, "symmetric": True}).check("cpu")
     with pytest.raises(ConfigError, match="mode means nothing with no --quantization"):
-        QuantizationConfig(None, {"mode": "fast"}).check()
-    QuantizationConfig().check()
+        QuantizationConfig(None, {"mode": "fast"}).check("cpu")
+    QuantizationConfig().check("cpu")
+
+
+def test_fp8_is_for_gpus() -> None:
+    config = QuantizationConfig("fp8", {"scale": "tensor", "gemm": "triton"})
+    config.check("cuda")
+    assert (config.per_tensor, config.vendor) == (True, False)
+    assert (QuantizationConfig("fp8").per_tensor, QuantizationConfig("fp8").vendor) == (False, True)
+    with pytest.raises(
+        ConfigError, match="fp8 needs a GPU that multiplies fp8; on a CPU there are int8 and int4"
+    ):
+        config.check("cpu")
+
+
+def test_the_mode_is_for_cpus() -> None:
+    with pytest.raises(ConfigError, match="mode means nothing with int4 on cuda"):
+        QuantizationConfig("int4", {"mode": "fast", "group_size": 64}).check("cuda")

@@ -2,10 +2,10 @@ import threading
 
 import pytest
 
-from quire.executor.lane import CallerLane, ThreadLane
+from quire.executor.lane import CallerLane, EagerLane, ThreadLane
 
 
-@pytest.fixture(params=[CallerLane, ThreadLane])
+@pytest.fixture(params=[CallerLane, EagerLane, ThreadLane])
 def lane(request):
     lane = request.param()
     yield lane
@@ -35,8 +35,15 @@ def test_the_thread_works_while_the_caller_goes_on_and_is_always_the_same():
     lane.close()
 
 
-def test_nothing_runs_after_a_failure():
-    lane, ran = ThreadLane(), []
+def test_an_eager_call_has_run_when_it_is_started():
+    ran = []
+    EagerLane().start(lambda: ran.append(1))
+    assert ran == [1]
+
+
+@pytest.mark.parametrize("make", [EagerLane, ThreadLane])
+def test_nothing_runs_after_a_failure(make):
+    lane, ran = make(), []
     failing, later = lane.start(lambda: 1 // 0), lane.start(lambda: ran.append("later"))
     for result in (failing, later):
         with pytest.raises(ZeroDivisionError):

@@ -202,6 +202,12 @@ def non_finite_rows(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 @cases
+def clear_rows(dtype: torch.dtype) -> Iterator[Arguments]:
+    for cleared in ([], [True], [False, True, False]):
+        yield (randn(len(cleared), 33, dtype=dtype), torch.tensor(cleared, dtype=torch.bool)), {}
+
+
+@cases
 def apply_penalties(dtype: torch.dtype) -> Iterator[Arguments]:
     for count in (0, 1, 30):
         logits, indices = 3 * randn(4, 23), torch.randperm(4 * 23)[:count]

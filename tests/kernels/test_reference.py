@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.linear import WeightScheme
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 20, 4
 SCALE = SIZE**-0.5
@@ -186,3 +187,26 @@ def test_narrow_linear_rounds_once(dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         reference.linear(x, weight, bias), want, rtol=torch.finfo(dtype).eps, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_fp8_weights_are_the_nearest_e4m3_numbers(per_tensor: bool) -> None:
+    weight = torch.randn(6, 50) * torch.tensor([1e-6, 0.02, 1.0, 30.0, 1e4, 0.0])[:, None]
+    packed = reference.pack_weight(weight, WeightScheme("fp8", per_tensor=per_tensor))
+    assert packed.scales is not None
+    assert packed.data.dtype == torch.float8_e4m3fn
+    assert len(packed.scales.unique()) == (1 if per_tensor else 6)
+    error = (reference.unpack_weight(packed) - weight).abs()
+    # Three bits of mantissa; the smallest step is 2 ** -9 of a scale.
+    assert (error <= weight.abs() / 16 + packed.scales[:, None] * 2**-10).all()
+
+
+def test_a_cache_in_e4m3_is_cut_off_at_its_largest_number() -> None:
+    caches = [torch.zeros(2, 1, 4, 4).to(torch.float8_e4m3fn) for _ in range(2)]
+    key = torch.tensor([1.0, 500.0, -1e6, torch.nan]).view(1, 1, 4)
+    reference.write_kv(key, -key, *caches, torch.tensor([5]))
+    keys, values = caches[0][1, 0, :, 1].float(), caches[1][1, 0, 1].float()
+    assert keys[:3].tolist() == [1.0, 448.0, -448.0]
+    assert values[:3].tolist() == [-1.0, -448.0, 448.0]
+    assert keys[3].isnan()
+    assert values[3].isnan()

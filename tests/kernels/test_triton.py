@@ -1,6 +1,6 @@
 """The Triton kernels against the oracle of each op, in Triton's interpreter: small shapes, all branches.
 
-float32 and float16 only: the interpreter's `tl.dot` on bfloat16 is wrong.
+float32 and float16 only: the interpreter's `tl.dot` on bfloat16 is wrong. Linears have a file of their own.
 """
 
 # mypy: disable-error-code="arg-type"
@@ -16,15 +16,12 @@ from tests.kernels import triton_interpreter  # noqa: F401
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.kernels import ops, reference
-from quire.kernels.linear import WeightScheme
+from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.triton import (
     activation,
     attention,
     copies,
     embedding,
-    fp8,
-    linear,
-    matmul,
     norm,
     rotary,
     sampling,
@@ -101,8 +98,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "all": {"sliding_window": 18, "soft_cap": 3.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
 }
 SHAPES = {
-    "split decode": attention.decode_shape(2, 40, 6, 132)._replace(split_tokens=32, block_n=16),
-    "decode": attention.decode_shape(2, 40, 4000, 132),
+    "split decode": attention.decode_shape(2, 6, 132)._replace(split_tokens=16, block_n=16, even_splits=3),
+    "decode": attention.decode_shape(2, 4000, 132),
     "short chunk": attention.prefill_shape(2, 24, 17),
     "prompt": attention.prefill_shape(2, 24, 100),
     "invariant prompt": attention.invariant_shape(2, decode=False)._replace(split_tokens=32),
@@ -135,6 +132,28 @@ def test_attention(shape: str, feature: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("shape", ["split decode", "decode", "invariant decode"])
+@pytest.mark.parametrize("feature", ["plain", "window"])
+def test_decode_attention_with_padding(shape: str, feature: str) -> None:
+    """Requests of no tokens give zeros, keys may be stored [slot, D], and no launch depends on the lengths."""
+    torch.manual_seed(0)
+    metadata = make_metadata([(1, 9), (1, 40), (1, 1)], block_size=8, num_blocks=16)
+    q, (k_cache, v_cache) = randn(5, 4, 24), randn_caches(16, 2, 8, 24, torch.float32)
+    stored = k_cache.transpose(2, 3).contiguous().transpose(2, 3)
+    padded = AttentionMetadata(
+        query_start_loc=torch.arange(6, dtype=torch.int32),
+        seq_lens=torch.nn.functional.pad(metadata.seq_lens, (0, 2)),
+        block_tables=torch.nn.functional.pad(metadata.block_tables, (0, 0, 0, 2)),
+        slot_mapping=torch.full((5,), -1),
+        max_query_len=1,
+        max_seq_len=200,
+    )
+    got = attend(SHAPES[shape])(q, stored, v_cache, padded, 24**-0.5, **FEATURES[feature])
+    want = reference.paged_attention(q[:3], k_cache, v_cache, metadata, 24**-0.5, **FEATURES[feature])
+    torch.testing.assert_close(got[:3], want, rtol=2e-3, atol=1e-3)
+    assert not got[3:].any()
+
+
 @pytest.mark.parametrize("window", [None, 45])
 def test_invariant_attention_gives_the_same_bits_in_any_batch_and_chunk(
     window: int | None, monkeypatch: pytest.MonkeyPatch
@@ -158,63 +177,31 @@ def test_invariant_attention_gives_the_same_bits_in_any_batch_and_chunk(
         assert torch.equal(run(start, end, extra), expected[start:end]), (start, end, extra)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "scheme",
-    [WeightScheme("int8"), *(WeightScheme("int4", g, s) for g in (32, 128) for s in (True, False))],
-    ids=str,
-)
-def test_integer_linear(scheme: WeightScheme, dtype: torch.dtype) -> None:
+def e4m3(*shape: int) -> Tensor:
+    """Random numbers that E4M3 holds: the interpreter rounds others wrongly."""
+    return randn(*shape).to(torch.float8_e4m3fn).float()
+
+
+def test_a_cache_in_e4m3() -> None:
+    """Written with its limits, by kernel and oracle alike, and read for prompts and decode steps."""
     torch.manual_seed(0)
-    tolerance = {torch.float32: 1e-4, torch.float16: 4e-3}[dtype]
-    for outputs, inputs in [(34, 45), (66, 600)]:
-        weight = randn(outputs, inputs) * inputs**-0.5
-        packed = linear.pack_weight(weight, scheme)
-        rounded = reference.unpack_weight(reference.pack_weight(weight, scheme))
-        assert torch.equal(reference.unpack_weight(packed), rounded)
-        for rows in (0, 1, 70):
-            x, bias = randn(rows, inputs, dtype=dtype), randn(outputs)
-            want = reference.linear(x.float(), rounded, bias)
-            torch.testing.assert_close(
-                linear.packed_linear(x, packed, bias).float(), want, rtol=tolerance, atol=tolerance
-            )
-            gated = reference.silu_and_mul(want)
-            got = linear.packed_linear(x, packed, bias, "silu_and_mul").float()
-            torch.testing.assert_close(got, gated, rtol=4 * tolerance, atol=4 * tolerance)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_invariant_linear(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x, weight, bias = randn(70, 130, dtype=dtype), randn(150, 130, dtype=dtype), randn(150, dtype=dtype)
-    whole = matmul.invariant_linear(x, weight, bias)
-    torch.testing.assert_close(whole, reference.linear(x, weight, bias), rtol=2e-3, atol=2e-2)
-    for rows in (1, 3, 64, 65):
-        assert torch.equal(matmul.invariant_linear(x[:rows], weight, bias), whole[:rows])
-
-
-def test_fp8_scales_and_codes() -> None:
-    torch.manual_seed(0)
-    x = randn(9, 70)
-    x[4] = 0.0
-    codes, scales = fp8.quantize_rows(x)
-    assert torch.equal(scales, (x.abs().amax(1, keepdim=True) / 448.0).clamp(min=1e-12))
-    # The interpreter drops the carry where rounding reaches a power of two; everything else must be torch's rounding.
-    expected = (x / scales).to(torch.float8_e4m3fn).float()
-    differs = codes.float() != expected
-    mantissa, _ = expected[differs].frexp()
-    assert (mantissa.abs() == 0.5).all()
-
-
-def test_fp8_linear() -> None:
-    torch.manual_seed(0)
-    x, weight, bias = randn(5, 64), randn(48, 64) / 8, randn(48)
-    codes, scales = (part.clone() for part in fp8.quantize_rows(weight))
-    for column_scales in (scales.squeeze(1), torch.ones(1)):
-        got = fp8.fp8_linear(x, codes, column_scales, bias)
-        activations, row_scales = fp8.quantize_rows(x)
-        want = (activations.float() * row_scales) @ (codes.float() * column_scales.view(-1, 1)).T + bias
-        torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
+    caches = [part.to(torch.float8_e4m3fn) for part in randn_caches(16, 2, 8, 24, torch.float32)]
+    k, v, slots = e4m3(40, 2, 24), e4m3(40, 2, 24), torch.randperm(16 * 8)[:40]
+    k[0, 0, :3], v[1, 1, 5] = torch.tensor([1e4, -1e4, 449.0]), -torch.inf
+    written = {run: [part.clone() for part in caches] for run in (rotary.write_kv, reference.write_kv)}
+    for run, parts in written.items():
+        run(k, v, *parts, slots)
+    for ours, theirs in zip(*written.values(), strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.0, atol=0.0)
+    keys, _ = written[rotary.write_kv]
+    block, offset = divmod(int(slots[0]), 8)
+    assert keys[block, 0, :3, offset].float().tolist() == [448.0, -448.0, 448.0]
+    for batch, shape in [("decode", "split decode"), ("mixed", "short chunk")]:
+        metadata = make_metadata(BATCHES[batch], block_size=8, num_blocks=16)
+        q = randn(int(metadata.query_start_loc[-1]), 4, 24, dtype=torch.float16)
+        args = (q, *caches, metadata, 24**-0.5)
+        want = reference.paged_attention(*args)
+        torch.testing.assert_close(attend(SHAPES[shape])(*args), want, rtol=2e-3, atol=2e-3)
 
 
 def test_copy_blocks() -> None:

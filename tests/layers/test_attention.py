@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.errors import ConfigError
+from quire.kernels import cpu
 from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from quire.layers.attention import (
     Attention,
     allocate_kv_cache,
+    attention_backends,
     bind_kv_cache,
     kv_cache_dtype,
     kv_cache_specs,
+    why_not_captured,
 )
 from quire.models.base import CausalLM
-from tests.models.harness import load_tiny, prepared_config
+from tests.models.harness import load_tiny, logits_of, prepared_config
 
 
 def test_specs_say_which_layers_have_a_window(tiny_model: Callable[[str], Path]) -> None:
@@ -103,3 +107,43 @@ def test_binding_wants_one_spec_per_layer(tiny_model: Callable[[str], Path]) -> 
     name, spec = next(iter(kv_cache_specs(model).items()))
     with pytest.raises(AssertionError, match="one spec per attention layer"):
         bind_kv_cache(model, KVCacheConfig(3, (KVCacheGroup((name,), spec),), {name: spec}), [])
+
+
+@pytest.mark.parametrize("name", ["torch_sdpa", "reference"])
+def test_the_named_backend_computes_the_model(name: str, tiny_model: Callable[[str], Path]) -> None:
+    prompts = [[5, 6, 7], list(range(40, 70))]
+    models = [load_tiny(tiny_model("mistral"), attention_backend=choice) for choice in ("auto", name)]
+    assert attention_backends(models[1]) == {name: False}
+    for ours, theirs in zip(*(logits_of(model, prompts, chunk_sizes=[4]) for model in models), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-4)
+
+
+def test_a_backend_that_the_model_cannot_use_is_refused_before_loading(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    with pytest.raises(ConfigError, match="torch's attention cannot cap the model's scores softly"):
+        load_tiny(tiny_model("gemma2"), attention_backend="torch_sdpa")
+
+
+@pytest.mark.parametrize(
+    ("cache", "device", "message"),
+    [("fp8", "cpu", "fp8 needs a GPU"), ("int8", "cuda", "int8 needs a CPU, and the device is cuda")],
+)
+def test_a_cache_precision_of_another_device_is_refused(
+    cache: str, device: str, message: str, tiny_model: Callable[[str], Path]
+) -> None:
+    config = prepared_config(tiny_model("llama"), kv_cache_dtype=cache)
+    config = config.evolve(device=device)
+    with pytest.raises(ConfigError, match=message):
+        kv_cache_dtype(config)
+
+
+def test_a_backend_that_cannot_be_captured_says_so(tiny_model: Callable[[str], Path]) -> None:
+    backends = ("auto", "reference")
+    models = [
+        load_tiny(tiny_model("llama"), attention_backend=name, load_format="dummy") for name in backends
+    ]
+    assert why_not_captured(models[1]) == "attention by reference cannot be captured"
+    assert why_not_captured(object()) is None
+    if cpu.available():
+        assert why_not_captured(models[0]) is None

@@ -21,11 +21,12 @@ from quire.models.hf_config import read_hf_config
 from quire.models.loader import load_model
 
 BLOCK_SIZE = 4
+CPU = torch.device("cpu")
 
 
 def prepared_config(model_dir: Path, **args: Any) -> EngineConfig:
     """An engine config as the model sees it: arch read, dtype settled."""
-    args = {"dtype": "float32", "block_size": BLOCK_SIZE} | args
+    args = {"dtype": "float32", "block_size": BLOCK_SIZE, "device": "cpu"} | args
     config = EngineConfig.from_args(model=str(model_dir), **args)
     arch = read_hf_config(model_dir, config.model.hf_overrides)
     return dataclasses.replace(config, model_dir=str(model_dir), model_arch=arch)
@@ -38,21 +39,25 @@ def load_tiny(model_dir: Path, **args: Any) -> CausalLM:
 
 @torch.inference_mode()
 def logits_of(
-    model: CausalLM, sequences: Sequence[Sequence[int]], *, chunk_sizes: Sequence[int]
+    model: CausalLM,
+    sequences: Sequence[Sequence[int]],
+    *,
+    chunk_sizes: Sequence[int],
+    device: torch.device = CPU,
 ) -> list[Tensor]:
     """float32 logits [len, V] of every position of each sequence.
 
     All sequences run together; in each step, each takes the next of `chunk_sizes` (round and round) of its tokens.
     """
-    tables = _shuffled_tables(model, sequences)
+    tables = _shuffled_tables(model, sequences, device)
     rows: list[list[Tensor]] = [[] for _ in sequences]
     for step in _steps(sequences, chunk_sizes):
         members = [index for index, (start, end) in enumerate(step) if end > start]
         token_ids = [sequences[i][position] for i in members for position in range(*step[i])]
         positions = torch.tensor([position for i in members for position in range(*step[i])])
-        hidden = model(
-            torch.tensor(token_ids), positions, (_metadata([(tables[i], *step[i]) for i in members]),)
-        )
+        with device:
+            metadata = _metadata([(tables[i], *step[i]) for i in members])
+            hidden = model(torch.tensor(token_ids), positions.to(device), (metadata,))
         logits = model.compute_logits(hidden)
         assert logits.dtype == torch.float32
         for i, part in zip(members, logits.split([step[i][1] - step[i][0] for i in members]), strict=True):
@@ -60,14 +65,16 @@ def logits_of(
     return [torch.cat(parts) for parts in rows]
 
 
-def _shuffled_tables(model: CausalLM, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+def _shuffled_tables(
+    model: CausalLM, sequences: Sequence[Sequence[int]], device: torch.device
+) -> list[list[int]]:
     """Give each sequence its blocks, and the model a cache full of NaN, so that reading too much shows."""
     needed = [-(-len(sequence) // BLOCK_SIZE) for sequence in sequences]
     blocks = list(range(1, sum(needed) + 1))
     random.Random(0).shuffle(blocks)
     specs = kv_cache_specs(model)
     kv_config = KVCacheConfig(len(blocks) + 1, group_layers(specs, BLOCK_SIZE, hybrid=False), specs)
-    tensors = allocate_kv_cache(kv_config, torch.device("cpu"))
+    tensors = allocate_kv_cache(kv_config, device)
     for tensor in tensors:
         tensor.fill_(255)  # all bits set are a NaN in every float type
     bind_kv_cache(model, kv_config, tensors)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.config import EngineConfig, ModelArch
@@ -24,8 +25,11 @@ from quire.scheduler.output import (
     TokenLogprobs,
 )
 from quire.worker.block_table import BlockTable
+from quire.worker.cpu import CpuDevice
+from quire.worker.devices import Device
 from quire.worker.input_batch import InputBatch
-from quire.worker.model_runner import ModelRunner, eager_forward
+from quire.worker.launched_step import LaunchedStep
+from quire.worker.model_runner import ModelRunner
 
 VOCAB_SIZE = 23
 BLOCK_SIZE = 4
@@ -70,6 +74,7 @@ def tiny_config(**args: Any) -> EngineConfig:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "block_size": BLOCK_SIZE,
+        "device": "cpu",
     }
     arch = ModelArch("Toy", "toy", VOCAB_SIZE, 1, 1, 1, 1, 1, 1, 64)
     return dataclasses.replace(EngineConfig.from_args(**defaults | args), model_arch=arch)
@@ -88,15 +93,20 @@ class ToyModel:
 
     def forward(self, input_ids: Tensor, positions: Tensor, step: StepMetadata) -> Tensor:
         (metadata,) = step
-        self.cache[metadata.slot_mapping] = ((input_ids + 1) * (positions * positions + 7)).double()
+        is_real = metadata.slot_mapping >= 0
+        values = ((input_ids + 1) * (positions * positions + 7)).double()
+        self.cache[metadata.slot_mapping[is_real]] = values[is_real]
         starts = metadata.query_start_loc.tolist()
         hidden = []
         for index, seq_len in enumerate(metadata.seq_lens.tolist()):
             num_blocks = -(-seq_len // BLOCK_SIZE)
             blocks = metadata.block_tables[index, :num_blocks].long()
             slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:seq_len]
-            sums = self.cache[slots].cumsum(0)[seq_len - (starts[index + 1] - starts[index]) :]
-            hidden.append(sums % 997)
+            num_queries = starts[index + 1] - starts[index]
+            if seq_len == 0:  # padding
+                hidden.append(torch.zeros(num_queries, dtype=torch.float64))
+                continue
+            hidden.append(self.cache[slots].cumsum(0)[seq_len - num_queries :] % 997)
         state = torch.cat(hidden)
         return torch.stack((state, input_ids.double()), dim=1)
 
@@ -107,12 +117,11 @@ class ToyModel:
         return logits
 
 
-def toy_runner(model: ToyModel | None = None, **args: Any) -> ModelRunner:
-    config = tiny_config(**args)
+def toy_runner(model: ToyModel | None = None, device: Device | None = None, **args: Any) -> ModelRunner:
+    config = tiny_config(**{"enforce_eager": device is None} | args)
     specs = {"layer": FullAttentionSpec(BLOCK_SIZE, 1, 1, 4)}
     kv_config = KVCacheConfig(NUM_BLOCKS, group_layers(specs, 64), specs)
-    model = model or ToyModel()
-    return ModelRunner(model, config, kv_config, torch.device("cpu"), eager_forward(model))
+    return ModelRunner(model or ToyModel(), config, kv_config, device or CpuDevice())
 
 
 @dataclasses.dataclass
@@ -163,6 +172,12 @@ class Driver:
         return self.sequences.pop(request_id)
 
     def step(self, num_scheduled_tokens: Mapping[str, int]) -> ModelRunnerOutput:
+        output = self.runner.execute_model(self._plan(num_scheduled_tokens))
+        for request_id, count in num_scheduled_tokens.items():
+            self._take(request_id, count, output)
+        return output
+
+    def _plan(self, num_scheduled_tokens: Mapping[str, int]) -> SchedulerOutput:
         new, cached = [], []
         for request_id, count in num_scheduled_tokens.items():
             sequence = self.sequences[request_id]
@@ -175,10 +190,17 @@ class Driver:
         total = sum(num_scheduled_tokens.values())
         plan = SchedulerOutput(self.step_id, new, cached, dict(num_scheduled_tokens), total, self.removed)
         self.removed, self.step_id = [], self.step_id + 1
-        output = self.runner.execute_model(plan)
+        return plan
+
+    def launch(self, num_scheduled_tokens: Mapping[str, int]) -> LaunchedStep:
+        """A step whose result is not taken in; each request is taken to sample if it can."""
+        step = self.runner.launch(self._plan(num_scheduled_tokens))
         for request_id, count in num_scheduled_tokens.items():
-            self._take(request_id, count, output)
-        return output
+            sequence = self.sequences[request_id]
+            sequence.num_computed_tokens += count
+            if sequence.num_computed_tokens == len(sequence.token_ids):
+                sequence.token_ids.append(-1)
+        return step
 
     def generate(self, request_id: str, num_tokens: int, chunk: int = 1000) -> Sequence:
         """Run one request alone, `chunk` tokens a step, until it has that many output tokens."""
@@ -212,6 +234,10 @@ class Driver:
         sequence.token_ids += output.sampled_token_ids.get(request_id, [])
         sequence.logprobs += output.logprobs.get(request_id, [])
         sequence.prompt_logprobs += output.prompt_logprobs.get(request_id, [])
+
+
+def append_tokens(batch: InputBatch, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+    batch.set_tokens(batch.append_unknown(rows), token_ids)
 
 
 def rows_of(*rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:

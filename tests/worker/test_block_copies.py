@@ -7,7 +7,7 @@ import torch
 
 from quire.errors import EngineError
 from quire.scheduler.output import SchedulerOutput
-from quire.worker.block_copies import BlockCopier
+from quire.worker.block_copies import BlockCopier, copy_on_host
 
 Moves = list[tuple[int, int]]
 
@@ -44,14 +44,14 @@ def numbers(tensors: list[torch.Tensor]) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_moves_are_made_in_the_order_of_the_lists(dtype: torch.dtype) -> None:
     device, host = tier(5, dtype, 10), tier(3, dtype, 50)
-    BlockCopier(device, host).execute(plan([(1, 2)], [(2, 3), (1, 1)], [(3, 4), (1, 2)]))
+    BlockCopier(device, host, copy_on_host).execute(plan([(1, 2)], [(2, 3), (1, 1)], [(3, 4), (1, 2)]))
     assert numbers(host) == [50, 51, 11]
     assert numbers(device) == [10, 51, 51, 11, 11]
 
 
 def test_a_plan_without_moves_changes_nothing() -> None:
     device, host = tier(3, torch.float32, 10), tier(1, torch.float32, 50)
-    BlockCopier(device, host).execute(plan())
+    BlockCopier(device, host, copy_on_host).execute(plan())
     assert numbers(device) == [10, 11, 12]
 
 
@@ -70,5 +70,5 @@ def test_a_plan_without_moves_changes_nothing() -> None:
 def test_bad_ids_are_refused_before_they_index_anything(moves: dict[str, Moves], message: str) -> None:
     device, host = tier(5, torch.float32, 10), tier(3, torch.float32, 50)
     with pytest.raises(EngineError, match=message):
-        BlockCopier(device, host).execute(plan(**moves))
+        BlockCopier(device, host, copy_on_host).execute(plan(**moves))
     assert (numbers(device), numbers(host)) == ([10, 11, 12, 13, 14], [50, 51, 52])

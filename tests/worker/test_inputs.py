@@ -14,9 +14,7 @@ from quire.errors import EngineError
 from quire.scheduler.output import CachedRequestData
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, gather_inputs
-from tests.worker.harness import BLOCK_SIZE, NUM_BLOCKS, input_batch, request, rows_of
-
-CPU = torch.device("cpu")
+from tests.worker.harness import BLOCK_SIZE, NUM_BLOCKS, append_tokens, input_batch, request, rows_of
 
 
 class PlainRequest:
@@ -51,7 +49,7 @@ def sample_token(batch: InputBatch, plain: PlainRequest, token: int) -> None:
         [[token % (NUM_BLOCKS - 1) + 1]] if len(plain.tokens) > len(plain.blocks) * BLOCK_SIZE else [[]]
     )
     plain.blocks += new_blocks[0]
-    batch.append_tokens(rows_of(row), rows_of(token))
+    append_tokens(batch, rows_of(row), rows_of(token))
     batch.update(CachedRequestData(plain.request_id, new_blocks, plain.num_computed_tokens))
 
 
@@ -71,10 +69,10 @@ def check_gather(inputs: StepInputs, requests: list[PlainRequest], counts: list[
     assert inputs.input_ids.tolist() == ids
     assert inputs.positions.tolist() == positions
     assert meta.slot_mapping.tolist() == slots
-    assert meta.query_start_loc.tolist() == inputs.query_start_loc.tolist() == starts
+    assert meta.query_start_loc.tolist() == inputs.layout.query_start_loc.tolist() == starts
     assert meta.seq_lens.tolist() == lengths
     assert (meta.max_seq_len, meta.max_query_len) == (max(lengths), max(counts))
-    assert inputs.sampling.tolist() == samples
+    assert inputs.layout.sampling.tolist() == samples
     assert inputs.logits_indices.tolist() == [starts[index + 1] - 1 for index in samples]
     for table, plain, length in zip(meta.block_tables.tolist(), requests, lengths, strict=True):
         needed = -(-length // BLOCK_SIZE)
@@ -107,7 +105,7 @@ def test_gather_equals_a_loop_over_tokens(seed: int, actions: list[str]) -> None
             requests = [known[request_id] for request_id in picked]
             counts = [rng.randint(1, len(plain.tokens) - plain.num_computed_tokens) for plain in requests]
             rows = rows_of(*(batch.row(request_id) for request_id in picked))
-            check_gather(gather_inputs(batch, rows, np.array(counts), CPU), requests, counts)
+            check_gather(gather_inputs(batch, rows, np.array(counts)), requests, counts)
     assert len(batch) == len(known)
 
 
@@ -148,11 +146,11 @@ def test_gather_refuses_an_impossible_plan(
     batch = input_batch()
     batch.add(request([1, 2, 3], block_ids=blocks, num_computed_tokens=num_computed))
     with pytest.raises(EngineError, match=message):
-        gather_inputs(batch, rows_of(0), rows_of(num_scheduled), CPU)
+        gather_inputs(batch, rows_of(0), rows_of(num_scheduled))
 
 
 def test_context_can_be_full() -> None:
     batch = input_batch(max_model_len=4)
     batch.add(request([1, 2, 3, 4], block_ids=[1]))
-    batch.append_tokens(rows_of(0), rows_of(5))
+    append_tokens(batch, rows_of(0), rows_of(5))
     assert batch.num_tokens[0] == 5

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.errors import EngineError
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from quire.worker.cpu import CpuDevice
 from tests.worker.harness import NUM_BLOCKS, POISON, VOCAB_SIZE, Driver, Sequence, request, toy_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=99, logprobs=2, prompt_logprobs=1)
@@ -109,7 +110,7 @@ def test_one_token_prompt_has_no_prompt_logprobs() -> None:
 
 def test_prompt_logprobs_are_the_same_in_small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = alone(13, 4, 0)
-    monkeypatch.setattr("quire.worker.model_runner._LOGITS_ELEMENTS", 2 * VOCAB_SIZE)
+    monkeypatch.setattr(CpuDevice, "logits_elements", 2 * VOCAB_SIZE)
     assert result(alone(13, 4, 0)) == result(whole)
 
 
@@ -123,7 +124,7 @@ def test_many_sampling_rows_are_the_same_in_small_slices(monkeypatch: pytest.Mon
         return [sequence.token_ids for sequence in driver.sequences.values()]
 
     whole = run()
-    monkeypatch.setattr("quire.worker.model_runner._LOGITS_ELEMENTS", 2 * VOCAB_SIZE)
+    monkeypatch.setattr(CpuDevice, "logits_elements", 2 * VOCAB_SIZE)
     assert run() == whole
 
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
-from quire.worker.sampler import Sampler, SamplerOutput, non_finite_rows
+from quire.worker.cpu import CpuDevice
+from quire.worker.sampler import Sampler, SamplerOutput, clear_non_finite
 from quire.worker.sampler.logprobs import token_logprobs
 from tests.worker import sampler_oracle as oracle
-from tests.worker.harness import input_batch, request, rows_of
+from tests.worker.harness import append_tokens, input_batch, request, rows_of
 
 VOCAB = 17
 # Numbers no sum of simple probabilities hits exactly: rounding then decides nothing.
@@ -63,7 +64,7 @@ class Bench:
 
     def __init__(self, members: list[NewRequestData], vocab_size: int = VOCAB) -> None:
         self.batch = input_batch(max_num_seqs=max(8, len(members)))
-        self.sampler = Sampler(self.batch, vocab_size)
+        self.sampler = Sampler(self.batch, vocab_size, CpuDevice())
         for index, member in enumerate(members):
             self.add(f"r{index}", member)
 
@@ -79,7 +80,7 @@ class Bench:
 
     def sample(self, logits: list[list[float]], rows: list[int] | None = None) -> SamplerOutput:
         picked = rows_of(*(rows if rows is not None else range(len(logits))))
-        return self.sampler.sample(torch.tensor(logits), self.sampler.stage(picked))
+        return self.sampler.sample(torch.tensor(logits), self.sampler.stage(picked)).read()
 
 
 def renamed(member: NewRequestData, request_id: str) -> NewRequestData:
@@ -165,7 +166,7 @@ def test_history_as_generated_equals_history_as_given(members: list[NewRequestDa
     bench, rows = Bench(fresh), rows_of(*range(len(members)))
     for _ in range(5):
         logits = [random_logits(rng, ties=False) for _ in members]
-        bench.batch.append_tokens(rows, bench.sample(logits).token_ids)
+        append_tokens(bench.batch, rows, bench.sample(logits).token_ids)
     resumed = []
     for row, member in enumerate(fresh):
         known = bench.batch.token_ids[row, : bench.batch.num_tokens[row]].tolist()
@@ -251,7 +252,7 @@ def test_positions_of_one_request_are_independent_draws() -> None:
     heads = 0
     for _ in range(60):
         output = bench.sample([[0.0, 0.0]])
-        bench.batch.append_tokens(rows_of(0), output.token_ids)
+        append_tokens(bench.batch, rows_of(0), output.token_ids)
         heads += int(output.token_ids[0])
     assert 18 <= heads <= 42
 
@@ -299,7 +300,7 @@ def test_min_tokens_hides_eos_and_stop_tokens_until_then() -> None:
     chosen = []
     for _ in range(4):
         output = bench.sample([[0.0, 0.1, 5.0, 6.0, 1.0]])
-        bench.batch.append_tokens(rows_of(0), output.token_ids)
+        append_tokens(bench.batch, rows_of(0), output.token_ids)
         chosen += output.token_ids.tolist()
     assert chosen == [4, 4, 3, 3]
 
@@ -368,7 +369,7 @@ def test_non_finite_logits_fail_their_row_alone(bad: float) -> None:
 
 
 def test_huge_finite_logits_are_finite() -> None:
-    assert non_finite_rows(torch.full((2, 64), 3e38)) == []
+    assert not clear_non_finite(torch.full((2, 64), 3e38)).any()
 
 
 def test_a_request_that_excludes_every_token_fails_alone() -> None:
@@ -405,6 +406,6 @@ def test_random_request_without_a_seed_is_our_bug() -> None:
 
 def test_logprobs_of_the_whole_vocabulary() -> None:
     logits = torch.tensor([random_logits(random.Random(2), ties=True)])
-    (entry,) = token_logprobs(logits, torch.tensor([4]), [-1])
+    (entry,) = token_logprobs(logits, torch.tensor([4]), [-1]).entries()
     assert len(entry.token_ids) == VOCAB + 1
     assert sum(math.exp(x) for x in entry.logprobs[1:]) == pytest.approx(1.0)

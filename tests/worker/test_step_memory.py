@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from quire.kernels.cpu import linear
 from quire.sampling_params import SamplingParams
-from quire.worker.step_memory import LOGITS_ARRAYS, AllocationPeak, bytes_of_largest_step
+from quire.worker.step_memory import LOGITS_ARRAYS, AllocationPeak, ForwardPeak
 from tests.models.harness import prepared_config
 from tests.worker.test_worker import GIB, driver_of, loaded
 
@@ -58,5 +59,9 @@ def test_no_step_takes_more_than_was_left_for_it(
 
 
 def test_a_bound_for_more_tokens_and_rows() -> None:
-    assert bytes_of_largest_step(3200, 32, 64, 10) == 6400 + LOGITS_ARRAYS * 10 * FLOATS
-    assert bytes_of_largest_step(3200, 32, 8, 0) == 3200
+    forward_peak = ForwardPeak()
+    assert forward_peak.bytes_of_step(64, 10) == LOGITS_ARRAYS * 10 * FLOATS
+    for num_tokens in (32, 8):
+        inputs = SimpleNamespace(input_ids=torch.zeros(num_tokens))
+        forward_peak.measured(lambda inputs: torch.zeros(len(inputs.input_ids), 25))(inputs)  # type: ignore[arg-type]
+    assert forward_peak.bytes_of_step(64, 10) == (64 * 25 + LOGITS_ARRAYS * 10) * FLOATS

@@ -17,7 +17,7 @@ from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata, StepMetadata
 from quire.kernels.cpu import library
 from quire.worker import taped_forward
-from quire.worker.inputs import StepInputs
+from quire.worker.inputs import StepInputs, StepLayout
 from quire.worker.taped_forward import TapedForward
 
 FAMILIES = ("llama-tied-bias", "qwen3", "mistral", "phi3-window-partial", "gemma2", "gemma3")
@@ -67,7 +67,8 @@ def step(ids: list[int], starts: list[int]) -> StepInputs:
         int(positions.max()) + 1,
     )
     rows = np.arange(len(starts))
-    return StepInputs(rows, rows, np.arange(len(rows) + 1), rows, torch.tensor(ids), positions, (metadata,))
+    layout = StepLayout(rows, rows, rows + 1, np.arange(len(rows) + 1), rows)
+    return StepInputs(layout, torch.tensor(ids), positions, torch.from_numpy(rows), (metadata,))
 
 
 class Lookup:

@@ -11,6 +11,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError
+from quire.executor import uniproc
 from quire.executor.registry import resolve_executor
 from quire.executor.uniproc import UniprocExecutor
 from quire.kv_cache.grouping import group_layers
@@ -51,6 +52,13 @@ def loaded(config: EngineConfig, free: int = GIB) -> Worker:
     return worker
 
 
+def reserved_bytes(worker: Worker) -> int:
+    """What the worker leaves free for a step."""
+    device, limits, vocab_size = worker._device, worker._config.scheduler, worker._config.arch.vocab_size
+    assert isinstance(device, CpuDevice)
+    return device._forward_peak.bytes_of_step(limits.max_num_batched_tokens, limits.max_num_seqs * vocab_size)
+
+
 def driver_of(config: EngineConfig) -> Driver:
     worker = loaded(config)
     specs = worker.kv_cache_specs()
@@ -62,7 +70,7 @@ def driver_of(config: EngineConfig) -> Driver:
 def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
     worker = loaded(config.evolve(gpu_memory_utilization=0.5))
     memory = worker.kv_memory()
-    assert memory.free_bytes == GIB // 2 - worker._step_bytes < GIB // 2
+    assert memory.free_bytes == GIB // 2 - reserved_bytes(worker) < GIB // 2
     assert memory.reason == (
         "50% of the 1024 MiB that are free after loading, less 0 MiB for a step of 64 tokens"
     )
@@ -72,7 +80,7 @@ def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
 
 def test_swap_space_is_taken_from_the_same_memory(config: EngineConfig) -> None:
     worker = loaded(config.evolve(gpu_memory_utilization=0.5, swap_space=0.25))
-    assert worker.kv_memory().free_bytes == GIB * 3 // 8 - worker._step_bytes
+    assert worker.kv_memory().free_bytes == GIB * 3 // 8 - reserved_bytes(worker)
 
 
 def test_swap_costs_are_measured(config: EngineConfig) -> None:
@@ -87,7 +95,7 @@ def test_the_flags_that_size_the_cache(
 ) -> None:
     """From flag to allocated blocks; the engine says what it has."""
     free = 2**21
-    monkeypatch.setattr("quire.executor.uniproc.CpuDevice", lambda: FakeDevice(free))
+    monkeypatch.setattr(uniproc, "make_device", lambda name: FakeDevice(free))
 
     def started(**args: Any) -> LLMEngine:
         limits = {"max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 64}
@@ -96,8 +104,10 @@ def test_the_flags_that_size_the_cache(
     engine = started(gpu_memory_utilization=share, block_size=64)
     worker = engine._client._core.executor._worker  # type: ignore[attr-defined]
     block_bytes = engine.core_ready.kv_cache_bytes // engine.core_ready.num_blocks
-    assert worker._step_bytes > 0
-    assert engine.core_ready.num_blocks == min((int(share * free) - worker._step_bytes) // block_bytes, 17)
+    assert reserved_bytes(worker) > 0
+    assert engine.core_ready.num_blocks == min(
+        (int(share * free) - reserved_bytes(worker)) // block_bytes, 17
+    )
     assert started(kv_cache_memory_bytes=9 * block_bytes + 1, block_size=64).core_ready.num_blocks == 9
     assert started(num_gpu_blocks_override=11, gpu_memory_utilization=share).core_ready.num_blocks == 11
     with pytest.raises(ConfigError, match=r"needs 4 KV cache blocks .* memory for 3 "):

@@ -32,11 +32,12 @@ class ConfigOption(click.Option):
 
     def __init__(self, owner: type[Config], field: dataclasses.Field[Any]) -> None:
         info = info_of(field)
-        kind = plain_type(field_types(owner)[field.name])
+        expected = field_types(owner)[field.name]
+        kind = plain_type(expected)
         super().__init__(
             [field.name, *([info.short] if info.short else []), _declaration(field.name, kind)],
             default=None,
-            type=_click_type(info, kind),
+            type=_click_type(info, int if expected == tuple[int, ...] else kind),
             help=f"{info.doc} {default_note(field)}".rstrip(),
             multiple=kind is tuple,
             metavar=info.metavar,

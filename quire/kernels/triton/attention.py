@@ -6,7 +6,8 @@ large language model serving with PagedAttention" (2023). The query heads of one
 (2023): few sequences are split along their keys, and a second kernel joins the parts.
 
 Invariant: a program owns BLOCK_M rows, which are BLOCK_Q tokens of one request times the query heads of one key-value
-head; it walks keys in tiles that start at multiples of BLOCK_N. Parts of a split begin at multiples of `split_tokens`.
+head; it walks keys in tiles that start at multiples of BLOCK_N. A decode launch depends on the number of requests and
+the longest sequence that may be, and not on the lengths, so that it can be recorded and replayed.
 """
 
 from __future__ import annotations
@@ -42,6 +43,54 @@ def _request_of(starts, block, num_requests, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def _queries(starts, num_requests, BLOCK_Q: tl.constexpr, DECODE: tl.constexpr):
+    """This program's request, the request's first row and number of queries, and its first query for this program."""
+    block = tl.program_id(0)
+    if DECODE:
+        return block, block, block * 0, block * 0 + 1
+    else:
+        request = _request_of(starts, block, num_requests, BLOCK_Q)
+        start = tl.load(starts + request)
+        first_query = (block - start // BLOCK_Q - request) * BLOCK_Q
+        return request, start, first_query, tl.load(starts + request + 1) - start
+
+
+@triton.jit
+def _parts(
+    length,
+    window,
+    num_splits,
+    split_tokens,
+    BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Where the parts of a sequence with one query begin, and the keys in each.
+
+    EVEN parts share what is seen among the programs there are; others stand at multiples of their size. It is the
+    sequence's own length that decides, so a launch that was recorded serves any lengths.
+    """
+    first = 0
+    if EVEN and HAS_WINDOW:
+        first = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
+    share = tl.cdiv(tl.cdiv(length - first, num_splits), BLOCK_N) * BLOCK_N
+    return first, tl.maximum(share, split_tokens)
+
+
+@triton.jit
+def _seen(
+    history, first_query, num_queries, window,
+    BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The keys that some query of a tile sees, from the beginning of one of their tiles."""
+    end = history + tl.minimum(first_query + BLOCK_Q, num_queries)
+    if HAS_WINDOW:
+        return tl.maximum(history + first_query - window + 1, 0) // BLOCK_N * BLOCK_N, end
+    else:
+        return history * 0, end
+
+
+@triton.jit
 def _scores(
     query, key, distance, slope, scale, soft_cap, window,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -72,28 +121,27 @@ def _joined(largest, total, mixed, part_largest, part_total, part_mixed):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_splits"])
 def _attend(
     out, parts, q, k_cache, v_cache, starts, lengths, tables, slopes,
     num_requests, scale, soft_cap, window, split_tokens, num_splits,
     q_token, q_head, table_width, kc_block, kc_head, kc_dim, kc_slot, vc_block, vc_head, vc_slot, vc_dim,
     HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, DECODE: tl.constexpr,
-    SPLIT: tl.constexpr, JOIN: tl.constexpr,
+    SPLIT: tl.constexpr, EVEN: tl.constexpr, JOIN: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     kv_head, split = tl.program_id(1), tl.program_id(2)
-    if DECODE:
-        request = tl.program_id(0)
-        first_query = 0
-    else:
-        request = _request_of(starts, tl.program_id(0), num_requests, BLOCK_Q)
-        first_query = (tl.program_id(0) - tl.load(starts + request) // BLOCK_Q - request) * BLOCK_Q
-    start = tl.load(starts + request)
-    num_queries = tl.load(starts + request + 1) - start
+    request, start, first_query, num_queries = _queries(starts, num_requests, BLOCK_Q, DECODE)
     if first_query >= num_queries:
         return
-    history = tl.load(lengths + request) - num_queries
+    length = tl.load(lengths + request)
+    history = length - num_queries
+    if SPLIT:
+        first_key, part_tokens = _parts(length, window, num_splits, split_tokens, BLOCK_N, EVEN, HAS_WINDOW)
+        first_key += split * part_tokens
+        if first_key >= length:
+            return
 
     row = tl.arange(0, BLOCK_M)
     query_index = first_query + row // GROUP
@@ -110,14 +158,10 @@ def _attend(
     if HAS_SLOPES:
         slope = tl.load(slopes + head, mask=row_used, other=0.0).to(tl.float32)
 
-    # The keys that some row of this tile sees, cut to this program's part.
-    end = history + tl.minimum(first_query + BLOCK_Q, num_queries)
-    begin = 0
-    if HAS_WINDOW:
-        begin = tl.maximum(history + first_query - window + 1, 0) // BLOCK_N * BLOCK_N
+    begin, end = _seen(history, first_query, num_queries, window, BLOCK_Q, BLOCK_N, HAS_WINDOW)
     if SPLIT:
-        begin = tl.maximum(begin, split * split_tokens)
-        end = tl.minimum(end, (split + 1) * split_tokens)
+        begin = tl.maximum(begin, first_key)
+        end = tl.minimum(end, first_key + part_tokens)
 
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -173,23 +217,23 @@ def _attend(
         tl.store(out + out_row[:, None] * HEAD + dim[None, :], result.to(out.dtype.element_ty), mask=used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _join_parts(
-    out, parts, starts, lengths, split_tokens, num_splits, HEAD: tl.constexpr, HEAD_TILE: tl.constexpr
-):
+    out, parts, lengths, window, split_tokens, num_splits,
+    HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
     """Join the parts of a request's only token, for one head, in the order of their keys."""
     request, head = tl.program_id(0), tl.program_id(1)
-    token = tl.load(starts + request).to(tl.int64)
-    if tl.load(starts + request + 1) == token:
-        return
+    length = tl.load(lengths + request)
+    first_key, part_tokens = _parts(length, window, num_splits, split_tokens, BLOCK_N, EVEN, HAS_WINDOW)
     dim = tl.arange(0, HEAD_TILE)[None, :]
     inside = dim < HEAD
-    row = token * tl.num_programs(1) + head
+    row = request.to(tl.int64) * tl.num_programs(1) + head
     largest = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     mixed = tl.zeros([1, HEAD_TILE], tl.float32)
     one = tl.arange(0, 1)
-    for split in range(tl.cdiv(tl.load(lengths + request), split_tokens)):
+    for split in range(tl.cdiv(length - first_key, part_tokens)):
         part = parts + (row * num_splits + split) * (HEAD + 2)
         part_mixed = tl.load(part + dim, mask=inside, other=0.0)
         part_total, part_largest = tl.load(part + HEAD + one), tl.load(part + HEAD + 1 + one)
@@ -207,6 +251,8 @@ class Shape(NamedTuple):
     block_n: int
     split_tokens: int = 0
     """Keys per part, a multiple of `block_n`; 0: not in parts."""
+    even_splits: int = 0
+    """In how many even parts, of `split_tokens` at least, what a sequence sees is cut; 0: they are all of that size."""
     num_warps: int = 4
     num_stages: int = 2
 
@@ -217,13 +263,14 @@ MIN_SPLIT_TILES = 4
 INVARIANT_SPLIT_TOKENS = 1024
 
 
-def decode_shape(group: int, max_seq_len: int, num_programs: int, num_processors: int) -> Shape:
+def decode_shape(group: int, num_programs: int, num_processors: int) -> Shape:
     """With too few programs (requests times key-value heads) for two waves, keys are split until there are enough."""
     block_n = 32
     splits = min(-(-2 * num_processors // num_programs), MAX_SPLITS)
-    tiles = max(-(-max_seq_len // (splits * block_n)), MIN_SPLIT_TILES)
-    split_tokens = tiles * block_n if splits > 1 else 0
-    return Shape(True, max(16, next_power_of_2(group)), block_n, split_tokens, num_warps=4, num_stages=3)
+    split_tokens = MIN_SPLIT_TILES * block_n if splits > 1 else 0
+    return Shape(
+        True, max(16, next_power_of_2(group)), block_n, split_tokens, splits, num_warps=4, num_stages=3
+    )
 
 
 def prefill_shape(group: int, head_size: int, max_query_len: int) -> Shape:
@@ -257,7 +304,7 @@ def paged_attention(
     group = q.shape[1] // kv_heads
     if is_decode(q, metadata):
         programs = max(num_requests * kv_heads, 1)
-        shape = decode_shape(group, metadata.max_seq_len, programs, num_processors(q.device))
+        shape = decode_shape(group, programs, num_processors(q.device))
     else:
         shape = prefill_shape(group, q.shape[2], metadata.max_query_len)
     return attend(q, k_cache, v_cache, metadata, scale, shape, sliding_window, soft_cap, alibi_slopes)
@@ -280,7 +327,7 @@ def invariant_paged_attention(
 
 
 def is_decode(q: Tensor, metadata: AttentionMetadata) -> bool:
-    """Whether every row is the only one of its request."""
+    """Whether row r is the only one of request r, for all of them."""
     return metadata.max_query_len == 1 and len(metadata.seq_lens) == len(q)
 
 
@@ -306,11 +353,15 @@ def attend(
     (tokens, heads, head_size), (_, kv_heads, _, page) = q.shape, k_cache.shape
     num_requests, group = len(metadata.seq_lens), heads // kv_heads
     block_q = shape.block_m // group
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    # Rows of no request are not written, but where there is one request to a row.
+    make = torch.empty if shape.decode else torch.zeros
+    out = make(q.shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0 or num_requests == 0:
         return out
     in_parts = shape.decode and shape.split_tokens > 0
     num_splits = -(-metadata.max_seq_len // shape.split_tokens) if in_parts else 1
+    if in_parts and shape.even_splits:
+        num_splits = min(num_splits, shape.even_splits)
     parts_shape = (tokens, heads, num_splits, head_size + 2) if in_parts else (0,)
     parts = torch.empty(parts_shape, dtype=torch.float32, device=q.device)
     blocks = num_requests if shape.decode else tokens // block_q + num_requests
@@ -322,12 +373,14 @@ def attend(
         q.stride(0), q.stride(1), metadata.block_tables.stride(0), *k_cache.stride(), *v_cache.stride(),
         HEAD=head_size, HEAD_TILE=head_tile, GROUP=group, PAGE=page,
         BLOCK_M=shape.block_m, BLOCK_Q=block_q, BLOCK_N=shape.block_n, DECODE=shape.decode,
-        SPLIT=in_parts, JOIN=shape.split_tokens > 0 and not shape.decode,
+        SPLIT=in_parts, EVEN=shape.even_splits > 0, JOIN=shape.split_tokens > 0 and not shape.decode,
         HAS_CAP=soft_cap is not None, HAS_SLOPES=alibi_slopes is not None, HAS_WINDOW=sliding_window is not None,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if in_parts:
         _join_parts[(num_requests, heads)](
-            out, parts, starts, lengths, shape.split_tokens, num_splits, HEAD=head_size, HEAD_TILE=head_tile
-        )
+            out, parts, lengths, sliding_window or 0, shape.split_tokens, num_splits,
+            HEAD=head_size, HEAD_TILE=head_tile, BLOCK_N=shape.block_n, EVEN=shape.even_splits > 0,
+            HAS_WINDOW=sliding_window is not None,
+        )  # fmt: skip
     return out

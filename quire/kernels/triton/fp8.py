@@ -1,9 +1,10 @@
-"""FP8 linear layers (W8A8): weights and activations in E4M3, products by the vendor's scaled GEMM.
+"""FP8 linear layers (W8A8): weights and activations in E4M3, multiplied here or by the vendor's library.
 
 P. Micikevicius et al., "FP8 formats for deep learning" (2022). Activations are scaled per token, on the fly;
 weights per output, or all by one number, once while loading.
 
-Invariant: a scale comes from the row (or the weight) it belongs to alone.
+Invariant: a scale comes from the row (or the weight) it belongs to alone; the tile of `fp8_linear` follows from the
+weight.
 """
 
 from __future__ import annotations
@@ -13,22 +14,65 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.errors import ConfigError
+from quire.kernels.reference import FP8_MAX, FP8_MIN_SCALE
 from quire.kernels.triton.launch import next_power_of_2, num_warps
+from quire.kernels.triton.matmul import outputs_per_tile
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
+CAPABILITY = (8, 9)
+"""The first NVIDIA architecture that multiplies E4M3."""
+BLOCK_M, BLOCK_K = 64, 128
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a device that does not multiply fp8.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if device.type == "cuda" and torch.version.hip is None:
+        found = torch.cuda.get_device_capability(device)
+        if found < CAPABILITY:
+            raise ConfigError(
+                f"--quantization fp8 needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or later; "
+                f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+            )
 
 
 @triton.jit
-def _quantize(out, scales, x, row_stride, n, limit, TILE: tl.constexpr):
+def _quantize(out, scales, x, row_stride, n, limit, least, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     inside = column < n
     value = tl.load(x + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
-    # The floor keeps the inverse of a row of zeros finite.
-    scale = tl.maximum(tl.max(tl.abs(value)) / limit, 1e-12)
+    scale = tl.maximum(tl.max(tl.abs(value)) / limit, least)
     tl.store(scales + row, scale)
     tl.store(out + row * n + column, (value / scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _multiply(
+    out, x, row_scales, weight, scales, bias, rows, outputs, inputs,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_used, output_used = row < rows, output < outputs
+    x_start = x + row.to(tl.int64)[:, None] * inputs
+    w_start = weight + output.to(tl.int64)[None, :] * inputs
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, inputs, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
+        b = tl.load(w_start + k[:, None], mask=output_used[None, :] & (k < inputs)[:, None], other=0.0)
+        sums = tl.dot(a, b, sums)
+    sums *= tl.load(row_scales + row, mask=row_used, other=0.0)[:, None]
+    sums *= tl.load(scales + output, mask=output_used, other=0.0)[None, :]
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=output_used, other=0.0).to(tl.float32)[None, :]
+    place = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(place, sums.to(out.dtype.element_ty), mask=row_used[:, None] & output_used[None, :])
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,19 +82,49 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     if out.numel():
         tile = next_power_of_2(x.shape[1])
         _quantize[(len(x),)](
-            out, scales, x, x.stride(0), x.shape[1], FP8_MAX, TILE=tile, num_warps=num_warps(tile)
+            out,
+            scales,
+            x,
+            x.stride(0),
+            x.shape[1],
+            FP8_MAX,
+            FP8_MIN_SCALE,
+            TILE=tile,
+            num_warps=num_warps(tile),
         )
     return out, scales
 
 
 def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """x [M, K], E4M3 weight [N, K] with float32 scales [N] or [1] -> bfloat16 [M, N].
+    """x [M, K], E4M3 weight [N, K] with float32 scales [N] -> [M, N] of x's dtype; a row's bits in every batch."""
+    codes, row_scales = quantize_rows(x)
+    rows, (outputs, inputs) = len(x), weight.shape
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if out.numel():
+        block_n = outputs_per_tile(outputs)
+        _multiply[(triton.cdiv(outputs, block_n), triton.cdiv(rows, BLOCK_M))](
+            out, codes, row_scales, weight, scales, bias, rows, outputs, inputs,
+            HAS_BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return out
 
-    K and N must be multiples of 16, which the scaled GEMM wants.
-    """
-    quantized, row_scales = quantize_rows(x)
-    column_scales = scales.expand(len(weight)).contiguous().view(1, -1)
+
+def vendor_takes(outputs: int, inputs: int) -> bool:
+    """Whether the vendor's scaled GEMM multiplies with such a weight."""
+    return outputs % 16 == 0 and inputs % 16 == 0
+
+
+def vendor_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """`fp8_linear` by `torch._scaled_mm`; the result is rounded to bfloat16 on the way."""
+    if not len(x):
+        return torch.empty(0, len(weight), dtype=x.dtype, device=x.device)
+    codes, row_scales = quantize_rows(x)
     out = torch._scaled_mm(
-        quantized, weight.t(), scale_a=row_scales, scale_b=column_scales, out_dtype=torch.bfloat16
-    )
-    return out if bias is None else out + bias
+        codes,
+        weight.t(),
+        scale_a=row_scales,
+        scale_b=scales.view(1, -1),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    ).to(x.dtype)
+    return out if bias is None else out + bias.to(x.dtype)

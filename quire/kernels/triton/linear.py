@@ -1,11 +1,12 @@
-"""Linear layers on integer weights that stay rows: a matrix is widened in registers while it is multiplied.
+"""Linear layers on packed weights that stay rows: integers are widened in registers while they are multiplied.
 
 int8 has a scale per output, int4 a scale (and a zero point) per output and group of k; see `quire.kernels.linear`
 for the schemes. Half of an int4 group stands in the low nibbles and half in the high ones, so that both meet
-activations that lie side by side.
+activations that lie side by side. Many rows at a time are multiplied by the vendor's library, with the weight
+widened once. Floats are packed, as they are, for batch-invariant products only.
 
 Invariant: a tile of outputs and the number of parts into which k is cut depend on the matrix alone, and the parts are
-added in order; only the number of rows in a tile depends on the batch.
+added in order. Where a scheme is invariant, so is the number of rows in a tile, and nothing depends on the batch.
 """
 
 from __future__ import annotations
@@ -14,17 +15,25 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.linear import PackedWeight, WeightScheme
+from quire.kernels.triton import fp8
 from quire.kernels.triton.activation import silu_and_mul
+from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.launch import next_power_of_2
+from quire.kernels.triton.matmul import invariant_linear
+from quire.kernels.triton.widen import widened
 
 BLOCK_N = 64
 INT8_BLOCK_K = 128
+INVARIANT_BLOCK_M = 64
+MAX_ROWS = 256
+"""Rows beyond which widening the whole weight for the vendor's library costs less than multiplying here."""
 TARGET_PROGRAMS = 264
 """Programs that fill a large GPU twice: a narrow matrix is cut along k until it has so many."""
 MAX_PARTS = 16
@@ -32,30 +41,30 @@ MAX_PARTS = 16
 
 @triton.jit
 def _multiply_int8(
-    out, x, data, scales, rows, outputs, inputs, x_row, steps_per_part,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    out, x, data, scales, bias, rows, outputs, inputs, x_row, steps_per_part,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = tl.program_id(2)
     row_used, output_used = row < rows, output < outputs
     x_start = x + row.to(tl.int64)[:, None] * x_row
     w_start = data + output.to(tl.int64)[None, :] * inputs
+    first_step = tl.program_id(2) * steps_per_part
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in range(part * steps_per_part, (part + 1) * steps_per_part):
+    for step in range(first_step, first_step + steps_per_part):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         values = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
         weights = tl.load(w_start + k[:, None], mask=output_used[None, :] & (k < inputs)[:, None], other=0)
         sums += tl.dot(values, weights.to(values.dtype), input_precision="ieee")
-    scale = tl.load(scales + output, mask=output_used, other=0.0)
-    place = (part.to(tl.int64) * rows + row)[:, None] * outputs + output[None, :]
-    tl.store(out + place, sums * scale[None, :], mask=row_used[:, None] & output_used[None, :])
+    sums *= tl.load(scales + output, mask=output_used, other=0.0)[None, :]
+    _store(out, sums, bias, row, output, rows, outputs, HAS_BIAS)
 
 
 @triton.jit
 def _multiply_int4(
-    out, x, data, scales, zeros, rows, outputs, inputs, x_row, groups, groups_per_part,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    out, x, data, scales, zeros, bias, rows, outputs, inputs, x_row, groups, groups_per_part,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -83,8 +92,17 @@ def _multiply_int4(
         product = tl.dot(low_x, low.to(low_x.dtype), input_precision="ieee")
         product += tl.dot(high_x, high.to(low_x.dtype), input_precision="ieee")
         sums += product * scale[None, :]
-    place = (part.to(tl.int64) * rows + row)[:, None] * outputs + output[None, :]
-    tl.store(out + place, sums, mask=row_used[:, None] & output_used[None, :])
+    _store(out, sums, bias, row, output, rows, outputs, HAS_BIAS)
+
+
+@triton.jit
+def _store(out, sums, bias, row, output, rows, outputs, HAS_BIAS: tl.constexpr):
+    """Put a tile of this program's part into out [parts, rows, outputs]."""
+    output_used = output < outputs
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=output_used, other=0.0)[None, :]
+    place = (tl.program_id(2).to(tl.int64) * rows + row)[:, None] * outputs + output[None, :]
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=(row < rows)[:, None] & output_used[None, :])
 
 
 @triton.jit
@@ -101,16 +119,19 @@ def _add_parts(out, parts, bias, count, outputs, num_parts, HAS_BIAS: tl.constex
     tl.store(out + index, total.to(out.dtype.element_ty), mask=inside)
 
 
-def takes(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> bool:
-    """Whether a matrix is packed at all: unquantised ones stay as they are, for the vendor's library."""
-    return scheme.kind != "float"
-
-
 def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
-    """See `ops.pack_weight`: the same integers, scales and zero points, in rows."""
+    """See `ops.pack_weight`: the same numbers, scales and zero points, in rows.
+
+    Raises:
+        ConfigError: the device does not multiply fp8.
+    """
     outputs, inputs = weight.shape
     data, scales, zeros = _PACK[scheme.kind](weight, scheme)
     return PackedWeight(scheme, data, scales, zeros, outputs, inputs, halves, "rows")
+
+
+def _pack_float(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, None, None]:
+    return weight, None, None
 
 
 def _pack_int8(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, None]:
@@ -124,9 +145,17 @@ def _pack_int4(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Te
     return (low | high << 4).flatten(1), scales, zeros
 
 
-_PACK: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor | None]]] = {
+def _pack_fp8(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, None]:
+    fp8.check_device(weight.device)
+    codes, scales = reference.quantize_fp8(weight, per_tensor=scheme.per_tensor)
+    return codes, scales, None
+
+
+_PACK: dict[str, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
+    "float": _pack_float,
     "int8": _pack_int8,
     "int4": _pack_int4,
+    "fp8": _pack_fp8,
 }
 
 
@@ -136,40 +165,87 @@ def packed_linear(
     bias: Tensor | None = None,
     activation: Literal["silu_and_mul"] | None = None,
 ) -> Tensor:
-    """See `ops.packed_linear`; activations keep their dtype, so there is no fast mode to tell from a precise one."""
-    rows = x.flatten(0, -2)
-    out = torch.empty(len(rows), weight.outputs, dtype=x.dtype, device=x.device)
-    if out.numel():
-        parts = _multiply(rows, weight)
-        _add_parts[(triton.cdiv(out.numel(), 1024),)](
-            out, parts, bias, out.numel(), weight.outputs, len(parts), HAS_BIAS=bias is not None, TILE=1024
-        )
+    """See `ops.packed_linear`; but for fp8, activations keep their dtype."""
+    out = _LINEAR[weight.scheme.kind](x.flatten(0, -2), weight, bias)
     out = out.view(*x.shape[:-1], weight.outputs)
     return silu_and_mul(out) if activation == "silu_and_mul" else out
 
 
-def _multiply(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [M, K] -> float32 [parts, M, N]."""
-    rows, (outputs, inputs) = len(x), (weight.outputs, weight.inputs)
+def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
+    """See `ops.packed_embedding`; an id outside the table reads as 0, as in `embedding`."""
+    if weight.scheme.kind == "float":
+        return embedding(ids, weight.data).float()
+    return widened(weight, torch.float32, ids)
+
+
+def _float_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    return invariant_linear(x, weight.data, bias)
+
+
+def _fp8_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     assert weight.scales is not None
-    block_k = INT8_BLOCK_K if weight.scheme.kind == "int8" else weight.scheme.group_size
-    steps = triton.cdiv(inputs, block_k)
-    columns = triton.cdiv(outputs, BLOCK_N)
-    num_parts = min(max(TARGET_PROGRAMS // columns, 1), MAX_PARTS, steps)
-    steps_per_part = triton.cdiv(steps, num_parts)
-    num_parts = triton.cdiv(steps, steps_per_part)
+    scheme = weight.scheme
+    vendor = scheme.vendor and not scheme.invariant and fp8.vendor_takes(weight.outputs, weight.inputs)
+    multiply = fp8.vendor_linear if vendor else fp8.fp8_linear
+    return multiply(x, weight.data, weight.scales, bias)
+
+
+def _integer_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    if len(x) > MAX_ROWS and not weight.scheme.invariant:
+        return F.linear(x, widened(weight, x.dtype), None if bias is None else bias.to(x.dtype))
+    out = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    num_parts, steps_per_part = _cut(weight)
+    if num_parts == 1:
+        _multiply(out, x, weight, bias, num_parts, steps_per_part)
+        return out
+    parts = torch.empty(num_parts, *out.shape, dtype=torch.float32, device=x.device)
+    _multiply(parts, x, weight, None, num_parts, steps_per_part)
+    _add_parts[(triton.cdiv(out.numel(), 1024),)](
+        out, parts, bias, out.numel(), weight.outputs, num_parts, HAS_BIAS=bias is not None, TILE=1024
+    )
+    return out
+
+
+_LINEAR: dict[str, Callable[[Tensor, PackedWeight, Tensor | None], Tensor]] = {
+    "float": _float_linear,
+    "int8": _integer_linear,
+    "int4": _integer_linear,
+    "fp8": _fp8_linear,
+}
+
+
+def _block_k(weight: PackedWeight) -> int:
+    return INT8_BLOCK_K if weight.scheme.kind == "int8" else weight.scheme.group_size
+
+
+def _cut(weight: PackedWeight) -> tuple[int, int]:
+    """Into how many parts k is cut, and the steps of `_block_k` in each."""
+    steps = triton.cdiv(weight.inputs, _block_k(weight))
+    wanted = min(max(TARGET_PROGRAMS // triton.cdiv(weight.outputs, BLOCK_N), 1), MAX_PARTS, steps)
+    steps_per_part = triton.cdiv(steps, wanted)
+    return triton.cdiv(steps, steps_per_part), steps_per_part
+
+
+def _multiply(
+    out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None, num_parts: int, steps_per_part: int
+) -> None:
+    """x [M, K] -> out [parts, M, N]."""
+    rows, (outputs, inputs) = len(x), (weight.outputs, weight.inputs)
     block_m = min(max(next_power_of_2(rows), 16), 64)
-    parts = torch.empty(num_parts, rows, outputs, dtype=torch.float32, device=x.device)
-    grid = (columns, triton.cdiv(rows, block_m), num_parts)
+    block_m = INVARIANT_BLOCK_M if weight.scheme.invariant else block_m
+    grid = (triton.cdiv(outputs, BLOCK_N), triton.cdiv(rows, block_m), num_parts)
     if weight.scheme.kind == "int8":
         _multiply_int8[grid](
-            parts, x, weight.data, weight.scales, rows, outputs, inputs, x.stride(0), steps_per_part,
-            BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=block_k, num_stages=3,
+            out, x, weight.data, weight.scales, bias, rows, outputs, inputs, x.stride(0), steps_per_part,
+            HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=INT8_BLOCK_K, num_stages=3,
         )  # fmt: skip
     else:
+        group = weight.scheme.group_size
         _multiply_int4[grid](
-            parts, x, weight.data, weight.scales, weight.zeros, rows, outputs, inputs, x.stride(0), steps,
-            steps_per_part, BLOCK_M=block_m, BLOCK_N=BLOCK_N, GROUP=block_k,
+            out, x, weight.data, weight.scales, weight.zeros, bias, rows, outputs, inputs, x.stride(0),
+            triton.cdiv(inputs, group), steps_per_part,
+            HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=BLOCK_N, GROUP=group,
             HAS_ZEROS=weight.zeros is not None, num_stages=3,
         )  # fmt: skip
-    return parts

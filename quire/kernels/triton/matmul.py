@@ -1,7 +1,7 @@
 """A dense GEMM whose result for a row does not depend on how many rows there are.
 
 The vendor's library chooses its kernel by the shape of the whole product, and so the order in which it adds; here
-the tile is always the same and k is walked in order. It serves `--batch-invariant` alone.
+the tile follows from the weight alone and k is walked in order. It serves `--batch-invariant` alone.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
+BLOCK_M, BLOCK_K = 64, 64
 GROUP_M = 8
 """Row tiles that share a column of the weight while it is in the cache."""
+NUM_PROCESSORS = 132
+"""Of a large GPU; a matrix with fewer tiles of 128 outputs is cut into smaller ones."""
 
 
 @triton.jit
@@ -43,15 +45,21 @@ def _matmul(
     tl.store(place, sums.to(out.dtype.element_ty), mask=row_used[:, None] & output_used[None, :])
 
 
+def outputs_per_tile(outputs: int) -> int:
+    """Outputs in a tile: as many as still make work for a whole GPU when the rows fill one tile only."""
+    return 128 if outputs >= 128 * NUM_PROCESSORS else 64
+
+
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`ops.linear` with the same bits for a row in every batch."""
     flat, (outputs, inputs) = x.flatten(0, -2), weight.shape
     out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
     if out.numel():
-        grid = (triton.cdiv(len(flat), BLOCK_M) * triton.cdiv(outputs, BLOCK_N),)
+        block_n = outputs_per_tile(outputs)
+        grid = (triton.cdiv(len(flat), BLOCK_M) * triton.cdiv(outputs, block_n),)
         _matmul[grid](
             out, flat, weight, bias, len(flat), outputs, inputs, flat.stride(0), weight.stride(0),
-            HAS_BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M,
-            num_warps=8, num_stages=3,
+            HAS_BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
     return out

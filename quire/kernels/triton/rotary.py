@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.reference import FP8_MAX
 from quire.kernels.triton.launch import next_power_of_2
 
 
@@ -31,12 +32,22 @@ def _rotated(x, row, position, table, rot_dim, INTERLEAVED: tl.constexpr, HALF: 
 
 
 @triton.jit
+def _stored(value, LIMIT: tl.constexpr):
+    """What a cache whose largest number is LIMIT (0: it has none) keeps of a value; NaN stays."""
+    if LIMIT > 0.0:
+        value = value.to(tl.float32)
+        value = tl.where(value > LIMIT, LIMIT, tl.where(value < -LIMIT, -LIMIT, value))
+    return value
+
+
+@triton.jit
 def _rotary_and_write_kv(
     q, k, v, positions, table, k_cache, v_cache, slots,
     rot_dim, q_heads, head_size, block_size,
     q_token, q_head, k_token, k_head, v_token, v_head,
     kc_block, kc_head, kc_dim, kc_slot, vc_block, vc_head, vc_dim, vc_slot,
     ROTATE: tl.constexpr, WRITE: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if head < q_heads:
@@ -58,10 +69,10 @@ def _rotary_and_write_kv(
                 inside = dim < head_size
                 key = tl.load(k + row + dim, mask=inside)
                 place = block * kc_block + head * kc_head + offset * kc_slot + dim * kc_dim
-                tl.store(k_cache + place, key.to(k_cache.dtype.element_ty), mask=inside)
+                tl.store(k_cache + place, _stored(key, LIMIT).to(k_cache.dtype.element_ty), mask=inside)
                 value = tl.load(v + token * v_token + head * v_head + dim, mask=inside)
                 place = block * vc_block + head * vc_head + offset * vc_slot + dim * vc_dim
-                tl.store(v_cache + place, value.to(v_cache.dtype.element_ty), mask=inside)
+                tl.store(v_cache + place, _stored(value, LIMIT).to(v_cache.dtype.element_ty), mask=inside)
 
 
 def rotary_embedding(
@@ -108,13 +119,15 @@ def _launch(
 ) -> None:
     rot_dim = 0 if table is None else table.shape[1]
     q_heads, head_size = 0 if q is None else q.shape[1], k.shape[2]
+    is_fp8 = k_cache is not None and k_cache.dtype.itemsize == 1
     _rotary_and_write_kv[(len(k), q_heads + k.shape[1])](
         q, k, v, positions, table, k_cache, v_cache, slots,
         rot_dim, q_heads, head_size, 0 if k_cache is None else k_cache.shape[3],
         *_strides(q, 2), *_strides(k, 2), *_strides(v, 2),
         *_strides(k_cache, 4), *_value_strides(v_cache),
         ROTATE=table is not None, WRITE=slots is not None, INTERLEAVED=interleaved,
-        HALF=next_power_of_2(max(rot_dim // 2, 1)), SIZE=next_power_of_2(head_size), num_warps=1,
+        HALF=next_power_of_2(max(rot_dim // 2, 1)), SIZE=next_power_of_2(head_size),
+        LIMIT=FP8_MAX if is_fp8 else 0.0, num_warps=1,
     )  # fmt: skip
 
 

@@ -38,6 +38,14 @@ def _non_finite(out, logits, n, TILE: tl.constexpr):
 
 
 @triton.jit
+def _clear(logits, cleared, n, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(cleared + row):
+        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        tl.store(logits + row * n + column, 0.0, mask=column < n)
+
+
+@triton.jit
 def _penalise(logits, indices, repetition, subtracted, count, TILE: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = entry < count
@@ -271,6 +279,13 @@ def non_finite_rows(logits: Tensor) -> Tensor:
     if len(logits):
         _non_finite[(len(logits),)](out, logits, logits.shape[1], TILE=TILE)
     return out
+
+
+def clear_rows(logits: Tensor, cleared: Tensor) -> None:
+    """See `ops.clear_rows`."""
+    num_rows, n = logits.shape
+    if num_rows:
+        _clear[(num_rows, triton.cdiv(n, 8 * TILE))](logits, cleared, n, TILE=8 * TILE, num_warps=8)
 
 
 def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor) -> None:

@@ -30,15 +30,15 @@ class StagedDraw(NamedTuple):
 class Draw(Feature[StagedDraw]):
     """Random choice, shaped by temperature, min-p, top-k and top-p, for the rows that use it; greedy for the others."""
 
-    def __init__(self, batch: InputBatch, vocab_size: int) -> None:
+    def __init__(self, batch: InputBatch, vocab_size: int, device: torch.device) -> None:
         super().__init__(batch.max_num_seqs)
         self._batch = batch
         self._vocab_size = vocab_size
         self._greedy = (0.0, -np.inf, float(vocab_size), 1.0)
         self._settings = np.tile(np.array(self._greedy), (batch.max_num_seqs, 1))
         self._seeds = np.zeros(batch.max_num_seqs, dtype=np.int64)
-        uniforms = torch.zeros(batch.max_num_seqs, dtype=torch.float64)
-        self._greedy_rows = StagedDraw(torch.from_numpy(self._settings.copy()), uniforms)
+        uniforms = torch.zeros(batch.max_num_seqs, dtype=torch.float64, device=device)
+        self._greedy_rows = StagedDraw(torch.from_numpy(self._settings.copy()).to(device), uniforms)
 
     def wants(self, params: SamplingParams) -> bool:
         return not params.greedy

@@ -2,14 +2,15 @@
 
 Invariant: a feature owns the settings of the rows that use it. `stage` (host: numpy, indices) and `apply`
 (device: torch, logits) are apart so that staging can run while the model computes; what passes between them
-is a value, never state. A feature that no row of a step uses costs one comparison.
+is a value, a named tuple whose tensors are moved to the device, never state. A feature that no row of a step
+uses costs one comparison.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ class Feature(ABC, Generic[Staged]):
         max_num_seqs: rows of the batch.
     """
 
+    reads_tokens: ClassVar[bool] = False
+    """Whether `stage` reads tokens that were sampled, which must have reached the host then."""
+
     def __init__(self, max_num_seqs: int) -> None:
         self._is_user = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_users = 0
@@ -46,6 +50,10 @@ class Feature(ABC, Generic[Staged]):
             self._is_user[row] = False
             self._num_users -= 1
             self._forget(row)
+
+    def has_users(self, rows: NDArray[np.int64]) -> bool:
+        """Whether one of these rows uses the feature."""
+        return self._num_users > 0 and bool(self._is_user[rows].any())
 
     def stage(self, rows: NDArray[np.int64]) -> Staged | None:
         """Gather what `apply` needs for the rows [N] that sample, or None if none of them uses the feature."""

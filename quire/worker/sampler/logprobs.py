@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,8 +25,31 @@ WHOLE_VOCABULARY = -1
 class StagedLogprobs(NamedTuple):
     rows: NDArray[np.int64]
     """[U] of the step's rows."""
+    indices: Tensor
+    """The same, for the device."""
     num_logprobs: list[int]
     """[U] most likely tokens wanted."""
+
+
+class RawLogprobs(NamedTuple):
+    """Logprobs as `ops.token_logprobs` makes them, for M rows."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+    counts: list[int]
+    """[M] most likely tokens wanted, at most the vocabulary."""
+
+    def entries(self) -> list[TokenLogprobs]:
+        """One per row: the chosen token first, then the most likely in order.
+
+        The chosen token comes a second time if it is among them.
+        """
+        parts = (self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist())
+        return [
+            TokenLogprobs(ids[: count + 1], logprobs[: count + 1], rank)
+            for count, ids, logprobs, rank in zip(self.counts, *parts, strict=True)
+        ]
 
 
 class Logprobs(Feature[StagedLogprobs]):
@@ -44,26 +68,17 @@ class Logprobs(Feature[StagedLogprobs]):
         self._num_logprobs[row] = num_logprobs
 
     def _stage(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> StagedLogprobs:
-        return StagedLogprobs(users, self._num_logprobs[rows[users]].tolist())
+        return StagedLogprobs(users, torch.from_numpy(users), self._num_logprobs[rows[users]].tolist())
 
 
-def token_logprobs(logits: Tensor, chosen: Tensor, num_logprobs: list[int]) -> list[TokenLogprobs]:
+def token_logprobs(logits: Tensor, chosen: Tensor, num_logprobs: list[int]) -> RawLogprobs:
     """Logprobs of the chosen token and of the most likely ones, for each of M rows.
 
     Args:
         logits: [M, V] float32, finite.
         chosen: [M] token ids.
         num_logprobs: [M] most likely tokens wanted; -1 is the whole vocabulary.
-
-    Returns:
-        One entry per row: the chosen token first, then the most likely in order. The chosen token comes a
-        second time if it is among them.
     """
     vocab_size = logits.shape[1]
     counts = [vocab_size if n == WHOLE_VOCABULARY else min(n, vocab_size) for n in num_logprobs]
-    results = ops.token_logprobs(logits, chosen, max(counts))
-    ids, logprobs, ranks = (result.tolist() for result in results)
-    return [
-        TokenLogprobs(row_ids[: n + 1], row_logprobs[: n + 1], rank)
-        for n, row_ids, row_logprobs, rank in zip(counts, ids, logprobs, ranks, strict=True)
-    ]
+    return RawLogprobs(*ops.token_logprobs(logits, chosen, max(counts)), counts)

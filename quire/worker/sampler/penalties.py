@@ -38,6 +38,8 @@ class StagedPenalties(NamedTuple):
 class Penalties(LogitsFeature[StagedPenalties]):
     """Makes tokens that were seen less (or more) likely."""
 
+    reads_tokens = True
+
     def __init__(self, batch: InputBatch, vocab_size: int) -> None:
         super().__init__(batch.max_num_seqs)
         rows = batch.max_num_seqs

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels import ops
 from quire.scheduler.output import NewRequestData, TokenLogprobs
+from quire.worker.devices import Device, moved
 from quire.worker.input_batch import InputBatch
 from quire.worker.sampler.draw import Draw, StagedDraw
 from quire.worker.sampler.feature import Feature, LogitsFeature
-from quire.worker.sampler.logprobs import Logprobs, StagedLogprobs, token_logprobs
+from quire.worker.sampler.logprobs import Logprobs, RawLogprobs, StagedLogprobs, token_logprobs
 from quire.worker.sampler.masks import AllowedTokenIds, LogitBias, MinTokens
 from quire.worker.sampler.penalties import Penalties
 
@@ -34,16 +34,42 @@ LOGITS_FEATURES: tuple[Callable[[InputBatch, int], LogitsFeature[Any]], ...] = (
 NON_FINITE = "the model produced non-finite logits"
 NO_TOKEN_LEFT = "no token is left to choose from: allowed_token_ids, min_tokens and stop tokens exclude all"
 
+_FAILURES = {-1: NO_TOKEN_LEFT, -2: NON_FINITE}
+"""What a negative code in the place of a token id means; -1 is that of `ops.sample_tokens`."""
+_NON_FINITE_CODE = -2
+
 
 class SamplerOutput(NamedTuple):
     """The choice for N rows."""
 
     token_ids: NDArray[np.int64]
-    """[N]; meaningless for rows in `failed`."""
+    """[N]; 0 for rows in `failed`."""
     logprobs: dict[int, TokenLogprobs]
     """Index of a row that wants logprobs -> its logprobs."""
     failed: dict[int, str]
     """Index of a row that cannot go on -> the reason."""
+
+
+class Sampled(NamedTuple):
+    """The same as the device has it."""
+
+    codes: Tensor
+    """[N] int64: the token's id, or negative."""
+    logprobs: RawLogprobs | None
+    wanting: NDArray[np.int64]
+    """Rows that `logprobs` are about."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Sampled:
+        """With its tensors moved, as by `Device.download`."""
+        logprobs = None if self.logprobs is None else moved(self.logprobs, move)
+        return Sampled(move(self.codes), logprobs, self.wanting)
+
+    def read(self) -> SamplerOutput:
+        """What it says, once it is on the host."""
+        codes: NDArray[np.int64] = self.codes.numpy()
+        failed = {row: _FAILURES[int(codes[row])] for row in (codes < 0).nonzero()[0].tolist()}
+        entries = [] if self.logprobs is None else self.logprobs.entries()
+        return SamplerOutput(codes.clip(0), dict(zip(self.wanting.tolist(), entries, strict=True)), failed)
 
 
 class StagedRows(NamedTuple):
@@ -57,9 +83,10 @@ class StagedRows(NamedTuple):
 class Sampler:
     """Samples for the rows of a batch, which it reads and does not change."""
 
-    def __init__(self, batch: InputBatch, vocab_size: int) -> None:
+    def __init__(self, batch: InputBatch, vocab_size: int, device: Device) -> None:
+        self._device = device
         self._logits_features = [feature(batch, vocab_size) for feature in LOGITS_FEATURES]
-        self._draw = Draw(batch, vocab_size)
+        self._draw = Draw(batch, vocab_size, device.torch_device)
         self._logprobs = Logprobs(batch)
         self._features: list[Feature[Any]] = [*self._logits_features, self._draw, self._logprobs]
 
@@ -73,50 +100,46 @@ class Sampler:
         for feature in self._features:
             feature.remove_request(row)
 
+    def reads_tokens(self, rows: NDArray[np.int64]) -> bool:
+        """Whether `stage` needs these rows' sampled tokens on the host."""
+        return any(feature.reads_tokens and feature.has_users(rows) for feature in self._features)
+
     def stage(self, rows: NDArray[np.int64]) -> StagedRows:
         """The host's part of sampling for rows [N]; needs no logits, so it can run while the model computes."""
-        staged = ((feature, feature.stage(rows)) for feature in self._logits_features)
+        staged = ((feature, self._staged(feature, rows)) for feature in self._logits_features)
         return StagedRows(
             features=[(feature, value) for feature, value in staged if value is not None],
-            draw=self._draw.stage(rows),
-            logprobs=self._logprobs.stage(rows),
+            draw=self._staged(self._draw, rows),
+            logprobs=self._staged(self._logprobs, rows),
         )
 
-    def sample(self, logits: Tensor, staged: StagedRows) -> SamplerOutput:
+    def _staged(self, feature: Feature[Any], rows: NDArray[np.int64]) -> Any:
+        value = feature.stage(rows)
+        return None if value is None else moved(value, self._device.upload)
+
+    def sample(self, logits: Tensor, staged: StagedRows) -> Sampled:
         """Choose a token for each row; logits [N, V] float32, contiguous, may be changed in place."""
-        failed = dict.fromkeys(non_finite_rows(logits), NON_FINITE)
-        for row in failed:
-            logits[row] = 0.0
-        raw = None if staged.logprobs is None else _raw_logits(logits, staged)
+        is_bad = clear_non_finite(logits)
+        raw = None if staged.logprobs is None else _raw_logits(logits, staged, staged.logprobs)
         for feature, value in staged.features:
             feature.apply(logits, value)
         chosen = self._draw.choose(logits, staged.draw)
-        token_ids: NDArray[np.int64] = chosen.cpu().numpy()
-        for row in (token_ids < 0).nonzero()[0].tolist():
-            failed[row] = NO_TOKEN_LEFT
-            token_ids[row] = 0
-        return SamplerOutput(token_ids, _logprobs_of(raw, chosen, staged.logprobs), failed)
+        codes = chosen.masked_fill(is_bad, _NON_FINITE_CODE)
+        if raw is None or staged.logprobs is None:
+            return Sampled(codes, None, np.zeros(0, dtype=np.int64))
+        about = chosen.clamp(min=0)[staged.logprobs.indices]
+        return Sampled(codes, token_logprobs(raw, about, staged.logprobs.num_logprobs), staged.logprobs.rows)
 
 
-def non_finite_rows(logits: Tensor) -> list[int]:
-    """Indices of the rows of [N, V] that hold a NaN or an infinity."""
-    rows: list[int] = ops.non_finite_rows(logits).cpu().numpy().nonzero()[0].tolist()
-    return rows
+def clear_non_finite(logits: Tensor) -> Tensor:
+    """Set rows of [N, V] that hold a NaN or an infinity to 0; returns which, [N] bool."""
+    is_bad = ops.non_finite_rows(logits)
+    ops.clear_rows(logits, is_bad)
+    return is_bad
 
 
-def _raw_logits(logits: Tensor, staged: StagedRows) -> Tensor:
+def _raw_logits(logits: Tensor, staged: StagedRows, wanted: StagedLogprobs) -> Tensor:
     """The logits of the rows that want logprobs; a copy only if it takes one to keep them as they are."""
-    assert staged.logprobs is not None
-    wanting = staged.logprobs.rows
-    if staged.features or len(wanting) < len(logits):
-        return logits[torch.from_numpy(wanting)]
+    if staged.features or len(wanted.rows) < len(logits):
+        return logits[wanted.indices]
     return logits
-
-
-def _logprobs_of(
-    raw: Tensor | None, chosen: Tensor, staged: StagedLogprobs | None
-) -> dict[int, TokenLogprobs]:
-    if raw is None or staged is None:
-        return {}
-    values = token_logprobs(raw, chosen[torch.from_numpy(staged.rows)], staged.num_logprobs)
-    return dict(zip(staged.rows.tolist(), values, strict=True))

@@ -56,6 +56,8 @@ def values(owner: type[Config], field: dataclasses.Field[Any]) -> st.SearchStrat
         return st.fixed_dictionaries({"buffer_steps": st.integers(1), "topic": TEXT})
     if info.choices:
         return st.sampled_from(info.choices)
+    if field_types(owner)[field.name] == tuple[int, ...]:
+        return st.lists(st.integers(1), min_size=1).map(tuple)
     low, high = info.ge if info.ge is not None else info.gt, info.le
     strategies: dict[type, st.SearchStrategy[Any]] = {
         bool: st.booleans(),

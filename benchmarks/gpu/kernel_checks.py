@@ -1,0 +1,138 @@
+"""Checks of single kernels, compiled for the device, against the oracle: real shapes, and the tests' small cases.
+
+Invariant: an oracle computes on the same device in float32, so an error is the kernel's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.runner import Check
+from benchmarks.gpu.shapes import GEMMA_2B, LLAMA_8B, QWEN_05B, TINY, TINY_WINDOW, Shape
+from benchmarks.gpu.target import Target
+from quire.kernels import ops
+from tests.kernels.op_cases import CASES, compare
+
+LIMITS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""Largest error allowed, as a share of the oracle's largest number."""
+_FAST_TO_INTERPRET = ("write_kv", "embedding", "philox_uniform")
+
+
+def checks(target: Target) -> Iterator[Check]:
+    """Real shapes of everything but attention, linears and sampling, which have files of their own."""
+    for shape in (TINY,) if target.tiny else (LLAMA_8B, QWEN_05B, GEMMA_2B):
+        dtypes = target.dtypes if shape in (TINY, LLAMA_8B) else (target.main_dtype,)
+        for dtype in dtypes:
+            yield from _rowwise(target, shape, dtype)
+
+
+def name_of(shape: Shape, what: str, dtype: torch.dtype) -> str:
+    """What a check is called."""
+    return f"{shape.name}: {what}, {str(dtype).removeprefix('torch.')}"
+
+
+def triton_function(name: str) -> Callable[..., Any]:
+    """The GPU's implementation of an op."""
+    return next(row for row in ops.TABLE[name].implementations if row.name == "triton").load()
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Largest difference as a share of the largest number wanted; infinite where only one of them is finite."""
+    got, want = got.double(), want.double()
+    if not torch.equal(got.isfinite(), want.isfinite()):
+        return float("inf")
+    got, want = got.nan_to_num(0.0, 0.0, 0.0), want.nan_to_num(0.0, 0.0, 0.0)
+    return ((got - want).abs().max() / want.abs().max().clamp(min=1e-30)).item() if got.numel() else 0.0
+
+
+def differs(got: Tensor, want: Tensor) -> float:
+    """Number of elements whose bits differ."""
+    return float((got != want).sum())
+
+
+def randn(target: Target, *shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Normal numbers made on the device."""
+    generator = torch.Generator(target.device).manual_seed(seed)
+    return torch.randn(*shape, device=target.device, dtype=torch.float32, generator=generator).to(dtype)
+
+
+def small_cases(target: Target) -> Iterator[Check]:
+    """The cases of the tests, in which all branches are taken; there are many kernels to compile."""
+    for name, op in ops.TABLE.items():
+        rows = [row for row in op.implementations if row.name == "triton"]
+        if not rows or (target.tiny and name not in _FAST_TO_INTERPRET) or name not in CASES:
+            continue
+        for dtype in target.dtypes[:2]:
+            run = partial(_compare, target, name, dtype)
+            yield Check(f"the tests' cases: {name}, {str(dtype).removeprefix('torch.')}", run)
+
+
+def _compare(target: Target, name: str, dtype: torch.dtype) -> float:
+    row = next(row for row in ops.TABLE[name].implementations if row.name == "triton")
+    compare(ops.TABLE[name], row.load(), dtype, target.device.type, row.accepts)
+    return 0.0
+
+
+def _rowwise(target: Target, shape: Shape, dtype: torch.dtype) -> Iterator[Check]:
+    tokens = 5 if target.tiny else 2049
+    make = partial(randn, target, dtype=dtype)
+    x, residual = partial(make, tokens, shape.hidden), partial(make, tokens, shape.hidden, seed=1)
+    weight, gated = partial(make, shape.hidden, seed=2), partial(make, tokens, 2 * shape.intermediate)
+    table = partial(make, shape.vocab, shape.hidden)
+    ids = partial(torch.randint, 0, shape.vocab, (tokens,), device=target.device)
+    calls: dict[str, Callable[[], tuple[Any, ...]]] = {
+        "rms_norm": lambda: (x(), weight(), 1e-6),
+        "fused_add_rms_norm": lambda: (x(), residual(), weight(), 1e-6),
+        "layer_norm": lambda: (x(), weight(), residual()[0], 1e-5),
+        "silu_and_mul": lambda: (gated(),),
+        "gelu_and_mul": lambda: (gated(), "tanh"),
+        "embedding": lambda: (ids(), table()),
+    }
+    for name, make_args in calls.items():
+        yield Check(name_of(shape, name, dtype), partial(_against_oracle, name, make_args), LIMITS[dtype])
+    yield Check(
+        name_of(shape, "rotary_and_write_kv", dtype), partial(_rotary, target, shape, dtype), LIMITS[dtype]
+    )
+
+
+def _against_oracle(name: str, make_args: Callable[[], tuple[Any, ...]]) -> float:
+    args = make_args()
+    got, want = triton_function(name)(*args), ops.TABLE[name].oracle(*args)
+    pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
+    return max(relative_error(ours, theirs) for ours, theirs in pairs)
+
+
+def _rotary(target: Target, shape: Shape, dtype: torch.dtype) -> float:
+    """Queries, keys and both caches, from views of one fused projection."""
+    tokens, block_size, num_blocks = (6, 4, 8) if target.tiny else (1001, 16, 100)
+    sizes = [heads * shape.head_size for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    fused = randn(target, tokens, shape.qkv, dtype=dtype)
+    table = torch.rand(4096, shape.head_size, device=target.device)
+    positions = torch.randint(0, 4096, (tokens,), device=target.device)
+    slots = torch.randperm(num_blocks * block_size, device=target.device)[:tokens]
+    slots[::7] = -1
+    results = []
+    for function in (triton_function("rotary_and_write_kv"), ops.rotary_and_write_kv.oracle):
+        views = [part.unflatten(1, (-1, shape.head_size)) for part in fused.clone().split(sizes, 1)]
+        caches = empty_caches(target, shape, num_blocks, block_size, dtype)
+        function(positions, *views, table, *caches, slots)
+        results.append([*views, *caches])
+    return max(relative_error(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+def empty_caches(
+    target: Target, shape: Shape, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys, a transposed view as a GPU keeps them, and values; zeros."""
+    sizes = (num_blocks, shape.kv_heads, block_size, shape.head_size)
+    keys, values = (torch.zeros(sizes, device=target.device).to(dtype) for _ in range(2))
+    return keys.transpose(2, 3), values
+
+
+WINDOWED = {False: GEMMA_2B, True: TINY_WINDOW}
+"""The shape with a window and a soft cap, by whether the target is tiny."""

@@ -1,0 +1,67 @@
+"""How fast an engine decodes, computes prompts and serves a full load.
+
+Invariant: requests are random tokens, all different, so no prefix is found in the cache.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from benchmarks.gpu.engine import Engine, Generated, greedy
+
+WARM_UP_STEPS = 10
+"""Steps before the clock starts: the overlapped loop fills, clocks rise."""
+
+
+def random_prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
+    """Prompts of equal length."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for _ in range(count)]
+
+
+def decode_step(engine: Engine, prompts: list[list[int]], num_steps: int) -> tuple[float, float]:
+    """Seconds of a step in which all requests decode, and their mean context in the middle of the measurement.
+
+    While later prompts are computed the first requests generate already, so contexts differ a little.
+    """
+    requests = [engine.add(prompt, greedy(4 * len(prompts) + 4 * num_steps + 100)) for prompt in prompts]
+    while not all(request.token_ids for request in requests):
+        engine.step()
+    _tokens(engine, WARM_UP_STEPS * len(requests))
+    before = _mean_context(prompts, requests)
+    started = time.perf_counter()
+    count = _tokens(engine, num_steps * len(requests))
+    seconds = time.perf_counter() - started
+    context = (before + _mean_context(prompts, requests)) / 2
+    engine.abort()
+    return seconds * len(requests) / count, context
+
+
+def prefill_rate(engine: Engine, prompts: list[list[int]]) -> float:
+    """Prompt tokens per second, one token generated for each prompt."""
+    engine.generate([prompts[0][::-1]], greedy(1))
+    started = time.perf_counter()
+    engine.generate(prompts, greedy(1))
+    return sum(map(len, prompts)) / (time.perf_counter() - started)
+
+
+def output_rate(engine: Engine, prompts: list[list[int]], num_tokens: int) -> float:
+    """Output tokens per second of a batch of requests that all wait from the start."""
+    started = time.perf_counter()
+    engine.generate(prompts, greedy(num_tokens))
+    return len(prompts) * num_tokens / (time.perf_counter() - started)
+
+
+def _tokens(engine: Engine, wanted: int) -> int:
+    """Step until at least so many tokens came out; returns how many did."""
+    count = 0
+    while count < wanted:
+        count += engine.step()
+    return count
+
+
+def _mean_context(prompts: list[list[int]], requests: list[Generated]) -> float:
+    total = sum(map(len, prompts)) + sum(len(request.token_ids) for request in requests)
+    return total / len(prompts)

@@ -1,0 +1,186 @@
+"""The rows of the batch as a device keeps them, and a step's inputs made from them there.
+
+Invariant: the device's rows differ from the host's only by what the next step that reads them uploads, and by sampled
+tokens, which they have first. A step's uploads travel as one block of int32 numbers in one copy. The tensors that a
+step reads keep their addresses, so a captured graph may read them; work that is in flight has read them before they
+change, because all of it runs in order.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.attention_metadata import AttentionMetadata, StepMetadata
+from quire.kernels.triton import batch as kernels
+from quire.kernels.triton.batch import StagedStep
+from quire.worker.block_table import BlockTable
+from quire.worker.devices import Device
+from quire.worker.input_batch import InputBatch
+from quire.worker.inputs import StepInputs, StepLayout
+
+
+class _Segments(NamedTuple):
+    """Pieces of host rows that the device does not have yet."""
+
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    source: NDArray[np.int32]
+    """The host's rows."""
+
+    def numbers(self, first_value: int) -> list[NDArray[np.int32]]:
+        """As `kernels.write_segments` reads them: four numbers of each, then the values, which begin there."""
+        lengths = self.ends - self.starts
+        begins = first_value + lengths.cumsum() - lengths
+        places = np.concatenate((self.rows, self.starts, begins, lengths)).astype(np.int32)
+        pieces = zip(self.rows.tolist(), self.starts.tolist(), self.ends.tolist(), strict=True)
+        return [places, *(self.source[row, start:end] for row, start, end in pieces)]
+
+    @property
+    def size(self) -> int:
+        return 4 * len(self.rows) + int((self.ends - self.starts).sum())
+
+    @property
+    def longest(self) -> int:
+        return int((self.ends - self.starts).max(initial=0))
+
+
+class _Group:
+    """One KV cache group: its block tables by row, and the tables and slots of the step."""
+
+    def __init__(self, table: BlockTable, max_num_tokens: int, device: torch.device) -> None:
+        self.table = table
+        self.rows = torch.zeros(table.block_ids.shape, dtype=torch.int32, device=device)
+        self.tables = torch.zeros_like(self.rows)
+        self.slots = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
+        self._num_blocks: NDArray[np.int64] = np.zeros(len(table.block_ids), dtype=np.int64)
+
+    def new_segments(self, rows: NDArray[np.int64], is_new: NDArray[np.bool_]) -> _Segments:
+        """The blocks that were added to these rows since the last step that had them; all, in a row that is new."""
+        known = np.where(is_new, 0, self._num_blocks[rows])
+        now = self.table.num_blocks[rows]
+        self._num_blocks[rows] = now
+        grown = now > known
+        return _Segments(rows[grown], known[grown], now[grown], self.table.block_ids)
+
+    def metadata(
+        self,
+        starts: Tensor,
+        lengths: Tensor,
+        num_requests: int,
+        num_tokens: int,
+        max_query_len: int,
+        longest: int,
+    ) -> AttentionMetadata:
+        return AttentionMetadata(
+            query_start_loc=starts[: num_requests + 1],
+            seq_lens=lengths[:num_requests],
+            block_tables=self.tables[:num_requests],
+            slot_mapping=self.slots[:num_tokens],
+            max_query_len=max_query_len,
+            max_seq_len=longest,
+        )
+
+
+class DeviceBatch:
+    """The device's copy of an `InputBatch`.
+
+    Args:
+        batch: the host's rows.
+        max_num_tokens: most tokens of a step, padding included.
+    """
+
+    def __init__(self, batch: InputBatch, max_num_tokens: int, device: Device) -> None:
+        on = device.torch_device
+        self._batch = batch
+        self._device = device
+        self._max_seq_len = batch.max_model_len
+        self._tokens = torch.zeros(batch.token_ids.shape, dtype=torch.int32, device=on)
+        self._groups = [_Group(table, max_num_tokens, on) for table in batch.block_tables]
+        self._generations: NDArray[np.int64] = np.full(batch.max_num_seqs, -1, dtype=np.int64)
+        self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=on)
+        self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=on)
+        self._starts = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int32, device=on)
+        self._lengths = torch.zeros(batch.max_num_seqs, dtype=torch.int32, device=on)
+        self._step = StagedStep(torch.zeros(1, dtype=torch.int32, device=on), 0, 0)
+
+    def gather(self, layout: StepLayout, graph_size: int = 0) -> StepInputs:
+        """Upload what is new and make the inputs of a step, for the graph of a size if one is given.
+
+        A graph needs a layout with a token for each request, of which there are no more than its size.
+        """
+        self._step, writes = self._upload(layout)
+        for target, first_segment, segments in writes:
+            kernels.write_segments(
+                target, self._step.numbers, first_segment, len(segments.rows), segments.longest
+            )
+        num_requests, num_sampling = len(layout.rows), len(layout.sampling)
+        self._prepare(graph_size or num_requests, layout.max_query_len, layout.max_seq_len)
+        first = 3 * num_requests + 1 + num_sampling
+        logits_indices = self._step.numbers[first : first + num_sampling]
+        if graph_size:
+            ids, positions, metadata = self.decode_inputs(graph_size)
+            return StepInputs(layout, ids, positions, logits_indices, metadata, graph_size)
+        ids, positions = self._input_ids[: layout.num_tokens], self._positions[: layout.num_tokens]
+        shapes = (num_requests, layout.num_tokens, layout.max_query_len, layout.max_seq_len)
+        return StepInputs(layout, ids, positions, logits_indices, self._metadata(*shapes))
+
+    def decode_inputs(self, num_requests: int) -> tuple[Tensor, Tensor, StepMetadata]:
+        """Ids, positions and metadata of any step with a token each of this many requests, at their lasting addresses.
+
+        Nothing in them depends on the step, so what is launched with them can be captured.
+        """
+        metadata = self._metadata(num_requests, num_requests, 1, self._max_seq_len)
+        return self._input_ids[:num_requests], self._positions[:num_requests], metadata
+
+    def blank(self, num_requests: int) -> None:
+        """Make all of so many requests padding."""
+        self._step = StagedStep(self._step.numbers, 0, 0)
+        self._prepare(num_requests, 1, 1)
+
+    def keep(self, codes: Tensor) -> None:
+        """Append what the last step's requests sampled to their rows, where the next step reads it."""
+        kernels.keep_sampled(self._tokens, codes, self._step)
+
+    def _upload(self, layout: StepLayout) -> tuple[StagedStep, list[tuple[Tensor, int, _Segments]]]:
+        rows, sampling = layout.rows, layout.sampling
+        parts: list[NDArray[np.generic]] = [rows, layout.starts, layout.query_start_loc, sampling]
+        parts += [layout.logits_indices]
+        is_new = self._generations[rows] != self._batch.generations[rows]
+        self._generations[rows] = self._batch.generations[rows]
+        new = rows[is_new]
+        tokens = _Segments(new, np.zeros_like(new), self._batch.num_tokens[new], self._batch.token_ids)
+        pieces = [(self._tokens, tokens)]
+        pieces += [(group.rows, group.new_segments(rows, is_new)) for group in self._groups]
+        sizes = [sum(map(len, parts)), *(segments.size for _, segments in pieces)]
+        writes = []
+        for (target, segments), first in zip(pieces, accumulate(sizes), strict=False):
+            parts += segments.numbers(first + 4 * len(segments.rows))
+            writes.append((target, first, segments))
+        numbers = np.concatenate(parts).astype(np.int32, copy=False)
+        return StagedStep(self._device.upload(torch.from_numpy(numbers)), len(rows), len(sampling)), writes
+
+    def _prepare(self, num_padded: int, max_query_len: int, max_seq_len: int) -> None:
+        tokens = (self._input_ids, self._positions, self._starts, self._lengths)
+        kernels.prepare_tokens(*tokens, self._step, self._tokens, num_padded, max_query_len)
+        for group in self._groups:
+            kernels.prepare_blocks(
+                group.slots,
+                group.tables,
+                self._step,
+                group.rows,
+                group.table.block_size,
+                num_padded,
+                max_query_len,
+                max_seq_len,
+            )
+
+    def _metadata(self, num_requests: int, num_tokens: int, max_query_len: int, longest: int) -> StepMetadata:
+        shapes = (num_requests, num_tokens, max_query_len, longest)
+        return tuple(group.metadata(self._starts, self._lengths, *shapes) for group in self._groups)

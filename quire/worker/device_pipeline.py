@@ -1,0 +1,73 @@
+"""How an asynchronous device makes a step's inputs and runs the model: rows on the device, decode steps by graphs.
+
+Invariant: nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.worker.device_batch import DeviceBatch
+from quire.worker.devices import Device
+from quire.worker.graphs import Capturer, DecodeGraphs, default_sizes
+from quire.worker.input_batch import InputBatch
+from quire.worker.inputs import StepInputs, lay_out
+from quire.worker.pipeline import LanguageModel
+
+
+class DevicePipeline:
+    """See `Pipeline`.
+
+    Args:
+        capturer: records graphs; None: every step is launched kernel by kernel.
+    """
+
+    reads_host_tokens = False
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        batch: InputBatch,
+        config: EngineConfig,
+        device: Device,
+        capturer: Capturer | None,
+    ) -> None:
+        self._model = model
+        self._batch = batch
+        self._rows = DeviceBatch(batch, config.scheduler.max_num_batched_tokens, device)
+        self._captures_at_start = config.device.cuda_graph_capture == "start"
+        sizes = _sizes(config)
+        self._graphs = DecodeGraphs(sizes, self._run_decode, capturer) if capturer and sizes else None
+
+    def gather(self, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64]) -> StepInputs:
+        layout = lay_out(self._batch, rows, num_scheduled_tokens)
+        fits_graph = self._graphs is not None and layout.is_one_token_each
+        size = self._graphs.size_for(len(rows)) if self._graphs and fits_graph else 0
+        return self._rows.gather(layout, size)
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        if inputs.graph_size and self._graphs is not None:
+            return self._graphs.replay(inputs.graph_size)
+        return self._model.forward(inputs.input_ids, inputs.positions, inputs.metadata)
+
+    def keep(self, inputs: StepInputs, codes: Tensor) -> None:
+        self._rows.keep(codes)
+
+    def prepare(self) -> None:
+        """Capture all graphs, unless each is to wait until it is needed."""
+        if self._graphs is not None and self._captures_at_start:
+            self._rows.blank(self._graphs.largest)
+            self._graphs.capture_all()
+
+    def _run_decode(self, num_requests: int) -> Tensor:
+        return self._model.forward(*self._rows.decode_inputs(num_requests))
+
+
+def _sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Sizes that are asked for and can occur."""
+    most = config.scheduler.max_num_seqs
+    asked = config.device.cudagraph_capture_sizes or default_sizes(most)
+    return () if config.device.enforce_eager else tuple(size for size in asked if size <= most)

@@ -1,0 +1,109 @@
+"""What the worker has to know of a device, and the table of devices.
+
+Invariant: nothing else in the worker asks which kind of device it runs on. Work is handed to a device in order; one
+that is asynchronous goes on when the call has returned, and then what was downloaded may be read only after a later
+mark was waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.worker.input_batch import InputBatch
+    from quire.worker.pipeline import LanguageModel, Pipeline
+
+
+class Mark(Protocol):
+    """A point in the order of a device's work."""
+
+    def wait(self) -> None:
+        """Until everything before it is done."""
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """The device's time between two marks that were waited for."""
+
+
+class Device(Protocol):
+    """One kind of device, as this process uses it."""
+
+    torch_device: torch.device
+    is_asynchronous: bool
+    default_cache_bytes: int | None
+    """Most that the KV cache takes unless it is asked for; None: no limit but the memory."""
+    warm_up_tokens: int
+    warm_up_seqs: int
+    """Tokens and requests of the largest steps that are run before memory is measured."""
+    logits_elements: int
+    """Bounds the logits that exist at once."""
+
+    def start(self, config: EngineConfig) -> None:
+        """Prepare the device for this process.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Around a step like those to come: what it takes on top will not be offered to the KV cache."""
+
+    def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
+        """What the KV cache may take of the memory now, with the reason."""
+
+    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        """Uninitialised bytes of the host, to and from which `copy_blocks` can copy."""
+
+    def copy_blocks(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: list[tuple[int, int]]
+    ) -> None:
+        """See `CopyBlocks`; tensors [2, blocks, bytes] uint8."""
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host, whose memory may change afterwards on an asynchronous device only."""
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """A tensor of the device as one of the host, to be read when a later mark was waited for."""
+
+    def mark(self) -> Mark:
+        """A mark behind everything handed over so far."""
+
+    def pipeline(self, model: LanguageModel, batch: InputBatch, config: EngineConfig) -> Pipeline:
+        """How this device makes a step's inputs and runs the model on them."""
+
+
+_DEVICES = {
+    "cpu": "quire.worker.cpu:CpuDevice",
+    "cuda": "quire.worker.gpu:CudaDevice",
+    "xpu": "quire.worker.gpu:XpuDevice",
+}
+
+
+def make_device(name: str) -> Device:
+    """The device of a prepared config's `device`, under torch's name; ROCm answers to cuda.
+
+    Raises:
+        ConfigError: what its kernels are written in is not installed.
+    """
+    if name != "cpu" and find_spec("triton") is None:
+        raise ConfigError(f"--device {name} needs Triton, which comes with torch's builds for GPUs")
+    module, _, attribute = _DEVICES[name].partition(":")
+    device: Device = getattr(import_module(module), attribute)()
+    return device
+
+
+Parts = TypeVar("Parts", bound=tuple[Any, ...])
+
+
+def moved(parts: Parts, move: Callable[[Tensor], Tensor]) -> Parts:
+    """A named tuple with its tensors moved by `Device.upload` or `Device.download`."""
+    return type(parts)(*(move(part) if isinstance(part, Tensor) else part for part in parts))

@@ -1,0 +1,171 @@
+"""GPUs through torch: NVIDIA's and, under the same name, AMD's as `cuda`; Intel's as `xpu`.
+
+Invariant: all work goes to one stream in order, and nothing here waits for it but `Mark.wait` and what happens before
+the first step. Memory of the host that a copy in flight reads or writes is pinned, and torch's allocator of pinned
+memory does not give it to others before the copy is done.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, StartupError
+from quire.kernels.triton.copies import copy_blocks
+from quire.layers.attention import why_not_captured
+from quire.worker.block_copies import Moves
+from quire.worker.device_pipeline import DevicePipeline
+from quire.worker.devices import Mark
+from quire.worker.graphs import Capturer
+from quire.worker.input_batch import InputBatch
+from quire.worker.pipeline import LanguageModel, Pipeline
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+ALL = 1 << 40
+LOGITS_ELEMENTS = 1 << 26
+"""256 MiB of float32: 512 rows of a vocabulary of 128k."""
+
+
+class GpuMark:
+    """An event of the stream."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, GpuMark), "marks of one device"
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1000
+
+
+class GpuDevice:
+    """One GPU, which torch's device module of that type drives."""
+
+    is_asynchronous = True
+    default_cache_bytes: int | None = None
+    warm_up_tokens = ALL
+    warm_up_seqs = ALL
+    logits_elements = LOGITS_ELEMENTS
+
+    def __init__(self, device_type: str) -> None:
+        self._type = device_type
+        self.torch_device = torch.device(device_type, 0)
+        self._module: Any = torch.get_device_module(device_type)
+        self._rehearsed_bytes = 0
+
+    def start(self, config: EngineConfig) -> None:
+        if not self._module.is_available():
+            raise ConfigError(
+                f"--device {self._type}: torch finds no such device; --device cpu is always there"
+            )
+        self._module.set_device(self.torch_device)
+        free, total = self._module.mem_get_info()
+        name = self._module.get_device_name()
+        logger.info("%s: %s, %.0f of %.0f MiB free", self._type, name, free / MIB, total / MIB)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        self._module.empty_cache()
+        self._module.reset_peak_memory_stats()
+        before = self._module.memory_reserved()
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise StartupError(f"not enough memory on the device for the largest step: {error}") from error
+        self._module.synchronize()
+        self._rehearsed_bytes += self._module.max_memory_reserved() - before
+
+    def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
+        share = config.cache.gpu_memory_utilization
+        gc.collect()  # a rehearsed runner and its graphs refer to each other
+        self._module.empty_cache()
+        free, total = self._module.mem_get_info()
+        used, rehearsed = total - free, self._rehearsed_bytes
+        reason = (
+            f"{share:.0%} of the device's {total / MIB:.0f} MiB, less {used / MIB:.0f} MiB in use after loading and "
+            f"{rehearsed / MIB:.0f} MiB that the largest steps take"
+        )
+        return max(int(share * total) - used - rehearsed, 0), reason
+
+    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+
+    def copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
+        """By a kernel that reads and writes pinned memory of the host as its own, so that nobody waits."""
+        copy_by_kernel(sources, targets, self.upload(torch.tensor(moves)))
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def mark(self) -> Mark:
+        return GpuMark(self._module.Event(enable_timing=True))
+
+    def pipeline(self, model: LanguageModel, batch: InputBatch, config: EngineConfig) -> Pipeline:
+        return DevicePipeline(model, batch, config, self, self._capturer(model))
+
+    def _capturer(self, model: LanguageModel) -> Capturer | None:
+        """What records graphs, where that can be done."""
+        return None
+
+
+def copy_by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Tensor) -> None:
+    """Copy blocks of tensors [2, blocks, bytes]; moves [N, 2] int64."""
+    for source, target in zip(sources, targets, strict=True):
+        for half in range(2):
+            copy_blocks(_words(target[half]), _words(source[half]), moves)
+
+
+def _words(blocks: Tensor) -> Tensor:
+    """Bytes [blocks, n] as the largest numbers that they are a multiple of."""
+    fitting = (dtype for dtype in (torch.int64, torch.int32) if blocks.shape[1] % dtype.itemsize == 0)
+    return blocks.view(next(fitting, torch.uint8))
+
+
+class XpuDevice(GpuDevice):
+    """An Intel GPU."""
+
+    def __init__(self) -> None:
+        super().__init__("xpu")
+
+
+class CudaDevice(GpuDevice):
+    """An NVIDIA or AMD GPU, whose launches can be captured."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+
+    def graph_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        # Only what this thread does would disturb the capture; others may go on.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = run()
+        return graph.replay, result
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved()
+
+    def _capturer(self, model: LanguageModel) -> Capturer | None:
+        reason = why_not_captured(model)
+        if reason is not None:
+            logger.info("no CUDA graphs: %s", reason)
+        return None if reason is not None else self

@@ -1,0 +1,77 @@
+"""How a step's inputs are made and the model is run on them, and how the host does it.
+
+Invariant: `gather`, `forward` and `keep` are called in this order, once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.attention_metadata import StepMetadata
+from quire.worker.input_batch import InputBatch
+from quire.worker.inputs import StepInputs, gather_inputs
+
+
+class LanguageModel(Protocol):
+    """What the runner needs of a model."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
+        """[T] int64 ids and positions -> hidden states [T, H]."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> [N, V] float32, a tensor the caller may change."""
+
+
+Forward = Callable[[StepInputs], Tensor]
+"""Hidden states [T, H] of a step, which the next step may overwrite."""
+
+
+def eager_forward(model: LanguageModel) -> Forward:
+    """Calls the model as it is, each time."""
+    return lambda inputs: model.forward(inputs.input_ids, inputs.positions, inputs.metadata)
+
+
+class Pipeline(Protocol):
+    """A device's way from rows to hidden states."""
+
+    reads_host_tokens: bool
+    """Whether `gather` reads sampled tokens from the host's rows; else `keep` has put them where it reads them."""
+
+    def gather(self, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64]) -> StepInputs:
+        """See `gather_inputs`."""
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Hidden states, a row for each token and perhaps more behind them, which the next step may overwrite."""
+
+    def keep(self, inputs: StepInputs, codes: Tensor) -> None:
+        """Take in what the requests of `inputs.layout.sampling` sampled: `Sampled.codes` of all of them."""
+
+    def prepare(self) -> None:
+        """Do before the first step what should not hold one up."""
+
+
+class HostPipeline:
+    """numpy and the model, one call after the other."""
+
+    reads_host_tokens = True
+
+    def __init__(self, batch: InputBatch, forward: Forward) -> None:
+        self._batch = batch
+        self._forward = forward
+
+    def gather(self, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64]) -> StepInputs:
+        return gather_inputs(self._batch, rows, num_scheduled_tokens)
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        return self._forward(inputs)
+
+    def keep(self, inputs: StepInputs, codes: Tensor) -> None:
+        """The runner appends them to the host's rows."""
+
+    def prepare(self) -> None:
+        """Nothing is slow the first time."""

@@ -1,0 +1,60 @@
+"""Plans for the largest steps that can come, to be run before memory is measured.
+
+Invariant: they use as many tokens and requests as the limits allow, and every part of sampling that has kernels of its
+own. What they compute means nothing.
+"""
+
+from __future__ import annotations
+
+from quire.config import EngineConfig
+from quire.sampling_params import SamplingParams
+from quire.scheduler.output import NewRequestData, SchedulerOutput
+
+_PARAMS = SamplingParams(
+    seed=0, temperature=0.9, top_k=2, top_p=0.9, repetition_penalty=1.1, logprobs=1, max_tokens=1
+)
+
+
+class Rehearsal:
+    """A step of prompts, and a step of one token each.
+
+    Args:
+        max_num_tokens: most tokens of the first.
+        max_num_seqs: most requests of either.
+    """
+
+    def __init__(self, config: EngineConfig, max_num_tokens: int, max_num_seqs: int) -> None:
+        limits = config.scheduler
+        num_tokens = min(max_num_tokens, limits.max_num_batched_tokens)
+        longest = max(config.model.max_model_len - 1, 1)
+        num_seqs = min(max_num_seqs, limits.max_num_seqs)
+        prompt = min(num_tokens, longest)
+        self._block_size = config.cache.block_size
+        self._prompts = [prompt] * min(max(num_tokens // prompt, 1), num_seqs)
+        self._decodes = [1] * num_seqs
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it takes, the null block included."""
+        return 1 + max(sum(map(self._blocks_of, lengths)) for lengths in (self._prompts, self._decodes))
+
+    def plans(self) -> list[SchedulerOutput]:
+        """For a runner with one group."""
+        prompts = [f"prompt {index}" for index in range(len(self._prompts))]
+        decodes = [f"decode {index}" for index in range(len(self._decodes))]
+        return [
+            self._plan(1, dict(zip(prompts, self._prompts, strict=True)), []),
+            self._plan(2, dict(zip(decodes, self._decodes, strict=True)), prompts),
+            SchedulerOutput(3, [], [], {}, 0, decodes),
+        ]
+
+    def _plan(self, step_id: int, lengths: dict[str, int], removed: list[str]) -> SchedulerOutput:
+        new, first = [], 1
+        for name, length in lengths.items():
+            block_ids = list(range(first, first + self._blocks_of(length)))
+            first += len(block_ids)
+            new.append(NewRequestData(name, [0] * length, length, _PARAMS, [block_ids], 0))
+        return SchedulerOutput(step_id, new, [], lengths, sum(lengths.values()), removed)
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

@@ -1,0 +1,76 @@
+"""Whole tiny models on the GPU's kernels, in Triton's interpreter: right, and the same bits in every batch if asked."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels import triton_interpreter
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+from quire.kernels.triton import attention
+from quire.layers.attention import attention_backends
+from quire.layers.linear import Linear
+from quire.models.base import CausalLM
+from tests.models.harness import load_tiny, logits_of
+
+PROMPTS = [[5, 6, 7], list(range(40, 75)), [200]]
+
+
+@pytest.fixture(autouse=True)
+def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_interpreter.use_gpu_kernels(monkeypatch)
+    monkeypatch.setattr(attention, "INVARIANT_SPLIT_TOKENS", 32)  # so that there are several
+
+
+def logits(model: CausalLM, *chunk_sizes: int, prompts: list[list[int]] = PROMPTS) -> list[Tensor]:
+    return logits_of(model, prompts, chunk_sizes=chunk_sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("qwen2", None), ("opt", None), ("qwen2", "int8"), ("gemma2", "int4")],
+)
+def test_logits_are_those_of_the_oracle(
+    name: str, quantization: str | None, tiny_model: Callable[[str], Path]
+) -> None:
+    """Between them: tied table, biases, windows, soft caps, learned positions, layer norms and integer weights."""
+    model = load_tiny(tiny_model(name), quantization=quantization)
+    assert attention_backends(model) == {"triton": True}
+    packed = {layer.packed is not None for layer in model.modules() if isinstance(layer, Linear)}
+    assert packed == {quantization is not None}
+    got = logits(model, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        triton_interpreter.use_reference(patch)
+        want = logits(load_tiny(tiny_model(name), quantization=quantization), 64)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("qwen2", None), ("gemma2", "int4")])
+def test_batch_invariant_logits_have_the_same_bits_however_they_are_computed(
+    name: str, quantization: str | None, tiny_model: Callable[[str], Path]
+) -> None:
+    two_layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    fewer = two_layers if name == "gemma2" else {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    model = load_tiny(
+        tiny_model(name),
+        batch_invariant=True,
+        quantization=quantization,
+        load_format="dummy",
+        hf_overrides=fewer,
+    )
+    assert all(layer.packed is not None for layer in model.modules() if isinstance(layer, Linear))
+    together = logits(model, 64)
+    for ours, expected in zip(logits(model, 31, 1), together, strict=True):
+        assert torch.equal(ours, expected)
+    for prompt, expected in zip(PROMPTS, together, strict=True):
+        assert torch.equal(logits(model, 20, prompts=[prompt])[0], expected)
+
+
+def test_fp8_logits_are_near(tiny_model: Callable[[str], Path]) -> None:
+    models = [load_tiny(tiny_model("qwen2"), quantization=kind) for kind in ("fp8", None)]
+    for ours, theirs in zip(*(logits(model, 64) for model in models), strict=True):
+        assert torch.nn.functional.cosine_similarity(ours, theirs).mean() > 0.9

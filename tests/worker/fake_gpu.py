@@ -1,0 +1,116 @@
+"""An asynchronous device made of the host, to be imported before any module of `quire.kernels.triton`.
+
+It runs everything at once, but shows results as late as a GPU may: what is downloaded holds poison until a later mark
+is waited for. A graph keeps what it was made from and does that again when it is replayed; graphs share their memory,
+so a replay spoils what the others have left.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.worker.block_copies import Moves
+from quire.worker.cpu import HostMark
+from quire.worker.device_pipeline import DevicePipeline
+from quire.worker.gpu import copy_by_kernel
+from quire.worker.input_batch import InputBatch
+from quire.worker.pipeline import LanguageModel, Pipeline
+
+POISON = -7_777_777
+
+
+class FakeMark(HostMark):
+    """Delivers what was downloaded before it when it is waited for."""
+
+    def __init__(self, deliveries: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self._deliveries = deliveries
+
+    @torch.inference_mode()
+    def wait(self) -> None:
+        for host, content in self._deliveries:
+            host.copy_(content)
+
+
+class FakeGpu:
+    """A `Device` and a `Capturer` that counts what happens."""
+
+    torch_device = torch.device("cpu")
+    is_asynchronous = True
+    default_cache_bytes: int | None = None
+    warm_up_tokens = 1 << 40
+    warm_up_seqs = 1 << 40
+    logits_elements = 1 << 23
+
+    def __init__(self, free_bytes: int = 1 << 24) -> None:
+        self._free_bytes = free_bytes
+        self._downloads: list[tuple[Tensor, Tensor]] = []
+        self.num_uploads = 0
+        self.num_rehearsals = 0
+        self.captured: list[int] = []
+        self.replayed: list[int] = []
+        self.pools: list[object] = []
+        self._outputs: dict[int, list[Tensor]] = {}
+
+    def start(self, config: EngineConfig) -> None:
+        self.started = True
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        self.num_rehearsals += 1
+        return nullcontext()
+
+    def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
+        return int(config.cache.gpu_memory_utilization * self._free_bytes), "what a fake device has"
+
+    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8)
+
+    def copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
+        copy_by_kernel(sources, targets, self.upload(torch.tensor(moves)))
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        self.num_uploads += 1
+        return tensor.clone()
+
+    def download(self, tensor: Tensor) -> Tensor:
+        host = torch.full_like(tensor, POISON if tensor.dtype.itemsize > 1 else 1)
+        self._downloads.append((host, tensor.clone()))
+        return host
+
+    def mark(self) -> FakeMark:
+        return FakeMark([*self._downloads])
+
+    def pipeline(self, model: LanguageModel, batch: InputBatch, config: EngineConfig) -> Pipeline:
+        return DevicePipeline(model, batch, config, self, self)
+
+    def graph_pool(self) -> Any:
+        self.pools.append(pool := object())
+        return pool
+
+    def capture(self, run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
+        output = torch.full_like(run(), torch.nan)
+        size, sharing = len(output), self._outputs.setdefault(id(pool), [])
+        sharing.append(output)
+        self.captured.append(size)
+
+        def replay() -> None:
+            result = run()
+            for other in sharing:
+                other.fill_(torch.nan)
+            output.copy_(result)
+            self.replayed.append(size)
+
+        return replay, output
+
+    def reserved_bytes(self) -> int:
+        return 0

@@ -1,0 +1,165 @@
+"""The rows on a device and the inputs made there, against the host's gather."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.worker.fake_gpu import FakeGpu  # isort: skip  (before the kernels)
+from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from quire.sampling_params import SamplingParams
+from quire.scheduler.output import CachedRequestData, NewRequestData
+from quire.worker.block_table import BlockTable
+from quire.worker.device_batch import DeviceBatch
+from quire.worker.input_batch import InputBatch
+from quire.worker.inputs import gather_inputs
+from tests.worker.harness import rows_of
+
+MAX_SEQS, MAX_LEN, POOL = 6, 600, 900
+SPECS = (FullAttentionSpec(4, 1, 1, 4), SlidingWindowSpec(16, 1, 1, 4, 40))
+
+
+class Rows:
+    """A host batch with two groups, its copy on a device, and requests whose tokens only the device knows."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        tables = tuple(BlockTable(MAX_SEQS, MAX_LEN, spec, POOL) for spec in SPECS)
+        self.batch = InputBatch(MAX_SEQS, MAX_LEN, tables)
+        self.device = DeviceBatch(self.batch, 2 * MAX_LEN, FakeGpu())
+        self.tokens: dict[str, list[int]] = {}
+
+    def add(self, name: str) -> None:
+        length = self.rng.choice([1, 3, 40, 300, 590])
+        self.tokens[name] = [self.rng.randrange(1000) for _ in range(length)]
+        blocks = [self.blocks(spec.num_blocks(length)) for spec in SPECS]
+        computed = self.rng.randrange(length)
+        request = NewRequestData(name, self.tokens[name], 1, SamplingParams(), blocks, computed)
+        self.batch.add(request)
+
+    def remove(self, name: str) -> None:
+        del self.tokens[name]
+        self.batch.remove(name)
+
+    def blocks(self, count: int) -> list[int]:
+        return self.rng.sample(range(1, POOL), count)
+
+    def step(self, names: list[str], counts: list[int], graph_size: int = 0) -> None:
+        """Gather on both sides, compare, and sample."""
+        rows = rows_of(*(self.batch.row(name) for name in names))
+        expected = gather_inputs(self.batch, rows, np.array(counts))
+        got = self.device.gather(expected.layout, graph_size)
+        padding = max(graph_size - len(names), 0)
+        assert torch.equal(got.input_ids, padded(expected.input_ids, padding, 0))
+        assert torch.equal(got.positions, padded(expected.positions, padding, 0))
+        assert torch.equal(got.logits_indices, expected.logits_indices.int())
+        for spec, one, other in zip(SPECS, got.metadata, expected.metadata, strict=True):
+            check(one, other, spec.block_size, padding, graph_size)
+        self.sample(expected.layout.rows[expected.layout.sampling])
+        self.advance(names, counts)
+
+    def sample(self, rows: np.ndarray) -> None:
+        codes = torch.tensor([self.rng.choice([5, 700, -1, -2]) for _ in rows], dtype=torch.int64)
+        self.device.keep(codes)
+        names = {self.batch.row(name): name for name in self.tokens}
+        for row, code in zip(rows.tolist(), codes.clamp(min=0).tolist(), strict=True):
+            self.tokens[names[row]].append(code)
+        # The host's rows stay without them for the device's gather, and get them for its oracle.
+        self.batch.set_tokens(self.batch.append_unknown(rows), codes.clamp(min=0).numpy())
+
+    def advance(self, names: list[str], counts: list[int]) -> None:
+        for name, count in zip(names, counts, strict=True):
+            row = self.batch.row(name)
+            computed = int(self.batch.num_computed_tokens[row]) + count
+            new = []
+            for table in self.batch.block_tables:
+                missing = -(-len(self.tokens[name]) // table.block_size) - int(table.num_blocks[row])
+                new.append(self.blocks(missing))
+            self.batch.update(CachedRequestData(name, new, computed))
+
+
+def padded(tensor: Tensor, count: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, count), value=value)
+
+
+def check(got: AttentionMetadata, want: AttentionMetadata, size: int, padding: int, graph_size: int) -> None:
+    assert torch.equal(got.seq_lens, padded(want.seq_lens, padding, 0))
+    assert torch.equal(got.slot_mapping, padded(want.slot_mapping, padding, -1))
+    num_requests = len(want.seq_lens)
+    starts = [*want.query_start_loc.tolist(), *range(num_requests + 1, num_requests + padding + 1)]
+    assert got.query_start_loc.tolist() == starts
+    assert got.max_query_len == want.max_query_len
+    assert got.max_seq_len == (MAX_LEN if graph_size else want.max_seq_len)
+    for index, length in enumerate(want.seq_lens.tolist()):
+        used = -(-length // size)
+        assert torch.equal(got.block_tables[index, :used], want.block_tables[index, :used])
+
+
+@settings(derandomize=True, max_examples=15, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.sampled_from("aaargdD"), min_size=3, max_size=12))
+def test_gather_is_the_hosts(seed: int, actions: list[str]) -> None:
+    """a: add, r: remove, g: any step, d: a step of one token each, D: the same for a graph."""
+    rng = random.Random(seed)
+    rows = Rows(rng)
+    for number, action in enumerate(actions):
+        if action == "a" and len(rows.tokens) < MAX_SEQS:
+            rows.add(f"r{number}")
+        known = [name for name in rows.tokens if len(rows.tokens[name]) < MAX_LEN]
+        picked = rng.sample(known, rng.randint(1, len(known))) if known else []
+        if not picked:
+            continue
+        if action == "r":
+            rows.remove(picked[0])
+        elif action in "dD":
+            rows.step(picked, [1] * len(picked), MAX_SEQS if action == "D" else 0)
+        elif action == "g":
+            pending = [
+                len(rows.tokens[name]) - int(rows.batch.num_computed_tokens[rows.batch.row(name)])
+                for name in picked
+            ]
+            rows.step(picked, [rng.randint(1, count) for count in pending][: 2 * MAX_LEN])
+
+
+def test_a_row_that_changes_hands_is_uploaded_whole() -> None:
+    rows = Rows(random.Random(0))
+    for name in ("a", "b"):
+        rows.add(name)
+        rows.step([name], [1])
+        rows.remove(name)
+
+
+def test_a_step_is_one_upload() -> None:
+    gpu = FakeGpu()
+    rows = Rows(random.Random(0))
+    rows.device._device = gpu
+    rows.add("a")
+    rows.add("b")
+    rows.step(["a", "b"], [1, 1])
+    rows.step(["b", "a"], [1, 1])
+    assert gpu.num_uploads == 2
+
+
+def test_a_blank_step_is_padding() -> None:
+    rows = Rows(random.Random(0))
+    rows.device.blank(4)
+    ids, positions, (metadata, _) = rows.device.decode_inputs(4)
+    assert ids.tolist() == positions.tolist() == metadata.seq_lens.tolist() == [0] * 4
+    assert metadata.slot_mapping.tolist() == [-1] * 4
+    assert metadata.query_start_loc.tolist() == [0, 1, 2, 3, 4]
+    assert metadata.max_seq_len == MAX_LEN
+
+
+@pytest.mark.parametrize("graph_size", [0, 4])
+def test_addresses_stay(graph_size: int) -> None:
+    rows = Rows(random.Random(0))
+    before = [tensor.data_ptr() for tensor in rows.device.decode_inputs(4)[:2]]
+    rows.add("a")
+    rows.step(["a"], [1], graph_size)
+    assert [tensor.data_ptr() for tensor in rows.device.decode_inputs(4)[:2]] == before

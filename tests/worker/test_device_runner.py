@@ -1,0 +1,228 @@
+"""The runner on an asynchronous device gives what it gives on the host, however many steps are in flight."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.worker.fake_gpu import POISON, FakeGpu  # isort: skip  (before the kernels)
+from quire.executor import uniproc
+from quire.sampling_params import SamplingParams
+from quire.scheduler.output import SchedulerOutput
+from quire.worker.graphs import DecodeGraphs, default_sizes
+from tests.end_to_end.test_overlapped import facts, jobs_of_all_kinds, overlapped, serve
+from tests.worker.harness import POISON as BAD_TOKEN
+from tests.worker.harness import Driver, Sequence, request, toy_runner
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=99, logprobs=2, prompt_logprobs=1),
+    SamplingParams(
+        seed=9, max_tokens=99, top_p=0.8, frequency_penalty=0.7, repetition_penalty=1.1, logprobs=3
+    ),
+    SamplingParams(
+        seed=-3, max_tokens=99, top_k=5, temperature=0.6, min_tokens=4, allowed_token_ids=[1, 2, 3, 9]
+    ),
+]
+PARAMS = [params.clone(logit_bias={BAD_TOKEN: -100.0}) for params in PARAMS]
+
+
+def driven(driver: Driver, num_steps: int = 12) -> dict[str, Sequence]:
+    """Requests of all kinds come, are cut into chunks and preempted, the same way in every driver."""
+    rng = random.Random(5)
+    for number in range(5):
+        prompt = [rng.randrange(22) for _ in range(rng.randint(1, 12))]
+        driver.submit(f"r{number}", prompt, PARAMS[number % len(PARAMS)])
+    for turn in range(num_steps):
+        names = [name for name in driver.sequences if rng.random() < 0.8]
+        if names and turn % 4 == 3:
+            driver.preempt(names[0])
+        pending = {name: pending_tokens(driver.sequences[name]) for name in names}
+        driver.step({name: rng.randint(1, count) for name, count in pending.items()})
+    return driver.sequences
+
+
+def pending_tokens(sequence: Sequence) -> int:
+    return len(sequence.token_ids) - sequence.num_computed_tokens
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"cuda_graph_capture": "lazy"}, {}], ids=str)
+def test_steps_equal_the_hosts(options: dict[str, Any]) -> None:
+    got = driven(Driver(toy_runner(device=FakeGpu(), **options)))
+    assert got == driven(Driver(toy_runner()))
+
+
+def test_decode_steps_are_replayed_from_the_smallest_graph_that_holds_them() -> None:
+    gpu = FakeGpu()
+    runner = toy_runner(device=gpu)
+    runner.prepare()
+    assert gpu.captured == [8, 4, 2, 1]
+    assert len(gpu.pools) == 1
+    driver = Driver(runner)
+    for number in range(3):
+        driver.submit(f"r{number}", [1 + number] * (4 + number), PARAMS[0])
+    driver.step({"r0": 4, "r1": 5, "r2": 6})
+    assert gpu.replayed == []
+    driver.step({"r0": 1, "r1": 1, "r2": 1})
+    driver.step({"r1": 1})
+    driver.step({"r2": 1, "r0": 1})
+    assert gpu.replayed == [4, 1, 2]
+
+
+def test_a_graph_is_captured_when_it_is_needed() -> None:
+    gpu = FakeGpu()
+    runner = toy_runner(device=gpu, cuda_graph_capture="lazy")
+    runner.prepare()
+    driver = Driver(runner)
+    driver.submit("r", [1, 2], PARAMS[0])
+    driver.generate("r", 4)
+    assert (gpu.captured, gpu.replayed) == ([1], [1, 1, 1])
+
+
+def test_sizes_as_asked_and_a_step_that_none_holds() -> None:
+    gpu = FakeGpu()
+    runner = toy_runner(device=gpu, cudagraph_capture_sizes=[2, 1, 100])
+    runner.prepare()
+    assert gpu.captured == [2, 1]
+    driver = Driver(runner)
+    for name in "abc":
+        driver.submit(name, [4], PARAMS[0])
+    driver.step(dict.fromkeys("abc", 1))
+    assert gpu.replayed == []
+
+
+def test_default_sizes() -> None:
+    assert len(default_sizes(256)) == 35
+    assert default_sizes(256)[:5] == (1, 2, 4, 8, 16)
+    assert default_sizes(256)[-1] == 256
+    assert default_sizes(1) == (1,)
+    assert default_sizes(100)[-2:] == (96, 100)
+    assert default_sizes(4096)[-2:] == (496, 512)
+
+
+def test_a_graph_is_captured_once() -> None:
+    gpu, runs = FakeGpu(), []
+    graphs = DecodeGraphs([3, 1], lambda size: runs.append(size) or torch.ones(size, 2), gpu)
+    assert [graphs.size_for(count) for count in (1, 2, 3, 4)] == [1, 3, 3, 0]
+    graphs.replay(1)
+    graphs.capture_all()
+    graphs.capture_all()
+    assert graphs.captured == (1, 3)
+
+
+def test_nothing_is_read_before_the_result_is_asked_for() -> None:
+    """Steps are launched on tokens that the host has not seen, and their results come as late as that."""
+    plain, ahead = Driver(toy_runner()), Driver(toy_runner(device=FakeGpu()))
+    for driver in (plain, ahead):
+        driver.submit("a", [5, 6, 7], PARAMS[0])
+        driver.submit("b", [8], PARAMS[1].clone(frequency_penalty=0.0, repetition_penalty=1.0))
+    expected = [plain.step({"a": 3, "b": 1})] + [plain.step({"a": 1, "b": 1}) for _ in range(5)]
+    steps = [ahead.launch({"a": 3, "b": 1})] + [ahead.launch({"a": 1, "b": 1}) for _ in range(5)]
+    row = ahead.runner.batch.row("a")
+    assert ahead.runner.batch.token_ids[row, :5].tolist() == [5, 6, 7, 0, 0]
+    assert steps[0].sampled is not None
+    assert (steps[0].sampled.parts[0].codes == POISON).all()
+    for step, want in zip(steps, expected, strict=True):
+        got = step.result()
+        assert (got.sampled_token_ids, got.logprobs) == (want.sampled_token_ids, want.logprobs)
+        assert got.prompt_logprobs == want.prompt_logprobs
+
+
+def test_a_row_that_changed_hands_keeps_its_new_tokens() -> None:
+    """The token of a request that ended while it was in flight goes nowhere."""
+    driver = Driver(toy_runner(device=FakeGpu(), max_num_seqs=1))
+    driver.submit("old", [1, 2], PARAMS[0])
+    step = driver.launch({"old": 2})
+    driver.finish("old")
+    driver.submit("new", [3, 4, 5], PARAMS[1])
+    driver.launch({"new": 2})
+    step.result()
+    row = driver.runner.batch.row("new")
+    assert driver.runner.batch.token_ids[row, :3].tolist() == [3, 4, 5]
+
+
+def test_penalties_see_the_tokens_in_flight() -> None:
+    plain, ahead = Driver(toy_runner()), Driver(toy_runner(device=FakeGpu()))
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=9,
+        frequency_penalty=2.0,
+        presence_penalty=2.0,
+        logit_bias={BAD_TOKEN: -100.0},
+    )
+    for driver in (plain, ahead):
+        driver.submit("a", [1, 2, 3], sampling)
+    expected = plain.generate("a", 8).output
+    steps = [ahead.launch({"a": 3})] + [ahead.launch({"a": 1}) for _ in range(7)]
+    assert [step.result().sampled_token_ids["a"] for step in steps] == [[token] for token in expected]
+
+
+def test_failures_of_steps_in_flight() -> None:
+    driver = Driver(toy_runner(device=FakeGpu()))
+    driver.submit("bad", [1, BAD_TOKEN], PARAMS[0])
+    driver.submit("good", [1, 2], PARAMS[0])
+    both = [driver.launch({"bad": 2, "good": 2}), driver.launch({"bad": 1, "good": 1})]
+    results = [step.result() for step in both]
+    assert [list(result.failed) for result in results] == [["bad"], []]
+    assert list(results[0].sampled_token_ids) == ["good"]
+    unusable = driver.runner.launch(
+        SchedulerOutput(9, [request([99], request_id="odd")], [], {"odd": 1}, 1, [])
+    )
+    assert list(unusable.result().failed) == ["odd"]
+
+
+@pytest.fixture
+def on_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGpu]]:
+    devices: list[FakeGpu] = []
+
+    def make(name: str) -> FakeGpu:
+        devices.append(FakeGpu())
+        return devices[-1]
+
+    count = torch.get_num_threads()
+    monkeypatch.setattr(uniproc, "make_device", make)
+    yield devices
+    torch.set_num_threads(count)
+
+
+def test_an_engine_equals_the_hosts(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, on_fake_gpu: list[FakeGpu]
+) -> None:
+    args: dict[str, Any] = {"model": str(tiny_model("llama-tied-bias")), "max_model_len": 96}
+    args |= {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_gpu_blocks_override": 16}
+    got, stats = serve(jobs_of_all_kinds(), **args, **overlapped(3))
+    assert stats["num_preemptions"] > 0
+    assert len(set(on_fake_gpu[0].replayed)) > 2
+    monkeypatch.undo()
+    expected, _ = serve(jobs_of_all_kinds(), **args)
+    assert facts(got) == facts(expected)
+
+
+def test_swapped_blocks_come_back(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, on_fake_gpu: list[FakeGpu]
+) -> None:
+    args: dict[str, Any] = {"model": str(tiny_model("llama")), "max_model_len": 96, "max_num_seqs": 8}
+    args |= {"num_gpu_blocks_override": 16, "enable_prefix_caching": False}
+    jobs = jobs_of_all_kinds()[:8]
+    swapping = {"swap_space": 1e-3, "preemption_mode": "swap"}
+    got, stats = serve(jobs, **args, **swapping, **overlapped(2))
+    assert stats["num_preemptions"] > 0
+    monkeypatch.undo()
+    assert facts(got) == facts(serve(jobs, **args)[0])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "opt", "qwen2-window"])
+def test_families_equal_the_hosts(
+    name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, on_fake_gpu: list[FakeGpu]
+) -> None:
+    """Windows, groups of layers and learned positions."""
+    args = {"model": str(tiny_model(name)), "max_model_len": 64, "max_num_seqs": 4}
+    jobs = jobs_of_all_kinds()[:4]
+    got, _ = serve(jobs, **args, **overlapped(2))
+    assert on_fake_gpu[0].num_rehearsals == 4
+    monkeypatch.undo()
+    assert facts(got) == facts(serve(jobs, **args)[0])

@@ -1,0 +1,109 @@
+"""What can be tested of a GPU without one: how its memory is counted, and that its absence is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels import triton_interpreter  # noqa: F401  # isort: skip  (before the kernels)
+from quire.errors import ConfigError, StartupError
+from quire.worker import devices
+from quire.worker.cpu import CpuDevice
+from quire.worker.devices import make_device, moved
+from quire.worker.gpu import CudaDevice, GpuDevice, copy_by_kernel
+from tests.worker.harness import tiny_config
+
+MIB = 2**20
+
+
+class Memory:
+    """The part of torch's device module that counts: a device of 1000 MiB."""
+
+    def __init__(self) -> None:
+        self.reserved, self.peak, self.elsewhere, self.cached = 0, 0, 50, 0
+
+    def take(self, mib: int) -> None:
+        """Allocate and free again; the allocator keeps it until its cache is emptied."""
+        self.cached += mib
+        self.peak = max(self.peak, self.reserved + self.cached)
+
+    def empty_cache(self) -> None:
+        self.cached = 0
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak = self.reserved + self.cached
+
+    def memory_reserved(self) -> int:
+        return (self.reserved + self.cached) * MIB
+
+    def max_memory_reserved(self) -> int:
+        return self.peak * MIB
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return (1000 - self.elsewhere - self.reserved - self.cached) * MIB, 1000 * MIB
+
+    def synchronize(self) -> None:
+        """All is done."""
+
+
+@pytest.fixture
+def gpu() -> tuple[GpuDevice, Memory]:
+    device, memory = CudaDevice(), Memory()
+    device._module = memory
+    return device, memory
+
+
+def test_the_cache_may_take_what_the_share_leaves(gpu: tuple[GpuDevice, Memory]) -> None:
+    device, memory = gpu
+    memory.reserved = 200  # weights
+    for step in (30, 70):
+        with device.rehearsal():
+            memory.take(step)
+    usable, reason = device.usable_bytes(tiny_config(gpu_memory_utilization=0.9))
+    assert usable == (900 - 50 - 200 - 100) * MIB
+    assert (
+        reason
+        == "90% of the device's 1000 MiB, less 250 MiB in use after loading and 100 MiB that the largest steps take"
+    )
+    assert device.usable_bytes(tiny_config(gpu_memory_utilization=0.3))[0] == 0
+
+
+def test_a_step_that_does_not_fit_is_said(gpu: tuple[GpuDevice, Memory]) -> None:
+    with pytest.raises(StartupError, match="largest step"), gpu[0].rehearsal():
+        raise torch.OutOfMemoryError("12 GiB")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["cuda", "xpu"])
+def test_a_device_that_is_not_there_is_said(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--device {name}: torch finds no such device"):
+        make_device(name).start(tiny_config())
+
+
+def test_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--device cuda needs Triton"):
+        make_device("cuda")
+    assert make_device("cpu").torch_device.type == "cpu"
+
+
+def test_the_table_of_devices() -> None:
+    assert isinstance(make_device("cpu"), CpuDevice)
+    assert [make_device(name).torch_device.type for name in ("cuda", "xpu")] == ["cuda", "xpu"]
+
+
+def test_tensors_of_a_named_tuple_are_moved() -> None:
+    from quire.worker.sampler.masks import StagedIds
+
+    staged = StagedIds(torch.zeros(2), torch.ones(3))
+    assert [part.sum() for part in moved(staged, lambda tensor: tensor + 1)] == [2, 6]
+
+
+@pytest.mark.parametrize("num_bytes", [48, 12, 7])
+def test_blocks_copied_by_the_kernel(num_bytes: int) -> None:
+    device = [torch.randint(0, 256, (2, 5, num_bytes), dtype=torch.uint8) for _ in range(2)]
+    host = [torch.zeros(2, 3, num_bytes, dtype=torch.uint8) for _ in range(2)]
+    copy_by_kernel(device, host, torch.tensor([[4, 1], [2, 2]]))
+    for source, target in zip(device, host, strict=True):
+        assert torch.equal(target[:, 1:], source[:, [4, 2]])
+        assert not target[:, 0].any()

@@ -1,0 +1,48 @@
+"""The largest steps: as large as the limits say, and plans like any other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from quire.executor.null import NullExecutor
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig
+from quire.worker.rehearsal import Rehearsal
+from tests.worker.harness import VOCAB_SIZE, tiny_config
+
+ALL = 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("limits", "prompts", "decodes"),
+    [
+        ({"max_num_batched_tokens": 64, "max_model_len": 64, "max_num_seqs": 8}, [63], 8),
+        ({"max_num_batched_tokens": 100, "max_model_len": 21, "max_num_seqs": 8}, [20] * 5, 8),
+        ({"max_num_batched_tokens": 100, "max_model_len": 21, "max_num_seqs": 2}, [20] * 2, 2),
+        ({"max_num_batched_tokens": 8, "max_model_len": 2, "max_num_seqs": 8}, [1] * 8, 8),
+    ],
+)
+def test_steps_are_as_large_as_the_limits(limits: dict[str, int], prompts: list[int], decodes: int) -> None:
+    first, second, last = Rehearsal(tiny_config(**limits), ALL, ALL).plans()
+    assert list(first.num_scheduled_tokens.values()) == prompts
+    assert list(second.num_scheduled_tokens.values()) == [1] * decodes
+    assert last.removed_request_ids == list(second.num_scheduled_tokens)
+
+
+def test_a_device_may_rehearse_less() -> None:
+    first, second, _ = Rehearsal(tiny_config(max_num_seqs=8), 32, 1).plans()
+    assert (first.total_num_scheduled_tokens, second.total_num_scheduled_tokens) == (32, 1)
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 100, "max_model_len": 21}], ids=str)
+def test_they_keep_every_promise_of_a_plan(limits: dict[str, Any]) -> None:
+    config = tiny_config(**limits)
+    rehearsal = Rehearsal(config, ALL, ALL)
+    specs = {"layer": FullAttentionSpec(config.cache.block_size, 1, 1, 4)}
+    executor = NullExecutor(dataclasses.replace(config, model_arch=None), specs=specs, vocab_size=VOCAB_SIZE)
+    executor.initialize_kv_cache(KVCacheConfig(rehearsal.num_blocks, group_layers(specs, 64), specs))
+    for plan in rehearsal.plans():
+        assert not executor.execute_model(plan).failed
