@@ -28,7 +28,7 @@ def non_finite_rows(logits: Tensor) -> Tensor:
 
 
 def clear_rows(logits: Tensor, cleared: Tensor) -> None:
-    if cleared.any():
+    if cleared.cpu().numpy().any():  # on small tensors half the time of torch's
         logits[cleared] = 0.0
 
 

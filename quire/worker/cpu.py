@@ -60,7 +60,7 @@ class CpuDevice:
     is_asynchronous = False
     default_cache_bytes: int | None = DEFAULT_CACHE_BYTES
     warm_up_tokens = 32
-    warm_up_seqs = 1
+    warm_up_seqs = 0  # recording tapes is for the first request that needs one
     logits_elements = LOGITS_ELEMENTS
 
     def __init__(self, root: Path = Path("/")) -> None:

@@ -6,6 +6,7 @@ Invariant: nothing here waits for the device.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -53,8 +54,8 @@ class DevicePipeline:
             return self._graphs.replay(inputs.graph_size)
         return self._model.forward(inputs.input_ids, inputs.positions, inputs.metadata)
 
-    def keep(self, inputs: StepInputs, codes: Tensor) -> None:
-        self._rows.keep(codes)
+    def keep(self, codes: list[Tensor]) -> None:
+        self._rows.keep(torch.cat(codes))
 
     def prepare(self) -> None:
         """Capture all graphs, unless each is to wait until it is needed."""

@@ -44,7 +44,7 @@ class Device(Protocol):
     """Most that the KV cache takes unless it is asked for; None: no limit but the memory."""
     warm_up_tokens: int
     warm_up_seqs: int
-    """Tokens and requests of the largest steps that are run before memory is measured."""
+    """Tokens of the step of prompts, and requests of the step that decodes, that are run before memory is measured."""
     logits_elements: int
     """Bounds the logits that exist at once."""
 

@@ -23,6 +23,8 @@ class TokenPlaces(NamedTuple):
     rows: NDArray[np.int64]
     columns: NDArray[np.int64]
     generations: NDArray[np.int64]
+    num_added: int
+    """Requests that had been added to the batch; while there are no more, no generation has changed."""
 
 
 class InputBatch:
@@ -46,6 +48,7 @@ class InputBatch:
         self.num_prompt_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_added = 0
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
 
@@ -68,6 +71,7 @@ class InputBatch:
         row = self._free_rows.pop()
         self._row_of[request.request_id] = row
         self.generations[row] += 1
+        self._num_added += 1
         self.token_ids[row, : len(request.token_ids)] = request.token_ids
         self.num_tokens[row] = len(request.token_ids)
         self.num_prompt_tokens[row] = request.num_prompt_tokens
@@ -107,16 +111,17 @@ class InputBatch:
 
     def append_unknown(self, rows: NDArray[np.int64]) -> TokenPlaces:
         """Add one token at the end of each of some rows, all different, whose value is set later."""
-        places = TokenPlaces(rows, self.num_tokens[rows], self.generations[rows])
-        self.num_tokens[rows] += 1
-        return places
+        columns = self.num_tokens[rows]
+        self.num_tokens[rows] = columns + 1
+        return TokenPlaces(rows, columns, self.generations[rows], self._num_added)
 
     def set_tokens(self, places: TokenPlaces, token_ids: NDArray[np.int64]) -> None:
         """Set tokens that were added, but for rows that others have been given since."""
-        rows, columns, generations = places
-        if (same := generations == self.generations[rows]).all():
+        rows, columns, generations, num_added = places
+        if num_added == self._num_added:
             self.token_ids[rows, columns] = token_ids
         else:
+            same = generations == self.generations[rows]
             self.token_ids[rows[same], columns[same]] = token_ids[same]
 
     def num_output_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:

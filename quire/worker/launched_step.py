@@ -53,7 +53,7 @@ class SampledTokens(NamedTuple):
             rest = rest[len(output.token_ids) :]
         if not token_ids:
             return [], {}, {}
-        tokens = np.concatenate(token_ids)
+        tokens = token_ids[0] if len(token_ids) == 1 else np.concatenate(token_ids)
         batch.set_tokens(self.places, tokens)
         return tokens.tolist(), logprobs, failed
 

@@ -149,7 +149,7 @@ class ModelRunner:
             self._read_results()
         parts = [self._sample_part(inputs, hidden, rows, part) for part in self._slices(len(rows))]
         if parts:
-            self._pipeline.keep(inputs, torch.cat([part.codes for part in parts]))
+            self._pipeline.keep([part.codes for part in parts])
         places = self.batch.append_unknown(rows)
         downloaded = [part.moved(self._device.download) for part in parts]
         return SampledTokens(inputs.layout.sampling, downloaded, places)

@@ -48,8 +48,8 @@ class Pipeline(Protocol):
     def forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states, a row for each token and perhaps more behind them, which the next step may overwrite."""
 
-    def keep(self, inputs: StepInputs, codes: Tensor) -> None:
-        """Take in what the requests of `inputs.layout.sampling` sampled: `Sampled.codes` of all of them."""
+    def keep(self, codes: list[Tensor]) -> None:
+        """Take in what the step's requests sampled: `Sampled.codes` of all that do, in order."""
 
     def prepare(self) -> None:
         """Do before the first step what should not hold one up."""
@@ -70,7 +70,7 @@ class HostPipeline:
     def forward(self, inputs: StepInputs) -> Tensor:
         return self._forward(inputs)
 
-    def keep(self, inputs: StepInputs, codes: Tensor) -> None:
+    def keep(self, codes: list[Tensor]) -> None:
         """The runner appends them to the host's rows."""
 
     def prepare(self) -> None:

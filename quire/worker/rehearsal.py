@@ -20,18 +20,17 @@ class Rehearsal:
 
     Args:
         max_num_tokens: most tokens of the first.
-        max_num_seqs: most requests of either.
+        max_num_seqs: most requests of the second; 0: there is none.
     """
 
     def __init__(self, config: EngineConfig, max_num_tokens: int, max_num_seqs: int) -> None:
         limits = config.scheduler
         num_tokens = min(max_num_tokens, limits.max_num_batched_tokens)
         longest = max(config.model.max_model_len - 1, 1)
-        num_seqs = min(max_num_seqs, limits.max_num_seqs)
         prompt = min(num_tokens, longest)
         self._block_size = config.cache.block_size
-        self._prompts = [prompt] * min(max(num_tokens // prompt, 1), num_seqs)
-        self._decodes = [1] * num_seqs
+        self._prompts = [prompt] * min(max(num_tokens // prompt, 1), limits.max_num_seqs)
+        self._decodes = [1] * min(max_num_seqs, limits.max_num_seqs)
 
     @property
     def num_blocks(self) -> int:
@@ -42,11 +41,10 @@ class Rehearsal:
         """For a runner with one group."""
         prompts = [f"prompt {index}" for index in range(len(self._prompts))]
         decodes = [f"decode {index}" for index in range(len(self._decodes))]
-        return [
-            self._plan(1, dict(zip(prompts, self._prompts, strict=True)), []),
-            self._plan(2, dict(zip(decodes, self._decodes, strict=True)), prompts),
-            SchedulerOutput(3, [], [], {}, 0, decodes),
-        ]
+        steps = [self._plan(1, dict(zip(prompts, self._prompts, strict=True)), [])]
+        if decodes:
+            steps.append(self._plan(2, dict(zip(decodes, self._decodes, strict=True)), prompts))
+        return steps
 
     def _plan(self, step_id: int, lengths: dict[str, int], removed: list[str]) -> SchedulerOutput:
         new, first = [], 1

@@ -66,10 +66,13 @@ class Sampled(NamedTuple):
 
     def read(self) -> SamplerOutput:
         """What it says, once it is on the host."""
-        codes: NDArray[np.int64] = self.codes.numpy()
-        failed = {row: _FAILURES[int(codes[row])] for row in (codes < 0).nonzero()[0].tolist()}
+        token_ids: NDArray[np.int64] = self.codes.numpy()
+        failed: dict[int, str] = {}
+        if token_ids.min() < 0:
+            failed = {row: _FAILURES[int(token_ids[row])] for row in (token_ids < 0).nonzero()[0].tolist()}
+            token_ids = token_ids.clip(0)
         entries = [] if self.logprobs is None else self.logprobs.entries()
-        return SamplerOutput(codes.clip(0), dict(zip(self.wanting.tolist(), entries, strict=True)), failed)
+        return SamplerOutput(token_ids, dict(zip(self.wanting.tolist(), entries, strict=True)), failed)
 
 
 class StagedRows(NamedTuple):
