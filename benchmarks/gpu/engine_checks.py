@@ -19,7 +19,12 @@ from benchmarks.gpu.shapes import QWEN_05B, TINY_TIED
 from benchmarks.gpu.target import Target
 
 _EAGER = {"enforce_eager": True}
-_COMMON: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 2048}
+_COMMON: dict[str, Any] = {
+    "async_scheduling": False,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 2048,
+}
 
 
 class Expected:
