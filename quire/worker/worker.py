@@ -22,7 +22,7 @@ from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.worker.block_copies import BlockCopier
-from quire.worker.model_runner import ModelRunner
+from quire.worker.model_runner import Forward, ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,9 @@ class Device(Protocol):
 
     def available_bytes(self) -> int:
         """Memory that is free now."""
+
+    def forward(self, model: CausalLM, config: EngineConfig, kv_config: KVCacheConfig) -> Forward:
+        """How the runner is to run a model whose cache is bound."""
 
 
 class Worker:
@@ -92,9 +95,11 @@ class Worker:
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps."""
+        model = self._loaded()
         tensors = self._allocate(kv_config)
         self._copier = BlockCopier(tensors, _host_tier(tensors, kv_config.num_host_blocks))
-        self._runner = ModelRunner(self._loaded(), self._config, kv_config, self._device.torch_device)
+        forward = self._device.forward(model, self._config, kv_config)
+        self._runner = ModelRunner(model, self._config, kv_config, self._device.torch_device, forward)
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""

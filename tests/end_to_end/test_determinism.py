@@ -88,6 +88,7 @@ def check_contract(make: Callable[..., LLM], num_blocks: int = 20) -> None:
     expected = run(plain, prompts())
     assert alone(plain, prompts()) == expected, "alone"
     assert run(make(cpu_threads=2), prompts()) == expected, "two threads"
+    assert run(make(enforce_eager=True), prompts()) == expected, "kernel by kernel"
     for chunk in (7, 16, 64):
         chunked = make(max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 16))
         assert run(chunked, prompts()) == expected, f"chunks of {chunk}"
