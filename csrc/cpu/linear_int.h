@@ -10,8 +10,9 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// Bytes ahead of the ones in use that a panel is fetched.
-constexpr int64_t kBytesAhead = 1024;
+// Bytes ahead of the ones in use that weights are fetched. One row reads panel after panel, a single stream that runs on
+// into the next panel: no panel of int4 is long enough to be fetched while another is read beside it.
+constexpr int64_t kBytesAhead = 4096;
 
 constexpr float kActivationMax = 127.0f;
 
@@ -245,7 +246,7 @@ struct IntKernel {
     void multiply_tile_of_rows(Float32* sums, const Tiling& tiling, int64_t panel, int64_t count) const {
         with_rows<kMostRows>(tiling.rows, [&](auto rows) {
             constexpr int R = decltype(rows)::value;
-            for_panels<R, kMostRows>(count, [&](auto width, int64_t p) {
+            for_panels<R, kMostRows, 1>(count, [&](auto width, int64_t p) {
                 multiply_chunks<R, decltype(width)::value, Dot>(
                     sums + p * kPanel, count * kPanel, packed(tiling, 0, 0), packed_weights(panel + p, 0),
                     panels.steps() * kStepBytes, panels.groups(panel + p, 0), chunks(), kBytesAhead);
