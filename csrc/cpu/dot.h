@@ -1,8 +1,10 @@
 // Exact dot products of unsigned weights and signed 8-bit activations, for 16 outputs at once, a step of k at a time.
 //
 // All instruction sets make the same integers. A Dot names what a step of packed weights becomes in registers (Weights),
-// what its products are summed in over a chunk (Sum), how activations of a quad lie for it (`encode`, kWords words), how many
-// k a chunk has (few enough that no sum overflows), and from how many tiles of rows on weights are unpacked once for all.
+// what its products are summed in over a chunk (Sum), how a chunk's activations lie for it (`encode`, kWords words a quad),
+// how many k a chunk has (few enough that no sum overflows), and from how many tiles of rows on weights are unpacked once
+// for all. A sum starts with the word that `start_word` makes of a chunk's activations: a factor times their sum, which
+// takes the weights' zero point out at no cost.
 
 #pragma once
 
@@ -15,7 +17,11 @@ constexpr int64_t kInt4Chunk = 32, kInt8Chunk = 64;
 
 constexpr int64_t kNever = INT64_MAX;
 
-inline void copy_quad(const int8_t* quad, int32_t* words) { __builtin_memcpy(words, quad, kQuad); }
+inline int32_t sum_of(const int8_t* values, int64_t count) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < count; ++i) sum += values[i];
+    return sum;
+}
 
 #if defined(__AVX512VNNI__)
 
@@ -33,8 +39,10 @@ struct Int8Dot {
     struct Weights { __m512i quads[kQuads]; };
 
     static Weights unpack(const uint8_t* step) { return {{_mm512_loadu_si512(step)}}; }
-    static void encode(const int8_t* quad, int32_t* words) { copy_quad(quad, words); }
+    static void encode(const int8_t* values, int32_t* words) { __builtin_memcpy(words, values, kChunk); }
     static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) { sum.all = dot_quads(sum.all, w.quads[quad], x); }
+    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
+    static Sum start(int32_t word) { return {_mm512_set1_epi32(word)}; }
     static Ints16 total(const Sum& sum) { return {sum.all}; }
 };
 
@@ -49,8 +57,10 @@ struct Int4Dot {
         const __m512i bytes = _mm512_loadu_si512(step), low = _mm512_set1_epi8(15);
         return {{_mm512_and_si512(bytes, low), _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low)}};
     }
-    static void encode(const int8_t* quad, int32_t* words) { copy_quad(quad, words); }
+    static void encode(const int8_t* values, int32_t* words) { __builtin_memcpy(words, values, kChunk); }
     static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) { sum.all = dot_quads(sum.all, w.quads[quad], x); }
+    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
+    static Sum start(int32_t word) { return {_mm512_set1_epi32(word)}; }
     static Ints16 total(const Sum& sum) { return {sum.all}; }
 };
 
@@ -62,7 +72,8 @@ inline __m256i in_turn(__m256i sum) {
     return sum;
 }
 
-inline __m256i load_ints(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline __m256i load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store_ints(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
 
 // Bytes times bytes do not fit the 16 bits that AVX2 adds pairs of them in. As 16-bit integers they do: the even and the
 // odd bytes of each quad.
@@ -78,9 +89,14 @@ struct Int8Dot {
         return {{_mm256_and_si256(low, bytes), _mm256_and_si256(high, bytes)},
                 {_mm256_srli_epi16(low, 8), _mm256_srli_epi16(high, 8)}};
     }
-    static void encode(const int8_t* quad, int32_t* words) {
-        words[0] = (quad[0] & 0xffff) | quad[2] * 65536;
-        words[1] = (quad[1] & 0xffff) | quad[3] * 65536;
+    static void encode(const int8_t* values, int32_t* words) {
+        for (int64_t i = 0; i < kChunk; i += 32, words += 16) {
+            const __m256i quads = load_ints(values + i);
+            const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(quads, 8), 8), odd = _mm256_srai_epi16(quads, 8);
+            const __m256i first = _mm256_unpacklo_epi32(even, odd), second = _mm256_unpackhi_epi32(even, odd);
+            store_ints(words, _mm256_permute2x128_si256(first, second, 0x20));
+            store_ints(words + 8, _mm256_permute2x128_si256(first, second, 0x31));
+        }
     }
     static void add(Sum& sum, const Weights& w, int, const int32_t* x) {
         const __m256i even = _mm256_set1_epi32(x[0]), odd = _mm256_set1_epi32(x[1]);
@@ -89,6 +105,8 @@ struct Int8Dot {
         sum.low = in_turn(_mm256_add_epi32(sum.low, _mm256_madd_epi16(w.odd[0], odd)));
         sum.high = in_turn(_mm256_add_epi32(sum.high, _mm256_madd_epi16(w.odd[1], odd)));
     }
+    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
+    static Sum start(int32_t word) { return {_mm256_set1_epi32(word), _mm256_set1_epi32(word)}; }
     static Ints16 total(const Sum& sum) { return {reinterpret_cast<Ints>(sum.low), reinterpret_cast<Ints>(sum.high)}; }
 };
 
@@ -105,12 +123,21 @@ struct Int4Dot {
         return {{_mm256_and_si256(low, nibble), _mm256_and_si256(_mm256_srli_epi16(low, 4), nibble)},
                 {_mm256_and_si256(high, nibble), _mm256_and_si256(_mm256_srli_epi16(high, 4), nibble)}};
     }
-    static void encode(const int8_t* quad, int32_t* words) { copy_quad(quad, words); }
+    static void encode(const int8_t* values, int32_t* words) { __builtin_memcpy(words, values, kChunk); }
     static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) {
         const __m256i values = _mm256_set1_epi32(*x);
         sum.low = in_turn(_mm256_add_epi16(sum.low, _mm256_maddubs_epi16(w.low[quad], values)));
         sum.high = in_turn(_mm256_add_epi16(sum.high, _mm256_maddubs_epi16(w.high[quad], values)));
     }
+    // For each lane the sum over its own half of every quad.
+    static int32_t start_word(const int8_t* values, int32_t factor) {
+        static_assert(kChunk == 32, "a register");
+        const __m256i eight = _mm256_maddubs_epi16(_mm256_set1_epi8(1), load_ints(values));
+        const __m128i four = _mm_add_epi16(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+        const __m128i two = _mm_add_epi16(four, _mm_srli_si128(four, 8)), one = _mm_add_epi16(two, _mm_srli_si128(two, 4));
+        return _mm_cvtsi128_si32(_mm_mullo_epi16(one, _mm_set1_epi16(static_cast<int16_t>(factor))));
+    }
+    static Sum start(int32_t word) { return {_mm256_set1_epi32(word), _mm256_set1_epi32(word)}; }
     static Ints16 total(const Sum& sum) {
         const __m256i ones = _mm256_set1_epi16(1);
         return {reinterpret_cast<Ints>(_mm256_madd_epi16(sum.low, ones)),
@@ -128,6 +155,12 @@ inline void dot_quads(SumsOfArrays& sum, const uint8_t* weights, const int32_t* 
     for (int64_t j = 0; j < kPanel; ++j) {
         for (int64_t i = 0; i < kQuad; ++i) sum.lanes[j] += int32_t{weights[j * kQuad + i]} * quad[i];
     }
+}
+
+inline SumsOfArrays start_of(int32_t word) {
+    SumsOfArrays sum;
+    for (int32_t& lane : sum.lanes) lane = word;
+    return sum;
 }
 
 inline Ints16 total_of(const SumsOfArrays& sum) {
@@ -149,8 +182,10 @@ struct Int8Dot {
         __builtin_memcpy(w.bytes, step, sizeof w.bytes);
         return w;
     }
-    static void encode(const int8_t* quad, int32_t* words) { copy_quad(quad, words); }
+    static void encode(const int8_t* values, int32_t* words) { __builtin_memcpy(words, values, kChunk); }
     static void add(Sum& sum, const Weights& w, int, const int32_t* x) { dot_quads(sum, w.bytes, x); }
+    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
+    static Sum start(int32_t word) { return start_of(word); }
     static Ints16 total(const Sum& sum) { return total_of(sum); }
 };
 
@@ -169,8 +204,10 @@ struct Int4Dot {
         }
         return w;
     }
-    static void encode(const int8_t* quad, int32_t* words) { copy_quad(quad, words); }
+    static void encode(const int8_t* values, int32_t* words) { __builtin_memcpy(words, values, kChunk); }
     static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) { dot_quads(sum, w.bytes[quad], x); }
+    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
+    static Sum start(int32_t word) { return start_of(word); }
     static Ints16 total(const Sum& sum) { return total_of(sum); }
 };
 

@@ -53,10 +53,11 @@ inline void with_rows(int64_t rows, Body body) {
     else with_rows<most - 1>(rows, body);
 }
 
-// Calls body(integral constant P, panel) for `count` panels, as many at once as R rows of `most` leave registers for.
-template <int R, int most, class Body>
+// Calls body(integral constant P, panel) for `count` panels, as many at once as R rows of `most` leave registers for, or
+// `alone` for one row.
+template <int R, int most, int alone, class Body>
 inline void for_panels(int64_t count, Body body) {
-    constexpr int P = R == 1 ? 4 : 2 * R <= most ? 2 : 1;
+    constexpr int P = R == 1 ? alone : 2 * R <= most ? 2 : 1;
     int64_t panel = 0;
     for (; panel + P <= count; panel += P) body(std::integral_constant<int, P>{}, panel);
     for (; P > 1 && panel < count; ++panel) body(std::integral_constant<int, 1>{}, panel);

@@ -94,7 +94,7 @@ struct FloatKernel {
         if constexpr (Panels::kDirect) {
             with_rows<kMostRows>(tiling.rows, [&](auto rows) {
                 constexpr int R = decltype(rows)::value;
-                for_panels<R, kMostRows>(count, [&](auto width, int64_t p) {
+                for_panels<R, kMostRows, 4>(count, [&](auto width, int64_t p) {
                     multiply_tile<R, decltype(width)::value>(sums + p * kPanel, count * kPanel, in_place() ? job.x : packed(0),
                                                              panels.panel(panel + p), job.weight.inputs * kPanel,
                                                              job.weight.inputs, kAhead, true);

@@ -10,8 +10,9 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// Bytes ahead of the ones in use that a panel is fetched.
-constexpr int64_t kBytesAhead = 1024;
+// Bytes ahead of the ones in use that weights are fetched. One row reads panel after panel, a single stream that runs on
+// into the next panel: no panel of int4 is long enough to be fetched while another is read beside it.
+constexpr int64_t kBytesAhead = 4096;
 
 constexpr float kActivationMax = 127.0f;
 
@@ -19,7 +20,7 @@ constexpr float kActivationMax = 127.0f;
 constexpr float kActivationMin = 1e-30f;
 
 // A tile of R packed rows from some chunk on: words [quad][R][kWords], and per chunk the scale of each row, [chunk][R], and
-// the sum of its activations (times the zero point, if that is the same for all weights).
+// the sum of its activations, or what a chunk's sum starts with if one zero point serves all weights.
 struct PackedRows {
     const int32_t* words;
     const Float32* scales;
@@ -28,14 +29,16 @@ struct PackedRows {
 
 // What the weights of P panels are besides integers, from some chunk on: nothing yet, where there is a scale per output.
 struct NoGroups {
+    static constexpr bool kZeros = false;
     NoGroups at(int64_t, int64_t) const { return {}; }
-    Lanes16 weighed(Ints16 sum, int32_t x_sum) const { return to_floats(sum - splat16(x_sum)); }
+    Lanes16 weighed(Ints16 sum, int32_t) const { return to_floats(sum); }
 };
 
 // Or a scale per group of 2^log_chunks chunks, and a zero point where the format stores them: [group][16], and `stride` from one
 // panel to the next.
 template <bool has_zeros>
 struct Groups {
+    static constexpr bool kZeros = has_zeros;
     const BFloat16* scales;
     const uint8_t* zeros;
     int64_t stride, first_chunk;
@@ -46,7 +49,7 @@ struct Groups {
         Ints16 zero;
 
         Lanes16 weighed(Ints16 sum, int32_t x_sum) const {
-            return to_floats(sum - (has_zeros ? zero * splat16(x_sum) : splat16(x_sum))) * scale;
+            return to_floats(has_zeros ? sum - zero * splat16(x_sum) : sum) * scale;
         }
     };
 
@@ -61,18 +64,21 @@ inline typename Dot::Weights weights_of(const uint8_t* panel, int64_t step) { re
 template <class Dot>
 inline const typename Dot::Weights& weights_of(const typename Dot::Weights* panel, int64_t step) { return panel[step]; }
 
-// sums[R][stride] += scales * (x . (w - zero)), chunk after chunk, for P panels `panel_stride` elements apart. Packed weights
-// that are `ahead` bytes further on are fetched.
+// sums[R][stride] += scales * (x . (w - zero)), chunk after chunk, for P panels `panel_stride` elements apart. The packed
+// weights at `next` are fetched meanwhile.
 template <int R, int P, class Dot, class W, class Groups>
 inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W* w, int64_t panel_stride, const Groups& groups,
-                            int64_t chunks, int64_t ahead) {
+                            int64_t chunks, const uint8_t* next) {
     constexpr int kSteps = Dot::kChunk / (kQuad * Dot::kQuads);
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        typename Dot::Sum acc[R][P] = {};
+        typename Dot::Sum acc[R][P];
+        for (int p = 0; p < P; ++p) {
+            for (int r = 0; r < R; ++r) acc[r][p] = Dot::start(Groups::kZeros ? 0 : x.sums[r]);
+        }
         for (int step = 0; step < kSteps; ++step) {
 #pragma GCC unroll 4
             for (int p = 0; p < P; ++p) {
-                if (sizeof(W) == 1) __builtin_prefetch(w + p * panel_stride + (chunk * kSteps + step) * kStepBytes + ahead);
+                __builtin_prefetch(next + p * panel_stride + (chunk * kSteps + step) * kStepBytes);
                 const typename Dot::Weights& weights = weights_of<Dot>(w + p * panel_stride, chunk * kSteps + step);
 #pragma GCC unroll 2
                 for (int quad = 0; quad < Dot::kQuads; ++quad) {
@@ -103,6 +109,7 @@ struct Int8Panels {
     using Dot = Int8Dot;
     static constexpr bool kDirect = false;
     static constexpr int32_t kZero = kInt8Zero;
+    static constexpr bool kZeros = false;
 
     int64_t steps() const { return weight.steps(kInt8); }
     const uint8_t* panel(int64_t index) const { return static_cast<const uint8_t*>(weight.data) + index * steps() * kStepBytes; }
@@ -127,7 +134,8 @@ struct Int4Panels {
 
     using Dot = Int4Dot;
     static constexpr bool kDirect = false;
-    static constexpr int32_t kZero = has_zeros ? 1 : kInt4Zero;
+    static constexpr int32_t kZero = kInt4Zero;
+    static constexpr bool kZeros = has_zeros;
 
     int64_t steps() const { return weight.steps(kInt4); }
     const uint8_t* panel(int64_t index) const { return static_cast<const uint8_t*>(weight.data) + index * steps() * kStepBytes; }
@@ -195,12 +203,12 @@ struct IntKernel {
     void pack_chunk(const Tiling& tiling, int64_t start, int64_t at, int64_t rows, const Float32* x, int64_t size) const {
         alignas(32) int8_t rounded[Dot::kChunk] = {};
         scales(tiling, start)[at].value = round_chunk(rounded, x, size);
-        int32_t sum = 0;
-        for (int64_t k = 0; k < Dot::kChunk; ++k) sum += rounded[k];
-        sums_of(tiling, start)[at] = sum * Panels::kZero;
+        sums_of(tiling, start)[at] = Panels::kZeros ? sum_of(rounded, Dot::kChunk) : Dot::start_word(rounded, -Panels::kZero);
+        int32_t encoded[kChunkWords];
+        Dot::encode(rounded, encoded);
         int32_t* out = words(start) + at / rows * kChunkWords * rows + at % rows * Dot::kWords;
-        for (int64_t quad = 0; quad < Dot::kChunk / kQuad; ++quad, out += rows * Dot::kWords) {
-            Dot::encode(rounded + quad * kQuad, out);
+        for (int64_t i = 0; i < kChunkWords; i += Dot::kWords, out += rows * Dot::kWords) {
+            __builtin_memcpy(out, encoded + i, sizeof(int32_t) * Dot::kWords);
         }
     }
 
@@ -245,10 +253,11 @@ struct IntKernel {
     void multiply_tile_of_rows(Float32* sums, const Tiling& tiling, int64_t panel, int64_t count) const {
         with_rows<kMostRows>(tiling.rows, [&](auto rows) {
             constexpr int R = decltype(rows)::value;
-            for_panels<R, kMostRows>(count, [&](auto width, int64_t p) {
+            for_panels<R, kMostRows, 1>(count, [&](auto width, int64_t p) {
                 multiply_chunks<R, decltype(width)::value, Dot>(
                     sums + p * kPanel, count * kPanel, packed(tiling, 0, 0), packed_weights(panel + p, 0),
-                    panels.steps() * kStepBytes, panels.groups(panel + p, 0), chunks(), kBytesAhead);
+                    panels.steps() * kStepBytes, panels.groups(panel + p, 0), chunks(),
+                    packed_weights(panel + p, 0) + kBytesAhead);
             });
         });
     }
@@ -262,7 +271,6 @@ struct IntKernel {
             const int64_t left = chunks() - chunk, size = left < kBlockChunks ? left : kBlockChunks;
             const uint8_t* from = packed_weights(panel, chunk);
             for (int64_t step = 0; unpacks && step < size * kChunkSteps; ++step) {
-                __builtin_prefetch(from + kBlockBytes + step * kStepBytes);
                 unpacked[step] = Dot::unpack(from + step * kStepBytes);
             }
             for (int64_t tile = 0; tile < tiling.tiles; ++tile) {
@@ -270,7 +278,7 @@ struct IntKernel {
                     auto multiply = [&](const auto* weights) {
                         multiply_chunks<decltype(rows)::value, 1, Dot>(
                             sums + tiling.start(tile) * stride, stride, packed(tiling, tile, chunk), weights, int64_t{0},
-                            panels.groups(panel, chunk), size, kBlockBytes);
+                            panels.groups(panel, chunk), size, from + kBlockBytes);
                     };
                     if (unpacks) multiply(unpacked);
                     else multiply(from);

@@ -2,6 +2,10 @@
 
 #include <cstddef>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include "panels.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
@@ -145,6 +149,18 @@ inline float element(const Weight& from, int64_t panel, int64_t lane, int64_t k,
                    to_float(static_cast<const BFloat16*>(from.scales)[group]);
         }
     }
+}
+
+// A matrix is read from end to end, faster through pages of 2 MiB than of 4 KiB. Wherever there are none, nothing is lost.
+inline void prefer_huge_pages(void* data, int64_t bytes) {
+#ifdef __linux__
+    constexpr uintptr_t kHugePage = 1 << 21;
+    const uintptr_t start = reinterpret_cast<uintptr_t>(data) & ~(kHugePage - 1);
+    const uintptr_t end = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes);
+    madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+#else
+    static_cast<void>(data), static_cast<void>(bytes);
+#endif
 }
 
 }  // namespace

@@ -9,12 +9,15 @@ namespace quire { namespace QUIRE_ISA {
 // done.
 int64_t peak_fma(void* out, int64_t iterations) {
     constexpr int kChains = 12 / kRegisters16;
+    // Were two registers of a chain to start alike, the compiler would compute one of them for both.
+    Float32 starts[kChains * 16];
+    for (int i = 0; i < kChains * 16; ++i) starts[i].value = static_cast<float>(i);
     float total = 0.0f;
     int64_t threads = 0;
 #pragma omp parallel reduction(+ : total, threads)
     {
         Lanes16 chains[kChains];
-        for (int c = 0; c < kChains; ++c) chains[c] = splat16(static_cast<float>(c));
+        for (int c = 0; c < kChains; ++c) chains[c] = load16(starts + c * 16);
         const Lanes16 factor = splat16(0.999f), term = splat16(1e-3f);
         for (int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 12
@@ -23,7 +26,7 @@ int64_t peak_fma(void* out, int64_t iterations) {
         for (int c = 0; c < kChains; ++c) {
             Float32 lanes[16];
             store16(lanes, chains[c]);
-            total += lanes[0].value;
+            for (const Float32& lane : lanes) total += lane.value;
         }
         ++threads;
     }
