@@ -4,8 +4,8 @@ Invariant: a matrix is packed once, while loading, and exists once. Panels of 16
 outputs and walk k in order, so that no sum depends on how many rows are multiplied.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -53,10 +53,26 @@ class PackedWeight:
     inputs: int
     halves: int = 1
 
+    @staticmethod
+    def of(
+        scheme: WeightScheme, shape: tuple[int, ...], halves: int, tensors: dict[str, Tensor]
+    ) -> "PackedWeight":
+        """The matrix of such a scheme and shape [N, K] whose `tensors()` these are."""
+        outputs, inputs = shape
+        missing: dict[str, Any] = {"scales": None, "zeros": None}
+        return PackedWeight(
+            scheme=scheme, outputs=outputs, inputs=inputs, halves=halves, **(missing | tensors)
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its memory, by the names of the fields."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
     @property
     def nbytes(self) -> int:
         """Memory of the matrix."""
-        return sum(part.nbytes for part in (self.data, self.scales, self.zeros) if part is not None)
+        return sum(part.nbytes for part in self.tensors().values())
 
 
 def num_panels(outputs: int, halves: int) -> int:

@@ -4,16 +4,22 @@ Invariant: a layer's weights exist in the checkpoint's form only until they are 
 hardly more memory than the loaded model.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelLoadError
+from quire.kernels import ops
+from quire.kernels.cpu.linear import packed_layout
 from quire.kernels.linear import FLOAT, Kind, WeightScheme
+from quire.layers.base import model_dtype
 from quire.models.base import CausalLM
+from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.registry import ModelRegistry
 from quire.models.weights import CheckpointWeights, RandomWeights, Weights
 
@@ -31,6 +37,19 @@ def load_model(config: EngineConfig) -> CausalLM:
     with torch.device("meta"):
         model = model_cls(config=config)
     schemes = _schemes(model, config)
+    cache = _cache(config)
+    tensors = cache.read() if cache is not None else None
+    if tensors is None:
+        _fill(model, schemes, config)
+        if cache is not None:
+            cache.write(_final_tensors(model))
+    else:
+        _restore(model, schemes, tensors)
+    return model.eval()
+
+
+def _fill(model: CausalLM, schemes: list[WeightScheme], config: EngineConfig) -> None:
+    """Give every layer its weights from where the config says, in their final form."""
     num_bytes = sum(param.nbytes for param in model.parameters())
     weights = _weights(model, config)
     for (names, layer), scheme in zip(model.checkpoint_layers(), schemes, strict=True):
@@ -43,7 +62,34 @@ def load_model(config: EngineConfig) -> CausalLM:
         for name, slot in layer.slots(names):
             weights.fill(name, slot)
         layer.finish_loading(scheme)
-    return model.eval()
+        weights.end_layer()
+
+
+def _cache(config: EngineConfig) -> PackedCache | None:
+    directory = config.load.packed_weights_cache
+    if directory is None:
+        return None
+    packs = ops.pack_weight.supporting("cpu", model_dtype(config))
+    key = packed_key(config, packed_layout() if packs else "plain")
+    return PackedCache(Path(directory).expanduser(), Path(config.model_dir).name, key)
+
+
+def _final_tensors(model: CausalLM) -> dict[str, Tensor]:
+    return {
+        f"{names[0]}/{name}": tensor
+        for names, layer in model.checkpoint_layers()
+        for name, tensor in layer.tensors().items()
+    }
+
+
+def _restore(model: CausalLM, schemes: list[WeightScheme], tensors: Mapping[str, Tensor]) -> None:
+    """The inverse of `_final_tensors`."""
+    by_layer: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for path, tensor in tensors.items():
+        layer_name, _, name = path.rpartition("/")
+        by_layer[layer_name][name] = tensor
+    for (names, layer), scheme in zip(model.checkpoint_layers(), schemes, strict=True):
+        layer.restore(by_layer[names[0]], scheme)
 
 
 def _weights(model: CausalLM, config: EngineConfig) -> Weights:
@@ -55,7 +101,8 @@ def _weights(model: CausalLM, config: EngineConfig) -> Weights:
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
     for name, param in module.named_parameters(recurse=False):
-        memory = torch.empty_like(param, device=device)
+        # Not empty_like, which imports a symbolic algebra package when it is given a tensor without memory.
+        memory = torch.empty(param.shape, dtype=param.dtype, device=device)
         setattr(module, name, nn.Parameter(memory, requires_grad=False))
 
 
