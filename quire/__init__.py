@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quire.models.registry import ModelRegistry
     from quire.outputs import CompletionOutput, RequestOutput
     from quire.sampling_params import SamplingParams
+    from quire.scheduler.explain import Explanation
 
 _LAZY = {
     "LLM": "quire.entrypoints.llm",
@@ -33,6 +34,7 @@ _LAZY = {
     "TextPrompt": "quire.inputs",
     "TokensPrompt": "quire.inputs",
     "RequestOutput": "quire.outputs",
+    "Explanation": "quire.scheduler.explain",
     "CompletionOutput": "quire.outputs",
 }
 
@@ -44,6 +46,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "EngineConfig",
+    "Explanation",
     "LLMEngine",
     "ModelRegistry",
     "PromptType",

@@ -10,7 +10,8 @@
 
 namespace quire {
 
-#ifdef QUIRE_WITH_AVX2
+#ifdef QUIRE_WITH_X86
+namespace avx512 { extern const Kernel kernels[]; }
 namespace avx2 { extern const Kernel kernels[]; }
 #endif
 namespace portable { extern const Kernel kernels[]; }
@@ -19,10 +20,15 @@ namespace {
 
 bool always() { return true; }
 
-#ifdef QUIRE_WITH_AVX2
+#ifdef QUIRE_WITH_X86
 bool has_avx2() {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 }
 #endif
 
@@ -33,7 +39,8 @@ struct InstructionSet {
 };
 
 const InstructionSet instruction_sets[] = {
-#ifdef QUIRE_WITH_AVX2
+#ifdef QUIRE_WITH_X86
+    {"avx512", has_avx512, avx512::kernels},
     {"avx2", has_avx2, avx2::kernels},
 #endif
     {"portable", always, portable::kernels},

@@ -25,7 +25,10 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
         case kBFloat16: run_float(job, FloatPanels<BFloat16>{job.weight}); return 0;
         case kFloat16: run_float(job, FloatPanels<Float16>{job.weight}); return 0;
         case kInt8: run_int(job, Int8Panels{job.weight}, fast != 0); return 0;
-        case kInt4: run_int(job, Int4Panels{job.weight}, fast != 0); return 0;
+        case kInt4:
+            if (zeros) run_int(job, Int4Panels<true>{job.weight}, fast != 0);
+            else run_int(job, Int4Panels<false>{job.weight}, fast != 0);
+            return 0;
         default: return -1;
     }
 }

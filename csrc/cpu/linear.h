@@ -11,7 +11,13 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-constexpr int64_t kTileRows = 6;    // 6 rows x 16 outputs: 12 of 16 vector registers accumulate
+// Most rows whose sums with a panel stay in registers: of floats, and of integers, whose weights take more of them.
+#ifdef __AVX512F__
+constexpr int kFloatRows = 12, kIntRows = 12;
+#else
+constexpr int kFloatRows = 6, kIntRows = 4;
+#endif
+
 constexpr int64_t kBlockRows = 192;  // activations that are packed together and walked panel after panel
 constexpr int64_t kUnitPanels = 4;  // most panels that a thread works on together
 
@@ -31,25 +37,29 @@ struct Linear {
     Weight weight;
 };
 
-// Rows cut as evenly as possible into tiles of at most 6.
+// Rows cut as evenly as possible into tiles of at most `most`.
 struct Tiling {
     int64_t rows, tiles;
-    explicit Tiling(int64_t rows) : rows(rows), tiles((rows + kTileRows - 1) / kTileRows) {}
+    Tiling(int64_t rows, int64_t most) : rows(rows), tiles((rows + most - 1) / most) {}
     int64_t start(int64_t tile) const { return tile * (rows / tiles) + (tile < rows % tiles ? tile : rows % tiles); }
     int64_t size(int64_t tile) const { return start(tile + 1) - start(tile); }
 };
 
-// Calls body(integral constant R) for 1 <= rows <= 6.
-template <class Body>
+// Calls body(integral constant R) for 1 <= rows <= most.
+template <int most, class Body>
 inline void with_rows(int64_t rows, Body body) {
-    switch (rows) {
-        case 1: return body(std::integral_constant<int, 1>{});
-        case 2: return body(std::integral_constant<int, 2>{});
-        case 3: return body(std::integral_constant<int, 3>{});
-        case 4: return body(std::integral_constant<int, 4>{});
-        case 5: return body(std::integral_constant<int, 5>{});
-        default: return body(std::integral_constant<int, 6>{});
-    }
+    if constexpr (most == 1) body(std::integral_constant<int, 1>{});
+    else if (rows == most) body(std::integral_constant<int, most>{});
+    else with_rows<most - 1>(rows, body);
+}
+
+// Calls body(integral constant P, panel) for `count` panels, as many at once as R rows of `most` leave registers for.
+template <int R, int most, class Body>
+inline void for_panels(int64_t count, Body body) {
+    constexpr int P = R == 1 ? 4 : 2 * R <= most ? 2 : 1;
+    int64_t panel = 0;
+    for (; panel + P <= count; panel += P) body(std::integral_constant<int, P>{}, panel);
+    for (; P > 1 && panel < count; ++panel) body(std::integral_constant<int, 1>{}, panel);
 }
 
 inline void store_some(Float32* out, Vec v, int64_t count) {
@@ -94,7 +104,7 @@ inline void run(const Linear& job, const Kernel& kernel) {
     const bool parallel = job.rows * job.weight.outputs * job.weight.inputs >= kParallelProducts;
 #pragma omp parallel if (parallel)
     for (int64_t first = 0; first < job.rows; first += kBlockRows) {
-        const Tiling tiling(job.rows - first < kBlockRows ? job.rows - first : kBlockRows);
+        const Tiling tiling(job.rows - first < kBlockRows ? job.rows - first : kBlockRows, Kernel::kMostRows);
 #pragma omp for schedule(static)
         for (int64_t tile = 0; tile < tiling.tiles; ++tile) kernel.pack(first, tiling, tile);
 #pragma omp for schedule(static)

@@ -58,15 +58,15 @@ inline void quantize(const T* x, int64_t n, float scale, float low, float high, 
 }
 
 template <class T>
-inline void pack_int8(int8_t* out, float* scales, const T* rows, const Weight& to, int64_t panel) {
-    __builtin_memset(out, 0, static_cast<size_t>((to.inputs + 1) / 2 * 2 * kPanel));
+inline void pack_int8(uint8_t* out, float* scales, const T* rows, const Weight& to, int64_t panel) {
+    __builtin_memset(out, kInt8Zero, static_cast<size_t>(to.steps(kInt8) * kStepBytes));
     for (int64_t j = 0; j < kPanel; ++j) scales[j] = 0.0f;
     for (int64_t j = 0; j < to.count(panel); ++j) {
         const T* row = rows + (to.row(panel) + j) * to.inputs;
         const Range range = range_of(row, to.inputs);
         scales[j] = scale_of(range.high > -range.low ? range.high : -range.low, 127.0f);
         quantize(row, to.inputs, scales[j], -127.0f, 127.0f, [&](int64_t k, int64_t q) {
-            out[k / 2 * 2 * kPanel + 2 * j + k % 2] = static_cast<int8_t>(q);
+            out[byte_of(k, j, kInt8)] = static_cast<uint8_t>(q + kInt8Zero);
         });
     }
 }
@@ -87,7 +87,7 @@ inline Steps steps_of(Range range, bool symmetric) {
 
 template <class T>
 inline void pack_int4(uint8_t* out, BFloat16* scales, uint8_t* zeros, const T* rows, const Weight& to, int64_t panel) {
-    __builtin_memset(out, 0, static_cast<size_t>(to.groups() * to.group / 2 * kPanel));
+    __builtin_memset(out, 0, static_cast<size_t>(to.steps(kInt4) * kStepBytes));
     for (int64_t i = 0; i < to.groups() * kPanel; ++i) {
         scales[i] = BFloat16{};
         if (zeros) zeros[i] = 0;
@@ -101,8 +101,7 @@ inline void pack_int4(uint8_t* out, BFloat16* scales, uint8_t* zeros, const T* r
             if (zeros) zeros[group * kPanel + j] = static_cast<uint8_t>(steps.zero);
             const float low = static_cast<float>(-steps.zero), high = low + 15.0f;
             quantize(x, n, steps.width, low, high, [&](int64_t k, int64_t q) {
-                const int64_t nibble = (q + steps.zero) << (j < kLanes ? 0 : 4), at = start + k;
-                out[at / 2 * kPanel + j % kLanes * 2 + at % 2] |= static_cast<uint8_t>(nibble);
+                out[byte_of(start + k, j, kInt4)] |= static_cast<uint8_t>((q + steps.zero) << shift_of(start + k));
             });
         }
     }
@@ -112,15 +111,14 @@ template <class T>
 inline int64_t pack_panel(const Weight& to, const T* rows, int64_t panel, int64_t format) {
     void *data = const_cast<void*>(to.data), *scales = const_cast<void*>(to.scales);
     uint8_t* zeros = const_cast<uint8_t*>(to.zeros);
-    const int64_t groups = to.groups();
+    const int64_t groups = to.groups(), bytes = to.steps(format) * kStepBytes;
     switch (format) {
         case kInt8:
-            pack_int8(static_cast<int8_t*>(data) + panel * ((to.inputs + 1) / 2 * 2) * kPanel,
-                      static_cast<float*>(scales) + panel * kPanel, rows, to, panel);
+            pack_int8(static_cast<uint8_t*>(data) + panel * bytes, static_cast<float*>(scales) + panel * kPanel, rows, to,
+                      panel);
             return 0;
         case kInt4:
-            pack_int4(static_cast<uint8_t*>(data) + panel * groups * to.group / 2 * kPanel,
-                      static_cast<BFloat16*>(scales) + panel * groups * kPanel,
+            pack_int4(static_cast<uint8_t*>(data) + panel * bytes, static_cast<BFloat16*>(scales) + panel * groups * kPanel,
                       zeros ? zeros + panel * groups * kPanel : nullptr, rows, to, panel);
             return 0;
         default:
@@ -131,21 +129,19 @@ inline int64_t pack_panel(const Weight& to, const T* rows, int64_t panel, int64_
 
 // Element k of one output; `lane` of `panel`.
 inline float element(const Weight& from, int64_t panel, int64_t lane, int64_t k, int64_t format) {
-    const int64_t at = (panel * from.inputs + k) * kPanel, pairs = (from.inputs + 1) / 2;
+    const int64_t at = (panel * from.inputs + k) * kPanel;
+    const uint8_t* bytes = static_cast<const uint8_t*>(from.data) + panel * from.steps(format) * kStepBytes;
     switch (format) {
         case kFloat32: return static_cast<const float*>(from.data)[at + lane];
         case kBFloat16: return to_float(static_cast<const BFloat16*>(from.data)[at + place(lane, BFloat16{})]);
         case kFloat16: return to_float(static_cast<const Float16*>(from.data)[at + lane]);
-        case kInt8: {
-            const int8_t* q = static_cast<const int8_t*>(from.data) + (panel * pairs + k / 2) * 2 * kPanel;
-            return static_cast<float>(q[2 * lane + k % 2]) * static_cast<const float*>(from.scales)[panel * kPanel + lane];
-        }
+        case kInt8:
+            return static_cast<float>(bytes[byte_of(k, lane, kInt8)] - kInt8Zero) *
+                   static_cast<const float*>(from.scales)[panel * kPanel + lane];
         default: {
             const int64_t group = (panel * from.groups() + k / from.group) * kPanel + lane;
-            const int64_t pair = panel * from.groups() * from.group / 2 + k / 2;
-            const uint8_t q = static_cast<const uint8_t*>(from.data)[pair * kPanel + lane % kLanes * 2 + k % 2];
-            const int64_t zero = from.zeros ? from.zeros[group] : 8;
-            return static_cast<float>((lane < kLanes ? q & 15 : q >> 4) - zero) *
+            const int32_t zero = from.zeros ? from.zeros[group] : kInt4Zero, q = bytes[byte_of(k, lane, kInt4)];
+            return static_cast<float>((q >> shift_of(k) & 15) - zero) *
                    to_float(static_cast<const BFloat16*>(from.scales)[group]);
         }
     }

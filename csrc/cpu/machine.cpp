@@ -1,28 +1,34 @@
 // What this machine can do at most: the limits that `quire bench kernels` compares with.
 
 #include "kernels.h"
+#include "lanes16.h"
 
 namespace quire { namespace QUIRE_ISA {
 
-// Twelve independent chains of multiply-adds on every thread; returns the floating-point operations done.
+// Twelve independent chains of multiply-adds on every thread, in the widest registers; returns the floating-point operations
+// done.
 int64_t peak_fma(void* out, int64_t iterations) {
-    constexpr int kChains = 12;
+    constexpr int kChains = 12 / kRegisters16;
     float total = 0.0f;
     int64_t threads = 0;
 #pragma omp parallel reduction(+ : total, threads)
     {
-        Vec chains[kChains];
-        for (int c = 0; c < kChains; ++c) chains[c] = splat(static_cast<float>(c));
-        const Vec factor = splat(0.999f), term = splat(1e-3f);
+        Lanes16 chains[kChains];
+        for (int c = 0; c < kChains; ++c) chains[c] = splat16(static_cast<float>(c));
+        const Lanes16 factor = splat16(0.999f), term = splat16(1e-3f);
         for (int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 12
             for (int c = 0; c < kChains; ++c) chains[c] = fma(chains[c], factor, term);
         }
-        for (int c = 0; c < kChains; ++c) total += sum(chains[c]);
+        for (int c = 0; c < kChains; ++c) {
+            Float32 lanes[16];
+            store16(lanes, chains[c]);
+            total += lanes[0].value;
+        }
         ++threads;
     }
     *static_cast<float*>(out) = total;
-    return threads * iterations * kChains * kLanes * 2;
+    return threads * iterations * kChains * 16 * 2;
 }
 
 // Reads a buffer of a multiple of 256 bytes once, a contiguous share per thread; returns the bytes read.

@@ -1,20 +1,77 @@
-"""What one step may hold."""
+"""What one step may hold, and in what order requests are served."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from quire.config.fields import Config, option
+from quire.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class SchedulerConfig(Config):
-    """Limits of a step and the order of requests."""
+    """Limits of a step, limits of the queue and the order of requests (see scheduling.md)."""
 
     max_num_seqs: int = option(0, "Most requests running at once; 0: 128 for a server, 256 offline.", ge=0)
     max_num_batched_tokens: int = option(
         0, "Most tokens in one step; 0: 2048 for a server, 4096 offline.", ge=0, metavar="TOKENS"
     )
     enable_chunked_prefill: bool = option(True, "Split prompts that are longer than a step's token budget.")
-    scheduling_policy: str = option("fcfs", "Order in which waiting requests start.", choices=("fcfs",))
+    long_prefill_token_threshold: int = option(
+        0,
+        "Most tokens of one prompt in a step while other requests generate; 0: as many as the step takes.",
+        ge=0,
+        metavar="TOKENS",
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        "Order of requests: first come first served; by priority (lower first), which waiting raises; or fair "
+        "between tenants.",
+        choices=("fcfs", "priority", "fair"),
+    )
+    scheduler_cls: str = option(
+        "", "Subclass of quire.scheduler.scheduler.Scheduler to use, as module:Class.", metavar="MODULE:CLASS"
+    )
+    priority_ageing_s: float = option(
+        30.0,
+        "Seconds of waiting that are worth one level of priority; 0: none are, and low priorities may starve.",
+        ge=0.0,
+    )
+    fair_weights: dict[str, Any] = option(
+        {}, "JSON object: tenant -> its share relative to the others' 1 under the fair policy."
+    )
+    fair_input_token_weight: float = option(1.0, "What a computed prompt token costs its tenant.", ge=0.0)
+    fair_output_token_weight: float = option(2.0, "What a generated token costs its tenant.", gt=0.0)
+    max_num_queued_reqs: int = option(
+        0,
+        "Most sequences that may wait for their first token before a server answers 503; 0: no limit.",
+        ge=0,
+    )
+    max_num_queued_tokens: int = option(
+        0, "Most prompt tokens of these sequences before a server answers 503; 0: no limit.", ge=0
+    )
     stream_interval: int = option(1, "Tokens that a stream gathers before it sends a chunk.", ge=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for tenant, weight in self.fair_weights.items():
+            if type(weight) not in (int, float) or not 0 < weight < math.inf:
+                raise ConfigError(f"--fair-weights must be numbers above 0, got {weight!r} for {tenant!r}")
+
+    def check(self) -> None:
+        """Refuse limits that contradict each other, once those that say 0 for a default have a value.
+
+        Raises:
+            ConfigError: names them.
+        """
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, but {self.max_num_seqs} running "
+                "sequences (--max-num-seqs) need at least one token each per step"
+            )
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ConfigError(
+                "--long-prefill-token-threshold splits prompts, and --no-enable-chunked-prefill forbids that"
+            )

@@ -15,6 +15,7 @@ from typing import Any
 
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import make_client
+from quire.engine.explanations import explanations
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
 from quire.engine.messages import (
     AbortRequests,
@@ -27,6 +28,7 @@ from quire.engine.messages import (
 )
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
+from quire.engine.queue_limits import check_queue
 from quire.engine.startup import load_tokenizer, prepare
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import EngineDeadError, EngineError, QuireError
@@ -34,6 +36,7 @@ from quire.inputs import PromptType
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.scheduler.explain import Explanation
 from quire.scheduler.output import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -102,21 +105,33 @@ class AsyncLLM:
             raise self.dead_error
 
     async def generate(
-        self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until one is `finished`. Closing the generator aborts the request.
 
-        `request_id` is a label: outputs carry it, `abort` takes it, and it need not be unique.
+        `request_id` is a label: outputs carry it, `abort` takes it, and it need not be unique. `priority` (lower
+        first) needs the priority policy; `tenant` is whose share the request takes under the fair one.
 
         Raises:
             ValidationError: before the first output, for a prompt or parameter that cannot be honoured.
+            UnavailableError: the queue is full.
             EngineDeadError: the core died.
         """
         self._ensure_pump()
         await self.check_health()
+        self.check_admission(sampling_params.n)
         tokenized = await self._tokenize(prompt)
         core_id = f"{request_id}-{next(self._numbers):x}"
-        requests = self.input_processor.process(core_id, tokenized, sampling_params, priority=priority)
+        requests = self.input_processor.process(
+            core_id, tokenized, sampling_params, priority=priority, tenant=tenant
+        )
+        self.check_admission(len(requests), len(requests) * len(tokenized.token_ids))
         stream = OutputStream(delta=sampling_params.output_kind is RequestOutputKind.DELTA)
         core_ids = self._submit(request_id, tokenized, sampling_params, requests, stream)
         try:
@@ -138,7 +153,26 @@ class AsyncLLM:
         """Forget all cached prefixes; False if some are in use."""
         return bool(await self.call_core("reset_prefix_cache"))
 
-    async def call_core(self, method: str) -> Any:
+    async def explain(self, request_id: str) -> list[Explanation]:
+        """Why the requests of this label wait or waited, for each of their sequences.
+
+        Raises:
+            NotFoundError: none is in flight.
+        """
+        core_ids = sorted(self._core_ids_by_label.get(request_id, ()))
+        found = [await self.call_core("explain", core_id) for core_id in core_ids]
+        return explanations(found, request_id)
+
+    def check_admission(self, num_sequences: int = 1, num_prompt_tokens: int = 0) -> None:
+        """Whether so much may join the queue, of which nothing is kept; cheap enough to ask before tokenizing.
+
+        Raises:
+            UnavailableError: not now; says what waits and which limit it meets.
+        """
+        waiting = self.output_processor.waiting
+        check_queue(self.config.scheduler, waiting, num_sequences, num_prompt_tokens)
+
+    async def call_core(self, method: str, *args: Any) -> Any:
         """Call a utility of the core and wait for its result.
 
         Raises:
@@ -148,7 +182,7 @@ class AsyncLLM:
         await self.check_health()
         call_id, future = next(self._numbers), asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
-        self._client.send(UtilityCall(call_id, method))
+        self._client.send(UtilityCall(call_id, method, list(args)))
         return await future
 
     def add_stat_logger(self, stat_logger: StatLogger) -> None:

@@ -28,9 +28,10 @@ from quire.errors import ClientError, ConfigError
 from quire.executor.base import Executor
 from quire.executor.registry import resolve_executor
 from quire.kv_cache.spec import KVCacheConfig, bytes_per_block, group_layers
+from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
+from quire.scheduler.registry import resolve_scheduler
 from quire.scheduler.request import Request
-from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +47,18 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig) -> None:
         started = time.monotonic()
+        scheduler_class = resolve_scheduler(config.scheduler.scheduler_cls)
         self.executor: Executor = resolve_executor(config.parallel.distributed_executor_backend)(config)
         self.executor.load()
         kv_config = size_kv_cache(config, self.executor)
         self.executor.initialize_kv_cache(kv_config)
-        self.scheduler = Scheduler(config, kv_config)
+        self.scheduler = scheduler_class(config, kv_config)
+        self.utilities: dict[str, Callable[..., Any]] = {
+            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "check_integrity": self.scheduler.check_integrity,
+            "stats": self.scheduler.stats,
+            "explain": self.explain,
+        }
         self._refused: list[RequestUpdate] = []
         self.ready = CoreReady(
             num_blocks=kv_config.num_blocks,
@@ -77,7 +85,7 @@ class EngineCore:
         if isinstance(message, EngineCoreRequest):
             self.add_request(message)
         elif isinstance(message, AbortRequests):
-            self.scheduler.finish_requests(message.request_ids, "abort")
+            self.scheduler.finish_requests(message.request_ids, "abort", time.monotonic())
         elif isinstance(message, UtilityCall):
             return self._call_utility(message)
         return None
@@ -91,18 +99,18 @@ class EngineCore:
                 RequestUpdate(message.request_id, [], finish_reason="error", error=str(error))
             )
 
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why a request waits or waited; None if the core does not know it."""
+        return self.scheduler.explain(request_id, time.monotonic())
+
     def shutdown(self) -> None:
         self.executor.shutdown()
 
     def _call_utility(self, call: UtilityCall) -> UtilityResult:
-        utilities: dict[str, Callable[[], Any]] = {
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
-            "check_integrity": self.scheduler.check_integrity,
-            "stats": lambda: msgspec.to_builtins(self.scheduler.stats()),
-        }
-        if call.method not in utilities:
+        if call.method not in self.utilities:
             return UtilityResult(call.call_id, error=f"the core has no utility {call.method!r}")
-        return UtilityResult(call.call_id, result=utilities[call.method]())
+        result = self.utilities[call.method](*call.args)
+        return UtilityResult(call.call_id, result=msgspec.to_builtins(result))
 
 
 def size_kv_cache(config: EngineConfig, executor: Executor) -> KVCacheConfig:

@@ -20,6 +20,7 @@ from quire.inputs import PromptType
 from quire.sampling_params import SamplingParams
 
 MAX_SALT_CHARS = 128
+MAX_TENANT_CHARS = 256
 INT64_RANGE = range(-(2**63), 2**63)
 
 
@@ -84,7 +85,13 @@ class InputProcessor:
         return self.tokenizer.encode(text)
 
     def process(
-        self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> list[EngineCoreRequest]:
         """One core request per completion, after all checks against the model.
 
@@ -93,6 +100,8 @@ class InputProcessor:
         """
         self._check_prompt(prompt)
         self._check_priority(priority)
+        if len(tenant) > MAX_TENANT_CHARS:
+            raise ValidationError(f"tenant must be at most {MAX_TENANT_CHARS} characters", param="tenant")
         params = self._settle(params, len(prompt.token_ids))
         self._check_params(params)
         arrival = time.monotonic()
@@ -105,6 +114,7 @@ class InputProcessor:
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
                 cache_salt=prompt.cache_salt,
+                tenant=tenant,
             )
             for index, child in enumerate(_children(params))
         ]
@@ -131,10 +141,14 @@ class InputProcessor:
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
 
     def _check_priority(self, priority: int) -> None:
-        if priority != 0 and self.config.scheduler.scheduling_policy == "fcfs":
+        scheduler = self.config.scheduler
+        if priority != 0 and scheduler.scheduling_policy != "priority" and not scheduler.scheduler_cls:
             raise ValidationError(
-                "priority has no effect under the fcfs policy; leave it 0", param="priority"
+                f"priority has no effect under the {scheduler.scheduling_policy} policy; leave it 0",
+                param="priority",
             )
+        if priority not in INT64_RANGE:
+            raise ValidationError(f"priority must fit in 64 bits, got {priority}", param="priority")
 
     def _settle(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         room = self.config.model.max_model_len - num_prompt_tokens

@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import CoreClient, make_client
+from quire.engine.explanations import explanations
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import AbortRequests, CoreReady, EngineCoreOutputs, UtilityCall, UtilityResult
 from quire.engine.output_processor import OutputProcessor
@@ -20,6 +21,7 @@ from quire.inputs import PromptType
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.scheduler.explain import Explanation
 from quire.scheduler.output import SchedulerStats
 
 
@@ -49,9 +51,17 @@ class LLMEngine:
         return LLMEngine(engine_args.create_engine_config())
 
     def add_request(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> str:
         """Queue a request; its id must not belong to an unfinished one.
+
+        `priority` (lower first) needs the priority policy; `tenant` is whose share it takes under the fair one.
 
         Raises:
             ValidationError: the prompt, a parameter or the id cannot be honoured; nothing was queued.
@@ -59,7 +69,9 @@ class LLMEngine:
         if request_id in self._core_ids:
             raise ValidationError(f"request id {request_id!r} is already in use", param="request_id")
         tokenized = self.input_processor.tokenize(prompt)
-        requests = self.input_processor.process(request_id, tokenized, params, priority=priority)
+        requests = self.input_processor.process(
+            request_id, tokenized, params, priority=priority, tenant=tenant
+        )
         self._core_ids[request_id] = [request.request_id for request in requests]
         self.output_processor.add_request(request_id, tokenized, params, requests, self._outputs.append)
         for request in requests:
@@ -103,10 +115,19 @@ class LLMEngine:
         """Forget all cached prefixes; False if some are in use."""
         return bool(self.call_core("reset_prefix_cache"))
 
-    def call_core(self, method: str) -> Any:
+    def explain(self, request_id: str) -> list[Explanation]:
+        """Why a request waits or waited, for each of its sequences; `print` one to read it.
+
+        Raises:
+            NotFoundError: the core does not know it, or it ended too long ago.
+        """
+        core_ids = self._core_ids.get(request_id, [request_id])
+        return explanations([self.call_core("explain", core_id) for core_id in core_ids], request_id)
+
+    def call_core(self, method: str, *args: Any) -> Any:
         """Call a utility of the core and wait for its result."""
         self._num_calls += 1
-        self._client.send(UtilityCall(self._num_calls, method))
+        self._client.send(UtilityCall(self._num_calls, method, list(args)))
         while self._num_calls not in self._results:
             for message in self._client.receive():
                 self._take_in(message)

@@ -29,6 +29,7 @@ class EngineCoreRequest(msgspec.Struct, tag="add", frozen=True):
     eos_token_ids: list[int] = []
     priority: int = 0
     cache_salt: str | None = None
+    tenant: str = ""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
@@ -38,10 +39,11 @@ class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
 
 
 class UtilityCall(msgspec.Struct, tag="call", frozen=True):
-    """Call a utility of the core (`reset_prefix_cache`, `check_integrity`, `stats`); a `UtilityResult` answers."""
+    """Call a utility of the core (see `EngineCore.utilities`); a `UtilityResult` answers."""
 
     call_id: int
     method: str
+    args: list[Any] = []
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.messages import EngineCoreOutputs, EngineCoreRequest
+from quire.engine.queue_limits import WaitingSequences
 from quire.engine.sequence_state import SequenceState
 from quire.engine.tokenizer import Tokenizer
 from quire.metrics.stats import IterationStats
@@ -27,6 +28,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self.waiting = WaitingSequences()
         self._running: dict[str, tuple[SequenceState, RequestGroup]] = {}
 
     @property
@@ -47,6 +49,7 @@ class OutputProcessor:
         group = RequestGroup(request_id, prompt, params, sink, sequences)
         for sequence in sequences:
             self._running[sequence.core_request_id] = (sequence, group)
+            self.waiting.add(sequence.core_request_id, len(prompt.token_ids))
 
     def process(self, outputs: EngineCoreOutputs) -> tuple[list[str], IterationStats]:
         """Hand the step's news to the sinks.
@@ -62,6 +65,7 @@ class OutputProcessor:
                 continue
             sequence, group = self._running[update.request_id]
             sequence.apply(update, now, stats)
+            self.waiting.remove(update.request_id)
             touched.append(group)
             if sequence.finished:
                 del self._running[update.request_id]
@@ -80,6 +84,7 @@ class OutputProcessor:
         aborted = [self._running.pop(rid) for rid in core_request_ids if rid in self._running]
         for sequence, _ in aborted:
             sequence.abort(now, stats)
+            self.waiting.remove(sequence.core_request_id)
         _publish([group for _, group in aborted])
         return [sequence.core_request_id for sequence, _ in aborted], stats
 
@@ -87,6 +92,7 @@ class OutputProcessor:
         """The core is gone: every request in flight ends with this error."""
         groups = {id(group): group for _, group in self._running.values()}
         self._running.clear()
+        self.waiting.clear()
         for group in groups.values():
             group.sink(error)
 

@@ -59,7 +59,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     for choice in filter(None, choices):
         logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
         config = config.evolve(**{choice.field: choice.value})
-    _check_batch(config)
+    config.scheduler.check()
     config.quantization.check()
     return config
 
@@ -144,12 +144,3 @@ def _choose_device(config: EngineConfig) -> Choice | None:
         if config.device.device == "auto"
         else None
     )
-
-
-def _check_batch(config: EngineConfig) -> None:
-    scheduler = config.scheduler
-    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens is {scheduler.max_num_batched_tokens}, but {scheduler.max_num_seqs} running "
-            "sequences (--max-num-seqs) need at least one token each per step"
-        )

@@ -12,6 +12,12 @@ from torch import Tensor
 
 PANEL = 16
 """Outputs per panel."""
+QUAD = 4
+"""Values of k that stand together in a panel of integers."""
+INT8_CHUNK, INT4_CHUNK = 64, 32
+"""Values of k whose activations share a scale in the fast mode."""
+INT8_ZERO = 128
+"""What an int8 weight's byte is larger by."""
 
 Kind = Literal["float", "int8", "int4"]
 
@@ -21,8 +27,8 @@ class WeightScheme:
     """How a weight is kept.
 
     "float": as it is. "int8": a scale per output. "int4": a scale, and without `symmetric` a zero point, per
-    output and `group_size` values of k. `fast` multiplies integers by activations rounded to 16 bits per token;
-    otherwise weights are widened and activations stay float32.
+    output and `group_size` values of k. `fast` multiplies integers by activations rounded to 8 bits, with a scale
+    per token and 64 (int8) or 32 (int4) values of k; otherwise weights are widened and activations stay float32.
     """
 
     kind: Kind = "float"
@@ -40,9 +46,10 @@ class PackedWeight:
 
     `halves` is 2 where the panels of the first and second half of N alternate (gate and up), else 1. With P
     panels and G groups, `data` is [P, K, 16] for floats, where bfloat16 keeps outputs j and j + 8 side by side;
-    int8 [P, K / 2, 16, 2]; and for int4 uint8 [P, K / 2, 16], byte 2 j + i of which has output j for the i-th of
-    two k in its low nibble and output j + 8 in its high one. `scales` is float32 [P, 16] for int8 and bfloat16
-    [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or None where every zero point is 8.
+    uint8 [P, K / 4, 16, 4] for int8, with zero point 128; and uint8 [P, K / 8, 16, 4] for int4, the first four of
+    eight k in the low nibbles and the others in the high ones. K is padded, to 64 or the group size. `scales` is
+    float32 [P, 16] for int8 and bfloat16 [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or None where every
+    zero point is 8.
     """
 
     scheme: WeightScheme

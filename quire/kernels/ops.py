@@ -323,7 +323,8 @@ def packed_linear(
 ) -> Tensor:
     """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype.
 
-    A quantised weight whose scheme is fast sees each row of x rounded to 65535 steps of its largest magnitude.
+    A quantised weight whose scheme is fast sees x in 8 bits: each row's values of 64 (int8) or 32 (int4) k in 255
+    steps of their largest magnitude.
     With an activation, which wants a weight in two halves, what `ops.silu_and_mul` makes of that: [..., N / 2].
     """
     return reference.packed_linear(x, weight, bias, activation)

@@ -16,8 +16,8 @@ from quire.kernels.linear import PackedWeight, WeightScheme
 # Bounds the float32 copy of gathered keys that batched decode attention makes (elements, 128 MiB).
 _GATHER_ELEMENTS = 1 << 25
 
-# Of activations that are rounded to 16 bits: the largest step, and the magnitude below which they are 0.
-_ACTIVATION_MAX, _ACTIVATION_MIN = 32767.0, 1e-30
+# Of activations that are rounded to 8 bits: the largest step, and the magnitude below which they are 0.
+_ACTIVATION_MAX, _ACTIVATION_MIN = 127.0, 1e-30
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -232,15 +232,16 @@ def _unpack_float(weight: PackedWeight) -> Tensor:
 
 
 def _pack_int8(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, None]:
-    wide = F.pad(panels.float(), (0, panels.shape[-1] % 2))
+    wide = F.pad(panels.float(), (0, -panels.shape[-1] % packing.INT8_CHUNK))
     scales = _finite_or_nan(wide.abs().amax(-1) / 127)
-    q = _steps(wide, scales.unsqueeze(-1)).clamp(-127, 127)
-    return q.to(torch.int8).unflatten(-1, (-1, 2)).transpose(1, 2), scales, None
+    q = _steps(wide, scales.unsqueeze(-1)).clamp(-127, 127) + packing.INT8_ZERO
+    return q.to(torch.uint8).unflatten(-1, (-1, packing.QUAD)).transpose(1, 2), scales, None
 
 
 def _unpack_int8(weight: PackedWeight) -> Tensor:
     assert weight.scales is not None
-    return weight.data.float().transpose(1, 2).flatten(2) * weight.scales.unsqueeze(-1)
+    q = weight.data.float().transpose(1, 2).flatten(2) - packing.INT8_ZERO
+    return q * weight.scales.unsqueeze(-1)
 
 
 def _pack_int4(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -252,8 +253,10 @@ def _pack_int4(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Te
     zeros = torch.full_like(exact, 8) if scheme.symmetric else _steps(-low, scales.float()).clamp(0, 15)
     q = (_steps(groups, scales.float().unsqueeze(-1)) + zeros.unsqueeze(-1)).clamp(0, 15)
     q = torch.where(_usable(scales).unsqueeze(-1), q, 0.0).to(torch.uint8)
-    q = _without_padding(q, panels).unflatten(-1, (-1, 2))  # [P, 16, K / 2, 2]
-    nibbles = (q[:, :8] | q[:, 8:] << 4).transpose(1, 2).flatten(2)
+    low, high = (
+        _without_padding(q, panels).unflatten(-1, (-1, 2, packing.QUAD)).unbind(3)
+    )  # [P, 16, K / 8, 4]
+    nibbles = (low | high << 4).transpose(1, 2)
     kept = None if scheme.symmetric else zeros.transpose(1, 2).to(torch.uint8).contiguous()
     return nibbles, scales.transpose(1, 2).contiguous(), kept
 
@@ -267,8 +270,8 @@ def _without_padding(q: Tensor, panels: Tensor) -> Tensor:
 
 def _unpack_int4(weight: PackedWeight) -> Tensor:
     assert weight.scales is not None
-    pairs = weight.data.unflatten(-1, (8, 2)).transpose(1, 2)  # [P, 8, K / 2, 2]
-    q = torch.cat([pairs & 15, pairs >> 4], 1).flatten(2).unflatten(-1, (-1, weight.scheme.group_size))
+    steps = weight.data.transpose(1, 2)  # [P, 16, K / 8, 4]
+    q = torch.stack([steps & 15, steps >> 4], 3).flatten(2).unflatten(-1, (-1, weight.scheme.group_size))
     zeros = 8.0 if weight.zeros is None else weight.zeros.transpose(1, 2).unsqueeze(-1).float()
     return ((q.float() - zeros) * weight.scales.transpose(1, 2).unsqueeze(-1).float()).flatten(2)
 
@@ -294,13 +297,21 @@ _UNPACK: dict[str, Any] = {"float": _unpack_float, "int8": _unpack_int8, "int4":
 def packed_linear(
     x: Tensor, weight: PackedWeight, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
-    rounds = weight.scheme.fast and weight.scheme.kind != "float"
-    out = linear(_rounded(x.float()) if rounds else x.float(), unpack_weight(weight), bias)
+    out = linear(_seen_by(weight.scheme, x.float()), unpack_weight(weight), bias)
     return (silu_and_mul(out) if activation == "silu_and_mul" else out).to(x.dtype)
 
 
+def _seen_by(scheme: WeightScheme, x: Tensor) -> Tensor:
+    """Activations as a weight of that scheme sees them."""
+    if scheme.kind == "float" or not scheme.fast:
+        return x
+    chunk = packing.INT8_CHUNK if scheme.kind == "int8" else packing.INT4_CHUNK
+    chunks = F.pad(x, (0, -x.shape[-1] % chunk)).unflatten(-1, (-1, chunk))
+    return _rounded(chunks).flatten(-2)[..., : x.shape[-1]]
+
+
 def _rounded(x: Tensor) -> Tensor:
-    """Each row in 65535 equal steps between plus and minus its largest magnitude; NaN if a value is not finite."""
+    """Each row in 255 equal steps between plus and minus its largest magnitude; NaN if a value is not finite."""
     largest = x.abs().amax(-1, keepdim=True)
     # A number divided by a tensor would be its product with the reciprocal, which rounds differently.
     inverse = torch.full_like(largest, _ACTIVATION_MAX) / largest

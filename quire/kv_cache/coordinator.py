@@ -59,6 +59,10 @@ class KVCacheCoordinator:
         """Free blocks over all groups that a request needs to cover `num_tokens` tokens."""
         return sum([manager.num_blocks_to_grow(request_id, num_tokens) for manager in self.managers])
 
+    def num_held_blocks(self, request_id: str) -> int:
+        """Entries of the request's tables."""
+        return sum([len(manager.tables[request_id]) for manager in self.managers])
+
     def adopt(self, request_id: str, hit: PrefixHit) -> None:
         """Start a request's tables with a prefix hit (possibly an empty one)."""
         for manager, blocks in zip(self.managers, hit.blocks, strict=True):

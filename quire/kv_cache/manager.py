@@ -82,10 +82,21 @@ class KVCacheManager:
         extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
         return self._coordinator.find_longest_cache_hit(request.block_hashes, len(request.token_ids) - 1)
 
-    def can_start(self, request: CachedSequence, hit: PrefixHit) -> bool:
-        """Whether all known tokens of a request without blocks fit now, given a prefix hit."""
+    def num_blocks_short(self, request: CachedSequence, hit: PrefixHit) -> int:
+        """How many more blocks must be free for all known tokens of a request without blocks, given a prefix hit.
+
+        It fits now if this is 0 or less.
+        """
         needed = self._coordinator.num_blocks_to_start(len(request.token_ids), hit)
-        return needed <= self._pool.num_free_blocks
+        return needed - self._pool.num_free_blocks
+
+    def num_blocks_to_finish(self, request: CachedSequence) -> int:
+        """Blocks that a started request needs for all its known tokens beyond those it has."""
+        return self._coordinator.num_blocks_to_grow(request.request_id, len(request.token_ids))
+
+    def num_held_blocks(self, request: CachedSequence) -> int:
+        """Blocks that a started request holds, alone or with others."""
+        return self._coordinator.num_held_blocks(request.request_id)
 
     def start(self, request: CachedSequence, hit: PrefixHit) -> None:
         """Hold the blocks of a hit (possibly of zero tokens) for a request that has none and is to run."""

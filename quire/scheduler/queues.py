@@ -1,71 +1,44 @@
-"""Queues of waiting requests; a policy is the order in which a queue gives them out.
+"""`RankedRequests`: requests in the order in which they are served.
 
-Invariant: a queue holds each request once, and taking one out by name costs no more than taking the first.
+Invariant: sorted by `request.rank`, lowest first. Ranks differ and do not change while a request is in here.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import OrderedDict
+from bisect import bisect_left, insort
 from collections.abc import Iterator
+from operator import attrgetter
 
 from quire.scheduler.request import Request
 
-
-class RequestQueue(ABC):
-    """Waiting and preempted requests, iterated in the order in which they will start."""
-
-    @abstractmethod
-    def add(self, request: Request) -> None:
-        """Take in a new request."""
-
-    @abstractmethod
-    def put_back(self, request: Request) -> None:
-        """Take back a preempted request; it goes before every request that never ran."""
-
-    @abstractmethod
-    def peek(self) -> Request:
-        """The request that starts next; the queue must not be empty."""
-
-    @abstractmethod
-    def remove(self, request: Request) -> None:
-        """Take out a request from wherever it stands."""
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Request]: ...
+_rank = attrgetter("rank")
 
 
-class FCFSQueue(RequestQueue):
-    """First come, first served.
-
-    Preemption takes the youngest running request first, so putting each one in front keeps the order.
-    """
+class RankedRequests:
+    """A sorted list: a search compares a few ranks, and moving pointers costs less than a tree would."""
 
     def __init__(self) -> None:
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._requests: list[Request] = []
 
     def add(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-
-    def put_back(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id, last=False)
-
-    def peek(self) -> Request:
-        return next(iter(self._requests.values()))
+        insort(self._requests, request, key=_rank)
 
     def remove(self, request: Request) -> None:
-        del self._requests[request.request_id]
+        """Take out a request from wherever it stands."""
+        place = bisect_left(self._requests, request.rank, key=_rank)
+        assert self._requests[place] is request, f"{request!r} is not where its rank says"
+        del self._requests[place]
+
+    @property
+    def first(self) -> Request:
+        return self._requests[0]
+
+    @property
+    def last(self) -> Request:
+        return self._requests[-1]
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
-
-
-QUEUES: dict[str, type[RequestQueue]] = {"fcfs": FCFSQueue}
-"""`--scheduling-policy` -> queue."""
+        return iter(self._requests)

@@ -11,6 +11,10 @@ from collections.abc import Sequence
 
 from quire.kv_cache.hashing import BlockHash, ExtraKeys
 from quire.sampling_params import SamplingParams
+from quire.scheduler.explain import WaitLog
+
+Rank = tuple[float, int]
+"""Place in the order of service, lower first: what the policy says, then the number of arrival."""
 
 
 class RequestStatus(enum.Enum):
@@ -44,6 +48,8 @@ class Request:
         block_hashes: names of the first full blocks, for the KV cache manager.
         num_prompt_logprobs: prompt positions whose logprobs were reported already.
         queued_ts, scheduled_ts: monotonic seconds; 0.0 until it happened.
+        number, rank: the order of arrival, set by the scheduler, and of service, set by its policy.
+        wait: what kept the request waiting, and how long.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class Request:
         eos_token_ids: Sequence[int] = (),
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -64,6 +71,7 @@ class Request:
         self.arrival_time = arrival_time
         self.eos_token_ids = list(eos_token_ids)
         self.priority = priority
+        self.tenant = tenant
         self.extra_keys = ExtraKeys(cache_salt=cache_salt)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0
@@ -72,6 +80,9 @@ class Request:
         self.num_preemptions = 0
         self.queued_ts = 0.0
         self.scheduled_ts = 0.0
+        self.number = 0
+        self.rank: Rank = (0.0, 0)
+        self.wait = WaitLog()
         self.reported = False
         self.finish_reason: str | None = None
         self._status = RequestStatus.WAITING

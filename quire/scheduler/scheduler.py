@@ -13,6 +13,8 @@ from quire.errors import ValidationError
 from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixHit
 from quire.kv_cache.spec import KVCacheConfig
 from quire.scheduler.admission import check_admissible
+from quire.scheduler.explain import Cause, Explanation
+from quire.scheduler.fair import Fair
 from quire.scheduler.output import (
     BlockIds,
     ModelRunnerOutput,
@@ -21,28 +23,40 @@ from quire.scheduler.output import (
     SchedulerStats,
     TokenLogprobs,
 )
-from quire.scheduler.queues import QUEUES
+from quire.scheduler.policies import FCFS, Policy, Priority
+from quire.scheduler.queues import RankedRequests
 from quire.scheduler.request import Request, RequestStatus
-from quire.scheduler.step import Chunk, StepPlan
+from quire.scheduler.step import Blocked, Chunk, StepPlan
 from quire.scheduler.stop import check_stop
+from quire.scheduler.wait_account import WaitAccount
+
+POLICIES: dict[str, type[Policy]] = {"fcfs": FCFS, "priority": Priority, "fair": Fair}
+"""`--scheduling-policy` -> policy."""
 
 
 class Scheduler:
     """Owns all requests that are not finished, and the KV cache's bookkeeping.
 
-    Running requests are kept in the order in which they started. That order is also the order of planning,
-    and preemption takes from its end, so a request that has its place in the plan never loses it again.
+    Running requests are kept in the order of their ranks, which the policy gives. That order is also the order of
+    planning, and preemption takes from its end, so a request that has its place in the plan never loses it again.
+
+    Attributes:
+        policy_class: for a subclass (`--scheduler-cls`) to say; None: the one that --scheduling-policy names.
     """
+
+    policy_class: type[Policy] | None = None
 
     def __init__(self, config: EngineConfig, kv_config: KVCacheConfig) -> None:
         self._limits = config.scheduler
         self._max_model_len = config.model.max_model_len
         self._kv = KVCacheManager(kv_config, enable_prefix_caching=config.cache.enable_prefix_caching)
         self._requests: dict[str, Request] = {}
-        self._running: dict[str, Request] = {}
-        self._waiting = QUEUES[config.scheduler.scheduling_policy]()
+        self._running = RankedRequests()
+        self._policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)
+        self._waits = WaitAccount(self._policy.overtaken)
         self._removed_request_ids: list[str] = []
         self._in_flight: StepPlan | None = None
+        self._num_requests = 0
         self._num_steps = 0
         self._num_preemptions = 0
 
@@ -57,18 +71,20 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValidationError(f"request id {request.request_id!r} is in use", param="request_id")
         check_admissible(request, self._max_model_len, self._kv)
-        request.queued_ts = now
+        self._num_requests += 1
+        request.queued_ts, request.number = now, self._num_requests
         self._requests[request.request_id] = request
-        self._waiting.add(request)
+        self._policy.add(request)
+        self._waits.arrive(request, now)
 
-    def finish_requests(self, request_ids: Iterable[str], reason: str) -> list[RequestUpdate]:
+    def finish_requests(self, request_ids: Iterable[str], reason: str, now: float) -> list[RequestUpdate]:
         """End these requests, whatever they are doing, and free their blocks; unknown ids are ignored.
 
         Returns the last update of each request that this call ended.
         """
         found = [self._requests[name] for name in dict.fromkeys(request_ids) if name in self._requests]
         for request in found:
-            self._finish(request, reason)
+            self._finish(request, reason, now)
         return [self._update(request, []) for request in found]
 
     def reset_prefix_cache(self) -> bool:
@@ -85,12 +101,15 @@ class Scheduler:
         budget: by many tokens for a prompt, by part of them if the budget is short, by what the prefix
         cache lacks, by everything after a preemption, and by one for a request that only waits for its own
         last token. Running requests go first, in order; then waiting ones start while budget, rows and
-        blocks last.
+        blocks last. A prompt leaves one token of the budget to each request that runs after it, so those that
+        generate never stand still for it.
         """
         self._num_steps += 1
-        step = StepPlan(self._num_steps, self._limits.max_num_batched_tokens)
-        self._plan_running(step)
-        self._plan_waiting(step, now)
+        step = StepPlan(self._num_steps, self._limits.max_num_batched_tokens, self._prompt_cap())
+        self._plan_running(step, now)
+        self._start_waiting(step, now)
+        self._policy.charge(step.chunks)
+        self._waits.plan(step.blocked, now)
         self._in_flight = step
         removed, self._removed_request_ids = self._removed_request_ids, []
         return step.seal(removed)
@@ -100,13 +119,12 @@ class Scheduler:
     ) -> list[RequestUpdate]:
         """Take in the result of a step: what was sampled, what ended, what may now be reused.
 
-        Requests that ended while the step ran are passed over, even if a new one has taken the same id. `now`
-        completes the event for whoever records it; no decision depends on it.
+        Requests that ended while the step ran are passed over, even if a new one has taken the same id.
         """
         step, self._in_flight = self._in_flight, None
         assert step is not None, "a result came for no step"
         assert step.step_id == plan.step_id == output.step_id, "steps are out of order"
-        updates = [self._apply(chunk, output) for chunk in step.chunks if not chunk.request.is_finished]
+        updates = [self._apply(chunk, output, now) for chunk in step.chunks if not chunk.request.is_finished]
         return [update for update in updates if update is not None]
 
     # State
@@ -123,12 +141,18 @@ class Scheduler:
         """Counts and totals, as of now."""
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._policy),
             kv_cache_usage=self._kv.usage,
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self._kv.prefix_queries,
             prefix_cache_hits=self._kv.prefix_hits,
         )
+
+    def explain(self, request_id: str, now: float) -> Explanation | None:
+        """Why a request waits or waited; None if it is unknown or ended too long ago."""
+        if request_id in self._requests:
+            return self._waits.explain(self._requests[request_id], self._policy, now)
+        return self._waits.explain_ended(request_id)
 
     def check_integrity(self) -> None:
         """Check that the queues agree with the requests, and every invariant of the KV cache.
@@ -137,27 +161,42 @@ class Scheduler:
             IntegrityError: a bug of ours; holds the state.
         """
         self._kv.check_integrity()
-        waiting = [request.request_id for request in self._waiting]
-        state = {"requests": self._requests, "running": list(self._running), "waiting": waiting}
-        if sorted([*self._running, *waiting]) != sorted(self._requests):
+        running = [request.request_id for request in self._running]
+        waiting = [request.request_id for request in self._policy]
+        state = {"requests": self._requests, "running": running, "waiting": waiting}
+        if sorted([*running, *waiting]) != sorted(self._requests) or len(waiting) != len(self._policy):
             raise IntegrityError("a request is in no queue, or in two", state)
-        running = {r.request_id for r in self._requests.values() if r.status is RequestStatus.RUNNING}
-        if running != self._running.keys() or running != self._kv.holders():
+        expected = {r.request_id for r in self._requests.values() if r.status is RequestStatus.RUNNING}
+        if expected != set(running) or expected != self._kv.holders():
             raise IntegrityError("running requests and holders of blocks differ", state)
 
     # Planning
 
-    def _plan_running(self, step: StepPlan) -> None:
+    def _prompt_cap(self) -> int:
+        """Most tokens of one prompt in the next step; limited only while somebody generates."""
+        cap = self._limits.long_prefill_token_threshold
+        if cap and any(request.num_tokens - request.num_computed_tokens == 1 for request in self._running):
+            return cap
+        return self._limits.max_num_batched_tokens
+
+    def _plan_running(self, step: StepPlan, now: float) -> None:
         """Let running requests catch up, the first ones at the cost of the last if blocks are short."""
-        for request in list(self._running.values()):
+        for request in list(self._running):
+            if self._policy.preempts:
+                self._start_waiting(step, now, before=request)
             if step.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
-            new_block_ids = self._allocate_or_preempt(request, num_new_tokens)
+            num_new_tokens = request.num_tokens - request.num_computed_tokens
+            if num_new_tokens > 1 or request.wait.cause is not None:
+                num_others = len(self._running) - len(step.chunks) - 1
+                num_new_tokens = min(num_new_tokens, max(step.budget - num_others, 1))
+                num_new_tokens = self._cap_prompt(request, num_new_tokens, step, now)
+            new_block_ids = self._allocate_or_preempt(request, num_new_tokens, now)
             if new_block_ids is not None:
                 step.add_cached(request, num_new_tokens, new_block_ids)
+                self._promise_blocks(request, step)
 
-    def _allocate_or_preempt(self, request: Request, num_new_tokens: int) -> BlockIds | None:
+    def _allocate_or_preempt(self, request: Request, num_new_tokens: int, now: float) -> BlockIds | None:
         """Blocks for a running request, taken from the last ones if need be; None if it was itself the last.
 
         The first running request always gets what it needs: alone, it fits (see `check_admissible`). So every
@@ -167,46 +206,106 @@ class Scheduler:
             block_ids = self._kv.allocate_slots(request, num_new_tokens)
             if block_ids is not None:
                 return block_ids
-            self._preempt_last()
+            self._preempt_last(request, now)
         return None
 
-    def _preempt_last(self) -> None:
-        """Take the blocks of the request that started last; it keeps its tokens, to be computed again."""
-        request_id, victim = self._running.popitem()
+    def _preempt_last(self, by: Request, now: float) -> None:
+        """Take the blocks of the running request of highest rank; it keeps its tokens, to be computed again."""
+        victim = self._running.last
+        self._running.remove(victim)
         victim.preempt()
+        victim.wait.enter(Cause.PREEMPTED, now, "lack of blocks" if by is victim else by.request_id)
         self._kv.free(victim)
-        self._waiting.put_back(victim)
-        self._removed_request_ids.append(request_id)
+        self._policy.put_back(victim)
+        self._removed_request_ids.append(victim.request_id)
         self._num_preemptions += 1
 
-    def _plan_waiting(self, step: StepPlan, now: float) -> None:
-        """Start waiting requests, strictly in the queue's order, until one does not fit.
+    def _start_waiting(self, step: StepPlan, now: float, before: Request | None = None) -> None:
+        """Start waiting requests, strictly in the policy's order, until one does not fit.
 
-        Budget is left only if every running request has caught up, so no free block is promised to one. After
-        a preemption nothing starts: the victim is first in the queue and needs more than it just gave up.
+        With `before`, only those that outrank this running request, which is planned next.
         """
-        while self._waiting and step.budget > 0 and len(self._running) < self._limits.max_num_seqs:
-            if not self._start(self._waiting.peek(), step, now):
+        while step.blocked is None and len(self._policy):
+            first = self._policy.peek()
+            if before is not None and first.rank > before.rank:
                 break
+            step.blocked = self._start(first, step, now)
 
-    def _start(self, request: Request, step: StepPlan, now: float) -> bool:
+    def _start(self, request: Request, step: StepPlan, now: float) -> Blocked | None:
         """Start or resume a request if a first chunk fits the budget and all known tokens fit the cache.
 
         Asking for room for all tokens, not only the chunk's, keeps a preempted request from coming back just
         to be preempted again.
         """
+        budget = step.budget - (len(self._running) - len(step.chunks))
+        if budget <= 0:
+            return Blocked(request, Cause.TOKEN_BUDGET)
+        if len(self._running) >= self._limits.max_num_seqs and not self._outranks_last(request):
+            return Blocked(request, Cause.SEQUENCE_CAP)
         hit = self._find_prefix(request)
-        num_new_tokens = self._first_chunk(request.num_tokens - hit.num_tokens, step.budget)
-        if num_new_tokens == 0 or not self._kv.can_start(request, hit):
-            return False
-        self._waiting.remove(request)
-        self._running[request.request_id] = request
-        request.start(now, hit.num_tokens)
-        self._kv.start(request, hit)
+        num_new_tokens = self._first_chunk(request.num_tokens - hit.num_tokens, budget)
+        if num_new_tokens == 0:
+            return Blocked(request, Cause.TOKEN_BUDGET)
+        blocked = self._find_room(request, hit, step, now)
+        if blocked is not None:
+            return blocked
+        num_new_tokens = self._cap_prompt(request, num_new_tokens, step, now)
+        self._run(request, hit, now)
         allocated = self._kv.allocate_slots(request, num_new_tokens)
         assert allocated is not None, "the room just found is gone"
         step.add_new(request, num_new_tokens, self._kv.get_block_ids(request))
-        return True
+        self._promise_blocks(request, step)
+        return None
+
+    def _run(self, request: Request, hit: PrefixHit, now: float) -> None:
+        """Move a request from the waiting ones to the running ones."""
+        self._policy.start(request, hit.num_tokens)
+        if request.status is RequestStatus.WAITING:
+            self._waits.start(request, now)
+        self._running.add(request)
+        request.start(now, hit.num_tokens)
+        self._kv.start(request, hit)
+
+    def _find_room(self, request: Request, hit: PrefixHit, step: StepPlan, now: float) -> Blocked | None:
+        """A row and free blocks for a waiting request, if need be those of running requests that it outranks.
+
+        None is preempted unless that suffices. The victims cannot thrash: they come back after the request, and
+        each was outranked by it for good.
+        """
+        blocked = self._lack(request, hit, step)
+        if blocked is None or not self._outranks_last(request):
+            return blocked
+        outranked = [other for other in self._running if other.rank > request.rank]
+        if blocked.num_blocks > sum(map(self._kv.num_held_blocks, outranked)):
+            return blocked
+        while blocked is not None and self._outranks_last(request):
+            self._preempt_last(request, now)
+            blocked = self._lack(request, hit, step)
+        return blocked
+
+    def _lack(self, request: Request, hit: PrefixHit, step: StepPlan) -> Blocked | None:
+        """Which of a row and blocks a waiting request lacks; blocks promised in this step are as good as taken."""
+        num_short = self._kv.num_blocks_short(request, hit) + step.promised_blocks
+        if num_short > 0:
+            return Blocked(request, Cause.BLOCKS, num_short)
+        if len(self._running) >= self._limits.max_num_seqs:
+            return Blocked(request, Cause.SEQUENCE_CAP)
+        return None
+
+    def _outranks_last(self, request: Request) -> bool:
+        """Whether the policy lets a waiting request take the place of the last running one."""
+        return self._policy.preempts and len(self._running) > 0 and request.rank < self._running.last.rank
+
+    def _promise_blocks(self, request: Request, step: StepPlan) -> None:
+        """Keep free what a planned request needs for known tokens that this step did not reach."""
+        if request.num_computed_tokens < request.num_tokens:
+            step.promised_blocks += self._kv.num_blocks_to_finish(request)
+
+    def _cap_prompt(self, request: Request, num_new_tokens: int, step: StepPlan, now: float) -> int:
+        """Cut a chunk to `--long-prefill-token-threshold`, which the request is told about."""
+        capped = num_new_tokens > step.prompt_cap
+        request.wait.enter(Cause.LONG_PREFILL_CAP if capped else None, now)
+        return min(num_new_tokens, step.prompt_cap)
 
     def _find_prefix(self, request: Request) -> PrefixHit:
         """What the prefix cache has of a request; prompt logprobs need every position to be computed."""
@@ -227,17 +326,17 @@ class Scheduler:
 
     # Results
 
-    def _apply(self, chunk: Chunk, output: ModelRunnerOutput) -> RequestUpdate | None:
+    def _apply(self, chunk: Chunk, output: ModelRunnerOutput, now: float) -> RequestUpdate | None:
         """What one request's share of a step's result means for it; None if there is nothing to tell."""
         request, request_id = chunk.request, chunk.request.request_id
         error = output.failed.get(request_id)
         if error is not None:
-            self._finish(request, "error")
+            self._finish(request, "error", now)
             return self._update(request, [], error=error)
         self._kv.cache_blocks(request, chunk.end)
         sampled = output.sampled_token_ids.get(request_id, [])
         assert bool(sampled) == (chunk.end == request.num_tokens), f"{request!r} sampled {sampled}"
-        new_token_ids, stop_reason = self._append(request, sampled)
+        new_token_ids, stop_reason = self._append(request, sampled, now)
         prompt_logprobs = _unreported(chunk, output.prompt_logprobs.get(request_id))
         if not new_token_ids and not prompt_logprobs:
             return None
@@ -249,27 +348,29 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _append(self, request: Request, sampled: list[int]) -> tuple[list[int], int | None]:
+    def _append(self, request: Request, sampled: list[int], now: float) -> tuple[list[int], int | None]:
         """Add sampled tokens up to the one that ends the request; returns those added and the stop reason."""
         for count, token_id in enumerate(sampled, start=1):
             request.token_ids.append(token_id)
             stop = check_stop(request, self._max_model_len)
             if stop is not None:
-                self._finish(request, stop[0])
+                self._finish(request, stop[0], now)
                 return sampled[:count], stop[1]
         return sampled, None
 
-    def _finish(self, request: Request, reason: str) -> None:
+    def _finish(self, request: Request, reason: str, now: float) -> None:
         """The one way out: whatever the reason and the state, everything the request holds is released."""
         status = request.status
         if not request.finish(reason):
             return
         if status is RequestStatus.RUNNING:
-            del self._running[request.request_id]
+            self._running.remove(request)
             self._removed_request_ids.append(request.request_id)
         else:
-            self._waiting.remove(request)
+            self._policy.remove(request)
         del self._requests[request.request_id]
+        self._policy.finish(request)
+        self._waits.end(request, now)
         self._kv.free(request)
 
     def _update(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from quire.scheduler.explain import Cause
 from quire.scheduler.output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from quire.scheduler.request import Request
 
@@ -20,12 +21,30 @@ class Chunk(NamedTuple):
     end: int
 
 
-class StepPlan:
-    """Collects what a step computes; `budget` is the number of tokens it may still take."""
+class Blocked(NamedTuple):
+    """The first waiting request cannot start; `num_blocks` is how many are missing, if that is the cause."""
 
-    def __init__(self, step_id: int, budget: int) -> None:
+    request: Request
+    cause: Cause
+    num_blocks: int = 0
+
+
+class StepPlan:
+    """Collects what a step computes.
+
+    Attributes:
+        budget: number of tokens it may still take.
+        prompt_cap: most tokens of one prompt.
+        promised_blocks: free blocks that planned requests need for known tokens which later steps compute.
+        blocked: the first waiting request and why it cannot start; nothing else starts then.
+    """
+
+    def __init__(self, step_id: int, budget: int, prompt_cap: int) -> None:
         self.step_id = step_id
         self.budget = budget
+        self.prompt_cap = prompt_cap
+        self.promised_blocks = 0
+        self.blocked: Blocked | None = None
         self.chunks: list[Chunk] = []
         self._new_requests: list[NewRequestData] = []
         self._cached_requests: list[CachedRequestData] = []

@@ -37,7 +37,7 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
         float: st.floats(low, high, exclude_min=info.gt is not None, allow_nan=False, allow_infinity=False),
         str: st.text(min_size=1),
         tuple: st.lists(st.text(min_size=1)).map(tuple),
-        dict: st.dictionaries(st.text(), st.integers()),
+        dict: st.dictionaries(st.text(), st.integers(1)),
     }
     return strategies[plain_type(field_types(owner)[name])]
 

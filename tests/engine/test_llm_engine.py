@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ from quire.errors import (
     ConfigError,
     EngineDeadError,
     ModelLoadError,
+    NotFoundError,
     StartupError,
     UnsupportedModelError,
     ValidationError,
 )
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.scheduler.policies import FixedOrder
+from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Scheduler
 
 PROMPTS = [[1, 2, 3], [4] * 40, [5, 6], list(range(7, 27))]
 
@@ -213,3 +218,57 @@ def test_startup_errors_name_the_cause(null_model_dir: Path, tmp_path: Path) -> 
         make_engine(null_model_dir, max_model_len=129)
     with pytest.raises(ConfigError, match="at least one token each"):
         make_engine(null_model_dir, max_num_seqs=65)
+
+
+class NewestFirst(FixedOrder):
+    def rank(self, request: Request) -> float:
+        return -request.number
+
+
+class NewestFirstScheduler(Scheduler):
+    policy_class = NewestFirst
+
+
+def test_a_scheduler_of_the_users_replaces_the_default(
+    null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "users_module", sys.modules[__name__])
+    engine = make_engine(null_model_dir, scheduler_cls="users_module:NewestFirstScheduler", max_num_seqs=1)
+    for name in "abc":
+        engine.add_request(name, [1, 2, 3], params(output_kind=RequestOutputKind.FINAL_ONLY), priority=1)
+    ends = []
+    while engine.has_unfinished_requests():
+        ends += [output.request_id for output in engine.step()]
+    assert ends == ["c", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere:X", "cannot import"),
+        ("quire", "cannot import"),
+        ("quire.config:EngineConfig", "no subclass"),
+    ],
+)
+def test_a_bad_scheduler_class_is_a_startup_error(null_model_dir: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine(null_model_dir, scheduler_cls=name)
+
+
+def test_explain_tells_what_a_request_waits_for(null_model_dir: Path) -> None:
+    engine = make_engine(null_model_dir, max_num_seqs=1)
+    engine.add_request("long", [3, 4], params(max_tokens=60))
+    engine.add_request("two", [4, 5], params(n=2))
+    engine.step()
+    assert [one.cause for one in engine.explain("long")] == [None]
+    assert [(one.request_id, one.cause) for one in engine.explain("two")] == [
+        ("two.0", "sequence_cap"),
+        ("two.1", "behind"),
+    ]
+    for one in engine.explain("two"):
+        assert sum(share.duration_ns for share in one.shares) == one.waited_ns > 0
+    assert "two.1 (waiting, 1 ahead of it) waited 0." in str(engine.explain("two")[1])
+    run(engine)
+    assert engine.explain("two.1")[0].status == "finished"
+    with pytest.raises(NotFoundError, match="nobody"):
+        engine.explain("nobody")

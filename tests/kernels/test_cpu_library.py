@@ -87,11 +87,12 @@ def test_portable_kernels_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize("name", [name for name in library.SIGNATURES if name in ops.TABLE])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_portable_kernels_match_the_oracle(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("isa", library.supported_isas())
+def test_kernels_of_every_instruction_set_match_the_oracle(
+    isa: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    portable = library.open_library(library.PATH, "portable")
-    monkeypatch.setattr(library, "loaded", lambda: portable)
+    opened = library.open_library(library.PATH, isa)
+    monkeypatch.setattr(library, "loaded", lambda: opened)
     (row,) = (row for row in ops.TABLE[name].implementations if row.name == "cpu")
     compare(ops.TABLE[name], row.load(), dtype, "cpu")
 

@@ -31,7 +31,7 @@ def make_manager(num_blocks: int = 21, num_groups: int = 1, caching: bool = True
 def compute(manager: KVCacheManager, sequence: Sequence) -> int:
     """Run a whole prompt through the manager; returns the number of tokens found in the cache."""
     hit = manager.get_computed_blocks(sequence)
-    assert manager.can_start(sequence, hit)
+    assert manager.num_blocks_short(sequence, hit) <= 0
     manager.start(sequence, hit)
     sequence.num_computed_tokens = hit.num_tokens
     assert manager.allocate_slots(sequence, len(sequence.token_ids) - hit.num_tokens) is not None
@@ -91,9 +91,9 @@ def test_a_hit_on_free_blocks_counts_as_taking_them():
     again = Sequence("b", list(range(9)))
     hit = manager.get_computed_blocks(again)
     assert hit.num_tokens == 8
-    assert not manager.can_start(again, hit)
+    assert manager.num_blocks_short(again, hit) == 1
     manager.free(other)
-    assert manager.can_start(again, hit)
+    assert manager.num_blocks_short(again, hit) == 0
 
 
 def test_allocation_is_all_or_nothing():

@@ -14,6 +14,7 @@ from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 40
+REQUEST_FIELDS = ("eos_token_ids", "cache_salt", "priority", "tenant")
 
 
 def make_config(**changes: Any) -> EngineConfig:
@@ -52,7 +53,7 @@ class Engine:
 
     def add(self, request_id: str, prompt: Sequence[int], **fields: Any) -> Request:
         """Queue a request; keywords that are no field of `Request` are sampling parameters."""
-        own = {name: fields.pop(name) for name in ("eos_token_ids", "cache_salt") if name in fields}
+        own = {name: fields.pop(name) for name in REQUEST_FIELDS if name in fields}
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -84,7 +85,7 @@ class Engine:
         self.scheduler.check_integrity()
 
     def abort(self, *request_ids: str) -> list[RequestUpdate]:
-        updates = self.scheduler.finish_requests(request_ids, "abort")
+        updates = self.scheduler.finish_requests(request_ids, "abort", self.now)
         self.collect(updates)
         self.scheduler.check_integrity()
         return updates

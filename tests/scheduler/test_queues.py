@@ -1,22 +1,29 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from quire.sampling_params import SamplingParams
-from quire.scheduler.queues import QUEUES
+from quire.scheduler.queues import RankedRequests
 from quire.scheduler.request import Request
 
 
-def names(queue) -> list[str]:
-    return [request.request_id for request in queue]
+def request(number: int, rank: float) -> Request:
+    made = Request(request_id=str(number), prompt_token_ids=[1], sampling_params=SamplingParams())
+    made.number, made.rank = number, (rank, number)
+    return made
 
 
-def test_fcfs_keeps_arrival_order_and_puts_preempted_requests_in_front():
-    a, b, c, d = (
-        Request(request_id=name, prompt_token_ids=[1], sampling_params=SamplingParams()) for name in "abcd"
-    )
-    queue = QUEUES["fcfs"]()
-    queue.add(c)
-    queue.add(d)
-    queue.put_back(b)
-    queue.put_back(a)
-    assert (names(queue), queue.peek(), len(queue)) == (["a", "b", "c", "d"], a, 4)
-    queue.remove(c)
-    queue.remove(a)
-    assert (names(queue), queue.peek(), len(queue)) == (["b", "d"], b, 2)
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
+def test_requests_stand_in_the_order_of_their_ranks_whatever_comes_and_goes(events):
+    ranked, expected = RankedRequests(), []
+    for number, (rank, removes) in enumerate(events):
+        if removes and expected:
+            gone = expected.pop(number % len(expected))
+            ranked.remove(gone)
+        else:
+            expected.append(request(number, rank))
+            ranked.add(expected[-1])
+        in_order = sorted(expected, key=lambda r: r.rank)
+        assert (list(ranked), len(ranked)) == (in_order, len(expected))
+        if expected:
+            assert (ranked.first, ranked.last) == (in_order[0], in_order[-1])

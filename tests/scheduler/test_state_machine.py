@@ -36,6 +36,8 @@ def parameters(draw):
         "cache_salt": draw(st.sampled_from([None, None, "tenant"])),
         "logprobs": draw(st.sampled_from([None, 0, 2])),
         "prompt_logprobs": draw(st.sampled_from([None, None, None, 1])),
+        "priority": draw(st.integers(-1, 2)),
+        "tenant": draw(st.sampled_from("ab")),
     }
 
 
@@ -50,16 +52,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 4, 5]),
         enable_prefix_caching=st.sampled_from([True, True, False]),
         enable_chunked_prefill=st.sampled_from([True, True, False]),
+        threshold=st.sampled_from([0, 0, 1, 5]),
+        scheduling_policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        priority_ageing_s=st.sampled_from([0.0, 5.0]),
     )
-    def start(self, slack, num_groups, enable_chunked_prefill, max_num_batched_tokens, block_size, **fields):
+    def start(
+        self,
+        slack,
+        num_groups,
+        enable_chunked_prefill,
+        threshold,
+        max_num_batched_tokens,
+        block_size,
+        **fields,
+    ):
         """`slack` is what the pool has beyond the blocks of one request of 28 tokens."""
         if not enable_chunked_prefill:  # prompts must fit a step, which is checked before the scheduler
-            max_num_batched_tokens = max(max_num_batched_tokens, 24)
+            max_num_batched_tokens, threshold = max(max_num_batched_tokens, 24), 0
         config = make_config(
             num_gpu_blocks_override=-(-27 // block_size) * num_groups + slack,
             block_size=block_size,
             max_model_len=40,
             enable_chunked_prefill=enable_chunked_prefill,
+            long_prefill_token_threshold=threshold,
             max_num_batched_tokens=max_num_batched_tokens,
             **fields,
         )

@@ -38,7 +38,7 @@ ROUTERS = tuple(
 def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     """An app that serves `engine`; the caller starts and ends both."""
     registry = CollectorRegistry()
-    state = ServerState(engine, config, registry)
+    state = ServerState(engine, config, registry, uses_keys=bool(api_keys(config)))
     engine.add_stat_logger(
         PrometheusStatLogger(state.model_names[0], engine.config.model.max_model_len, registry=registry)
     )

@@ -39,6 +39,7 @@ from quire.entrypoints.openai.sampling import chat_params
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import frame
+from quire.entrypoints.openai.tenant import tenant_of
 from quire.entrypoints.openai.tool_choice import tools_in_use
 from quire.entrypoints.openai.usage import UsageMeter
 from quire.entrypoints.openai.version import FINGERPRINT
@@ -53,17 +54,21 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_request(request, ChatCompletionRequest)
-    answer = ChatAnswer(server_of(request), body, f"chatcmpl-{request_id_of(request.scope)}")
+    answer_id = f"chatcmpl-{request_id_of(request.scope)}"
+    answer = ChatAnswer(server_of(request), body, answer_id, tenant_of(request, body))
     return await respond(request, body, answer)
 
 
 class ChatAnswer:
     """Writes the answer to one request, whole or in chunks."""
 
-    def __init__(self, server: ServerState, request: ChatCompletionRequest, answer_id: str) -> None:
+    def __init__(
+        self, server: ServerState, request: ChatCompletionRequest, answer_id: str, tenant: str
+    ) -> None:
         self._server = server
         self._request = request
         self._id = answer_id
+        self._tenant = tenant
         self._model = server.check_model(request.model)
         self._created = int(time.time())
         self._uses_tools = tools_in_use(server, request)
@@ -71,12 +76,19 @@ class ChatAnswer:
 
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
+        engine.check_admission()
         params = chat_params(request, engine.input_processor.default_sampling_params)
         token_ids = await chat_token_ids(self._server, request, with_tools=self._uses_tools)
         prompt = with_options(TokensPrompt(prompt_token_ids=token_ids), request)
         interval = engine.config.scheduler.stream_interval
         return Outputs(
-            engine, [prompt], params, self._id, priority=request.priority, stream_interval=interval
+            engine,
+            [prompt],
+            params,
+            self._id,
+            priority=request.priority,
+            tenant=self._tenant,
+            stream_interval=interval,
         )
 
     def whole(self, outputs: list[RequestOutput]) -> ChatCompletion:

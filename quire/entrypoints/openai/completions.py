@@ -28,6 +28,7 @@ from quire.entrypoints.openai.sampling import completion_params
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import frame
+from quire.entrypoints.openai.tenant import tenant_of
 from quire.entrypoints.openai.usage import UsageMeter
 from quire.entrypoints.openai.version import FINGERPRINT
 from quire.outputs import CompletionOutput, PositionLogprobs, RequestOutput
@@ -39,29 +40,40 @@ router = APIRouter()
 async def create_completion(request: Request) -> Response:
     """Complete one or several prompts."""
     body = await read_request(request, CompletionRequest)
-    answer = CompletionAnswer(server_of(request), body, f"cmpl-{request_id_of(request.scope)}")
+    answer_id = f"cmpl-{request_id_of(request.scope)}"
+    answer = CompletionAnswer(server_of(request), body, answer_id, tenant_of(request, body))
     return await respond(request, body, answer)
 
 
 class CompletionAnswer:
     """Writes the answer to one request, whole or in chunks."""
 
-    def __init__(self, server: ServerState, request: CompletionRequest, answer_id: str) -> None:
+    def __init__(self, server: ServerState, request: CompletionRequest, answer_id: str, tenant: str) -> None:
         self._server = server
         self._request = request
         self._id = answer_id
+        self._tenant = tenant
         self._model = server.check_model(request.model)
         self._created = int(time.time())
         self._num_chars: dict[int, int] = {}
 
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
+        engine.check_admission()
         params = completion_params(
             request, engine.input_processor.default_sampling_params, detokenize=engine.tokenizer is not None
         )
         prompts = await completion_prompts(self._server, request)
         interval = engine.config.scheduler.stream_interval
-        return Outputs(engine, prompts, params, self._id, priority=request.priority, stream_interval=interval)
+        return Outputs(
+            engine,
+            prompts,
+            params,
+            self._id,
+            priority=request.priority,
+            tenant=self._tenant,
+            stream_interval=interval,
+        )
 
     def whole(self, outputs: list[RequestOutput]) -> Completion:
         meter = UsageMeter()

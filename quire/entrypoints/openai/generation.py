@@ -12,7 +12,6 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import EngineError
-from quire.inputs import PromptType
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -40,10 +39,14 @@ class Outputs:
         request_id: str,
         *,
         priority: int = 0,
+        tenant: str = "",
         stream_interval: int = 1,
     ) -> None:
         generators = [
-            _run(engine, prompt, params, f"{request_id}-{index}", priority, stream_interval)
+            _gathered(
+                engine.generate(prompt, params, f"{request_id}-{index}", priority=priority, tenant=tenant),
+                stream_interval,
+            )
             for index, prompt in enumerate(prompts)
         ]
         self._outputs = _numbered(generators[0]) if len(generators) == 1 else _merged(generators)
@@ -71,18 +74,13 @@ class Outputs:
         await self._outputs.aclose()
 
 
-async def _run(
-    engine: AsyncLLM,
-    prompt: PromptType,
-    params: SamplingParams,
-    request_id: str,
-    priority: int,
-    interval: int,
+async def _gathered(
+    outputs: AsyncGenerator[RequestOutput, None], interval: int
 ) -> AsyncGenerator[RequestOutput, None]:
     """One engine request, with outputs gathered up to `interval` tokens; its first token never waits."""
     gathered: RequestOutput | None = None
     is_first = True
-    async with aclosing(engine.generate(prompt, params, request_id, priority=priority)) as outputs:
+    async with aclosing(outputs):
         async for output in outputs:
             _raise_failure(output)
             if gathered is None:

@@ -30,8 +30,9 @@ async def read_request(request: Request, model: type[Model]) -> Model:
 
 def checked(request: Request, body: dict[str, Any], model: type[Model]) -> Model:
     """The part of `read_request` after the body is JSON."""
-    reject = server_of(request).config.unknown_fields == "reject"
-    kept, ignored = settle_fields(body, model.model_fields, reject_unknown=reject)
+    server = server_of(request)
+    known = model.model_fields.keys() - server.idle_fields
+    kept, ignored = settle_fields(body, known, reject_unknown=server.config.unknown_fields == "reject")
     request.state.ignored_fields = ignored
     try:
         return model.model_validate(kept)

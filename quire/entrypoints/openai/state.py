@@ -31,6 +31,7 @@ class ServerState:
     engine: AsyncLLM
     config: ServerConfig
     registry: CollectorRegistry
+    uses_keys: bool = False
     in_flight: InFlight = field(default_factory=InFlight)
     draining: bool = False
 
@@ -65,6 +66,12 @@ class ServerState:
     def make_tool_parser(self) -> Callable[[], ToolParser] | None:
         """The class of the tool-call parser, None if there is none."""
         return resolve_tool_parser(self.config.tool_call_parser, self.chat_template.source)
+
+    @functools.cached_property
+    def idle_fields(self) -> frozenset[str]:
+        """Fields that mean nothing as this server is configured: `user` is a tenant only if no key is."""
+        shares = self.engine.config.scheduler.scheduling_policy == "fair" and not self.uses_keys
+        return frozenset() if shares else frozenset({"user"})
 
     def prepare(self) -> None:
         """Meet errors of the chat template at start-up, not at the first request."""

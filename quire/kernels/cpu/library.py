@@ -78,6 +78,11 @@ def loaded() -> CpuLibrary | None:
     return open_library(PATH, os.environ.get("QUIRE_CPU_ISA", "auto"))
 
 
+def supported_isas() -> tuple[str, ...]:
+    """The instruction sets that the library was built for and this processor runs, best first."""
+    return tuple(_supported_isas(ctypes.CDLL(str(PATH)))) if PATH.exists() else ()
+
+
 def status() -> str:
     """What was loaded and why, or why nothing was."""
     library = loaded()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.cpu import library
 from quire.kernels.cpu.binding import _call, _code, _say
-from quire.kernels.linear import PANEL, PackedWeight, WeightScheme, num_panels
+from quire.kernels.linear import INT8_CHUNK, PANEL, QUAD, PackedWeight, WeightScheme, num_panels
 
 GROUP_SIZES = (32, 64, 128)
 
@@ -19,7 +19,7 @@ _FORMATS = {"int8": 3, "int4": 4}
 """The codes of `enum Format` in csrc/cpu/panels.h; floats have those of their dtype."""
 _DTYPES = {
     "float": (),
-    "int8": (torch.int8, torch.float32),
+    "int8": (torch.uint8, torch.float32),
     "int4": (torch.uint8, torch.bfloat16, torch.uint8),
 }
 """Of data, scales and zeros; a float weight has its own."""
@@ -27,7 +27,7 @@ _ACTIVATIONS = {None: 0, "silu_and_mul": 1}
 _BLOCK_ROWS = 192
 """Rows that a kernel packs at a time, as in csrc/cpu/linear.h; it checks the scratch memory that follows from it."""
 
-_LAYOUT = 1
+_LAYOUT = 2
 """Raised when a matrix would be packed into other bytes."""
 
 
@@ -96,7 +96,7 @@ def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
 
 def _group(scheme: WeightScheme) -> int:
     """What k is padded to a multiple of."""
-    return {"float": 1, "int8": 2, "int4": scheme.group_size}[scheme.kind]
+    return {"float": 1, "int8": INT8_CHUNK, "int4": scheme.group_size}[scheme.kind]
 
 
 def _format(weight: PackedWeight) -> int:
@@ -118,11 +118,11 @@ def _shapes(scheme: WeightScheme, panels: int, inputs: int) -> list[tuple[int, .
     if scheme.kind == "float":
         return [(panels, inputs, PANEL)]
     if scheme.kind == "int8":
-        return [(panels, -(-inputs // 2), PANEL, 2), (panels, PANEL)]
+        return [(panels, -(-inputs // INT8_CHUNK) * INT8_CHUNK // QUAD, PANEL, QUAD), (panels, PANEL)]
     groups = -(-inputs // scheme.group_size)
     scales = (panels, groups, PANEL)
     return [
-        (panels, groups * scheme.group_size // 2, PANEL),
+        (panels, groups * scheme.group_size // (2 * QUAD), PANEL, QUAD),
         scales,
         *([] if scheme.symmetric else [scales]),
     ]

@@ -61,7 +61,7 @@ def values(owner: type[Config], field: dataclasses.Field[Any]) -> st.SearchStrat
         float: st.floats(low, high, exclude_min=info.gt is not None, allow_nan=False, allow_infinity=False),
         str: TEXT,
         tuple: st.lists(TEXT, min_size=1).map(tuple),
-        dict: st.dictionaries(TEXT, st.integers(), min_size=1),
+        dict: st.dictionaries(TEXT, st.integers(1), min_size=1),
     }
     return strategies[plain_type(field_types(owner)[field.name])]
 
@@ -122,7 +122,7 @@ def test_human_integers() -> None:
         (["--hf-overrides", "[]"], "'--hf-overrides': '[]' is not a JSON object"),
         (["--dtype", "int3"], "'--dtype': 'int3' is not one of 'auto'"),
         (["--gpu-memory-utilization", "much"], "'much' is not a valid float"),
-        (["--max-num-seq", "3"], "Did you mean '--max-num-seqs'"),
+        (["--block-siz", "3"], "Did you mean '--block-size'"),
         (["a", "b"], "unexpected extra argument"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.config import EngineConfig, ModelArch
 from quire.engine.input_processor import InputProcessor
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, QuireError, UnavailableError
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -85,6 +85,8 @@ class FakeEngine:
         self.running: set[str] = set()
         self.closed: list[str] = []
         self.seen: list[tuple[Any, SamplingParams]] = []
+        self.tenants: list[str] = []
+        self.is_full = False
         self.stat_loggers: list[StatLogger] = []
         self.was_shut_down = False
 
@@ -110,6 +112,10 @@ class FakeEngine:
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         raise AssertionError("the server aborts by closing the generator")
 
+    def check_admission(self, num_sequences: int = 1, num_prompt_tokens: int = 0) -> None:
+        if self.is_full:
+            raise UnavailableError("the queue is full: 7 sequences wait", retry_after=3)
+
     def num_unfinished_requests(self) -> int:
         return len(self.running)
 
@@ -118,11 +124,20 @@ class FakeEngine:
         self.died.set()
 
     async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
         tokenized = self.input_processor.tokenize(prompt)
-        children = self.input_processor.process(request_id, tokenized, sampling_params, priority=priority)
+        children = self.input_processor.process(
+            request_id, tokenized, sampling_params, priority=priority, tenant=tenant
+        )
+        self.tenants.append(tenant)
         self.seen.append((prompt, sampling_params))
         text = self.tokenizer.decode(tokenized.token_ids, skip_special_tokens=False) if self.tokenizer else ""
         sequences = [

@@ -13,31 +13,36 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.entrypoints.openai.errors import request_id_of, response_of
+from quire.entrypoints.openai.tenant import tenant_of_key
 from quire.errors import AuthenticationError
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping"})
 
 
 class Auth:
-    """Lets everything pass if there are no keys."""
+    """Lets everything pass if there are no keys; leaves the name of the one that was used in the request's state."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], root_path: str = "") -> None:
         self._app = app
-        self._keys = [key.encode() for key in api_keys]
+        self._keys = {tenant_of_key(key.encode()): key.encode() for key in api_keys}
         self._open_paths = OPEN_PATHS | {root_path + path for path in OPEN_PATHS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._keys and scope["path"] not in self._open_paths and not self._has_key(scope):
+        tenant = self._tenant(scope) if self._keys else None
+        if self._keys and scope["path"] not in self._open_paths and tenant is None:
             error = AuthenticationError("this server needs an API key: Authorization: Bearer <key>")
             await response_of(error, request_id_of(scope))(scope, receive, send)
             return
+        scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _tenant(self, scope: Scope) -> str | None:
+        """Name of the key that the request brings; None if it brings none of ours."""
         values = Headers(scope=scope).getlist("authorization")
         scheme, _, token = (values[0] if len(values) == 1 else "").partition(" ")
         if scheme.lower() != "bearer":
-            return False
+            return None
         given = token.strip().encode("latin-1")
         # All keys are compared, so that the time does not tell which one came near.
-        return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
+        found = [name for name, key in self._keys.items() if hmac.compare_digest(given, key)]
+        return found[0] if found else None

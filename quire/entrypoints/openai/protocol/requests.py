@@ -70,6 +70,7 @@ class GenerationRequest(RequestModel):
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
     priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)
     cache_salt: str | None = Field(None, min_length=1, max_length=128)
+    user: str | None = Field(None, max_length=256)
 
 
 class CompletionRequest(GenerationRequest):

@@ -1,0 +1,56 @@
+"""How much may wait: counted by the front end, so that a full queue costs a refused request next to nothing.
+
+Invariant: a sequence waits from when it is handed to the core until the core's first news of it, or its end.
+"""
+
+from __future__ import annotations
+
+from quire.config import SchedulerConfig
+from quire.errors import UnavailableError
+
+
+class WaitingSequences:
+    """Sequences without news so far; `num_tokens` is the sum of their prompts."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._num_tokens: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._num_tokens)
+
+    def add(self, core_request_id: str, num_prompt_tokens: int) -> None:
+        self._num_tokens[core_request_id] = num_prompt_tokens
+        self.num_tokens += num_prompt_tokens
+
+    def remove(self, core_request_id: str) -> None:
+        """One that does not wait (any more) is fine."""
+        self.num_tokens -= self._num_tokens.pop(core_request_id, 0)
+
+    def clear(self) -> None:
+        self._num_tokens.clear()
+        self.num_tokens = 0
+
+
+def check_queue(
+    limits: SchedulerConfig, waiting: WaitingSequences, num_sequences: int, num_tokens: int
+) -> None:
+    """Whether so many sequences with so many prompt tokens in all may join those that wait.
+
+    When nobody waits, anything may: a request that is larger than a limit has its turn.
+
+    Raises:
+        UnavailableError: with the numbers.
+    """
+    cap = limits.max_num_queued_reqs
+    if cap and waiting and len(waiting) + num_sequences > cap:
+        raise UnavailableError(
+            f"the queue is full: {len(waiting)} sequences wait for their first token and {num_sequences} more would "
+            f"exceed the limit of {cap}; try again later"
+        )
+    cap = limits.max_num_queued_tokens
+    if cap and waiting and waiting.num_tokens + max(num_tokens, 1) > cap:
+        raise UnavailableError(
+            f"the queue is full: prompts of {waiting.num_tokens} tokens wait and {max(num_tokens, 1)} more would "
+            f"exceed the limit of {cap} tokens; try again later"
+        )

@@ -1,0 +1,89 @@
+"""Why a request waits, and how long for each cause.
+
+Invariant: times are whole nanoseconds, and each interval is closed where the next begins, so the shares add up to
+the wait exactly. Keeping account costs something only when a cause changes.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Cause(enum.Enum):
+    """What keeps a request from being computed at full speed; the value is the sentence for a person."""
+
+    NEXT_STEP = "for the running step to end"
+    TOKEN_BUDGET = "for room in the step's token budget"
+    SEQUENCE_CAP = "for a place among the running requests (--max-num-seqs)"
+    BLOCKS = "for KV cache blocks, short by {}"
+    BEHIND = "behind earlier requests"
+    LOWER_PRIORITY = "while more urgent requests went ahead"
+    FAIRNESS_DEBT = "while tenants that were given less went ahead"
+    PREEMPTED = "preempted by {}"
+    LONG_PREFILL_CAP = "prompt cut by --long-prefill-token-threshold while others generate"
+
+
+class Share(msgspec.Struct, frozen=True):
+    """Time that one cause took; `text` is the sentence for a person, with the last known detail."""
+
+    cause: str
+    duration_ns: int
+    text: str
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """Where a request's time went before and between its steps.
+
+    `shares` add up to `waited_ns`; `cause` names what it waits for now, None while it is computed or when it has
+    ended; `num_ahead` counts the waiting requests that would start before it.
+    """
+
+    request_id: str
+    status: str
+    waited_ns: int
+    shares: list[Share]
+    cause: str | None = None
+    num_ahead: int = 0
+    num_preemptions: int = 0
+
+    def __str__(self) -> str:
+        ahead = f", {self.num_ahead} ahead of it" if self.cause else ""
+        lines = [f"{self.request_id} ({self.status}{ahead}) waited {self.waited_ns / 1e9:.3f} s"]
+        lines += [f"  {share.duration_ns / 1e9:9.3f} s  {share.text}" for share in self.shares]
+        return "\n".join(lines)
+
+
+class WaitLog:
+    """The causes of one request's waiting so far; `cause` is the present one, None while nothing holds it up."""
+
+    __slots__ = ("_details", "_ns", "_since_ns", "cause")
+
+    def __init__(self) -> None:
+        self.cause: Cause | None = None
+        self._since_ns = 0
+        self._ns: dict[Cause, int] = {}
+        self._details: dict[Cause, int | str] = {}
+
+    def enter(self, cause: Cause | None, now: float, detail: int | str = "") -> None:
+        """From `now`, in monotonic seconds, this is the cause."""
+        if cause is not self.cause:
+            now_ns = _to_ns(now)
+            if self.cause is not None:
+                self._ns[self.cause] = self._ns.get(self.cause, 0) + now_ns - self._since_ns
+            self.cause, self._since_ns = cause, now_ns
+        if cause is not None and detail:
+            self._details[cause] = detail
+
+    def shares(self, now: float) -> list[Share]:
+        """Every cause so far, the one that took longest first."""
+        totals = dict(self._ns)
+        if self.cause is not None:
+            totals[self.cause] = totals.get(self.cause, 0) + _to_ns(now) - self._since_ns
+        ordered = sorted(((c, ns) for c, ns in totals.items() if ns), key=lambda item: -item[1])
+        return [Share(c.name.lower(), ns, c.value.format(self._details.get(c, ""))) for c, ns in ordered]
+
+
+def _to_ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,135 @@
+"""`Fair`: tenants are given equal shares, or shares by weight, of what is computed.
+
+Invariant: a tenant's counter never falls, and a tenant that does not wait earns nothing by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from quire.config import SchedulerConfig
+from quire.scheduler.explain import Cause
+from quire.scheduler.policies import Policy
+from quire.scheduler.queues import RankedRequests
+from quire.scheduler.request import Rank, Request, RequestStatus
+from quire.scheduler.step import Chunk
+
+MIN_TENANTS_TO_SWEEP = 64
+
+
+class Tenant:
+    """Whoever shares a budget; `counter` is what it was given, in weighted tokens over its weight."""
+
+    def __init__(self, weight: float) -> None:
+        self.counter = 0.0
+        self.num_unfinished = 0
+        self.waiting = RankedRequests()
+        self._weight = weight
+
+    def charge(self, cost: float) -> None:
+        self.counter += cost / self._weight
+
+
+class Fair(Policy):
+    """Virtual token counters: the tenant that was given least is served next, its own requests in order.
+
+    Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. A counter grows by the prompt
+    tokens to compute when a request starts, and by each generated token; what is computed again after a preemption is
+    free. A tenant that begins to wait is lifted to the least counter of those who wait. Beyond the paper, which does
+    not preempt: a started request's rank is the counter it started at, so of those running the one whose tenant had
+    been given most is preempted first.
+
+    Bound (theorem 4.4 there): while two tenants wait, their counters differ by at most the larger of the longest
+    prompt and of the tokens that fit the cache, as weighted. A start looks at each waiting tenant once.
+    """
+
+    overtaken = Cause.FAIRNESS_DEBT
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._tenants: dict[str, Tenant] = {}
+        self._active: dict[str, Tenant] = {}  # those who wait
+        self._last_active: Tenant | None = None
+        self._num_waiting = 0
+        self._num_kept = 0
+
+    def counter(self, tenant: str) -> float:
+        """What a tenant was given so far, in weighted tokens."""
+        return self._tenants[tenant].counter
+
+    def add(self, request: Request) -> None:
+        # Behind its tenant's preempted requests, which have the rank that they started with.
+        request.rank = (math.inf, request.number)
+        if request.tenant not in self._tenants:
+            self._tenants[request.tenant] = Tenant(self.config.fair_weights.get(request.tenant, 1.0))
+        self._tenants[request.tenant].num_unfinished += 1
+        self.put_back(request)
+
+    def put_back(self, request: Request) -> None:
+        tenant = self._tenants[request.tenant]
+        if request.tenant not in self._active:
+            tenant.counter = max(tenant.counter, self._level())
+            self._active[request.tenant] = tenant
+            self._forget_idle()
+        tenant.waiting.add(request)
+        self._num_waiting += 1
+
+    def peek(self) -> Request:
+        return min((tenant.waiting.first for tenant in self._active.values()), key=self._turn)
+
+    def remove(self, request: Request) -> None:
+        tenant = self._tenants[request.tenant]
+        tenant.waiting.remove(request)
+        self._num_waiting -= 1
+        if not tenant.waiting:
+            self._last_active = self._active.pop(request.tenant)
+
+    def start(self, request: Request, num_cached_tokens: int) -> None:
+        self.remove(request)
+        if request.status is RequestStatus.WAITING:
+            tenant = self._tenants[request.tenant]
+            request.rank = (tenant.counter, request.number)
+            tenant.charge(
+                self.config.fair_input_token_weight * (request.num_prompt_tokens - num_cached_tokens)
+            )
+
+    def charge(self, chunks: Sequence[Chunk]) -> None:
+        cost = self.config.fair_output_token_weight
+        for request, _, end in chunks:
+            if end == request.num_tokens:  # samples
+                self._tenants[request.tenant].charge(cost)
+
+    def finish(self, request: Request) -> None:
+        self._tenants[request.tenant].num_unfinished -= 1
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        waiting = (request for tenant in self._active.values() for request in tenant.waiting)
+        return iter(sorted(waiting, key=self._turn))
+
+    def _turn(self, request: Request) -> Rank:
+        """Who has the least is next: a preempted request by its rank, another by its tenant's counter."""
+        if request.status is RequestStatus.PREEMPTED:
+            return request.rank
+        return self._tenants[request.tenant].counter, request.number
+
+    def _level(self) -> float:
+        """Least counter of those who wait; while nobody does, the counter of the last who did."""
+        if self._active:
+            return min(tenant.counter for tenant in self._active.values())
+        return self._last_active.counter if self._last_active else 0.0
+
+    def _forget_idle(self) -> None:
+        """Drop tenants that would be lifted to the level anyway, now and then: clients may invent names."""
+        if len(self._tenants) < max(2 * self._num_kept, MIN_TENANTS_TO_SWEEP):
+            return
+        level = self._level()
+        self._tenants = {
+            name: tenant
+            for name, tenant in self._tenants.items()
+            if tenant.num_unfinished or tenant.counter > level
+        }
+        self._num_kept = len(self._tenants)

@@ -1,0 +1,78 @@
+"""Whose share a request takes, how urgent it is, and what a full queue answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.entrypoints.openai.tenant import tenant_of_key
+from tests.entrypoints.openai.fake_engine import FakeEngine
+from tests.entrypoints.openai.serving import client_for
+
+COMPLETION = ("/v1/completions", {"prompt": "hi"})
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+ROUTES = pytest.mark.parametrize(("path", "body"), [COMPLETION, CHAT])
+
+
+def fair_engine() -> FakeEngine:
+    return FakeEngine(scheduling_policy="fair")
+
+
+@ROUTES
+async def test_without_keys_the_user_field_names_the_tenant(path: str, body: dict[str, Any]) -> None:
+    engine = fair_engine()
+    async with client_for(engine) as client:
+        response = await client.post(path, json={**body, "user": "ann"})
+        await client.post(path, json=body)
+    assert engine.tenants == ["ann", ""]
+    assert "x-quire-ignored-fields" not in response.headers
+
+
+@ROUTES
+async def test_with_keys_the_key_decides_and_the_user_field_is_named_as_ignored(
+    path: str, body: dict[str, Any]
+) -> None:
+    engine = fair_engine()
+    async with client_for(engine, api_key=("one", "two")) as client:
+        for key in ("two", "one"):
+            headers = {"authorization": f"Bearer {key}"}
+            response = await client.post(path, json={**body, "user": "ann"}, headers=headers)
+            assert response.headers["x-quire-ignored-fields"] == "user"
+    assert engine.tenants == [tenant_of_key(b"two"), tenant_of_key(b"one")]
+    assert "two" not in engine.tenants[0]
+
+
+async def test_a_tenant_has_a_name_of_bounded_length() -> None:
+    async with client_for(fair_engine()) as client:
+        response = await client.post(COMPLETION[0], json={**COMPLETION[1], "user": "x" * 257})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "user")
+
+
+@ROUTES
+@pytest.mark.parametrize("policy", ["fcfs", "fair", "priority"])
+async def test_priority_is_honoured_or_refused(path: str, body: dict[str, Any], policy: str) -> None:
+    async with client_for(FakeEngine(scheduling_policy=policy)) as client:
+        response = await client.post(path, json={**body, "priority": -3})
+    if policy == "priority":
+        assert response.status_code == 200
+    else:
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
+        assert policy in response.json()["error"]["message"]
+
+
+@ROUTES
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_queue_is_told_before_anything_is_tokenized(
+    path: str, body: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine()
+    engine.is_full = True
+    must_not_run: Callable[..., Any] = lambda *args, **kwargs: pytest.fail("the prompt was tokenized")  # noqa: E731
+    monkeypatch.setattr(engine.tokenizer, "encode", must_not_run)
+    async with client_for(engine) as client:
+        response = await client.post(path, json={**body, "stream": stream})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "3")
+    assert response.json()["error"]["type"] == "ServiceUnavailableError"
+    assert "7 sequences wait" in response.json()["error"]["message"]
