@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from quire.config import EngineArgs
 from quire.engine.llm_engine import LLMEngine
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
@@ -85,7 +86,7 @@ def main() -> None:
         "--random", action="store_true", help="temperature 0.8 and top-p 0.9 instead of greedy"
     )
     args = parser.parse_args()
-    engine = LLMEngine.from_engine_args(model=args.model, max_model_len=512, max_num_seqs=64)
+    engine = LLMEngine.from_engine_args(EngineArgs(model=args.model, max_model_len=512, max_num_seqs=64))
     core: Any = engine._client._core  # type: ignore[attr-defined]
     runner = core.executor._worker._runner
     runner._model.forward = remembering(runner._model.forward)

@@ -1,145 +1,175 @@
-// The arithmetic of attention on one tile of keys: products, online softmax, and the merging of independent parts.
+// One tile of keys and values for all rows of an item.
 //
-// Everything here treats rows (a query of one head) independently, and each row's numbers are added in the order of the
-// keys' positions; how many rows are blocked together changes no bit.
+// Where the cache's blocks hold whole pieces of 16, products read them where they lie; else, and for so many rows that it
+// pays, through a float32 copy of the tile. Both ways give the same bits. A scale of an int8 cache belongs to a position: it
+// multiplies the scores and the weights of that position, not its elements.
 
 #pragma once
 
-#include "prefetch.h"
+#include "attention_product.h"
+#include "attention_read.h"
+#include "attention_softmax.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-constexpr int64_t kKeyTile = 64;    // keys that share one step of the running maximum
-constexpr int64_t kMaxRowBlock = 6; // rows whose accumulators fit the registers
+constexpr int64_t kInPlaceRows = 24;  // up to which converting a tile for every block of rows is cheaper than a copy
 
-// c[r][n] = c[r][n] * factor[r] + sum over k, in order, of a[r][k] * b[k][n]; without factors c starts at 0.
-struct Product {
-    Float32* c;
-    int64_t c_stride;
-    const float* factors;
-    const Float32* a;
-    int64_t a_stride;
-    const Float32* b;
-    int64_t b_stride, depth;
+// The state of all rows of an item over some of its keys.
+struct Part {
+    Float32* out;  // [rows][row_floats]
+    Running* running;
+
+    void clear(int64_t rows, int64_t n) const {
+        __builtin_memset(out, 0, static_cast<size_t>(rows * row_floats(n)) * sizeof(Float32));
+        for (int64_t r = 0; r < rows; ++r) running[r] = {-__builtin_inff(), 0.0f};
+    }
+    void add(const Part& later, int64_t rows, int64_t n) const {
+        const int64_t stride = row_floats(n);
+        for (int64_t r = 0; r < rows; ++r)
+            merge_row(out + r * stride, running[r], later.out + r * stride, later.running[r], n);
+    }
 };
 
-// R rows by N vectors in registers, from column `column`.
-template <int R, int N>
-inline void multiply_block(const Product& p, int64_t row, int64_t column) {
-    Vec sums[R][N];
-    Float32* c = p.c + row * p.c_stride + column;
-    const Float32* a = p.a + row * p.a_stride;
-    const Float32* b = p.b + column;
-    for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n)
-            sums[r][n] = p.factors ? load(c + r * p.c_stride + n * kLanes, All{}) * p.factors[row + r] : Vec{};
-    for (int64_t k = 0; k < p.depth; ++k, b += p.b_stride) {
-        Vec columns[N];
-        for (int n = 0; n < N; ++n) columns[n] = load(b + n * kLanes, All{});
-        for (int r = 0; r < R; ++r) {
-            const Vec x = splat(a[r * p.a_stride + k].value);
-            for (int n = 0; n < N; ++n) sums[r][n] = fma(x, columns[n], sums[r][n]);
+// One thread's memory for any item of a call.
+struct Scratch {
+    Part split, whole;
+    Float32 *queries;  // blocks of rows, [head size][rows of the block]
+    Float32 *scores;   // [rows][kKeyTile]
+    Float32 *tile;     // [head size][kTileStride] of keys, [kKeyTile][row_floats + kPadding] of values
+    Float32 *scales;   // [kKeyTile]
+    float* factors;    // [rows]
+};
+
+template <class C>
+inline bool in_place(const Call& call, const Item& item) {
+    const bool fits = call.shape.block_size % kPiece == 0 && call.shape.head_size % kPiece == 0;
+    return fits && (std::is_same_v<C, Float32> || item.rows(call) <= kInPlaceRows);
+}
+
+// Queries of a row block lie side by side for each dimension, multiplied by the scale of scores.
+template <class T>
+void load_queries(Float32* rows, const Call& call, const Item& item) {
+    const int64_t n = call.shape.head_size;
+    for_each_row_block(item.rows(call), [&](auto count, int64_t first) {
+        constexpr int R = decltype(count)::value;
+        const T* q[R];
+        for (int64_t r = 0; r < R; ++r) {
+            const int64_t token = item.token + (first + r) / call.group, head = (first + r) % call.group;
+            q[r] = static_cast<const T*>(call.q) + token * call.token_stride + (item.head * call.group + head) * call.head_stride;
         }
-    }
-    for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n) store(c + r * p.c_stride + n * kLanes, sums[r][n], All{});
-}
-
-// R rows by all columns: N vectors at a time, then fewer.
-template <int R, int N>
-inline void multiply_rows(const Product& p, int64_t column, int64_t columns, int64_t row, Prefetcher& next, int64_t lines) {
-    for (; column + N * kLanes <= columns; column += N * kLanes) {
-        next.ask(N * lines);
-        multiply_block<R, N>(p, row, column);
-    }
-    if constexpr (N > 1) multiply_rows<R, N / 2>(p, column, columns, row, next, lines);
-}
-
-// Rows in blocks of nearly equal size; `columns` is a multiple of the vector length. Meanwhile `next` is fetched.
-inline void multiply(const Product& p, int64_t rows, int64_t columns, Prefetcher next) {
-    const int64_t blocks = (rows + kMaxRowBlock - 1) / kMaxRowBlock;
-    const int64_t lines = (next.lines() + blocks * columns / kLanes) / (blocks * columns / kLanes);
-    for (int64_t i = 0; i < blocks; ++i) {
-        const int64_t row = rows * i / blocks;
-        switch (rows * (i + 1) / blocks - row) {
-            case 1: multiply_rows<1, 8>(p, 0, columns, row, next, lines); break;
-            case 2: multiply_rows<2, 4>(p, 0, columns, row, next, lines); break;
-            case 3: multiply_rows<3, 4>(p, 0, columns, row, next, lines); break;
-            case 4: multiply_rows<4, 2>(p, 0, columns, row, next, lines); break;
-            case 5: multiply_rows<5, 2>(p, 0, columns, row, next, lines); break;
-            default: multiply_rows<6, 2>(p, 0, columns, row, next, lines); break;
+        for (int64_t d = 0; d < n; d += kLanes) {
+            Float32 scaled[R][kLanes];
+            for (int64_t r = 0; r < R; ++r) store(scaled[r], load(q[r] + d, All{}) * call.scale, All{});
+            for (int64_t i = 0; i < kLanes; ++i)
+                for (int64_t r = 0; r < R; ++r) rows[first * n + (d + i) * R + r] = scaled[r][i];
         }
-    }
+    });
 }
 
-// What a query may see, and how its scores are changed. Scores are in units of log 2.
-struct Features {
-    int64_t window;       // 0: none
-    float soft_cap;       // 0: none
-    const float* slopes;  // one for each query head; null: none
-};
-
-inline Vec lane_offsets(int64_t first) {
-    return Vec{0, 1, 2, 3, 4, 5, 6, 7} + static_cast<float>(first);
+template <class T>
+void store_row(const Call& call, int64_t token, int64_t head, const Float32* row, float factor) {
+    const int64_t n = call.shape.head_size;
+    T* out = static_cast<T*>(call.out) + (token * call.shape.heads * call.group + head) * n;
+    // Adding 0 makes one zero of both: the sign of a sum of zeros would tell which tiles were skipped.
+    for (int64_t d = 0; d < n; d += kLanes) store(out + d, load(row + d, All{}) * factor + 0.0f, All{});
 }
 
-// Soft cap and linear bias (ALiBi) on a row's scores; `distance` is from the query back to the tile's first key.
-inline void apply_features(Float32* scores, int64_t columns, const Features& features, float slope, int64_t distance) {
-    for (int64_t i = 0; i < columns; i += kLanes) {
-        Vec s = load(scores + i, All{});
-        if (features.soft_cap != 0.0f) s = features.soft_cap * tanh(s / features.soft_cap);
-        if (features.slopes) s = s - slope * (static_cast<float>(distance) - lane_offsets(i));
-        store(scores + i, s, All{});
-    }
+// scores = queries * keys, for the pieces that are seen.
+template <class B>
+inline void score(const Scratch& scratch, int64_t rows, int64_t n, const Seen& seen, const Pieces<B>& keys,
+                  const Pieces<B>& values) {
+    for_each_row_block(rows, [&](auto count, int64_t row) {
+        constexpr int R = decltype(count)::value;
+        const Float32* q = scratch.queries + row * n;
+        for_each_pieces<R>(seen.first_piece(), seen.end_piece(), [&](auto pieces, int64_t piece) {
+            constexpr int N = decltype(pieces)::value;
+            const B *b[N], *ahead[N];
+            for (int i = 0; i < N; ++i) b[i] = keys.at[piece + i], ahead[i] = values.at[piece + i];
+            Sums<R, N> sums;
+            sums.clear();
+            const auto query = [q](int r, int64_t k) { return q[k * decltype(count)::value + r].value; };
+            sums.add(query, b, keys.stride, n, ahead, values.stride * kPiece / n);
+            sums.finish(scratch.scores + row * kKeyTile + piece * kPiece, kKeyTile);
+        });
+    });
 }
 
-// -infinity outside [low, high): a selection, so that whatever stands there, NaN included, is gone.
-inline void mask_row(Float32* scores, int64_t columns, int64_t low, int64_t high) {
-    for (int64_t i = 0; i < columns; i += kLanes) {
-        if (i >= low && i + kLanes <= high) continue;
-        const Ints lane = Ints{0, 1, 2, 3, 4, 5, 6, 7} + static_cast<int32_t>(i);
-        const Ints seen = (lane >= static_cast<int32_t>(low)) & (lane < static_cast<int32_t>(high));
-        store(scores + i, seen ? load(scores + i, All{}) : splat(-__builtin_inff()), All{});
-    }
+// out = out * factors + weights * values, in the order of positions.
+template <class B>
+inline void mix(const Scratch& scratch, int64_t rows, int64_t n, const Seen& seen, const Pieces<B>& values,
+                const Pieces<B>& next_keys) {
+    const int64_t floats = row_floats(n);
+    for_each_row_block(rows, [&](auto count, int64_t row) {
+        constexpr int R = decltype(count)::value;
+        for_each_pieces<R>(0, floats / kPiece, [&](auto pieces, int64_t piece) {
+            constexpr int N = decltype(pieces)::value;
+            Float32* out = scratch.split.out + row * floats + piece * kPiece;
+            Sums<R, N> sums;
+            sums.start(out, floats, scratch.factors + row);
+            for (int64_t p = seen.first_piece(); p < seen.end_piece(); ++p) {
+                // Keys before `low` have weight 0 in every row, and their values may be anything.
+                const int64_t low = larger_of(seen.low, seen.start + p * kPiece), offset = low - seen.start;
+                const int64_t high = smaller_of(seen.high, seen.start + (p + 1) * kPiece);
+                const Float32* w = scratch.scores + row * kKeyTile + offset;
+                const B *b[N], *ahead[N];
+                for (int i = 0; i < N; ++i) {
+                    b[i] = values.at[p] + offset % kPiece * values.stride + (piece + i) * kPiece;
+                    ahead[i] = next_keys.at[p] + (piece + i) * kPiece * next_keys.stride;
+                }
+                const auto weight = [w](int r, int64_t k) { return w[r * kKeyTile + k].value; };
+                sums.add(weight, b, values.stride, high - low, ahead, next_keys.stride);
+            }
+            sums.finish(out, floats);
+        });
+    });
 }
 
-// The state of a row: the largest score so far, and the sum of 2^(score - largest).
-struct Running {
-    float top, sum;
-};
-
-// What exponents are taken relative to; any number does while nothing was seen.
-inline float shift_of(float top) { return top == -__builtin_inff() ? 0.0f : top; }
-
-// 2^(from - to), exactly 1 if nothing changed, and 0 if nothing was seen before.
-inline float rescale(float from, float to) { return from == to ? 1.0f : exp2(splat(from - shift_of(to)))[0]; }
-
-// Scores to weights relative to the new maximum (Milakov and Gimelshein, 2018, arXiv:1805.02867). Returns what earlier
-// weights have to be multiplied with. Keys of weight 0 change nothing, not even a bit.
-inline float softmax_row(Float32* scores, int64_t columns, Running& running) {
-    Vec top = splat(running.top);
-    for (int64_t i = 0; i < columns; i += kLanes) top = larger(load(scores + i, All{}), top);
-    const float new_top = largest(top), shift = shift_of(new_top);
-    Vec total = {};
-    for (int64_t i = 0; i < columns; i += kLanes) {
-        const Vec weight = exp2(load(scores + i, All{}) - shift);
-        total = total + weight;
-        store(scores + i, weight, All{});
-    }
-    const float factor = rescale(running.top, new_top);
-    running = {new_top, running.sum * factor + sum(total)};
-    return factor;
+template <class C>
+inline void score_tile(const Call& call, const Item& item, const Seen& seen, const Scratch& scratch) {
+    const int64_t rows = item.rows(call), n = call.shape.head_size;
+    if (in_place<C>(call, item))
+        return score(scratch, rows, n, seen, cached_keys<C>(call, item, seen), cached_values<C>(call, item, seen));
+    copy_keys<C>(call, item, seen, scratch.tile);
+    Pieces<Float32> pieces{{}, kTileStride};
+    for (int64_t p = 0; p < kTilePieces; ++p) pieces.at[p] = scratch.tile + p * kPiece;
+    score(scratch, rows, n, seen, pieces, pieces);
 }
 
-// Adds a later part of a row's keys to the parts before it (Dao et al., 2022, arXiv:2205.14135).
-inline void merge_row(Float32* into, Running& running, const Float32* part, const Running& part_running, int64_t n) {
-    const float top = part_running.top > running.top ? part_running.top : running.top;
-    const float old_factor = rescale(running.top, top), new_factor = rescale(part_running.top, top);
-    running = {top, running.sum * old_factor + part_running.sum * new_factor};
-    for (int64_t i = 0; i < n; i += kLanes) {
-        const Vec merged = load(into + i, All{}) * old_factor + load(part + i, All{}) * new_factor;
-        store(into + i, merged, All{});
+template <class C>
+inline void mix_tile(const Call& call, const Item& item, const Seen& seen, const Seen& next, const Scratch& scratch) {
+    const int64_t rows = item.rows(call), n = call.shape.head_size;
+    if (in_place<C>(call, item))
+        return mix(scratch, rows, n, seen, cached_values<C>(call, item, seen), cached_keys<C>(call, item, next));
+    copy_values<C>(call, item, seen, scratch.tile);
+    const int64_t stride = row_floats(n) + kPadding;
+    Pieces<Float32> pieces{{}, stride};
+    for (int64_t p = 0; p < kTilePieces; ++p) pieces.at[p] = scratch.tile + p * kPiece * stride;
+    mix(scratch, rows, n, seen, pieces, pieces);
+}
+
+inline void multiply_rows(Float32* rows, int64_t count, int64_t columns, const Float32* scales) {
+    for (Float32* row = rows; row < rows + count * kKeyTile; row += kKeyTile)
+        for (int64_t i = 0; i < columns; i += kLanes)
+            store(row + i, load(row + i, All{}) * load(scales + i, All{}), All{});
+}
+
+template <class C>
+void attend_tile(const Call& call, const Item& item, int64_t tile, const Scratch& scratch) {
+    constexpr bool kScaled = kScaleElements<C> != 0;
+    const Seen seen(call, item, tile), next(call, item, tile + 1);
+    const int64_t columns = seen.end_piece() * kPiece;
+    score_tile<C>(call, item, seen, scratch);
+    if constexpr (kScaled) {
+        load_key_scales(call, item, seen, scratch.scales);
+        multiply_rows(scratch.scores, item.rows(call), columns, scratch.scales);
+        ask_for_key_scales(call, item, next);
     }
+    weigh(call, item, seen.start, columns, scratch.scores, scratch.split.running, scratch.factors);
+    if constexpr (kScaled) {
+        load_value_scales(call, item, seen, scratch.scales);
+        multiply_rows(scratch.scores, item.rows(call), columns, scratch.scales);
+    }
+    mix_tile<C>(call, item, seen, next, scratch);
 }
 
 }}}  // namespace quire::QUIRE_ISA

@@ -1,6 +1,6 @@
-// Sixteen lanes, one for each output of a panel: one register where the processor has such, else two of eight.
+// Sixteen lanes: one register where the processor has such, else two of eight.
 //
-// Only the linear kernels use them; everything else is written for the eight lanes of vec.h.
+// Linears and attention use them; everything else is written for the eight lanes of vec.h.
 
 #pragma once
 
@@ -34,6 +34,9 @@ inline Lanes16 load16(const Float16* p) { return {_mm512_cvtph_ps(_mm256_loadu_s
 inline Lanes16 load16(const BFloat16* p) {
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {reinterpret_cast<__m512>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
+}
+inline Lanes16 load16(const Int8* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 inline Ints16 load16(const uint8_t* p) {
     return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};

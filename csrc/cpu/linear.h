@@ -22,7 +22,7 @@ constexpr int64_t kBlockRows = 192;  // activations that are packed together and
 constexpr int64_t kUnitPanels = 4;  // most panels that a thread works on together
 
 // Multiply-adds that take as long as waking a thread.
-constexpr int64_t kParallelProducts = 1 << 18;
+constexpr int64_t kParallelProducts = 1 << 19;
 
 enum Activation : int64_t { kNone = 0, kSiluAndMul = 1 };
 

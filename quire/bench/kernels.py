@@ -15,6 +15,8 @@ from itertools import cycle
 
 import torch
 
+from quire.bench.attention import attention_cases
+from quire.bench.case import Case
 from quire.bench.statistics import percentile
 from quire.errors import ConfigError
 from quire.kernels import cpu, ops
@@ -35,17 +37,6 @@ class ModelShape:
     qkv: int = 1152
     intermediate: int = 4864
     vocab: int = 151936
-
-
-@dataclass(frozen=True)
-class Case:
-    """One op at one shape. `flops` and `num_bytes` are what a call cannot do without."""
-
-    name: str
-    rows: int
-    run: Callable[[], object]
-    flops: float
-    num_bytes: float
 
 
 @dataclass(frozen=True)
@@ -151,10 +142,11 @@ WEIGHTS = {
 }
 """Weight formats by name."""
 
-SUITES: dict[str, Callable[[ModelShape, Sequence[int], Sequence[str]], Iterator[Case]]] = {
-    "linear": linear_cases
+SUITES: dict[str, Callable[[Sequence[int], Sequence[str]], Iterator[Case]]] = {
+    "linear": lambda rows, weights: linear_cases(ModelShape(), rows, weights),
+    "attention": lambda rows, weights: attention_cases(),
 }
-"""What can be measured."""
+"""What can be measured: the cases for some numbers of rows and some weight formats, where these matter."""
 
 
 def measure(suites: Sequence[str], rows: Sequence[int], weights: Sequence[str]) -> KernelsResult:
@@ -174,8 +166,7 @@ def measure(suites: Sequence[str], rows: Sequence[int], weights: Sequence[str]) 
         bandwidth=max(machine.read_bandwidth(buffer) for _ in range(5)),
     )
     del buffer
-    shape = ModelShape()
-    cases = (case for suite in suites for case in SUITES[suite](shape, rows, weights))
+    cases = (case for suite in suites for case in SUITES[suite](rows, weights))
     return KernelsResult(limits, [measure_case(case, limits) for case in cases])
 
 

@@ -18,6 +18,10 @@ class CacheConfig(Config):
     kv_cache_memory_bytes: int = option(0, "Exact size of the KV cache in bytes; 0: measured.", ge=0)
     num_gpu_blocks_override: int = option(0, "Exact number of KV cache blocks; 0: measured.", ge=0)
     enable_prefix_caching: bool = option(True, "Reuse the cache of a common prefix between requests.")
+    disable_hybrid_kv_cache_manager: bool = option(
+        False,
+        "Keep blocks behind a window where a model has layers both with and without one; uses more memory.",
+    )
     kv_cache_dtype: str = option(
         "auto",
         "Precision of the KV cache; auto: that of the activations, float32 on a CPU; "

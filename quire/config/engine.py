@@ -11,7 +11,7 @@ from typing import Any
 from quire.config.arch import ModelArch
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
-from quire.config.fields import Config, field_types
+from quire.config.fields import Config, field_types, info_named
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
@@ -38,6 +38,8 @@ class EngineConfig:
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     model_dir: str = ""
     model_arch: ModelArch | None = None
+    fit_max_model_len: bool = False
+    """Whether `max_model_len` is a limit that is to be lowered to what the KV cache can hold."""
 
     @property
     def arch(self) -> ModelArch:
@@ -59,7 +61,7 @@ class EngineConfig:
                 raise TypeError(_unknown_field(name))
             if value is not None:
                 child, owner = engine_fields()[name]
-                by_child.setdefault(child, {})[name] = _coerced(value, field_types(owner)[name])
+                by_child.setdefault(child, {})[name] = _coerced(value, owner, name)
         children: dict[str, Any] = {child: _CHILDREN[child](**values) for child, values in by_child.items()}
         return EngineConfig(**children)
 
@@ -101,8 +103,11 @@ def child_configs() -> dict[str, type[Config]]:
     return dict(_CHILDREN)
 
 
-def _coerced(value: Any, expected: Any) -> Any:
+def _coerced(value: Any, owner: type[Config], name: str) -> Any:
     """Accept the spellings Python callers use: lists for tuples, one string for a list, torch dtypes for names."""
+    expected, words = field_types(owner)[name], info_named(owner, name).words
+    if isinstance(value, str) and words:
+        return dict(words).get(value, value)
     if expected == tuple[str, ...]:
         return (value,) if isinstance(value, str) else tuple(value)
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":

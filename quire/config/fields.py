@@ -19,7 +19,7 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True)
 class OptionInfo:
-    """Documentation and limits of one field; `metavar` is shown in `--help`."""
+    """Documentation and limits of one field; `metavar` is shown in `--help`, `words` stand for values."""
 
     doc: str
     choices: tuple[str, ...] = ()
@@ -29,6 +29,7 @@ class OptionInfo:
     metavar: str | None = None
     short: str | None = None
     hidden: bool = False
+    words: tuple[tuple[str, int], ...] = ()
 
 
 def option(default: Any, doc: str, **limits: Any) -> Any:
@@ -59,6 +60,11 @@ def info_of(field: dataclasses.Field[Any]) -> OptionInfo:
     info = field.metadata["option"]
     assert isinstance(info, OptionInfo)
     return info
+
+
+def info_named(owner: type, name: str) -> OptionInfo:
+    """The declaration of a config class's field."""
+    return next(info_of(field) for field in dataclasses.fields(owner) if field.name == name)
 
 
 def field_types(owner: type) -> dict[str, Any]:

@@ -27,7 +27,11 @@ class ModelConfig(Config):
     )
     seed: int = option(0, "Seeds requests that bring no seed of their own, in order of arrival.", ge=0)
     max_model_len: int = option(
-        0, "Longest prompt plus output, in tokens; 0: what the model was made for.", ge=0
+        0,
+        "Longest prompt plus output, in tokens; 0: what the model was made for; auto or -1: as much of that as fits "
+        "into memory.",
+        ge=-1,
+        words=(("auto", -1),),
     )
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: the whole vocabulary.", ge=-1)
     skip_tokenizer_init: bool = option(False, "Work on token ids only: no tokenizer is loaded.")

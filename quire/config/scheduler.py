@@ -53,6 +53,10 @@ class SchedulerConfig(Config):
         0, "Most prompt tokens of these sequences before a server answers 503; 0: no limit.", ge=0
     )
     stream_interval: int = option(1, "Tokens that a stream gathers before it sends a chunk.", ge=1)
+    async_scheduling: bool = option(False, "Plan and publish steps while others are computed.")
+    max_steps_in_flight: int = option(
+        0, "Most steps planned before their results are in; 0: 2 with --async-scheduling, else 1.", ge=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

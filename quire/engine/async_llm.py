@@ -272,6 +272,8 @@ class AsyncLLM:
             self._answer(message)
         elif isinstance(message, CoreReady):
             self.core_ready = message
+            self.config = self.config.evolve(max_model_len=message.max_model_len)
+            self.input_processor.settle(self.config)
             self._settled.set()
 
     def _record(self, stats: IterationStats, scheduler: SchedulerStats | None) -> None:

@@ -64,12 +64,17 @@ class InProcessClient(CoreClient):
         self._config = config
         self._core: EngineCore | None = None
         self._inbox: queue.SimpleQueue[CoreRequest] = queue.SimpleQueue()
+        self._in_use = threading.RLock()
         self._closed = False
 
     def send(self, message: CoreRequest) -> None:
         self._inbox.put(message)
 
     def receive(self) -> list[CoreMessage]:
+        with self._in_use:
+            return self._run_until_news()
+
+    def _run_until_news(self) -> list[CoreMessage]:
         if self._core is None:
             # Heeded only if nothing has loaded OpenMP yet; after that the user's program has settled it.
             os.environ.update(core_environment(os.environ))
@@ -102,8 +107,9 @@ class InProcessClient(CoreClient):
 
     def close(self) -> None:
         self._inbox.put(Shutdown())
-        if self._core is not None:
-            self._core.shutdown()
+        with self._in_use:  # another thread's `receive` ends first
+            if self._core is not None:
+                self._core.shutdown()
 
 
 class ProcessClient(CoreClient):

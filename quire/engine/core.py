@@ -1,4 +1,4 @@
-"""`EngineCore`: one scheduler, one executor, and the step that joins them.
+"""`EngineCore`: one scheduler, one executor, and the loop that joins them.
 
 Invariant: only this module owns both columns of the system. It knows token ids and blocks, never text, HTTP or
 processes; whoever holds it calls `handle` for each message and `step` while there is work.
@@ -6,7 +6,6 @@ processes; whoever holds it calls `handle` for each message and `step` while the
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,19 +22,18 @@ from quire.engine.messages import (
     EngineCoreRequest,
     UtilityCall,
     UtilityResult,
+    request_of,
 )
-from quire.errors import ClientError, ConfigError
+from quire.engine.recorder import recorded
+from quire.engine.step_loop import make_loop
+from quire.engine.trace import create_trace
+from quire.errors import ClientError
 from quire.executor.base import Executor
 from quire.executor.registry import resolve_executor
-from quire.kv_cache.spec import KVCacheConfig, bytes_per_block, group_layers
+from quire.kv_cache.sizing import settle_max_model_len, size_kv_cache
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.registry import resolve_scheduler
-from quire.scheduler.request import Request
-
-logger = logging.getLogger(__name__)
-
-MIB = 2**20
 
 
 class EngineCore:
@@ -50,9 +48,14 @@ class EngineCore:
         scheduler_class = resolve_scheduler(config.scheduler.scheduler_cls)
         self.executor: Executor = resolve_executor(config.parallel.distributed_executor_backend)(config)
         self.executor.load()
-        kv_config = size_kv_cache(config, self.executor)
+        kv_config = size_kv_cache(config, self.executor.kv_cache_specs(), self.executor.kv_memory())
+        config = settle_max_model_len(config, kv_config)
         self.executor.initialize_kv_cache(kv_config)
         self.scheduler = scheduler_class(config, kv_config)
+        self._trace = create_trace(config, kv_config)
+        if self._trace is not None:
+            self.scheduler = recorded(self.scheduler, self._trace)
+        self._loop = make_loop(config.scheduler, self.scheduler, self.executor)
         self.utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,
@@ -64,6 +67,7 @@ class EngineCore:
             num_blocks=kv_config.num_blocks,
             block_size=config.cache.block_size,
             kv_cache_bytes=kv_config.bytes,
+            max_model_len=config.model.max_model_len,
             load_s=time.monotonic() - started,
         )
 
@@ -72,13 +76,10 @@ class EngineCore:
         return bool(self._refused) or self.scheduler.has_work()
 
     def step(self) -> EngineCoreOutputs:
-        """schedule -> execute -> update; returns every request's news."""
-        plan = self.scheduler.schedule(time.monotonic())
-        output = self.executor.execute_model(plan)
-        now = time.monotonic()
-        updates = self._refused + self.scheduler.update_from_output(plan, output, now)
+        """One turn of the loop; returns every request's news."""
+        updates = self._refused + self._loop.step()
         self._refused = []
-        return EngineCoreOutputs(updates, self.scheduler.stats(), now)
+        return EngineCoreOutputs(updates, self.scheduler.stats(), time.monotonic())
 
     def handle(self, message: CoreRequest) -> CoreMessage | None:
         """Act on one message; only utility calls have an answer."""
@@ -93,7 +94,7 @@ class EngineCore:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request; one that can never run ends with an error at the next step, and costs only itself."""
         try:
-            self.scheduler.add_request(Request(**msgspec.structs.asdict(message)), time.monotonic())
+            self.scheduler.add_request(request_of(message), time.monotonic())
         except ClientError as error:
             self._refused.append(
                 RequestUpdate(message.request_id, [], finish_reason="error", error=str(error))
@@ -105,39 +106,11 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self.executor.shutdown()
+        if self._trace is not None:
+            self._trace.close()
 
     def _call_utility(self, call: UtilityCall) -> UtilityResult:
         if call.method not in self.utilities:
             return UtilityResult(call.call_id, error=f"the core has no utility {call.method!r}")
         result = self.utilities[call.method](*call.args)
         return UtilityResult(call.call_id, result=msgspec.to_builtins(result))
-
-
-def size_kv_cache(config: EngineConfig, executor: Executor) -> KVCacheConfig:
-    """Number of blocks from the memory that is really left, logged with what it allows.
-
-    Raises:
-        ConfigError: not even one request of `max_model_len` tokens fits.
-    """
-    specs = executor.kv_cache_specs()
-    groups = group_layers(specs)
-    block_bytes = bytes_per_block(specs)
-    num_blocks = config.cache.num_gpu_blocks_override or executor.available_kv_bytes() // block_bytes
-    per_request = groups[0].spec.max_blocks(config.model.max_model_len)
-    usable = num_blocks - 1
-    tokens = usable * config.cache.block_size
-    if usable < per_request:
-        raise ConfigError(
-            f"the KV cache has room for {max(tokens, 0)} tokens ({max(usable, 0)} blocks of {block_bytes} bytes), but "
-            f"one request of --max-model-len {config.model.max_model_len} needs {per_request} blocks "
-            f"({per_request * block_bytes / MIB:.0f} MiB): lower --max-model-len or raise --kv-cache-memory-bytes"
-        )
-    logger.info(
-        "KV cache: %d blocks, %.1f MiB, %d tokens: %.1f requests of %d tokens at once",
-        num_blocks,
-        num_blocks * block_bytes / MIB,
-        tokens,
-        usable / per_request,
-        config.model.max_model_len,
-    )
-    return KVCacheConfig(num_blocks=num_blocks, groups=groups, layer_specs=dict(specs))

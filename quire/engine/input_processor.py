@@ -119,6 +119,10 @@ class InputProcessor:
             for index, child in enumerate(_children(params))
         ]
 
+    def settle(self, config: EngineConfig) -> None:
+        """Go on with the limits that the core has settled."""
+        self.config = config
+
     def _check_prompt(self, prompt: TokenizedPrompt) -> None:
         ids, limit = prompt.token_ids, self.config.model.max_model_len
         if not ids:

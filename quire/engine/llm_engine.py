@@ -44,6 +44,8 @@ class LLMEngine:
         self._num_calls = 0
         self._client: CoreClient = make_client(self.config, in_process=in_process)
         self.core_ready = self._wait_ready()
+        self.config = self.config.evolve(max_model_len=self.core_ready.max_model_len)
+        self.input_processor.settle(self.config)
 
     @staticmethod
     def from_engine_args(engine_args: EngineArgs) -> LLMEngine:

@@ -12,6 +12,7 @@ import msgspec
 
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
+from quire.scheduler.request import Request
 
 WIRE_VERSION = 1
 
@@ -30,6 +31,16 @@ class EngineCoreRequest(msgspec.Struct, tag="add", frozen=True):
     priority: int = 0
     cache_salt: str | None = None
     tenant: str = ""
+
+
+def request_of(message: EngineCoreRequest) -> Request:
+    """The request that a message asks for."""
+    return Request(**msgspec.structs.asdict(message))
+
+
+def message_of(request: Request) -> EngineCoreRequest:
+    """The message that would ask for a request which has not run yet."""
+    return EngineCoreRequest(**{name: getattr(request, name) for name in EngineCoreRequest.__struct_fields__})
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
@@ -55,11 +66,12 @@ CoreRequest = EngineCoreRequest | AbortRequests | UtilityCall | Shutdown
 
 
 class CoreReady(msgspec.Struct, tag="ready", frozen=True):
-    """The model is loaded and the cache allocated."""
+    """The model is loaded and the cache allocated; `max_model_len` is as configured unless it was fitted to memory."""
 
     num_blocks: int
     block_size: int
     kv_cache_bytes: int
+    max_model_len: int
     load_s: float
     wire_version: int = WIRE_VERSION
 

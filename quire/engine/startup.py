@@ -27,6 +27,8 @@ Usage = Literal["server", "offline"]
 DEFAULT_MAX_NUM_SEQS = {"server": 128, "offline": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"server": 2048, "offline": 4096}
 NATIVE_DTYPES = ("float32", "bfloat16", "float16")
+FIT_MEMORY = -1
+"""The `max_model_len` that asks for as much of the model's context as memory allows."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -48,11 +50,13 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     model_dir = resolve_model_dir(config.model.model, config.model.revision, config.load.download_dir)
     arch = read_hf_config(model_dir, config.model.hf_overrides)
     arch = dataclasses.replace(arch, generation=_generation_defaults(config, arch, model_dir))
-    config = dataclasses.replace(config, model_dir=str(model_dir), model_arch=arch)
+    fit = config.model.max_model_len == FIT_MEMORY
+    config = dataclasses.replace(config, model_dir=str(model_dir), model_arch=arch, fit_max_model_len=fit)
     choices = [
         _choose_dtype(config),
         _choose_max_model_len(config),
         *_choose_batch(config, usage),
+        _choose_steps_in_flight(config),
         _choose_name(config),
         _choose_device(config),
     ]
@@ -105,6 +109,8 @@ def _choose_max_model_len(config: EngineConfig) -> Choice | None:
     asked, limit = config.model.max_model_len, context_limit(config.arch)
     if asked > limit:
         raise ConfigError(f"--max-model-len is {asked}, but the model was made for {limit} positions")
+    if asked == FIT_MEMORY:
+        return Choice("max_model_len", limit, "what the model's config.json allows, until memory is measured")
     return None if asked else Choice("max_model_len", limit, "what the model's config.json allows")
 
 
@@ -125,11 +131,21 @@ def _choose_batch(config: EngineConfig, usage: Usage) -> list[Choice]:
         )
     if not config.scheduler.max_num_batched_tokens:
         tokens, reason = DEFAULT_MAX_NUM_BATCHED_TOKENS[usage], f"the default of a {usage} engine"
-        needed = config.model.max_model_len or context_limit(config.arch)
+        needed = max(config.model.max_model_len, 0) or context_limit(config.arch)
         if not config.scheduler.enable_chunked_prefill and needed > tokens:
             tokens, reason = needed, "without chunked prefill a step must hold the longest prompt"
         choices.append(Choice("max_num_batched_tokens", tokens, reason))
     return choices
+
+
+def _choose_steps_in_flight(config: EngineConfig) -> Choice | None:
+    overlapped, asked = config.scheduler.async_scheduling, config.scheduler.max_steps_in_flight
+    if asked > 1 and not overlapped:
+        raise ConfigError(f"--max-steps-in-flight is {asked}, which needs --async-scheduling")
+    if asked:
+        return None
+    steps, reason = (2, "one runs while the next is planned") if overlapped else (1, "one after the other")
+    return Choice("max_steps_in_flight", steps, reason)
 
 
 def _choose_name(config: EngineConfig) -> Choice | None:

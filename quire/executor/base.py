@@ -1,7 +1,7 @@
 """The contract between the engine core and whatever computes.
 
 Invariant: an executor knows nothing of requests beyond the plan it is given; the core calls, in this order,
-`load`, `kv_cache_specs`, `available_kv_bytes`, `initialize_kv_cache`, then `execute_model` once per step.
+`load`, `kv_cache_specs`, `kv_memory`, `initialize_kv_cache`, then `submit` and `collect` once per step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from quire.config import EngineConfig
-from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -33,16 +33,32 @@ class Executor(ABC):
         """Layer name -> what it needs of the cache."""
 
     @abstractmethod
-    def available_kv_bytes(self) -> int:
-        """Bytes that may be used for the KV cache, measured after loading and warm-up."""
+    def kv_memory(self) -> KVMemory:
+        """Memory that the KV cache may take, measured after loading and warm-up."""
 
     @abstractmethod
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache once; it never grows."""
 
     @abstractmethod
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Hand over a step: forward pass and sampling. Steps are executed in the order in which they come.
+
+        Returns without waiting for it where the device can work while the host goes on.
+        """
+
+    @abstractmethod
+    def collect(self) -> ModelRunnerOutput:
+        """Wait for the oldest step that was submitted and not collected yet.
+
+        Raises:
+            Exception: what went wrong in that step; no later step was executed, and none may be submitted.
+        """
+
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step: forward pass and sampling."""
+        """Run one step, with none in flight, from beginning to end."""
+        self.submit(plan)
+        return self.collect()
 
     def shutdown(self) -> None:
         """Release what the executor holds; calling it twice is fine."""

@@ -1,7 +1,7 @@
 """`NullExecutor`: computes nothing, and checks everything that a worker takes on trust.
 
-Its next token is a pure function of the tokens before it, so a request's output does not depend on its
-company. In place of keys and values, each slot of its cache holds a fingerprint of all tokens up to that
+Its next token is a pure function of the tokens before it and the request's seed, so an output does not depend on
+its company. In place of keys, values and states, each slot of its cache holds a fingerprint of all tokens up to that
 position; a plan that would make a worker read wrong, stale or foreign cache content therefore fails here.
 
 Invariant: a plan that breaks a promise of `quire.scheduler.output` raises AssertionError; the checks are
@@ -11,13 +11,20 @@ explicit, so that `python -O` keeps them.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.kv_cache.block_pool import NULL_BLOCK_ID
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, bytes_per_block
+from quire.kv_cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    KVMemory,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+)
 from quire.scheduler.output import (
     WAIST_VERSION,
     CachedRequestData,
@@ -34,6 +41,27 @@ DEFAULT_VOCAB_SIZE = 32000
 def fingerprint(previous: int, token_id: int) -> int:
     """Fingerprint of a sequence plus one token: a step of Knuth's MMIX linear congruential generator."""
     return ((previous ^ (token_id + 1)) * 6364136223846793005 + 1442695040888963407) % 2**64
+
+
+Place = tuple[int, tuple[int, int]]
+"""A position, and where its fingerprint lies in a group's cache: (index in the block table, offset in the block)."""
+
+
+def places_read(spec: KVCacheSpec, start: int, end: int) -> Iterator[Place]:
+    """What the token at position `end` reads of those from `start` on."""
+    if isinstance(spec, RecurrentStateSpec):
+        return ((position, (position // spec.block_size, 0)) for position in range(max(end - 1, 0), end))
+    first = max(spec.first_block(end) * spec.block_size, start)
+    return ((position, divmod(position, spec.block_size)) for position in range(first, end))
+
+
+def places_written(spec: KVCacheSpec, table: list[int], start: int, end: int) -> Iterator[Place]:
+    """What computing the tokens `start` to `end` (exclusive) leaves behind."""
+    if not isinstance(spec, RecurrentStateSpec):
+        return ((position, divmod(position, spec.block_size)) for position in range(start, end))
+    indices = range(start // spec.block_size, (end - 1) // spec.block_size + 1)
+    wanted = [i for i in indices if table[i] != NULL_BLOCK_ID or i == indices[-1]]
+    return ((min((i + 1) * spec.block_size, end) - 1, (i, 0)) for i in wanted)
 
 
 class _Row:
@@ -78,6 +106,7 @@ class NullExecutor(Executor):
         self._holders: Counter[int] = Counter()
         self._slots: dict[tuple[int, int], int] = {}  # (block id, offset) -> fingerprint
         self._last_step_id = 0
+        self._submitted: deque[SchedulerOutput] = deque()
 
     def load(self) -> None:
         """Nothing to load."""
@@ -85,20 +114,26 @@ class NullExecutor(Executor):
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
         return self._specs
 
-    def available_kv_bytes(self) -> int:
-        num_blocks = self.config.cache.num_gpu_blocks_override or DEFAULT_NUM_BLOCKS
-        return num_blocks * bytes_per_block(self._specs)
+    def kv_memory(self) -> KVMemory:
+        """Room for `DEFAULT_NUM_BLOCKS` blocks of all layers together."""
+        block_bytes = sum(spec.block_bytes for spec in self._specs.values())
+        return KVMemory(DEFAULT_NUM_BLOCKS * block_bytes, "as much as a null executor has")
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         _check(self._kv_config is None, "the cache is allocated once")
         self._kv_config = kv_config
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Keep the plan until its result is asked for: the latest that a worker may begin."""
+        self._submitted.append(plan)
+
+    def collect(self) -> ModelRunnerOutput:
         """Check the plan, then do what a worker does with it, less the computing.
 
         Raises:
             AssertionError: the plan is inconsistent with itself, with earlier plans or with the cache.
         """
+        plan = self._submitted.popleft()
         self._check_header(plan)
         self._last_step_id = plan.step_id
         for request_id in plan.removed_request_ids:
@@ -144,7 +179,7 @@ class NullExecutor(Executor):
     def _remove_row(self, request_id: str) -> None:
         _check(request_id in self._rows, f"{request_id} is removed and has no row")
         for ids in self._rows.pop(request_id).block_ids:
-            self._holders.subtract(ids)
+            self._holders.subtract(block_id for block_id in ids if block_id != NULL_BLOCK_ID)
 
     def _add_row(self, data: NewRequestData) -> None:
         _check(data.request_id not in self._rows, f"{data.request_id} is new and has a row")
@@ -153,52 +188,85 @@ class NullExecutor(Executor):
             len(data.block_ids) == len(self._kv_config.groups), f"{data.request_id}: not one list per group"
         )
         row = self._rows[data.request_id] = _Row(data)
-        for ids in row.block_ids:
-            self._hold(row, ids, ids)
-        for position in range(row.num_computed_tokens):
-            for slot in self._slots_at(row, position):
-                found = self._slots.get(slot) == row.fingerprints[position]
-                _check(found, f"{row.request_id}: {slot} does not hold the prefix to token {position}")
+        for spec, ids in self._tables(row):
+            self._hold(row, spec, ids, ids)
+        self._check_reads(row, 0)
 
     def _grow_row(self, data: CachedRequestData) -> None:
         _check(data.request_id in self._rows, f"{data.request_id} is cached and has no row")
         row = self._rows[data.request_id]
         expected = row.num_computed_tokens
         _check(data.num_computed_tokens == expected, f"{data}, but {expected} tokens are computed")
-        for ids, new_ids in zip(row.block_ids, data.new_block_ids, strict=True):
+        for (spec, ids), new_ids in zip(self._tables(row), data.new_block_ids, strict=True):
+            self._let_go(spec, ids, expected)
             ids.extend(new_ids)
-            self._hold(row, ids, new_ids)
+            self._hold(row, spec, ids, new_ids)
 
-    def _hold(self, row: _Row, table: list[int], new_ids: list[int]) -> None:
+    def _tables(self, row: _Row) -> Iterator[tuple[KVCacheSpec, list[int]]]:
         assert self._kv_config is not None
-        _check(len(set(table)) == len(table), f"{row.request_id}: a block is twice in {table}")
-        valid = range(NULL_BLOCK_ID + 1, self._kv_config.num_blocks)
-        _check(all(block_id in valid for block_id in new_ids), f"{row.request_id}: no such blocks {new_ids}")
-        self._holders.update(new_ids)
+        specs = [group.spec for group in self._kv_config.groups]
+        return zip(specs, row.block_ids, strict=True)
+
+    def _let_go(self, spec: KVCacheSpec, table: list[int], num_computed_tokens: int) -> None:
+        """Blocks that are not read any more may serve others."""
+        for index in range(min(spec.first_block(num_computed_tokens), len(table))):
+            if table[index] != NULL_BLOCK_ID:
+                self._holders[table[index]] -= 1
+                table[index] = NULL_BLOCK_ID
+
+    def _hold(self, row: _Row, spec: KVCacheSpec, table: list[int], new_ids: list[int]) -> None:
+        """Blocks may be left out where nothing is read, and between states."""
+        if not new_ids:
+            return
+        assert self._kv_config is not None
+        held = [block_id for block_id in table if block_id != NULL_BLOCK_ID]
+        _check(len(set(held)) == len(held), f"{row.request_id}: a block is twice in {table}")
+        num_old = len(table) - len(new_ids)
+        num_unread = max(spec.first_block(row.num_computed_tokens) - num_old, 0)
+        lowest = NULL_BLOCK_ID + (not isinstance(spec, RecurrentStateSpec))
+        valid = range(lowest, self._kv_config.num_blocks)
+        good = all(block_id in valid for block_id in new_ids[num_unread:])
+        _check(good and not any(new_ids[:num_unread]), f"{row.request_id}: no such blocks {new_ids}")
+        self._holders.update(block_id for block_id in new_ids if block_id != NULL_BLOCK_ID)
+
+    def _check_reads(self, row: _Row, start: int) -> None:
+        for spec, table in self._tables(row):
+            for position, place in places_read(spec, start, row.num_computed_tokens):
+                slot = self._slot(row, table, position, place)
+                found = self._slots.get(slot) == row.fingerprints[position]
+                _check(found, f"{row.request_id}: {slot} does not hold the prefix to token {position}")
 
     def _compute(self, row: _Row, count: int) -> None:
         """Write the fingerprints of the next `count` tokens to their slots."""
-        end = row.num_computed_tokens + count
+        start, end = row.num_computed_tokens, row.num_computed_tokens + count
         _check(end <= len(row.token_ids), f"{row.request_id}: token {end} of {len(row.token_ids)} planned")
-        for position in range(row.num_computed_tokens, end):
-            for slot in self._slots_at(row, position):
+        limit = self.config.model.max_model_len
+        _check(
+            end < limit, f"{row.request_id}: token {end} planned, and the context of {limit} is full before"
+        )
+        self._check_reads(row, max(start - 1, 0))
+        for spec, table in self._tables(row):
+            for position, place in places_written(spec, table, start, end):
+                slot = self._slot(row, table, position, place)
                 _check(self._holders[slot[0]] == 1, f"{row.request_id} writes to a shared block: {slot}")
                 self._slots[slot] = row.fingerprints[position]
         row.num_computed_tokens = end
 
-    def _slots_at(self, row: _Row, position: int) -> list[tuple[int, int]]:
-        """Where a position lies in each group's cache: (block id, offset)."""
-        assert self._kv_config is not None
-        slots = []
-        for group, ids in zip(self._kv_config.groups, row.block_ids, strict=True):
-            index, offset = divmod(position, group.spec.block_size)
-            _check(index < len(ids), f"{row.request_id}: no block covers token {position}")
-            slots.append((ids[index], offset))
-        return slots
+    def _slot(self, row: _Row, table: list[int], position: int, place: tuple[int, int]) -> tuple[int, int]:
+        """(block id, offset) of a place."""
+        index, offset = place
+        covered = index < len(table) and table[index] != NULL_BLOCK_ID
+        _check(covered, f"{row.request_id}: no block covers token {position}")
+        return table[index], offset
 
     def _next_token(self, row: _Row) -> int:
-        """A function of the row's tokens alone; no end token before `min_tokens`."""
-        token_id = (row.fingerprints[-1] >> 33) % self.vocab_size
+        """A function of the row's tokens and seed alone; no end token before `min_tokens`."""
+        drawn = (
+            row.fingerprints[-1]
+            if row.params.greedy
+            else fingerprint(row.fingerprints[-1], row.params.seed or 0)
+        )
+        token_id = (drawn >> 33) % self.vocab_size
         if len(row.token_ids) - row.num_prompt_tokens >= row.params.min_tokens:
             return token_id
         masked = {*row.eos_token_ids, *row.params.stop_token_ids}
@@ -217,8 +285,10 @@ def _default_specs(config: EngineConfig) -> dict[str, KVCacheSpec]:
     arch, block_size = config.model_arch, config.cache.block_size
     if arch is None:
         return {"layers.0": FullAttentionSpec(block_size, num_kv_heads=1, head_size=8, dtype_bytes=4)}
-    spec = FullAttentionSpec(block_size, arch.num_kv_heads, arch.head_dim, dtype_bytes=4)
-    return {f"layers.{i}": spec for i in range(arch.num_layers)}
+    sizes = (block_size, arch.num_kv_heads, arch.head_dim, 4)
+    full, window = FullAttentionSpec(*sizes), SlidingWindowSpec(*sizes, arch.sliding_window or 1)
+    windowed = [kind == "sliding_attention" for kind in arch.layer_types] or [False] * arch.num_layers
+    return {f"layers.{i}": window if is_windowed else full for i, is_windowed in enumerate(windowed)}
 
 
 def _check(condition: bool, message: str) -> None:

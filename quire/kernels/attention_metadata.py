@@ -15,8 +15,8 @@ class AttentionMetadata:
 
     Request r owns query rows `query_start_loc[r]:query_start_loc[r + 1]`, which are the last of its
     `seq_lens[r]` tokens. Rows past `query_start_loc[R]` are padding. Logical block i of request r is
-    `block_tables[r, i]`; entries past the last block a request needs are never read, so any value may stand
-    there.
+    `block_tables[r, i]`; entries past the last block a request needs, and those wholly behind a layer's window,
+    are never read, so any value may stand there.
 
     All tensors live on the device of the KV cache.
     """
@@ -33,3 +33,7 @@ class AttentionMetadata:
     """Upper bound of the query lengths; exactly 1 means a pure decode batch."""
     max_seq_len: int
     """Upper bound of `seq_lens`, so that no kernel needs to read them back to size its work."""
+
+
+StepMetadata = tuple[AttentionMetadata, ...]
+"""One per KV cache group. They differ in block tables and slots; each layer reads that of its group."""

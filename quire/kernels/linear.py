@@ -4,8 +4,8 @@ Invariant: a matrix is packed once, while loading, and exists once. Panels of 16
 outputs and walk k in order, so that no sum depends on how many rows are multiplied.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ INT8_ZERO = 128
 """What an int8 weight's byte is larger by."""
 
 Kind = Literal["float", "int8", "int4"]
+Layout = Literal["panels", "rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,17 @@ class WeightScheme:
 FLOAT = WeightScheme()
 
 
+class Native(NamedTuple):
+    """A packed weight as the C++ kernels are told of it."""
+
+    addresses: tuple[int, int, int]
+    """Of data, scales and zeros; 0 = none."""
+    sizes: tuple[int, int, int, int]
+    """Outputs, inputs, halves, and what k is padded to a multiple of."""
+    format: tuple[int, int]
+    """Whether fast, and the code of the format."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A matrix [N, K] in panels; rows beyond N and k beyond K are 0.
@@ -50,6 +62,10 @@ class PackedWeight:
     eight k in the low nibbles and the others in the high ones. K is padded, to 64 or the group size. `scales` is
     float32 [P, 16] for int8 and bfloat16 [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or None where every
     zero point is 8.
+
+    So it is in the layout "panels", that of CPUs. In "rows", that of GPUs, outputs are apart: int8 [N, K] with float32
+    scales [N]; int4 uint8 [N, G * group / 2], where byte i of a group has k = i in its low nibble and k = i + group / 2
+    in its high one, with bfloat16 scales and uint8 zeros [N, G].
     """
 
     scheme: WeightScheme
@@ -59,6 +75,9 @@ class PackedWeight:
     outputs: int
     inputs: int
     halves: int = 1
+    layout: Layout = "panels"
+    native: Native | None = field(default=None, init=False, repr=False, compare=False)
+    """Set by the C++ kernels once they have checked it."""
 
     @staticmethod
     def of(
@@ -73,7 +92,7 @@ class PackedWeight:
 
     def tensors(self) -> dict[str, Tensor]:
         """Its memory, by the names of the fields."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {part.name: getattr(self, part.name) for part in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     @property

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels import cpu, reference, reference_sampling
+from quire.kernels import cpu, reference, reference_sampling, triton
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.linear import PackedWeight, WeightScheme
 
@@ -53,18 +53,15 @@ class Op(Generic[P, R]):
         self.oracle = oracle
         self.implementations = implementations
         self._key = key
-        self._choices: dict[tuple[torch.device, torch.dtype], list[_Choice]] = {}
+        self._functions: dict[tuple[torch.device, torch.dtype], Callable[P, R]] = {}
         update_wrapper(self, oracle)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         tensor: Any = args[self._key]
-        choices = self._choices.get((tensor.device, tensor.dtype)) or self._choose(
-            tensor.device, tensor.dtype
-        )
-        for function, accepts in choices:
-            if accepts is None or accepts(*args, **kwargs):
-                return function(*args, **kwargs)  # type: ignore[no-any-return]
-        raise AssertionError(f"op {self.name}: the oracle is always last and takes everything")
+        function = self._functions.get((tensor.device, tensor.dtype))
+        if function is None:
+            function = self._choose(tensor.device, tensor.dtype)
+        return function(*args, **kwargs)
 
     def supporting(self, device_type: str, dtype: torch.dtype) -> tuple[Implementation, ...]:
         """The implementations a call with this device type and dtype tries before the oracle, in order."""
@@ -72,16 +69,23 @@ class Op(Generic[P, R]):
             return ()
         return tuple(row for row in self.implementations if row.supports(device_type, dtype))
 
-    def _choose(self, device: torch.device, dtype: torch.dtype) -> "list[_Choice]":
-        rows = self.supporting(device.type, dtype)
-        choices = [_Choice(row.load(), row.accepts) for row in rows]
-        self._choices[device, dtype] = choices = [*choices, _Choice(self.oracle, None)]
-        return choices
+    def _choose(self, device: torch.device, dtype: torch.dtype) -> Callable[P, R]:
+        function: Callable[P, R] = self.oracle
+        for row in reversed(self.supporting(device.type, dtype)):
+            function = row.load() if row.accepts is None else _either(row.accepts, row.load(), function)
+        self._functions[device, dtype] = function
+        return function
 
 
-class _Choice(NamedTuple):
-    function: Callable[..., Any]
-    accepts: Callable[..., bool] | None
+def _either(
+    accepts: Callable[..., bool], first: Callable[..., Any], second: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Calls the first function where it accepts the arguments, else the second."""
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        return (first if accepts(*args, **kwargs) else second)(*args, **kwargs)
+
+    return choose
 
 
 TABLE: dict[str, Op[..., Any]] = {}
@@ -134,19 +138,14 @@ def _describe(row: Op[..., Any], device_type: str, dtype: torch.dtype) -> OpChoi
     return OpChoice(row.name, names, reason)
 
 
-def _cpu(
-    function: str,
-    accepts: Callable[..., bool] | None = None,
-    module: str = "binding",
-    *,
-    any_dtype: bool = False,
-) -> Implementation:
-    """A row of the C++ CPU library: `function` of a module of `quire.kernels.cpu`.
+def _cpu(path: str, accepts: Callable[..., bool] | None = None, *, any_dtype: bool = False) -> Implementation:
+    """A row of the C++ CPU library: "module.function" of `quire.kernels.cpu`.
 
     `any_dtype` is for a key tensor that is not of the model's dtype.
     """
 
     def load() -> Callable[..., Any]:
+        module, function = path.split(".")
         return getattr(import_module(f"quire.kernels.cpu.{module}"), function)  # type: ignore[no-any-return]
 
     def supports(device_type: str, dtype: torch.dtype) -> bool:
@@ -155,11 +154,31 @@ def _cpu(
     return Implementation("cpu", load, supports, cpu.status, accepts)
 
 
+def _triton(
+    path: str, accepts: Callable[..., bool] | None = None, *, any_dtype: bool = False
+) -> Implementation:
+    """A row of the GPU kernels: "module.function" of `quire.kernels.triton`; `any_dtype` as in `_cpu`."""
+
+    def load() -> Callable[..., Any]:
+        module, function = path.split(".")
+        return getattr(import_module(f"quire.kernels.triton.{module}"), function)  # type: ignore[no-any-return]
+
+    def supports(device_type: str, dtype: torch.dtype) -> bool:
+        return triton.supports(device_type, torch.float32 if any_dtype else dtype)
+
+    return Implementation("triton", load, supports, triton.status, accepts)
+
+
+def _float_cache(*args: Any, **_options: Any) -> bool:
+    """Whether no tensor is an int8 cache, whose scales the GPU kernels do not know."""
+    return all(getattr(arg, "dtype", None) != torch.int8 for arg in args)
+
+
 # Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head
 # size, R requests, V vocabulary rows, P positions. Tensors are contiguous in their last dimension.
 
 
-@op(_cpu("rms_norm"))
+@op(_cpu("norm.rms_norm"), _triton("norm.rms_norm"))
 def rms_norm(x: Tensor, weight: Tensor, /, eps: float) -> Tensor:
     """`x / rms(x) * weight` over the last dimension.
 
@@ -169,7 +188,7 @@ def rms_norm(x: Tensor, weight: Tensor, /, eps: float) -> Tensor:
     return reference.rms_norm(x, weight, eps)
 
 
-@op(_cpu("fused_add_rms_norm"))
+@op(_cpu("norm.fused_add_rms_norm"), _triton("norm.fused_add_rms_norm"))
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, /, eps: float) -> tuple[Tensor, Tensor]:
     """`(rms_norm(x + residual), x + residual)`, both new tensors of x's dtype and shape.
 
@@ -179,25 +198,25 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, /, eps: floa
     return reference.fused_add_rms_norm(x, residual, weight, eps)
 
 
-@op(_cpu("layer_norm"))
+@op(_cpu("norm.layer_norm"), _triton("norm.layer_norm"))
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, /, eps: float) -> Tensor:
     """`(x - mean) / std * weight + bias` over the last dimension; shapes and dtypes as in `rms_norm`."""
     return reference.layer_norm(x, weight, bias, eps)
 
 
-@op(_cpu("silu_and_mul"))
+@op(_cpu("activation.silu_and_mul"), _triton("activation.silu_and_mul"))
 def silu_and_mul(x: Tensor, /) -> Tensor:
     """`silu(first half) * second half`: x [..., 2 * I] -> [..., I] of x's dtype."""
     return reference.silu_and_mul(x)
 
 
-@op(_cpu("gelu_and_mul"))
+@op(_cpu("activation.gelu_and_mul"), _triton("activation.gelu_and_mul"))
 def gelu_and_mul(x: Tensor, /, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """`gelu(first half) * second half`: x [..., 2 * I] -> [..., I] of x's dtype."""
     return reference.gelu_and_mul(x, approximate)
 
 
-@op(_cpu("rotary_embedding"), key=1)
+@op(_cpu("kv_write.rotary_embedding"), _triton("rotary.rotary_embedding"), key=1)
 def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, /, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -219,7 +238,7 @@ def rotary_embedding(
 # behind each value stands its own. What is stored is round(x / scale), with scale = amax / 127 for each token and head.
 
 
-@op(_cpu("write_kv"))
+@op(_cpu("kv_write.write_kv"), _triton("rotary.write_kv", _float_cache))
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, /) -> None:
     """Store each token's key and value in its slot.
 
@@ -229,7 +248,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     reference.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
-@op(_cpu("rotary_and_write_kv"), key=1)
+@op(_cpu("kv_write.rotary_and_write_kv"), _triton("rotary.rotary_and_write_kv", _float_cache), key=1)
 def rotary_and_write_kv(
     positions: Tensor,
     q: Tensor,
@@ -253,7 +272,10 @@ def _any_multiple_of_8(q: Tensor, *_args: Any, **_features: Any) -> bool:
     return q.shape[2] % 8 == 0
 
 
-@op(_cpu("paged_attention", _any_multiple_of_8))
+@op(
+    _cpu("attention.paged_attention", _any_multiple_of_8),
+    _triton("attention.paged_attention", _float_cache),
+)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -286,7 +308,7 @@ def paged_attention(
     )
 
 
-@op(_cpu("embedding"), key=1)
+@op(_cpu("embedding.embedding"), _triton("embedding.embedding"), key=1)
 def embedding(ids: Tensor, weight: Tensor, /) -> Tensor:
     """Rows of a table: ids [T] int64 in [0, V), weight [V, H] -> [T, H]; any other id is an IndexError."""
     return reference.embedding(ids, weight)
@@ -301,7 +323,7 @@ def linear(x: Tensor, weight: Tensor, /, bias: Tensor | None = None) -> Tensor:
     return reference.linear(x, weight, bias)
 
 
-@op(_cpu("pack_weight", module="linear"))
+@op(_cpu("linear.pack_weight"))
 def pack_weight(weight: Tensor, /, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
     """A weight [N, K] of any float dtype in the layout of `packed_linear`, quantised as the scheme says.
 
@@ -313,7 +335,7 @@ def pack_weight(weight: Tensor, /, scheme: WeightScheme, halves: int = 1) -> Pac
     return reference.pack_weight(weight, scheme, halves)
 
 
-@op(_cpu("packed_linear", module="linear"))
+@op(_cpu("linear.packed_linear"))
 def packed_linear(
     x: Tensor,
     weight: PackedWeight,
@@ -330,7 +352,7 @@ def packed_linear(
     return reference.packed_linear(x, weight, bias, activation)
 
 
-@op(_cpu("packed_embedding", module="linear", any_dtype=True))
+@op(_cpu("linear.packed_embedding", any_dtype=True))
 def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
     """Rows of a packed table: ids [T] int64 in [0, N) -> float32 [T, K]. An id outside is an IndexError."""
     return reference.packed_embedding(ids, weight)
@@ -340,13 +362,13 @@ def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
 # logit first and, of equal logits, the lower id first. A row's results depend on that row alone.
 
 
-@op(_cpu("non_finite_rows"))
+@op(_cpu("sampling.non_finite_rows"), _triton("sampling.non_finite_rows"))
 def non_finite_rows(logits: Tensor, /) -> Tensor:
     """Which rows hold a NaN or an infinity: [N, V] -> [N] bool."""
     return reference_sampling.non_finite_rows(logits)
 
 
-@op(_cpu("apply_penalties"))
+@op(_cpu("sampling.apply_penalties"), _triton("sampling.apply_penalties"))
 def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor, /) -> None:
     """Change some logits in place, in float64: x -> (x / r if x > 0 else x * r) - s, held to float32's maximum.
 
@@ -356,7 +378,10 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
     reference_sampling.apply_penalties(logits, indices, repetition, subtracted)
 
 
-@op(_cpu("philox_uniform", any_dtype=True))
+@op(
+    _cpu("sampling.philox_uniform", any_dtype=True),
+    _triton("sampling.philox_uniform", any_dtype=True),
+)
 def philox_uniform(seeds: Tensor, positions: Tensor, /) -> Tensor:
     """One number in [0, 1) for each (seed, position), both [N] int64: [N] float64, multiples of 2**-52.
 
@@ -366,7 +391,7 @@ def philox_uniform(seeds: Tensor, positions: Tensor, /) -> Tensor:
     return reference_sampling.philox_uniform(seeds, positions)
 
 
-@op(_cpu("sample_tokens"))
+@op(_cpu("sampling.sample_tokens"), _triton("sampling.sample_tokens"))
 def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor, /) -> Tensor:
     """The choice of one token per row: logits [N, V] -> ids [N] int64, -1 for a row whose logits are all -inf.
 
@@ -384,7 +409,7 @@ def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor, /) -> Tens
     return reference_sampling.sample_tokens(logits, settings, uniforms)
 
 
-@op(_cpu("token_logprobs"))
+@op(_cpu("sampling.token_logprobs"), _triton("sampling.token_logprobs"))
 def token_logprobs(logits: Tensor, chosen: Tensor, /, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-softmax of finite logits for the chosen token and the first `num_top` <= V of the order.
 

@@ -217,6 +217,8 @@ def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> Packed
 
 def unpack_weight(weight: PackedWeight) -> Tensor:
     """The matrix [N, K] that a packed one stands for: its own dtype, float32 where it was quantised."""
+    if weight.layout == "rows":
+        return _unpack_rows(weight)
     panels = _UNPACK[weight.scheme.kind](weight)[:, :, : weight.inputs]
     return packing.from_panels(panels, weight.outputs, weight.halves)
 
@@ -231,11 +233,17 @@ def _unpack_float(weight: PackedWeight) -> Tensor:
     return (packing.deinterleave_bfloat16(data) if data.dtype == torch.bfloat16 else data).transpose(1, 2)
 
 
-def _pack_int8(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, None]:
-    wide = F.pad(panels.float(), (0, -panels.shape[-1] % packing.INT8_CHUNK))
+def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., K] -> integers as floats, [..., K], and float32 scales [...]."""
+    wide = rows.float()
     scales = _finite_or_nan(wide.abs().amax(-1) / 127)
-    q = _steps(wide, scales.unsqueeze(-1)).clamp(-127, 127) + packing.INT8_ZERO
-    return q.to(torch.uint8).unflatten(-1, (-1, packing.QUAD)).transpose(1, 2), scales, None
+    return _steps(wide, scales.unsqueeze(-1)).clamp(-127, 127), scales
+
+
+def _pack_int8(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, None]:
+    q, scales = quantize_int8(F.pad(panels, (0, -panels.shape[-1] % packing.INT8_CHUNK)))
+    shifted = (q + packing.INT8_ZERO).to(torch.uint8)
+    return shifted.unflatten(-1, (-1, packing.QUAD)).transpose(1, 2), scales, None
 
 
 def _unpack_int8(weight: PackedWeight) -> Tensor:
@@ -244,28 +252,26 @@ def _unpack_int8(weight: PackedWeight) -> Tensor:
     return q * weight.scales.unsqueeze(-1)
 
 
-def _pack_int4(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Tensor | None]:
-    wide = F.pad(panels.float(), (0, -panels.shape[-1] % scheme.group_size))
+def quantize_int4(rows: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Tensor | None]:
+    """[..., K] -> uint8 [..., K padded with 0 to whole groups], bfloat16 scales and uint8 zeros [..., G]."""
+    wide = F.pad(rows.float(), (0, -rows.shape[-1] % scheme.group_size))
     groups = wide.unflatten(-1, (-1, scheme.group_size))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     exact = torch.where(high >= -low, high, low) / -8 if scheme.symmetric else (high - low) / 15
     scales = _finite_or_nan(exact).bfloat16()
     zeros = torch.full_like(exact, 8) if scheme.symmetric else _steps(-low, scales.float()).clamp(0, 15)
     q = (_steps(groups, scales.float().unsqueeze(-1)) + zeros.unsqueeze(-1)).clamp(0, 15)
-    q = torch.where(_usable(scales).unsqueeze(-1), q, 0.0).to(torch.uint8)
-    low, high = (
-        _without_padding(q, panels).unflatten(-1, (-1, 2, packing.QUAD)).unbind(3)
-    )  # [P, 16, K / 8, 4]
+    flat = torch.where(_usable(scales).unsqueeze(-1), q, 0.0).to(torch.uint8).flatten(-2)
+    flat[..., rows.shape[-1] :] = 0
+    return flat, scales, None if scheme.symmetric else zeros.to(torch.uint8)
+
+
+def _pack_int4(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Tensor | None]:
+    q, scales, zeros = quantize_int4(panels, scheme)
+    low, high = q.unflatten(-1, (-1, 2, packing.QUAD)).unbind(-2)  # [P, 16, K / 8, 4]
     nibbles = (low | high << 4).transpose(1, 2)
-    kept = None if scheme.symmetric else zeros.transpose(1, 2).to(torch.uint8).contiguous()
+    kept = None if zeros is None else zeros.transpose(1, 2).contiguous()
     return nibbles, scales.transpose(1, 2).contiguous(), kept
-
-
-def _without_padding(q: Tensor, panels: Tensor) -> Tensor:
-    """[P, 16, G, group] -> [P, 16, K padded], 0 where k is beyond K."""
-    flat = q.flatten(2)
-    flat[..., panels.shape[-1] :] = 0
-    return flat
 
 
 def _unpack_int4(weight: PackedWeight) -> Tensor:
@@ -274,6 +280,18 @@ def _unpack_int4(weight: PackedWeight) -> Tensor:
     q = torch.stack([steps & 15, steps >> 4], 3).flatten(2).unflatten(-1, (-1, weight.scheme.group_size))
     zeros = 8.0 if weight.zeros is None else weight.zeros.transpose(1, 2).unsqueeze(-1).float()
     return ((q.float() - zeros) * weight.scales.transpose(1, 2).unsqueeze(-1).float()).flatten(2)
+
+
+def _unpack_rows(weight: PackedWeight) -> Tensor:
+    assert weight.scales is not None
+    scales = weight.scales.float().unsqueeze(-1)
+    if weight.scheme.kind != "int4":
+        return weight.data.float() * scales
+    half = weight.scheme.group_size // 2
+    packed = weight.data.unflatten(-1, (-1, half))
+    zeros = 8.0 if weight.zeros is None else weight.zeros.float().unsqueeze(-1)
+    q = torch.cat([packed & 15, packed >> 4], -1).float() - zeros
+    return (q * scales).flatten(1)[:, : weight.inputs]
 
 
 def _steps(x: Tensor, scales: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Makes the groups of a model act as one: a prefix hit must hold in all of them, an allocation covers all.
 
-Invariant: all groups cover the same tokens of a request at all times.
+Invariant: all groups cover the same tokens of a request at all times, so their tables have equally many entries.
 """
 
 from __future__ import annotations
@@ -8,24 +8,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
+from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.single_type_manager import MANAGERS
 from quire.kv_cache.spec import KVCacheGroup
 
 
 class PrefixHit(NamedTuple):
-    """The first `num_tokens` tokens of a request are cached in these blocks (one list per group)."""
+    """The first `num_tokens` tokens of a request are cached in these blocks (one list per group).
+
+    A list has an entry for each block of the prefix; the null block stands where a group needs none.
+    """
 
     num_tokens: int
     blocks: tuple[list[KVCacheBlock], ...]
 
 
 class KVCacheCoordinator:
-    """One manager per group, in the order of the groups."""
+    """One manager per group, in the order of the groups; `max_chunk` is the most tokens of a request in a step."""
 
-    def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool) -> None:
-        self.managers = [MANAGERS[type(group.spec)](group.spec, pool, i) for i, group in enumerate(groups)]
+    def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool, max_chunk: int) -> None:
+        self._pool = pool
+        self.managers = [
+            MANAGERS[type(group.spec)](group.spec, pool, i, max_chunk) for i, group in enumerate(groups)
+        ]
+        self._dropping = [manager for manager in self.managers if manager.drops_blocks]
         self.block_size = self.managers[0].block_size
         assert all(m.block_size == self.block_size for m in self.managers), "groups differ in block size"
         self.no_hit = PrefixHit(0, tuple([] for _ in self.managers))
@@ -55,13 +62,21 @@ class KVCacheCoordinator:
         pairs = zip(self.managers, hit.blocks, strict=True)
         return sum(manager.num_blocks_to_start(num_tokens, blocks) for manager, blocks in pairs)
 
+    def covers(self, request_id: str, num_tokens: int) -> bool:
+        """Whether the request's tables reach over `num_tokens` tokens already."""
+        return self.managers[0].num_entries(request_id) * self.block_size >= num_tokens
+
     def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
         """Free blocks over all groups that a request needs to cover `num_tokens` tokens."""
         return sum([manager.num_blocks_to_grow(request_id, num_tokens) for manager in self.managers])
 
     def num_held_blocks(self, request_id: str) -> int:
-        """Entries of the request's tables."""
-        return sum([len(manager.tables[request_id]) for manager in self.managers])
+        """Blocks in the request's tables."""
+        return sum([manager.num_held_blocks(request_id) for manager in self.managers])
+
+    def num_blocks_to_finish(self, request_id: str, num_tokens: int) -> int:
+        """As `num_blocks_to_grow`, but in steps, between which blocks are dropped."""
+        return sum([manager.num_blocks_to_finish(request_id, num_tokens) for manager in self.managers])
 
     def adopt(self, request_id: str, hit: PrefixHit) -> None:
         """Start a request's tables with a prefix hit (possibly an empty one)."""
@@ -72,15 +87,21 @@ class KVCacheCoordinator:
         """Grow the tables to cover `num_tokens` tokens; returns the new block ids per group."""
         return [manager.allocate(request_id, num_tokens) for manager in self.managers]
 
+    def drop(self, request_id: str, num_computed_tokens: int, *, cached_only: bool) -> None:
+        """Give back blocks that are not read any more; see `SingleTypeManager.drop`."""
+        for manager in self._dropping:
+            manager.drop(request_id, num_computed_tokens, cached_only=cached_only)
+
     def cache_blocks(self, request_id: str, hashes: Sequence[BlockHash], num_full: int) -> None:
         """Offer the first `num_full` blocks of every group to the prefix cache."""
         for manager in self.managers:
             manager.cache_blocks(request_id, hashes, num_full)
 
     def free(self, request_id: str) -> None:
-        """Give back the request's blocks in all groups."""
-        for manager in self.managers:
-            manager.free(request_id)
+        """Give back the request's blocks in all groups, as one chain: what one group lost is of no use to others."""
+        tables = [manager.forget(request_id) for manager in self.managers]
+        chain = [block for entries in zip(*tables, strict=True) for block in entries]
+        self._pool.free([block for block in chain if block.block_id != NULL_BLOCK_ID])
 
     def block_ids(self, request_id: str) -> list[list[int]]:
         """The request's block ids per group, in order of position."""

@@ -1,7 +1,8 @@
 """The invariants of the KV cache, in code.
 
     1. A block is in the free queue exactly if nobody holds it; the null block is in neither place.
-    2. `ref_cnt` is the number of tables that hold the block; a table holds a block once.
+    2. `ref_cnt` is the number of tables that hold the block; a table holds a block once. The null block is held by
+       none: it stands in a table where blocks were dropped, and where a recurrent state has none.
     3. A block in two tables has a hash (so it is full and computed) and the same position in both.
     4. Hash -> block is a bijection between the cached hashes and the blocks that have one.
 
@@ -63,8 +64,12 @@ def _check_tables(pool: BlockPool, managers: Sequence[SingleTypeManager]) -> Non
     places: dict[int, list[tuple[int, int]]] = defaultdict(list)  # block id -> (group, position) per holder
     for group_id, manager in enumerate(managers):
         for request_id, table in manager.tables.items():
-            _require(len(set(table)) == len(table), "a table holds a block twice", request_id)
-            for position, block in enumerate(table):
+            _check_gaps(manager, request_id)
+            held = [(i, block) for i, block in enumerate(table) if block.block_id != NULL_BLOCK_ID]
+            _require(
+                len({block for _, block in held}) == len(held), "a table holds a block twice", request_id
+            )
+            for position, block in held:
                 places[block.block_id].append((group_id, position))
     for block in pool.blocks:
         held_at = places.get(block.block_id, [])
@@ -72,7 +77,15 @@ def _check_tables(pool: BlockPool, managers: Sequence[SingleTypeManager]) -> Non
         _require(len(set(held_at)) <= 1, "a block is at several (group, position)", block, held_at)
         _require(len(held_at) <= 1 or block.block_hash is not None, "a shared block is not full", block)
     _require(pool.blocks[NULL_BLOCK_ID].ref_cnt == 0, "the null block was given out")
-    _require(len({frozenset(m.tables) for m in managers}) == 1, "groups serve different requests")
+    lengths = [{request_id: len(table) for request_id, table in m.tables.items()} for m in managers]
+    _require(all(entry == lengths[0] for entry in lengths), "groups cover different tokens", lengths)
+
+
+def _check_gaps(manager: SingleTypeManager, request_id: str) -> None:
+    num_dropped = manager.num_dropped[request_id]
+    gaps = [block.block_id == NULL_BLOCK_ID for block in manager.tables[request_id]]
+    _require(all(gaps[:num_dropped]), "a dropped block is still held", request_id)
+    _require(manager.leaves_gaps or not any(gaps[num_dropped:]), "a table holds the null block", request_id)
 
 
 def _check_hashes(pool: BlockPool) -> None:

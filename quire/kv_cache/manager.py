@@ -36,15 +36,17 @@ class CachedSequence(Protocol):
 class KVCacheManager:
     """Gives blocks to requests and finds prefixes that are computed already.
 
-    `prefix_queries` and `prefix_hits` count tokens: of started requests, and of these the ones found.
+    `prefix_queries` and `prefix_hits` count tokens: of started requests, and of these the ones found. `max_chunk` is
+    the most tokens of a request that one step computes.
     """
 
-    def __init__(self, kv_config: KVCacheConfig, *, enable_prefix_caching: bool) -> None:
+    def __init__(self, kv_config: KVCacheConfig, *, enable_prefix_caching: bool, max_chunk: int) -> None:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._enable_prefix_caching = enable_prefix_caching
         self._pool = BlockPool(kv_config.num_blocks)
-        self._coordinator = KVCacheCoordinator(kv_config.groups, self._pool)
+        self._coordinator = KVCacheCoordinator(kv_config.groups, self._pool, max_chunk)
+        self._no_block_ids: list[list[int]] = [[] for _ in kv_config.groups]  # in most plans, so made once
 
     @property
     def block_size(self) -> int:
@@ -92,7 +94,7 @@ class KVCacheManager:
 
     def num_blocks_to_finish(self, request: CachedSequence) -> int:
         """Blocks that a started request needs for all its known tokens beyond those it has."""
-        return self._coordinator.num_blocks_to_grow(request.request_id, len(request.token_ids))
+        return self._coordinator.num_blocks_to_finish(request.request_id, len(request.token_ids))
 
     def num_held_blocks(self, request: CachedSequence) -> int:
         """Blocks that a started request holds, alone or with others."""
@@ -108,18 +110,24 @@ class KVCacheManager:
     def allocate_slots(self, request: CachedSequence, num_new_tokens: int) -> list[list[int]] | None:
         """Cover `num_new_tokens` more tokens of a started request; all or nothing.
 
-        Returns the new block ids, one list per group (empty where the last block had room), or None if blocks
-        are short.
+        Returns the new block ids, one list per group (empty where the last block had room) and not to be changed,
+        or None if blocks are short. Blocks that the request reads no more are given back first.
         """
-        num_tokens = request.num_computed_tokens + num_new_tokens
-        needed = self._coordinator.num_blocks_to_grow(request.request_id, num_tokens)
+        request_id, num_computed_tokens = request.request_id, request.num_computed_tokens
+        num_tokens = num_computed_tokens + num_new_tokens
+        if self._coordinator.covers(request_id, num_tokens):
+            return self._no_block_ids
+        self._coordinator.drop(request_id, num_computed_tokens, cached_only=self._enable_prefix_caching)
+        needed = self._coordinator.num_blocks_to_grow(request_id, num_tokens)
+        if needed > self._pool.num_free_blocks:  # then also give back what no step has come back with yet
+            self._coordinator.drop(request_id, num_computed_tokens, cached_only=False)
         if needed > self._pool.num_free_blocks:
             return None
-        return self._coordinator.allocate(request.request_id, num_tokens)
+        return self._coordinator.allocate(request_id, num_tokens)
 
     def cache_blocks(self, request: CachedSequence, num_computed_tokens: int) -> None:
         """Let others reuse the full blocks of the first `num_computed_tokens` tokens, which are computed."""
-        num_full = num_computed_tokens // self.block_size
+        num_full = num_computed_tokens // self._coordinator.block_size
         if not self._enable_prefix_caching or num_full == 0:
             return
         if len(request.block_hashes) < num_full:

@@ -1,7 +1,7 @@
-"""Block tables of one group of layers; one class per kind of KV cache spec.
+"""Block tables of one group of layers; one class per way of using a table.
 
-Invariant: a request's table grows at its end only, and its first `num_cached` blocks have been offered to the
-prefix cache. What differs between kinds of attention is which cached blocks make a hit.
+Invariant: a request's table grows at its end only; its first `num_dropped` entries are the null block, because no
+later token reads them, and its first `num_cached` have been offered to the prefix cache.
 """
 
 from __future__ import annotations
@@ -10,76 +10,140 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
+from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from quire.kv_cache.hashing import BlockHash
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from quire.kv_cache.spec import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+)
 
 
 class SingleTypeManager(ABC):
-    """Gives the blocks of one group to requests; all groups draw on one pool."""
+    """Gives the blocks of one group to requests; all groups draw on one pool.
 
-    def __init__(self, spec: KVCacheSpec, pool: BlockPool, group_id: int) -> None:
+    Args:
+        max_chunk: most tokens of a request that one step computes.
+    """
+
+    drops_blocks = True
+    """Whether blocks are given back while their request runs."""
+    leaves_gaps = False
+    """Whether a table has entries without a block behind those that were dropped."""
+
+    def __init__(self, spec: KVCacheSpec, pool: BlockPool, group_id: int, max_chunk: int) -> None:
         self.block_size = spec.block_size
         self._spec = spec
         self._pool = pool
+        self._null_block = pool.blocks[NULL_BLOCK_ID]
         self._group_tag = group_id.to_bytes(4, "big")
+        self._max_chunk = max_chunk
         self._tables: dict[str, list[KVCacheBlock]] = {}
         self._num_cached: dict[str, int] = {}
+        self._num_dropped: dict[str, int] = {}
 
     @property
     def tables(self) -> Mapping[str, Sequence[KVCacheBlock]]:
         """Read-only view: request id -> its blocks, in order of position."""
         return MappingProxyType(self._tables)
 
+    @property
+    def num_dropped(self) -> Mapping[str, int]:
+        """Read-only view: request id -> leading entries of its table that were given back."""
+        return MappingProxyType(self._num_dropped)
+
     @abstractmethod
     def find_longest_cache_hit(self, hashes: Sequence[BlockHash], max_num_tokens: int) -> list[KVCacheBlock]:
-        """Cached blocks for the longest prefix of at most `max_num_tokens` tokens; nothing is held yet."""
+        """Entries of a table for the longest prefix of at most `max_num_tokens` tokens that is cached.
+
+        Nothing is held yet. Blocks that no later token reads need not be cached; the null block stands for them.
+        """
 
     def max_blocks(self, num_tokens: int) -> int:
         """Blocks that a sequence of this length holds at most."""
-        return self._spec.max_blocks(num_tokens)
+        return self._spec.max_blocks(num_tokens, self._max_chunk)
 
     def num_blocks_to_start(self, num_tokens: int, hit: Sequence[KVCacheBlock]) -> int:
         """Free blocks that a request without a table needs for `num_tokens` tokens, given a prefix hit.
 
         Blocks of the hit that nobody holds are among the free ones, and are taken too.
         """
-        return -(-num_tokens // self.block_size) - sum(block.ref_cnt > 0 for block in hit)
+        num_skipped = self._spec.first_block(len(hit) * self.block_size)
+        num_shared = sum(block.ref_cnt > 0 for block in hit)
+        without_dropping = self._spec.num_blocks(num_tokens) - num_skipped - num_shared
+        return min(without_dropping, self.max_blocks(num_tokens))
 
     def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
         """Free blocks that a request needs to cover `num_tokens` tokens beyond those it has."""
-        return max(-(-num_tokens // self.block_size) - len(self._tables[request_id]), 0)
+        return self._num_new(len(self._tables[request_id]), self._spec.num_blocks(num_tokens))
+
+    def num_blocks_to_finish(self, request_id: str, num_tokens: int) -> int:
+        """Free blocks that a request needs at most to get to `num_tokens` tokens in steps, dropping what it can."""
+        return min(self.num_blocks_to_grow(request_id, num_tokens), self.max_blocks(num_tokens))
+
+    def num_held_blocks(self, request_id: str) -> int:
+        """Blocks in a request's table."""
+        return sum(block is not self._null_block for block in self._tables[request_id])
+
+    def num_entries(self, request_id: str) -> int:
+        """Entries of the request's table."""
+        return len(self._tables[request_id])
 
     def adopt(self, request_id: str, hit: Sequence[KVCacheBlock]) -> None:
-        """Start a request's table with the blocks of a prefix hit."""
+        """Start a request's table with the entries of a prefix hit."""
         assert request_id not in self._tables, f"request {request_id} has blocks already"
-        self._pool.touch(hit)
+        self._pool.touch([block for block in hit if block is not self._null_block])
         self._tables[request_id] = list(hit)
         self._num_cached[request_id] = len(hit)
+        self._num_dropped[request_id] = self._spec.first_block(len(hit) * self.block_size)
 
     def allocate(self, request_id: str, num_tokens: int) -> list[int]:
-        """Grow the table to cover `num_tokens` tokens; returns the ids of the new blocks."""
+        """Grow the table to cover `num_tokens` tokens; returns the ids of the new entries."""
         table = self._tables[request_id]
-        num_new = -(-num_tokens // self.block_size) - len(table)
-        if num_new <= 0:
-            return []
-        blocks = self._pool.get_new_blocks(num_new)
+        blocks = self._new_blocks(len(table), self._spec.num_blocks(num_tokens))
         table.extend(blocks)
         return [block.block_id for block in blocks]
+
+    def drop(self, request_id: str, num_computed_tokens: int, *, cached_only: bool) -> None:
+        """Give back the blocks that are not read once `num_computed_tokens` tokens are computed.
+
+        `cached_only` spares those that were not offered to the prefix cache yet, since they would be lost to it.
+        """
+        start, end = self._num_dropped[request_id], self._spec.first_block(num_computed_tokens)
+        if cached_only:
+            end = min(end, self._num_cached[request_id])
+        if start >= end:
+            return
+        table = self._tables[request_id]
+        self._pool.free([block for block in table[start:end] if block is not self._null_block])
+        table[start:end] = [self._null_block] * (end - start)
+        self._num_dropped[request_id] = end
 
     def cache_blocks(self, request_id: str, hashes: Sequence[BlockHash], num_full: int) -> None:
         """Offer the first `num_full` blocks, which must be computed, to the prefix cache."""
         start = self._num_cached[request_id]
         if num_full <= start:
             return
-        keys = [self._key(block_hash) for block_hash in hashes[start:num_full]]
-        self._pool.cache_full_blocks(self._tables[request_id][start:num_full], keys)
+        pairs = zip(self._tables[request_id][start:num_full], hashes[start:num_full], strict=True)
+        present = [(block, self._key(name)) for block, name in pairs if block is not self._null_block]
+        self._pool.cache_full_blocks([block for block, _ in present], [key for _, key in present])
         self._num_cached[request_id] = num_full
 
-    def free(self, request_id: str) -> None:
-        """Give the request's blocks back; a request without blocks is fine."""
+    def forget(self, request_id: str) -> list[KVCacheBlock]:
+        """Take a request's table away and return it, for the caller to free; a request without one is fine."""
         self._num_cached.pop(request_id, None)
-        self._pool.free(self._tables.pop(request_id, []))
+        self._num_dropped.pop(request_id, None)
+        return self._tables.pop(request_id, [])
+
+    def _num_new(self, start: int, end: int) -> int:
+        """Blocks that entries `start` to `end` (exclusive) take."""
+        return max(end - start, 0)
+
+    def _new_blocks(self, start: int, end: int) -> list[KVCacheBlock]:
+        """New entries `start` to `end` (exclusive)."""
+        return self._pool.get_new_blocks(max(end - start, 0))
 
     def _key(self, block_hash: BlockHash) -> BlockHash:
         """One pool serves all groups, and each group has its own keys and values for the same tokens."""
@@ -88,6 +152,8 @@ class SingleTypeManager(ABC):
 
 class FullAttentionManager(SingleTypeManager):
     """Every block is kept until the request ends, so a hit is an unbroken run of blocks from the start."""
+
+    drops_blocks = False
 
     def find_longest_cache_hit(self, hashes: Sequence[BlockHash], max_num_tokens: int) -> list[KVCacheBlock]:
         hit: list[KVCacheBlock] = []
@@ -99,7 +165,46 @@ class FullAttentionManager(SingleTypeManager):
         return hit
 
 
+class LocalAttentionManager(SingleTypeManager):
+    """Blocks that no later token reads are dropped, and a hit needs only those that the next token reads.
+
+    So any prefix can be a hit whose last blocks are cached, and the longest is searched from its end: where a block is
+    missing that a prefix needs, all prefixes that end behind that block need it too, down to the one that ends there.
+    """
+
+    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], max_num_tokens: int) -> list[KVCacheBlock]:
+        end = min(max_num_tokens // self.block_size, len(hashes))
+        found: list[KVCacheBlock] = []  # the blocks before `end`, last first
+        while len(found) < end - self._spec.first_block(end * self.block_size):
+            index = end - len(found) - 1
+            block = self._pool.get_cached_block(self._key(hashes[index]))
+            if block is None:
+                end, found = index, []
+            else:
+                found.append(block)
+        return [self._null_block] * (end - len(found)) + found[::-1]
+
+
+class RecurrentStateManager(LocalAttentionManager):
+    """A block is a state. Only the latest is read, so few entries of a table have a block; see `RecurrentStateSpec`."""
+
+    leaves_gaps = True
+    _spec: RecurrentStateSpec
+
+    def _num_new(self, start: int, end: int) -> int:
+        return sum(self._spec.has_block(index, end) for index in range(start, end))
+
+    def _new_blocks(self, start: int, end: int) -> list[KVCacheBlock]:
+        blocks = iter(self._pool.get_new_blocks(self._num_new(start, end)))
+        return [
+            next(blocks) if self._spec.has_block(index, end) else self._null_block
+            for index in range(start, end)
+        ]
+
+
 MANAGERS: dict[type[KVCacheSpec], type[SingleTypeManager]] = {
     FullAttentionSpec: FullAttentionManager,
-    SlidingWindowSpec: FullAttentionManager,  # keeps the blocks behind the window: correct, not yet thrifty
+    SlidingWindowSpec: LocalAttentionManager,
+    ChunkedLocalSpec: LocalAttentionManager,
+    RecurrentStateSpec: RecurrentStateManager,
 }

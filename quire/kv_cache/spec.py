@@ -6,10 +6,9 @@ is inferred from a layer's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-
-from quire.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -23,14 +22,27 @@ class KVCacheSpec:
         """Bytes of one block of this layer."""
         raise NotImplementedError
 
-    def max_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of `num_tokens` holds at most."""
+    @property
+    def kind(self) -> Hashable:
+        """Layers of one kind need the same blocks of a sequence, and may share a block table."""
+        return (type(self),)
+
+    def first_block(self, position: int) -> int:
+        """Index of the first block that the token at `position`, or any later one, still reads."""
+        raise NotImplementedError
+
+    def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        """Blocks that a sequence of `num_tokens` holds at most, if no step computes more than `max_chunk` tokens."""
+        raise NotImplementedError
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Entries in the block table of a sequence of `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
 
 @dataclass(frozen=True)
-class FullAttentionSpec(KVCacheSpec):
-    """Keys and values of every token are kept: 2 * kv heads * (head size * dtype bytes + scale bytes) per token."""
+class AttentionSpec(KVCacheSpec):
+    """Keys and values of tokens: 2 * kv heads * (head size * dtype bytes + scale bytes) for each."""
 
     num_kv_heads: int
     head_size: int
@@ -45,15 +57,94 @@ class FullAttentionSpec(KVCacheSpec):
 
 
 @dataclass(frozen=True)
-class SlidingWindowSpec(FullAttentionSpec):
-    """Only the last `sliding_window` tokens are ever read."""
+class FullAttentionSpec(AttentionSpec):
+    """Every token is read by all later ones."""
+
+    def first_block(self, position: int) -> int:
+        return 0
+
+    def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        return self.num_blocks(num_tokens)
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec(AttentionSpec):
+    """A token reads itself and the `sliding_window` - 1 tokens before it."""
 
     sliding_window: int
+
+    @property
+    def kind(self) -> Hashable:
+        return type(self), self.sliding_window
+
+    def first_block(self, position: int) -> int:
+        return max(position - self.sliding_window + 1, 0) // self.block_size
+
+    def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        span = self.sliding_window - 1 + max_chunk
+        return min(self.num_blocks(num_tokens), _max_blocks_touched(span, self.block_size))
+
+
+@dataclass(frozen=True)
+class ChunkedLocalSpec(AttentionSpec):
+    """Tokens are cut into chunks of `attention_chunk`, and each reads its own chunk only (as in Llama 4)."""
+
+    attention_chunk: int
+
+    @property
+    def kind(self) -> Hashable:
+        return type(self), self.attention_chunk
+
+    def first_block(self, position: int) -> int:
+        return position // self.attention_chunk * self.attention_chunk // self.block_size
+
+    def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        span = self.attention_chunk - 1 + max_chunk
+        return min(self.num_blocks(num_tokens), _max_blocks_touched(span, self.block_size))
+
+
+@dataclass(frozen=True)
+class RecurrentStateSpec(KVCacheSpec):
+    """A state of fixed size that each token reads and replaces (as in Mamba), in place of keys and values.
+
+    Entry i of the block table stands for the state after the first (i + 1) * block_size tokens, or after all
+    tokens if there are fewer. A step over tokens [c, e) reads entry (c - 1) // block_size (none if c is 0), and
+    leaves a state in each of the entries c // block_size to (e - 1) // block_size that is not the null block.
+    Of those the last, and every `checkpoint_blocks`-th of the sequence, from which others may resume, has a block.
+    """
+
+    state_bytes: int
+    checkpoint_blocks: int = 1
+
+    @property
+    def block_bytes(self) -> int:
+        return self.state_bytes
+
+    @property
+    def kind(self) -> Hashable:
+        return type(self), self.checkpoint_blocks
+
+    def first_block(self, position: int) -> int:
+        return max(position - 1, 0) // self.block_size
+
+    def has_block(self, index: int, num_blocks: int) -> bool:
+        """Whether entry `index` of a table that is grown to `num_blocks` entries gets a block."""
+        return index == num_blocks - 1 or (index + 1) % self.checkpoint_blocks == 0
+
+    def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        checkpoints = -(-_max_blocks_touched(max_chunk, self.block_size) // self.checkpoint_blocks)
+        read_and_written_last = 2
+        return min(self.num_blocks(num_tokens), checkpoints + read_and_written_last)
+
+
+def _max_blocks_touched(span: int, block_size: int) -> int:
+    """Blocks that `span` consecutive tokens can lie in at most."""
+    return (span + block_size - 2) // block_size + 1
 
 
 @dataclass(frozen=True)
 class KVCacheGroup:
-    """Layers that share one block table; a block id means one block in each of them."""
+    """Layers of one kind that share one block table; a block id means one block in each of them."""
 
     layer_names: tuple[str, ...]
     spec: KVCacheSpec
@@ -61,30 +152,46 @@ class KVCacheGroup:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The cache of one worker: block 0 is the null block and is never given out."""
+    """The cache of one worker: block 0 is the null block and is never given out.
+
+    All groups draw on one pool of block ids and share the memory: layer j of every group lies in tensor j. At any time
+    a block id belongs to one group. Where groups need unequal bytes, a block is the least common multiple of them, and
+    a group that needs 1/n of it uses the first of n parts: to its layers, block i of the pool is block n * i.
+    """
 
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
     layer_specs: Mapping[str, KVCacheSpec]
 
     @property
+    def tensor_block_bytes(self) -> tuple[int, ...]:
+        """Bytes of one block in each tensor."""
+        return tensor_block_bytes(self.groups, self.layer_specs)
+
+    @property
     def bytes(self) -> int:
-        return self.num_blocks * bytes_per_block(self.layer_specs)
+        return self.num_blocks * sum(self.tensor_block_bytes)
+
+    def parts_per_block(self, group: KVCacheGroup) -> int:
+        """Blocks of a group's layers that fit into one block of the pool; all but the first stay unused."""
+        return self.tensor_block_bytes[0] // self.layer_specs[group.layer_names[0]].block_bytes
 
 
-def bytes_per_block(specs: Mapping[str, KVCacheSpec]) -> int:
-    """Bytes that one block id costs over all layers (layers x 2 x kv heads x head size x block x dtype)."""
-    return sum(spec.block_bytes for spec in specs.values())
+def tensor_block_bytes(groups: tuple[KVCacheGroup, ...], specs: Mapping[str, KVCacheSpec]) -> tuple[int, ...]:
+    """Bytes that a block takes in each of the tensors that the groups share; their sum is what a block id costs."""
+    if len(groups) == 1:
+        return tuple(specs[name].block_bytes for name in groups[0].layer_names)
+    common = math.lcm(*(specs[name].block_bytes for group in groups for name in group.layer_names))
+    return (common,) * max(len(group.layer_names) for group in groups)
 
 
-def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Put layers into groups; today all share one group, in which windowed layers keep their old blocks too.
+@dataclass(frozen=True)
+class KVMemory:
+    """Memory for the cache.
 
-    Raises:
-        ConfigError: layers disagree on the block size.
+    `free_bytes` can be had, for the `reason` given; `default_bytes`, if any, is the most to take unasked.
     """
-    sizes = {spec.block_size for spec in specs.values()}
-    if len(sizes) != 1:
-        raise ConfigError(f"all layers must use one KV block size, found {sorted(sizes)}")
-    widest = next((s for s in specs.values() if type(s) is FullAttentionSpec), next(iter(specs.values())))
-    return (KVCacheGroup(tuple(specs), widest),)
+
+    free_bytes: int
+    reason: str
+    default_bytes: int | None = None

@@ -1,11 +1,11 @@
 """Attention over the paged KV cache.
 
 Shapes: T tokens of the step, Hq/Hkv query and key-value heads, D head size, B blocks.
-Invariant: a layer never looks at the batch itself: who owns which rows and blocks is in `AttentionMetadata`, which is
+Invariant: a layer never looks at the batch itself: who owns which rows and blocks is in `StepMetadata`, which is
 handed down from the runner.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,19 @@ from torch import Tensor, nn
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels import ops
-from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from quire.layers.base import DTYPES, activation_dtype
+from quire.kernels.attention_metadata import StepMetadata
+from quire.kv_cache.spec import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+from quire.layers.base import DTYPES, Module, activation_dtype
 from quire.layers.rotary import RotaryEmbedding
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Causal attention of one decoder layer; its caches, laid out as `quire.kernels.ops` says, are bound after loading.
 
     `name` identifies the layer's cache and is unique in the model. `sliding_window` w lets a token see itself and the
@@ -51,20 +57,22 @@ class Attention(nn.Module):
         self.block_size = config.cache.block_size
         self.kv_dtype = kv_cache_dtype(config)
         self.k_cache = self.v_cache = torch.empty(0)
+        self.group_id = 0
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, positions: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, metadata: StepMetadata, positions: Tensor | None = None
     ) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]; k and v are in the cache afterwards.
 
         `positions` [T] are wanted by a layer with a rotary embedding, which rotates q and k in place.
         """
-        self._write(q, k, v, metadata.slot_mapping, positions)
+        own = metadata[self.group_id]
+        self._write(q, k, v, own.slot_mapping, positions)
         out = ops.paged_attention(
             q,
             self.k_cache,
             self.v_cache,
-            metadata,
+            own,
             self.scale,
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
@@ -78,6 +86,14 @@ class Attention(nn.Module):
         assert positions is not None, "a rotary embedding needs positions"
         table = self.rotary.cos_sin_cache
         ops.rotary_and_write_kv(positions, q, k, v, table, self.k_cache, self.v_cache, slots)
+
+    def bind(self, group_id: int, spec: AttentionSpec, tensor: Tensor) -> None:
+        """Take the metadata of this group, and as cache a tensor, keys first, whose blocks are 1 or more of ours."""
+        self.group_id = group_id
+        keys, values = tensor.view(self.kv_dtype).unbind()
+        heads, size = spec.num_kv_heads, spec.head_size + spec.scale_bytes // spec.dtype_bytes
+        self.k_cache = keys.view(-1, heads, size, spec.block_size)
+        self.v_cache = values.view(-1, heads, spec.block_size, size)
 
     def kv_cache_spec(self) -> KVCacheSpec:
         """What this layer needs of the cache."""
@@ -106,20 +122,25 @@ def kv_cache_specs(model: nn.Module) -> dict[str, KVCacheSpec]:
     return {layer.name: layer.kv_cache_spec() for layer in _attention_layers(model)}
 
 
-def kv_cache_shape(spec: FullAttentionSpec, num_blocks: int) -> tuple[int, ...]:
-    """The shape of one layer's cache, to be allocated in `kv_cache_dtype`."""
-    size = spec.head_size + spec.scale_bytes // spec.dtype_bytes
-    return (2, num_blocks, spec.num_kv_heads, spec.block_size, size)
+def allocate_kv_cache(kv_config: KVCacheConfig, device: torch.device) -> tuple[Tensor, ...]:
+    """The tensors that the groups share, [keys and values, blocks, bytes] uint8, left as the system gives them.
+
+    Untouched pages cost no memory, and no kernel reads a slot that was not written.
+    """
+    sizes = [block_bytes // 2 for block_bytes in kv_config.tensor_block_bytes]
+    shapes = [(2, kv_config.num_blocks, size) for size in sizes]
+    return tuple(torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes)
 
 
-def bind_kv_cache(model: nn.Module, caches: Mapping[str, Tensor]) -> None:
-    """Give each layer its cache: layer name -> contiguous tensor of `kv_cache_shape`, keys first."""
+def bind_kv_cache(model: nn.Module, kv_config: KVCacheConfig, tensors: Sequence[Tensor]) -> None:
+    """Give each layer its group and, as its cache, a view of the tensor that has its place in the group."""
     layers = {layer.name: layer for layer in _attention_layers(model)}
-    assert layers.keys() == caches.keys(), "one cache per attention layer"
-    for name, cache in caches.items():
-        keys, values = cache.unbind()
-        blocks, heads, block_size, size = keys.shape
-        layers[name].k_cache, layers[name].v_cache = keys.view(blocks, heads, size, block_size), values
+    assert layers.keys() == kv_config.layer_specs.keys(), "one spec per attention layer"
+    for group_id, group in enumerate(kv_config.groups):
+        for name, tensor in zip(group.layer_names, tensors, strict=False):
+            spec = kv_config.layer_specs[name]
+            assert isinstance(spec, AttentionSpec), f"no cache layout for {type(spec).__name__}"
+            layers[name].bind(group_id, spec, tensor)
 
 
 def _attention_layers(model: nn.Module) -> Iterator[Attention]:

@@ -91,11 +91,12 @@ class QKVLinear(Linear):
             transposed=transposed,
         )
         self.head_dim = head_dim
+        self.head_counts = (num_heads, num_kv_heads, num_kv_heads)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, K] -> views q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] of one [T, N]."""
-        parts = self(x).split(self.merged, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        heads = self(x).view(len(x), -1, self.head_dim)
+        q, k, v = torch.split_with_sizes(heads, self.head_counts, 1)
         return q, k, v
 
 

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.config import EngineConfig, RopeScaling
 from quire.kernels import ops
+from quire.layers.base import Module
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Module):
     """Rotates q and k by their positions; one instance serves all layers of a model that share a formula."""
 
     cos_sin_cache: Tensor

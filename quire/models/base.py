@@ -8,15 +8,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import AttentionMetadata
-from quire.layers.base import Layer, Slot, model_dtype
+from quire.kernels.attention_metadata import StepMetadata
+from quire.layers.base import Layer, Module, Slot, model_dtype
 from quire.layers.embedding import VocabEmbedding
 
 
-class CausalLM(nn.Module):
+class CausalLM(Module):
     """Base of all models; the module tree bears the checkpoint's names, but for merged layers.
 
     `merged` maps a merged layer's own name to those of the checkpoint's modules it stands for. Checkpoint tensors that
@@ -35,7 +35,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         """input_ids [T], positions [T] -> hidden states [T, H]; keys and values are in the cache afterwards."""
         raise NotImplementedError
 

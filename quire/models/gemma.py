@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import AttentionMetadata
-from quire.layers.base import model_dtype
+from quire.kernels.attention_metadata import StepMetadata
+from quire.layers.base import Module, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.base import CausalLM, output_head
 from quire.models.llama import LlamaAttention, LlamaMLP, rms_norm
 
 
-class GemmaDecoderLayer(nn.Module):
+class GemmaDecoderLayer(Module):
     """Attention and MLP, each between two norms; x is what is still to be added to the residual."""
 
     def __init__(self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding) -> None:
@@ -38,7 +38,7 @@ class GemmaDecoderLayer(nn.Module):
         self.post_feedforward_layernorm = rms_norm(config, size)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: AttentionMetadata
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: StepMetadata
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
         x = self.post_attention_layernorm(self.self_attn(x, positions, metadata))
@@ -46,7 +46,7 @@ class GemmaDecoderLayer(nn.Module):
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 
-class GemmaModel(nn.Module):
+class GemmaModel(Module):
     """Scaled embedding, decoder layers and final norm."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -73,7 +73,7 @@ class GemmaModel(nn.Module):
         )
         self.norm = rms_norm(config, arch.hidden_size)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, positions, metadata)
@@ -94,7 +94,7 @@ class GemmaForCausalLM(CausalLM):
         self.model = GemmaModel(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.embed_tokens)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         return self.model(input_ids, positions, metadata)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import StepMetadata
 from quire.layers.activation import PLAIN
 from quire.layers.attention import Attention
-from quire.layers.base import activation_dtype, model_dtype
+from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import LayerNorm
@@ -24,7 +24,7 @@ def _conv1d(size_in: int, size_out: int, dtype: torch.dtype) -> Linear:
     return Linear(in_features=size_in, out_features=size_out, bias=True, dtype=dtype, transposed=True)
 
 
-class GPT2Attention(nn.Module):
+class GPT2Attention(Module):
     """Multi-head attention."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -49,11 +49,11 @@ class GPT2Attention(nn.Module):
             scale=arch.head_dim**-0.5,
         )
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
         return self.c_proj(self.attn(*self.c_attn.heads(x), metadata))
 
 
-class GPT2MLP(nn.Module):
+class GPT2MLP(Module):
     """`c_proj(act(c_fc(x)))`."""
 
     def __init__(self, *, config: EngineConfig) -> None:
@@ -67,7 +67,7 @@ class GPT2MLP(nn.Module):
         return self.c_proj(self.activation(self.c_fc(x)))
 
 
-class GPT2Block(nn.Module):
+class GPT2Block(Module):
     """Attention and MLP, each on a normed copy of the residual stream."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -78,12 +78,12 @@ class GPT2Block(nn.Module):
         self.ln_2 = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
         self.mlp = GPT2MLP(config=config)
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
         x = x + self.attn(self.ln_1(x), metadata)
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT2Model(nn.Module):
+class GPT2Model(Module):
     """Embeddings, blocks and final norm."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -101,7 +101,7 @@ class GPT2Model(nn.Module):
         )
         self.ln_f = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         x = self.wte(input_ids) + self.wpe(positions)
         for block in self.h:
             x = block(x, metadata)
@@ -119,5 +119,5 @@ class GPT2LMHeadModel(CausalLM):
         self.transformer = GPT2Model(config=config, prefix=f"{prefix}transformer")
         self.lm_head = output_head(config, self.transformer.wte)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         return self.transformer(input_ids, positions, metadata)

@@ -12,9 +12,9 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import StepMetadata
 from quire.layers.attention import Attention
-from quire.layers.base import activation_dtype, model_dtype
+from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.norm import RMSNorm
@@ -28,7 +28,7 @@ def rms_norm(config: EngineConfig, size: int) -> RMSNorm:
     return RMSNorm(size=size, eps=arch.norm_eps, dtype=activation_dtype(config), offset=arch.norm_offset)
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(Module):
     """Grouped-query attention with rotary positions; q and k may be normed per head."""
 
     def __init__(self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding) -> None:
@@ -62,14 +62,14 @@ class LlamaAttention(nn.Module):
             rotary=rotary,
         )
 
-    def forward(self, x: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         q, k, v = self.qkv_proj.heads(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(self.attn(q, k, v, metadata, positions))
 
 
-class LlamaMLP(nn.Module):
+class LlamaMLP(Module):
     """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202)."""
 
     def __init__(self, *, config: EngineConfig) -> None:
@@ -90,7 +90,7 @@ class LlamaMLP(nn.Module):
         return self.down_proj(self.gate_up_proj(x))
 
 
-class LlamaDecoderLayer(nn.Module):
+class LlamaDecoderLayer(Module):
     """Attention and MLP, each on a normed copy of the residual stream.
 
     x is what the layer before still has to add to the residual; the norm that follows does it in one pass.
@@ -107,7 +107,7 @@ class LlamaDecoderLayer(nn.Module):
         self.mlp = LlamaMLP(config=config)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: AttentionMetadata
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: StepMetadata
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, positions, metadata)
@@ -115,7 +115,7 @@ class LlamaDecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-class LlamaModel(nn.Module):
+class LlamaModel(Module):
     """Embedding, decoder layers and final norm."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -135,7 +135,7 @@ class LlamaModel(nn.Module):
         )
         self.norm = rms_norm(config, arch.hidden_size)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, positions, metadata)
@@ -157,7 +157,7 @@ class LlamaForCausalLM(CausalLM):
         self.model = LlamaModel(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.embed_tokens)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         return self.model(input_ids, positions, metadata)
 
 

@@ -12,10 +12,10 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import StepMetadata
 from quire.layers.activation import PLAIN
 from quire.layers.attention import Attention
-from quire.layers.base import activation_dtype, model_dtype
+from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import LayerNorm
@@ -24,7 +24,7 @@ from quire.models.base import CausalLM, output_head
 _UNUSED_POSITIONS = 2
 
 
-class OPTAttention(nn.Module):
+class OPTAttention(Module):
     """Multi-head attention."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -53,11 +53,11 @@ class OPTAttention(nn.Module):
             scale=arch.head_dim**-0.5,
         )
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
         return self.out_proj(self.attn(*self.qkv_proj.heads(x), metadata))
 
 
-class OPTDecoderLayer(nn.Module):
+class OPTDecoderLayer(Module):
     """Attention and MLP around a residual stream, normed on the way into each block or on the way out of it."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -79,7 +79,7 @@ class OPTDecoderLayer(nn.Module):
         )
         self.activation = PLAIN[arch.hidden_act]
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
         if self.norm_before:
             x = x + self.self_attn(self.self_attn_layer_norm(x), metadata)
             return x + self._mlp(self.final_layer_norm(x))
@@ -90,7 +90,7 @@ class OPTDecoderLayer(nn.Module):
         return self.fc2(self.activation(self.fc1(x)))
 
 
-class OPTDecoder(nn.Module):
+class OPTDecoder(Module):
     """Embeddings, decoder layers and, where the family member has them, final norm and projections E <-> H."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -115,14 +115,14 @@ class OPTDecoder(nn.Module):
         norm = LayerNorm(size=hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
         self.final_layer_norm = norm if arch.final_norm else nn.Identity()
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         x = self.project_in(self.embed_tokens(input_ids)) + self.embed_positions(positions)
         for layer in self.layers:
             x = layer(x, metadata)
         return self.project_out(self.final_layer_norm(x))
 
 
-class OPTModel(nn.Module):
+class OPTModel(Module):
     """The decoder, under the name the checkpoint gives it."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -140,5 +140,5 @@ class OPTForCausalLM(CausalLM):
         self.model = OPTModel(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.decoder.embed_tokens)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         return self.model.decoder(input_ids, positions, metadata)

@@ -96,9 +96,9 @@ class Fair(Policy):
 
     def charge(self, chunks: Sequence[Chunk]) -> None:
         cost = self.config.fair_output_token_weight
-        for request, _, end in chunks:
-            if end == request.num_tokens:  # samples
-                self._tenants[request.tenant].charge(cost)
+        for chunk in chunks:
+            if chunk.samples:
+                self._tenants[chunk.request.tenant].charge(cost)
 
     def finish(self, request: Request) -> None:
         self._tenants[request.tenant].num_unfinished -= 1

@@ -16,7 +16,7 @@ BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""
 
 
-class NewRequestData(msgspec.Struct, frozen=True):
+class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     """A request the worker has no row for: never seen, or resumed after a preemption.
 
     `token_ids` are all known tokens, `num_prompt_tokens` of them from the prompt (the rest was generated
@@ -32,8 +32,12 @@ class NewRequestData(msgspec.Struct, frozen=True):
     eos_token_ids: list[int] = []
 
 
-class CachedRequestData(msgspec.Struct, frozen=True):
-    """What changed for a request the worker already has a row for; tokens it sampled itself are not repeated."""
+class CachedRequestData(msgspec.Struct, frozen=True, gc=False):
+    """What changed for a request the worker already has a row for.
+
+    `num_computed_tokens` are computed once all earlier plans have been executed. Tokens that the worker sampled
+    itself are in its row and not repeated here, so a plan may count on one that the scheduler has not seen yet.
+    """
 
     request_id: str
     new_block_ids: BlockIds
@@ -45,7 +49,12 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
     Every id in `num_scheduled_tokens` appears in exactly one of `new_requests` and `cached_requests`; rows of
     `removed_request_ids` (finished, aborted or preempted since the last step) are freed before rows are added.
-    A request samples in this step iff its computed plus scheduled tokens reach its known tokens.
+    A request samples in this step iff its computed plus scheduled tokens reach its known tokens, which are those
+    it came with and one for each time it sampled since.
+
+    Plans are executed in the order of their step ids, and a plan may be made and handed over before earlier ones
+    have come back. Hence a request that ended or failed in an earlier step may still be planned; its row is there
+    until the plan that removes it, and whatever is reported for it is dropped.
     """
 
     step_id: int
@@ -55,6 +64,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     total_num_scheduled_tokens: int
     removed_request_ids: list[str]
     version: int = WAIST_VERSION
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do; such a plan is not executed and gets no result."""
+        return not self.num_scheduled_tokens and not self.removed_request_ids
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -83,7 +97,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True):
     version: int = WAIST_VERSION
 
 
-class RequestUpdate(msgspec.Struct, omit_defaults=True):
+class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     """What one step meant for one request, as the front end sees it.
 
     `finish_reason` is None while the request runs; when set, no further update of this request follows.

@@ -1,7 +1,7 @@
 """`Request`: one sequence to generate, as the scheduler sees it.
 
 Invariant: `status` moves along the edges of `_EDGES` only, and a finished request never changes again.
-`num_computed_tokens` counts tokens whose keys and values are in the cache or in the step that is running.
+`num_computed_tokens` counts tokens whose keys and values are in the cache or will be after the steps in flight.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Request:
 
     Attributes:
         token_ids: all known tokens, `num_prompt_tokens` of the prompt and then the generated ones.
-        num_computed_tokens: how many of them are computed; the scheduler lets this catch up.
+        num_computed_tokens: how many tokens are computed; the scheduler lets this catch up.
+        num_placeholder_tokens: tokens that steps in flight sample; they follow `token_ids` and can be planned.
+        num_steps_in_flight: steps that compute something of it and have not come back.
         num_cached_tokens: how many were found in the prefix cache when the request first ran.
         block_hashes: names of the first full blocks, for the KV cache manager.
         num_prompt_logprobs: prompt positions whose logprobs were reported already.
@@ -75,6 +77,8 @@ class Request:
         self.extra_keys = ExtraKeys(cache_salt=cache_salt)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0
+        self.num_placeholder_tokens = 0
+        self.num_steps_in_flight = 0
         self.num_cached_tokens = 0
         self.num_prompt_logprobs = 0
         self.num_preemptions = 0
@@ -100,6 +104,10 @@ class Request:
         return self._status is RequestStatus.FINISHED
 
     @property
+    def cache_salt(self) -> str | None:
+        return self.extra_keys.cache_salt
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens, prompt and output."""
         return len(self.token_ids)
@@ -121,6 +129,29 @@ class Request:
         if self.sampling_params.max_tokens is None:
             return max_model_len
         return min(self.num_prompt_tokens + self.sampling_params.max_tokens, max_model_len)
+
+    def num_missing_tokens(self, max_model_len: int) -> int:
+        """Tokens to compute next, among them at most one that a step in flight has yet to sample.
+
+        The last token that the request may have is never computed: nothing is sampled from it.
+        """
+        if self.num_placeholder_tokens == 0:  # one that has not ended is short of its last token
+            return len(self.token_ids) - self.num_computed_tokens
+        num_to_compute = self.max_num_tokens(max_model_len) - 1
+        return min(self.num_tokens + self.num_placeholder_tokens, num_to_compute) - self.num_computed_tokens
+
+    def advance(self, num_tokens: int) -> bool:
+        """Put the next tokens into a step; whether they reach the last one, so that another is sampled."""
+        self.num_computed_tokens += num_tokens
+        self.num_steps_in_flight += 1
+        samples = self.num_computed_tokens == self.num_tokens + self.num_placeholder_tokens
+        self.num_placeholder_tokens += samples
+        return samples
+
+    def settle(self, sampled: bool) -> None:
+        """The oldest of its steps in flight has come back, with or without a token."""
+        self.num_steps_in_flight -= 1
+        self.num_placeholder_tokens -= sampled
 
     def start(self, now: float, num_cached_tokens: int) -> None:
         """Begin or resume running with the first `num_cached_tokens` tokens computed."""

@@ -6,6 +6,7 @@ I/O, no randomness and no torch here, so the same events always give the same pl
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from quire.config import EngineConfig
@@ -40,6 +41,11 @@ class Scheduler:
     Running requests are kept in the order of their ranks, which the policy gives. That order is also the order of
     planning, and preemption takes from its end, so a request that has its place in the plan never loses it again.
 
+    `schedule` may be called again before the result of its last plan is in. Tokens that steps in flight sample
+    count as known: the worker has them when it gets to the plan that computes them. Blocks that are freed
+    meanwhile can only be rewritten by a later step. A request that was preempted waits until its steps in flight
+    have come back, and surplus results of one that ended are dropped.
+
     Attributes:
         policy_class: for a subclass (`--scheduler-cls`) to say; None: the one that --scheduling-policy names.
     """
@@ -49,13 +55,17 @@ class Scheduler:
     def __init__(self, config: EngineConfig, kv_config: KVCacheConfig) -> None:
         self._limits = config.scheduler
         self._max_model_len = config.model.max_model_len
-        self._kv = KVCacheManager(kv_config, enable_prefix_caching=config.cache.enable_prefix_caching)
+        self._kv = KVCacheManager(
+            kv_config,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            max_chunk=config.scheduler.max_num_batched_tokens,
+        )
         self._requests: dict[str, Request] = {}
         self._running = RankedRequests()
         self._policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)
         self._waits = WaitAccount(self._policy.overtaken)
         self._removed_request_ids: list[str] = []
-        self._in_flight: StepPlan | None = None
+        self._in_flight: deque[StepPlan] = deque()
         self._num_requests = 0
         self._num_steps = 0
         self._num_preemptions = 0
@@ -94,7 +104,7 @@ class Scheduler:
     # The step
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """Plan the next step.
+        """Plan the next step; an empty plan is not to be executed.
 
         There is no prefill phase and no decode phase. A request has a number of known tokens and a number of
         computed tokens, and each step lets the second catch up with the first, within the step's token
@@ -110,20 +120,21 @@ class Scheduler:
         self._start_waiting(step, now)
         self._policy.charge(step.chunks)
         self._waits.plan(step.blocked, now)
-        self._in_flight = step
         removed, self._removed_request_ids = self._removed_request_ids, []
-        return step.seal(removed)
+        plan = step.seal(removed)
+        if not plan.is_empty:
+            self._in_flight.append(step)
+        return plan
 
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float
     ) -> list[RequestUpdate]:
-        """Take in the result of a step: what was sampled, what ended, what may now be reused.
+        """Take in the result of the oldest step in flight: what was sampled, what ended, what may now be reused.
 
         Requests that ended while the step ran are passed over, even if a new one has taken the same id.
         """
-        step, self._in_flight = self._in_flight, None
-        assert step is not None, "a result came for no step"
-        assert step.step_id == plan.step_id == output.step_id, "steps are out of order"
+        assert plan.step_id == output.step_id, "steps are out of order"
+        step = self._take_from_flight(plan.step_id)
         updates = [self._apply(chunk, output, now) for chunk in step.chunks if not chunk.request.is_finished]
         return [update for update in updates if update is not None]
 
@@ -134,8 +145,8 @@ class Scheduler:
         return bool(self._requests)
 
     def has_work(self) -> bool:
-        """Whether the next plan would not be empty: requests to run, or rows for the worker to free."""
-        return bool(self._requests or self._removed_request_ids)
+        """Whether there are requests to run, rows for the worker to free, or results to come."""
+        return bool(self._requests or self._removed_request_ids or self._in_flight)
 
     def stats(self) -> SchedulerStats:
         """Counts and totals, as of now."""
@@ -169,38 +180,50 @@ class Scheduler:
         expected = {r.request_id for r in self._requests.values() if r.status is RequestStatus.RUNNING}
         if expected != set(running) or expected != self._kv.holders():
             raise IntegrityError("running requests and holders of blocks differ", state)
+        in_flight = Counter(chunk.request for step in self._in_flight for chunk in step.chunks)
+        for request in self._requests.values():
+            if request.num_steps_in_flight != in_flight[request]:
+                raise IntegrityError(f"{request!r} miscounts its steps in flight", state)
 
     # Planning
 
     def _prompt_cap(self) -> int:
         """Most tokens of one prompt in the next step; limited only while somebody generates."""
         cap = self._limits.long_prefill_token_threshold
-        if cap and any(request.num_tokens - request.num_computed_tokens == 1 for request in self._running):
+        if cap and any(request.num_missing_tokens(self._max_model_len) == 1 for request in self._running):
             return cap
         return self._limits.max_num_batched_tokens
 
     def _plan_running(self, step: StepPlan, now: float) -> None:
         """Let running requests catch up, the first ones at the cost of the last if blocks are short."""
+        preempts = self._policy.preempts
         for request in list(self._running):
-            if self._policy.preempts:
+            if preempts and request.status is RequestStatus.RUNNING:
                 self._start_waiting(step, now, before=request)
             if step.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
-            num_new_tokens = request.num_tokens - request.num_computed_tokens
+            num_missing = num_new_tokens = request.num_missing_tokens(self._max_model_len)
+            if num_missing == 0:  # all that it may still have is in flight
+                step.num_satisfied += 1
+                continue
             if num_new_tokens > 1 or request.wait.cause is not None:
-                num_others = len(self._running) - len(step.chunks) - 1
-                num_new_tokens = min(num_new_tokens, max(step.budget - num_others, 1))
+                num_new_tokens = min(num_new_tokens, max(step.budget - self._num_unplanned(step) + 1, 1))
                 num_new_tokens = self._cap_prompt(request, num_new_tokens, step, now)
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, now)
             if new_block_ids is not None:
                 step.add_cached(request, num_new_tokens, new_block_ids)
-                self._promise_blocks(request, step)
+                if num_new_tokens < num_missing:
+                    self._promise_blocks(request, step)
+
+    def _num_unplanned(self, step: StepPlan) -> int:
+        """Running requests that have yet to get their tokens of a step, of which each will want one."""
+        return len(self._running) - len(step.chunks) - step.num_satisfied
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int, now: float) -> BlockIds | None:
         """Blocks for a running request, taken from the last ones if need be; None if it was itself the last.
 
         The first running request always gets what it needs: alone, it fits (see `check_admissible`). So every
-        step advances somebody and nobody waits for ever.
+        step advances somebody, unless steps in flight already do, and nobody waits for ever.
         """
         while request.status is RequestStatus.RUNNING:
             block_ids = self._kv.allocate_slots(request, num_new_tokens)
@@ -235,9 +258,11 @@ class Scheduler:
         """Start or resume a request if a first chunk fits the budget and all known tokens fit the cache.
 
         Asking for room for all tokens, not only the chunk's, keeps a preempted request from coming back just
-        to be preempted again.
+        to be preempted again. It comes back with all its tokens, so those in flight must be in.
         """
-        budget = step.budget - (len(self._running) - len(step.chunks))
+        if request.num_steps_in_flight:
+            return Blocked(request, Cause.NEXT_STEP)
+        budget = step.budget - self._num_unplanned(step)
         if budget <= 0:
             return Blocked(request, Cause.TOKEN_BUDGET)
         if len(self._running) >= self._limits.max_num_seqs and not self._outranks_last(request):
@@ -326,16 +351,27 @@ class Scheduler:
 
     # Results
 
+    def _take_from_flight(self, step_id: int) -> StepPlan:
+        """The step whose result is in; one that was interrupted never has a result, nor any request left."""
+        while self._in_flight:
+            step = self._in_flight.popleft()
+            if step.step_id == step_id:
+                return step
+            assert all(chunk.request.is_finished for chunk in step.chunks), "steps are out of order"
+        raise AssertionError("a result came for no step")
+
     def _apply(self, chunk: Chunk, output: ModelRunnerOutput, now: float) -> RequestUpdate | None:
         """What one request's share of a step's result means for it; None if there is nothing to tell."""
         request, request_id = chunk.request, chunk.request.request_id
+        request.settle(chunk.samples)
         error = output.failed.get(request_id)
         if error is not None:
             self._finish(request, "error", now)
             return self._update(request, [], error=error)
-        self._kv.cache_blocks(request, chunk.end)
+        if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
+            self._kv.cache_blocks(request, chunk.end)
         sampled = output.sampled_token_ids.get(request_id, [])
-        assert bool(sampled) == (chunk.end == request.num_tokens), f"{request!r} sampled {sampled}"
+        assert bool(sampled) == chunk.samples, f"{request!r} sampled {sampled}"
         new_token_ids, stop_reason = self._append(request, sampled, now)
         prompt_logprobs = _unreported(chunk, output.prompt_logprobs.get(request_id))
         if not new_token_ids and not prompt_logprobs:
@@ -350,7 +386,7 @@ class Scheduler:
 
     def _append(self, request: Request, sampled: list[int], now: float) -> tuple[list[int], int | None]:
         """Add sampled tokens up to the one that ends the request; returns those added and the stop reason."""
-        for count, token_id in enumerate(sampled, start=1):
+        for count, token_id in enumerate(sampled, 1):
             request.token_ids.append(token_id)
             stop = check_stop(request, self._max_model_len)
             if stop is not None:
@@ -385,14 +421,9 @@ class Scheduler:
     ) -> RequestUpdate:
         """Report on a request; its history goes with its first and its last report only."""
         update = RequestUpdate(
-            request_id=request.request_id,
-            new_token_ids=new_token_ids,
-            finish_reason=request.finish_reason,
-            stop_reason=stop_reason,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            error=error,
+            request.request_id, new_token_ids, request.finish_reason, stop_reason, logprobs, prompt_logprobs
         )
+        update.error = error
         if not request.reported or request.is_finished:
             update.num_cached_tokens = request.num_cached_tokens
             update.queued_ts, update.scheduled_ts = request.queued_ts, request.scheduled_ts

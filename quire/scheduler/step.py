@@ -14,11 +14,12 @@ from quire.scheduler.request import Request
 
 
 class Chunk(NamedTuple):
-    """Tokens `start` to `end` (exclusive) of a request, computed in one step."""
+    """Tokens `start` to `end` (exclusive) of a request, computed in one step; the last one `samples` or not."""
 
     request: Request
     start: int
     end: int
+    samples: bool
 
 
 class Blocked(NamedTuple):
@@ -36,6 +37,7 @@ class StepPlan:
         budget: number of tokens it may still take.
         prompt_cap: most tokens of one prompt.
         promised_blocks: free blocks that planned requests need for known tokens which later steps compute.
+        num_satisfied: running requests that need nothing, because all that they may still have is in flight.
         blocked: the first waiting request and why it cannot start; nothing else starts then.
     """
 
@@ -44,6 +46,7 @@ class StepPlan:
         self.budget = budget
         self.prompt_cap = prompt_cap
         self.promised_blocks = 0
+        self.num_satisfied = 0
         self.blocked: Blocked | None = None
         self.chunks: list[Chunk] = []
         self._new_requests: list[NewRequestData] = []
@@ -65,8 +68,9 @@ class StepPlan:
 
     def add_cached(self, request: Request, num_tokens: int, new_block_ids: BlockIds) -> None:
         """Plan the next tokens of a request that has a row."""
-        data = CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens)
-        self._cached_requests.append(data)
+        self._cached_requests.append(
+            CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens)
+        )
         self._take(request, num_tokens)
 
     def seal(self, removed_request_ids: list[str]) -> SchedulerOutput:
@@ -84,6 +88,6 @@ class StepPlan:
     def _take(self, request: Request, num_tokens: int) -> None:
         assert 0 < num_tokens <= self.budget, f"{num_tokens} tokens of {self.budget} planned for {request!r}"
         start = request.num_computed_tokens
-        self.chunks.append(Chunk(request, start, start + num_tokens))
-        request.num_computed_tokens += num_tokens
+        samples = request.advance(num_tokens)
+        self.chunks.append(Chunk(request, start, start + num_tokens, samples))
         self.budget -= num_tokens

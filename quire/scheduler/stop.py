@@ -14,13 +14,15 @@ def check_stop(request: Request, max_model_len: int) -> tuple[str, int | None] |
     An end token wins over a length limit that is reached with it. The stop reason is the id of a stop token,
     and None for end-of-sequence and for length.
     """
-    params = request.sampling_params
-    if request.num_output_tokens >= max(params.min_tokens, 1):
+    params, num_output_tokens = request.sampling_params, request.num_output_tokens
+    if num_output_tokens and num_output_tokens >= params.min_tokens:
         last = request.token_ids[-1]
         if not params.ignore_eos and last in request.eos_token_ids:
             return "stop", None
         if last in params.stop_token_ids:
             return "stop", last
-    if request.num_tokens >= request.max_num_tokens(max_model_len):
+    if request.num_tokens >= max_model_len:
+        return "length", None
+    if params.max_tokens is not None and num_output_tokens >= params.max_tokens:
         return "length", None
     return None

@@ -1,7 +1,8 @@
 """Block tables: which cache blocks hold a row's tokens, for one KV cache group.
 
-Invariant: `block_ids[row, :num_blocks[row]]` are blocks of the pool (never the null block 0, never past its
-end), checked when they come in, so that no kernel ever indexes with anything else.
+Invariant: `block_ids[row, :num_blocks[row]]` are blocks of the pool (times `parts_per_block`), checked when they come
+in, so that no kernel ever indexes with anything else. The null block 0 stands only where no token still to be computed
+reads. What a request gave back while it runs stays in its row, and is never read again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import EngineError
+from quire.kv_cache.spec import KVCacheSpec
 
 
 class BlockTable:
@@ -17,31 +19,44 @@ class BlockTable:
 
     Args:
         max_num_rows: rows, one per running request.
-        max_num_blocks: blocks of the longest request.
-        block_size: tokens per block.
+        max_model_len: tokens of the longest request.
+        spec: what the group's layers read.
         pool_size: blocks in the cache, the null block included.
+        parts_per_block: blocks of the group's layers in one of the pool; they use the first.
     """
 
-    def __init__(self, max_num_rows: int, max_num_blocks: int, block_size: int, pool_size: int) -> None:
-        self.block_size = block_size
+    def __init__(
+        self,
+        max_num_rows: int,
+        max_model_len: int,
+        spec: KVCacheSpec,
+        pool_size: int,
+        parts_per_block: int = 1,
+    ) -> None:
+        self.block_size = spec.block_size
         self.pool_size = pool_size
-        self.block_ids: NDArray[np.int32] = np.zeros((max_num_rows, max_num_blocks), dtype=np.int32)
+        self._spec = spec
+        self._parts_per_block = parts_per_block
+        self.block_ids: NDArray[np.int32] = np.zeros(
+            (max_num_rows, spec.num_blocks(max_model_len)), dtype=np.int32
+        )
         self.num_blocks: NDArray[np.int64] = np.zeros(max_num_rows, dtype=np.int64)
 
-    def append(self, row: int, block_ids: list[int]) -> None:
-        """Add blocks at the end of a row.
+    def append(self, row: int, block_ids: list[int], num_computed_tokens: int) -> None:
+        """Add blocks at the end of a row, whose request is to be computed from `num_computed_tokens` on.
 
         Raises:
-            EngineError: a block id is not in the pool, or the row is full.
+            EngineError: a block id is not in the pool, is 0 where a block is read, or the row is full.
         """
         if not block_ids:
             return
-        if min(block_ids) <= 0 or max(block_ids) >= self.pool_size:
-            raise EngineError(f"block ids {block_ids} must be in [1, {self.pool_size})")
         start, end = int(self.num_blocks[row]), int(self.num_blocks[row]) + len(block_ids)
+        num_unread = max(self._spec.first_block(num_computed_tokens) - start, 0)
+        if min(block_ids) < 0 or max(block_ids) >= self.pool_size or 0 in block_ids[num_unread:]:
+            raise EngineError(f"block ids {block_ids} must be in [1, {self.pool_size}), or 0 behind a window")
         if end > self.block_ids.shape[1]:
             raise EngineError(f"a row of {end} blocks is longer than the limit of {self.block_ids.shape[1]}")
-        self.block_ids[row, start:end] = block_ids
+        self.block_ids[row, start:end] = np.array(block_ids) * self._parts_per_block
         self.num_blocks[row] = end
 
     def clear(self, row: int) -> None:

@@ -59,22 +59,26 @@ class InputBatch:
         self.num_tokens[row] = len(request.token_ids)
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_computed_tokens[row] = request.num_computed_tokens
-        self._append_blocks(row, request.block_ids)
+        self._append_blocks(row, request.block_ids, request.num_computed_tokens)
         return row
 
     def update(self, request: CachedRequestData) -> None:
         """Take over what the plan says has changed for a request that has a row."""
         row = self.row(request.request_id)
         self.num_computed_tokens[row] = request.num_computed_tokens
-        self._append_blocks(row, request.new_block_ids)
+        self._append_blocks(row, request.new_block_ids, request.num_computed_tokens)
 
-    def remove(self, request_id: str) -> int | None:
-        """Free the request's row and return it; None if it has none, as when it failed before it got one."""
-        row = self._row_of.pop(request_id, None)
-        if row is not None:
-            for table in self.block_tables:
-                table.clear(row)
-            self._free_rows.append(row)
+    def remove(self, request_id: str) -> int:
+        """Free the request's row and return it.
+
+        Raises:
+            EngineError: it has none.
+        """
+        row = self.row(request_id)
+        del self._row_of[request_id]
+        for table in self.block_tables:
+            table.clear(row)
+        self._free_rows.append(row)
         return row
 
     def row(self, request_id: str) -> int:
@@ -97,6 +101,6 @@ class InputBatch:
         """Tokens generated so far, [R]: also the output index of the token each row samples next."""
         return self.num_tokens[rows] - self.num_prompt_tokens[rows]
 
-    def _append_blocks(self, row: int, block_ids: list[list[int]]) -> None:
-        for table, new in zip(self.block_tables, block_ids, strict=False):
-            table.append(row, new)
+    def _append_blocks(self, row: int, block_ids: list[list[int]], num_computed_tokens: int) -> None:
+        for table, new in zip(self.block_tables, block_ids, strict=True):
+            table.append(row, new, num_computed_tokens)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import EngineError
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, StepMetadata
 from quire.worker.input_batch import InputBatch
 
 
@@ -34,7 +34,7 @@ class StepInputs:
     """[T] int64."""
     positions: Tensor
     """[T] int64."""
-    metadata: AttentionMetadata
+    metadata: StepMetadata
 
     @property
     def logits_indices(self) -> NDArray[np.int64]:
@@ -66,28 +66,43 @@ def gather_inputs(
         token_rows = rows.repeat(num_scheduled_tokens)
         offsets = (starts - query_start_loc[:-1]).repeat(num_scheduled_tokens)
         positions = np.arange(query_start_loc[-1]) + offsets
-    longest = int(ends.max())
-    table = batch.block_tables[0]
-
-    def on_device(array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
     return StepInputs(
         rows=rows,
         starts=starts,
         query_start_loc=query_start_loc,
         sampling=(ends == known).nonzero()[0],
-        input_ids=on_device(batch.token_ids[token_rows, positions].astype(np.int64)),
-        positions=on_device(positions),
-        metadata=AttentionMetadata(
-            query_start_loc=on_device(query_start_loc.astype(np.int32)),
-            seq_lens=on_device(ends.astype(np.int32)),
-            block_tables=on_device(table.gather(rows, longest)),
-            slot_mapping=on_device(table.slots(token_rows, positions)),
-            max_query_len=int(num_scheduled_tokens.max()),
-            max_seq_len=longest,
-        ),
+        input_ids=_on(device, batch.token_ids[token_rows, positions].astype(np.int64)),
+        positions=_on(device, positions),
+        metadata=_metadata(batch, rows, query_start_loc, ends, (token_rows, positions), device),
     )
+
+
+def _metadata(
+    batch: InputBatch,
+    rows: NDArray[np.int64],
+    query_start_loc: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    tokens: tuple[NDArray[np.int64], NDArray[np.int64]],
+    device: torch.device,
+) -> StepMetadata:
+    """`tokens` are the row and the position of each; `ends` the tokens of each request after the step."""
+    starts, seq_lens = _on(device, query_start_loc.astype(np.int32)), _on(device, ends.astype(np.int32))
+    max_query_len, longest = int(np.diff(query_start_loc).max()), int(ends.max())
+    return tuple(
+        AttentionMetadata(
+            query_start_loc=starts,
+            seq_lens=seq_lens,
+            block_tables=_on(device, table.gather(rows, longest)),
+            slot_mapping=_on(device, table.slots(*tokens)),
+            max_query_len=max_query_len,
+            max_seq_len=longest,
+        )
+        for table in batch.block_tables
+    )
+
+
+def _on(device: torch.device, array: NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(array).to(device)
 
 
 def _check_bounds(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import EngineError
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import StepMetadata
 from quire.kv_cache.spec import KVCacheConfig
 from quire.scheduler.output import ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenLogprobs
 from quire.worker.block_table import BlockTable
@@ -35,7 +35,7 @@ _LOGITS_ELEMENTS = 1 << 23
 class LanguageModel(Protocol):
     """What the runner needs of a model."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         """[T] int64 ids and positions -> hidden states [T, H]."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -64,14 +64,14 @@ class ModelRunner:
     def __init__(
         self, model: LanguageModel, config: EngineConfig, kv_config: KVCacheConfig, device: torch.device
     ) -> None:
-        assert len(kv_config.groups) == 1, "a forward pass takes one block table"
         max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
         tables = tuple(
             BlockTable(
                 max_num_seqs,
-                group.spec.max_blocks(max_model_len),
-                group.spec.block_size,
+                max_model_len,
+                group.spec,
                 kv_config.num_blocks,
+                kv_config.parts_per_block(group),
             )
             for group in kv_config.groups
         )
@@ -83,6 +83,7 @@ class ModelRunner:
         self.batch = InputBatch(max_num_seqs, max_model_len, tables)
         self._sampler = Sampler(self.batch, self._vocab_size)
         self._prompt_logprobs = PromptLogprobs(self.batch, model.compute_logits, self._slice_size)
+        self._unusable: dict[str, str] = {}
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -114,8 +115,10 @@ class ModelRunner:
         )
 
     def _update_batch(self, plan: SchedulerOutput) -> dict[str, str]:
-        """Bring the rows in line with the plan; returns new requests that cannot get one, with the reason."""
-        failed: dict[str, str] = {}
+        """Bring the rows in line with the plan; returns requests that cannot have one, with the reason.
+
+        These are remembered, because plans made before the scheduler hears of it still name them.
+        """
         for request_id in plan.removed_request_ids:
             self._remove(request_id)
         for request in plan.new_requests:
@@ -123,10 +126,12 @@ class ModelRunner:
             if reason is None:
                 self._add(request)
             else:
-                failed[request.request_id] = reason
+                self._unusable[request.request_id] = reason
         for update in plan.cached_requests:
-            self.batch.update(update)
-        return failed
+            if update.request_id not in self._unusable:
+                self.batch.update(update)
+        planned = self._unusable.keys() & plan.num_scheduled_tokens.keys() if self._unusable else ()
+        return {request_id: self._unusable[request_id] for request_id in planned}
 
     def _add(self, request: NewRequestData) -> None:
         row = self.batch.add(request)
@@ -134,8 +139,8 @@ class ModelRunner:
         self._prompt_logprobs.add_request(row, request)
 
     def _remove(self, request_id: str) -> None:
-        row = self.batch.remove(request_id)
-        if row is not None:
+        if self._unusable.pop(request_id, None) is None:
+            row = self.batch.remove(request_id)
             self._sampler.remove_request(row)
             self._prompt_logprobs.remove_request(row)
 

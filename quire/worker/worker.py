@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, bytes_per_block
-from quire.layers.attention import bind_kv_cache, kv_cache_dtype, kv_cache_shape, kv_cache_specs
+from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVMemory
+from quire.layers.attention import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -76,38 +75,15 @@ class Worker:
         """Layer name -> what it needs of the cache."""
         return kv_cache_specs(self._loaded())
 
-    def available_kv_bytes(self) -> int:
-        """Bytes for the KV cache: as configured, or the least of what is free, what is useful and the default."""
-        exact = self._config.cache.kv_cache_memory_bytes
-        if exact:
-            logger.info("KV cache memory = %.1f MiB: as --kv-cache-memory-bytes says", exact / MIB)
-            return exact
-        chosen, reason = min(self._cache_bounds())
-        logger.info("KV cache memory = %.1f MiB: %s", chosen / MIB, reason)
-        return chosen
-
-    def _cache_bounds(self) -> list[tuple[int, str]]:
-        """Upper bounds of the cache's size in bytes, with what sets them."""
-        share, max_num_seqs = self._config.cache.gpu_memory_utilization, self._config.scheduler.max_num_seqs
-        max_model_len, specs = self._config.model.max_model_len, self.kv_cache_specs()
-        free = self._device.available_bytes()
-        per_request = next(iter(specs.values())).max_blocks(max_model_len)
-        null_block = 1
-        useful = (max_num_seqs * per_request + null_block) * bytes_per_block(specs)
-        one_request = (per_request + null_block) * bytes_per_block(specs)
-        bounds = [
-            (int(share * free), f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading"),
-            (useful, f"all that {max_num_seqs} requests of {max_model_len} tokens can use"),
-        ]
-        default = self._device.default_cache_bytes
-        if default is not None:
-            reason = "the default limit on this device, or one full request if that is more"
-            bounds.append((max(default, one_request), reason))
-        return bounds
+    def kv_memory(self) -> KVMemory:
+        """What the cache may take of the memory that is free now."""
+        share, free = self._config.cache.gpu_memory_utilization, self._device.available_bytes()
+        reason = f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading"
+        return KVMemory(int(share * free), reason, self._device.default_cache_bytes)
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps."""
-        self._allocate(kv_config.num_blocks)
+        self._allocate(kv_config)
         self._runner = ModelRunner(self._loaded(), self._config, kv_config, self._device.torch_device)
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -123,17 +99,9 @@ class Worker:
         assert self._model is not None, "load() comes first"
         return self._model
 
-    def _allocate(self, num_blocks: int) -> None:
-        """One tensor per layer, left as the system gives it.
-
-        Untouched pages cost no memory, and no kernel reads a slot that was not written.
-        """
-        dtype, device = kv_cache_dtype(self._config), self._device.torch_device
-        caches: dict[str, Tensor] = {}
-        for name, spec in self.kv_cache_specs().items():
-            assert isinstance(spec, FullAttentionSpec), f"no cache layout for {type(spec).__name__}"
-            caches[name] = torch.empty(kv_cache_shape(spec, num_blocks), dtype=dtype, device=device)
-        bind_kv_cache(self._loaded(), caches)
+    def _allocate(self, kv_config: KVCacheConfig) -> None:
+        tensors = allocate_kv_cache(kv_config, self._device.torch_device)
+        bind_kv_cache(self._loaded(), kv_config, tensors)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -142,7 +110,9 @@ class Worker:
         limits = (self._config.model.max_model_len, self._config.scheduler.max_num_batched_tokens)
         num_tokens = min(self._device.warm_up_tokens, *limits)
         num_blocks = -(-num_tokens // block_size)
-        self._allocate(num_blocks)
+        specs = self.kv_cache_specs()
+        one_group = KVCacheGroup(tuple(specs), next(iter(specs.values())))
+        self._allocate(KVCacheConfig(num_blocks, (one_group,), specs))
         with self._device.torch_device:
             positions = torch.arange(num_tokens)
             metadata = AttentionMetadata(
@@ -154,5 +124,5 @@ class Worker:
                 max_seq_len=num_tokens,
             )
         model = self._loaded()
-        hidden = model.forward(torch.zeros_like(positions), positions, metadata)
+        hidden = model.forward(torch.zeros_like(positions), positions, (metadata,))
         model.compute_logits(hidden[-1:])

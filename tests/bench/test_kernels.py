@@ -6,8 +6,10 @@ import itertools
 
 import pytest
 
-from quire.bench import kernels
-from quire.bench.kernels import Case, KernelsResult, Limits, ModelShape, measure_case
+from quire.bench import attention, kernels
+from quire.bench.attention import AttentionShape
+from quire.bench.case import Case
+from quire.bench.kernels import KernelsResult, Limits, ModelShape, measure_case
 
 LIMITS = Limits(threads=2, flops=100e9, bandwidth=10e9)
 
@@ -37,6 +39,19 @@ def test_linear_cases_count_what_a_call_needs() -> None:
     assert qkv.flops == 2 * 3 * 48 * 32
     assert qkv.num_bytes == 2 * 48 * 32 + 4 * 3 * (32 + 48)
     qkv.run()
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
+def test_attention_cases_count_what_a_call_needs(name: str) -> None:
+    shape, dtype = AttentionShape(4, 2, 16), attention.DTYPES[name]
+    case = attention.attention_case("decode", shape, dtype, 3, 1, 40)
+    assert case.flops == 3 * 40 * 4 * 16 * 4
+    stored = 16 + 4 if name == "int8" else 16
+    assert case.num_bytes == 3 * 48 * 2 * 2 * stored * dtype.itemsize + 2 * 3 * 4 * 16 * 4
+    case.run()
+    prefill = attention.attention_case("prefill", shape, dtype, 1, 5, 5)
+    assert (prefill.rows, prefill.flops) == (5, 15 * 4 * 16 * 4)
+    prefill.run()
 
 
 def test_the_table_names_the_limits() -> None:

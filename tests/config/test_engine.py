@@ -77,6 +77,12 @@ def test_none_means_the_default() -> None:
     assert EngineConfig().model.model == DEMO_MODEL
 
 
+def test_words_stand_for_numbers() -> None:
+    assert EngineConfig.from_args(max_model_len="auto").model.max_model_len == -1
+    with pytest.raises(ConfigError, match="an integer, got 'most'"):
+        EngineConfig.from_args(max_model_len="most")
+
+
 def test_spellings_of_python_callers() -> None:
     class dtype:
         def __str__(self) -> str:

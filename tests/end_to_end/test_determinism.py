@@ -23,6 +23,8 @@ LENGTHS = (3, 16, 17, 40, 5, 33, 48, 90)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
 RANDOM = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=12, ignore_eos=True, logprobs=3)
 FAMILIES = ("llama-llama3", "mistral", "qwen3", "phi3-window-partial", "gemma2", "gemma3", "opt", "gpt2")
+NUM_BLOCKS = {"mistral": 9, "phi3-window-partial": 9, "gemma2": 26, "gemma3": 17}
+"""Where layers have windows, requests hold fewer blocks, or more of smaller ones."""
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -80,8 +82,8 @@ def result_of(output: RequestOutput) -> tuple[list[int], list[list[float]]]:
     return completion.token_ids, [[entry.logprob for entry in step.values()] for step in completion.logprobs]
 
 
-def check_contract(make: Callable[..., LLM]) -> None:
-    """One model, every way of cutting up its work."""
+def check_contract(make: Callable[..., LLM], num_blocks: int = 20) -> None:
+    """One model, every way of cutting up its work; `num_blocks` make a cache in which requests are preempted."""
     plain = make()
     expected = run(plain, prompts())
     assert alone(plain, prompts()) == expected, "alone"
@@ -93,9 +95,12 @@ def check_contract(make: Callable[..., LLM]) -> None:
     assert run(cached, prompts()) == expected, "cold prefix cache"
     assert run(cached, prompts()) == expected, "warm prefix cache"
     assert cached.llm_engine.call_core("stats")["prefix_cache_hits"] > 0
-    tiny = make(num_gpu_blocks_override=20)
+    tiny = make(num_gpu_blocks_override=num_blocks)
     assert run(tiny, prompts()) == expected, "preempted"
     assert tiny.llm_engine.call_core("stats")["num_preemptions"] > 0
+    overlapped = make(async_scheduling=True, num_gpu_blocks_override=num_blocks, enable_prefix_caching=True)
+    assert run(overlapped, prompts()) == expected, "overlapped and preempted"
+    assert overlapped.llm_engine.call_core("stats")["num_preemptions"] > 0
 
 
 @pytest.mark.parametrize("weights", list(WEIGHTS))
@@ -105,7 +110,7 @@ def test_every_weight_type(weights: str, engine: Callable[..., LLM], restore_thr
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, engine: Callable[..., LLM], restore_threads: None) -> None:
-    check_contract(functools.partial(engine, "float32", family))
+    check_contract(functools.partial(engine, "float32", family), NUM_BLOCKS.get(family, 20))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

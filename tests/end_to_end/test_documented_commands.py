@@ -63,6 +63,8 @@ def adapt(
         command = re.sub(r"http://localhost:800\d", demo_server.url, command)
         command = command.replace("--model-name mine", "--model-name quire-demo")
         command = command.replace("serve.yaml", str(config))
+        if command.startswith("quire trace"):
+            command = command.replace("run.trace", str(record_run(config.parent / "run.trace")))
         if command.startswith(CLIENTS) and demo_server.url not in command:
             flag = "--base-url" if "bench" in command else "--url"
             command += f" {flag} {demo_server.url}{'' if 'bench' in command else '/v1'}"
@@ -81,6 +83,12 @@ def run(command: list[str], cwd: Path) -> str:
 
 def quire(arguments: list[str], cwd: Path) -> str:
     return run([sys.executable, "-m", "quire.entrypoints.cli.main", *arguments], cwd)
+
+
+def record_run(file: Path) -> Path:
+    """A recorded run for the commands that read one."""
+    quire(["run", "Hello", "--max-tokens", "4", "--record-trace", str(file)], file.parent)
+    return file
 
 
 @pytest.mark.parametrize("command", [c for c in console_commands() if not c.startswith("quire serve")])

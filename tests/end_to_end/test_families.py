@@ -17,6 +17,8 @@ from tests.fixtures.tiny_models import VOCAB_SIZE
 
 FAMILIES = ("llama", "llama-llama3", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "opt", "gpt2")
 LENGTHS = (1, 3, 8, 15, 16, 17, 40, 90)
+NUM_BLOCKS = {"gemma2": 25, "gemma3": 17}
+"""A cache in which requests are preempted; where layers differ, there are more blocks of fewer layers."""
 NUM_TOKENS = 32
 MAX_LEN = 128
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -70,6 +72,6 @@ def test_greedy_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
     assert warm == whole, "prefix hits"
     assert llm.llm_engine.call_core("stats")["prefix_cache_hits"] > 0
 
-    llm, preempted = generate(directory, num_gpu_blocks_override=14)
+    llm, preempted = generate(directory, num_gpu_blocks_override=NUM_BLOCKS.get(name, 14))
     assert preempted == whole, "preemption"
     assert llm.llm_engine.call_core("stats")["num_preemptions"] > 0

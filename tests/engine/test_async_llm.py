@@ -31,9 +31,10 @@ def make_engine(model_dir: Path, *, in_process: bool = True, **args: Any) -> Asy
     return AsyncLLM(EngineConfig.from_args(**args), in_process=in_process)
 
 
-@pytest.fixture(params=["in process", "own process"])
+@pytest.fixture(params=["in process", "own process", "own process, overlapped"])
 async def engine(request: pytest.FixtureRequest, null_model_dir: Path) -> AsyncIterator[AsyncLLM]:
-    engine = make_engine(null_model_dir, in_process=request.param == "in process")
+    in_process, overlapped = request.param == "in process", request.param.endswith("overlapped")
+    engine = make_engine(null_model_dir, in_process=in_process, async_scheduling=overlapped)
     await engine.wait_ready()
     yield engine
     await engine.shutdown()
@@ -188,7 +189,7 @@ async def test_core_death_ends_every_stream_with_an_error(null_model_dir: Path) 
 
 async def test_a_core_that_cannot_start_says_why(null_model_dir: Path) -> None:
     engine = make_engine(null_model_dir, in_process=False, num_gpu_blocks_override=8)
-    with pytest.raises(StartupError, match="needs 8 blocks"):
+    with pytest.raises(StartupError, match="needs 8 KV cache blocks"):
         await engine.wait_ready()
     await engine.shutdown()
 

@@ -40,9 +40,16 @@ def make_engine(model_dir: Path, *, in_process: bool = True, **args: Any) -> LLM
     return LLMEngine(EngineConfig.from_args(**args), in_process=in_process)
 
 
-@pytest.fixture
-def engine(null_model_dir: Path) -> Iterator[LLMEngine]:
-    engine = make_engine(null_model_dir)
+LOOPS = {
+    "plain": {},
+    "overlapped": {"async_scheduling": True},
+    "4 steps in flight": {"async_scheduling": True, "max_steps_in_flight": 4},
+}
+
+
+@pytest.fixture(params=list(LOOPS))
+def engine(request: pytest.FixtureRequest, null_model_dir: Path) -> Iterator[LLMEngine]:
+    engine = make_engine(null_model_dir, **LOOPS[request.param])
     yield engine
     assert not engine.has_unfinished_requests()
     assert_all_blocks_free(engine)
@@ -204,8 +211,21 @@ def test_a_dead_core_is_reported(null_model_dir: Path) -> None:
 
 @pytest.mark.parametrize("in_process", [True, False])
 def test_a_cache_too_small_for_one_request_is_a_startup_error(null_model_dir: Path, in_process: bool) -> None:
-    with pytest.raises(StartupError, match="needs 8 blocks"):
+    with pytest.raises(StartupError, match="needs 8 KV cache blocks"):
         make_engine(null_model_dir, num_gpu_blocks_override=8, in_process=in_process)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_length_fitted_to_memory_is_known_to_the_front_end(null_model_dir: Path, in_process: bool) -> None:
+    engine = make_engine(
+        null_model_dir, num_gpu_blocks_override=6, max_model_len="auto", in_process=in_process
+    )
+    assert engine.config.model.max_model_len == engine.core_ready.max_model_len == 5 * 16
+    engine.add_request("r", list(range(70)), params(max_tokens=100))
+    assert len(run(engine)["r"][-1].outputs[0].token_ids) == 10
+    with pytest.raises(ValidationError, match="context of 80 tokens"):
+        engine.add_request("s", list(range(80)), params())
+    engine.shutdown()
 
 
 def test_startup_errors_name_the_cause(null_model_dir: Path, tmp_path: Path) -> None:
@@ -218,6 +238,8 @@ def test_startup_errors_name_the_cause(null_model_dir: Path, tmp_path: Path) -> 
         make_engine(null_model_dir, max_model_len=129)
     with pytest.raises(ConfigError, match="at least one token each"):
         make_engine(null_model_dir, max_num_seqs=65)
+    with pytest.raises(ConfigError, match="--max-steps-in-flight is 2, which needs --async-scheduling"):
+        make_engine(null_model_dir, max_steps_in_flight=2)
 
 
 class NewestFirst(FixedOrder):

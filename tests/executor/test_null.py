@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from quire.executor.null import DEFAULT_NUM_BLOCKS
 from quire.scheduler.output import CachedRequestData, SchedulerOutput
 from tests.scheduler.harness import Engine, make_config
 
@@ -107,6 +108,6 @@ def test_the_contract_of_an_executor():
     executor = Engine(make_config(num_gpu_blocks_override=10)).executor
     executor.load()
     (spec,) = executor.kv_cache_specs().values()
-    assert executor.available_kv_bytes() == 10 * spec.block_bytes
+    assert executor.kv_memory().free_bytes == DEFAULT_NUM_BLOCKS * spec.block_bytes
     executor.shutdown()
     executor.shutdown()

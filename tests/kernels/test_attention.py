@@ -19,7 +19,7 @@ from tests.kernels.op_cases import TOLERANCES, int8_caches
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
 
-from quire.kernels.cpu import binding
+from quire.kernels.cpu import attention, embedding, kv_write
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 FEATURES: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ class Cache:
             slots = (
                 table[positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
             )
-            binding.write_kv(k, v, self.k, self.v, slots)
+            kv_write.write_kv(k, v, self.k, self.v, slots)
             self.tables.append(table)
             self.queries.append(q)
 
@@ -95,7 +95,7 @@ class Cache:
 
     def attend(self, spans: Sequence[tuple[int, int, int]], **options: Any) -> list[Tensor]:
         q, metadata = self.step(spans)
-        out = binding.paged_attention(q, self.k, self.v, metadata, self.shape.size**-0.5, **options)
+        out = attention.paged_attention(q, self.k, self.v, metadata, self.shape.size**-0.5, **options)
         return list(out.split([end - start for _, start, end in spans]))
 
     def whole(self, sequence: int, **options: Any) -> Tensor:
@@ -250,6 +250,22 @@ def test_what_a_window_has_left_behind_is_never_read() -> None:
     assert torch.equal(cache.attend([(0, 290, 300)], sliding_window=50)[0], want)
 
 
+@pytest.mark.parametrize(("start", "end"), [(290, 300), (299, 300), (250, 300), (128, 190)])
+def test_block_ids_wholly_behind_a_window_are_never_looked_at(start: int, end: int) -> None:
+    """The cache manager gives those blocks away; what is left of them in the table may be anything."""
+    cache, window = Cache(Shape(), [300]), 50
+    want = cache.attend([(0, start, end)], sliding_window=window)[0]
+    first_block = (start - window + 1) // 16
+    kept = cache.tables[0][first_block].clone()
+    for stale in (-5, 10**6, 0):
+        cache.tables[0][:first_block] = stale
+        assert torch.equal(cache.attend([(0, start, end)], sliding_window=window)[0], want)
+    cache.tables[0][first_block] = 10**6
+    with pytest.raises(IndexError):
+        cache.attend([(0, start, end)], sliding_window=window)
+    cache.tables[0][first_block] = kept
+
+
 def test_a_request_that_is_not_finite_spoils_no_other() -> None:
     cache = Cache(Shape(), [100, 100])
     want = cache.whole(1)
@@ -266,7 +282,7 @@ def test_rows_of_no_request_are_zero() -> None:
     q, metadata = cache.step([(0, 8, 9), (1, 8, 9)])
     metadata = replace(metadata, seq_lens=torch.tensor([9, 0], dtype=torch.int32))
     padded = torch.cat([q, torch.full_like(q, torch.nan)])
-    out = binding.paged_attention(padded, cache.k, cache.v, metadata, 0.125)
+    out = attention.paged_attention(padded, cache.k, cache.v, metadata, 0.125)
     assert torch.equal(out[1:], torch.zeros(3, 4, 64))
     assert torch.equal(out[0], cache.attend([(0, 8, 9)])[0][0])
 
@@ -277,8 +293,8 @@ def test_strided_queries_have_the_bits_of_their_copy() -> None:
     fused = torch.cat([q.flatten(1), torch.full((30, 100), torch.nan)], 1)
     view = fused[:, :256].view(30, 4, 64)
     assert not view.is_contiguous()
-    out = binding.paged_attention(view, cache.k, cache.v, metadata, 0.125)
-    assert torch.equal(out, binding.paged_attention(q, cache.k, cache.v, metadata, 0.125))
+    out = attention.paged_attention(view, cache.k, cache.v, metadata, 0.125)
+    assert torch.equal(out, attention.paged_attention(q, cache.k, cache.v, metadata, 0.125))
 
 
 @pytest.mark.parametrize("cache_dtype", [*FLOATS, torch.int8], ids=str)
@@ -291,7 +307,7 @@ def test_stored_bits_are_the_oracles(dtype: torch.dtype, cache_dtype: torch.dtyp
         slots = torch.randperm(6 * block_size)[:6]
         slots[3] = -1
         ours, theirs = poisoned(6, shape), poisoned(6, shape)
-        binding.write_kv(k, v, *ours, slots)
+        kv_write.write_kv(k, v, *ours, slots)
         reference.write_kv(k, v, *theirs, slots)
         for got, want in zip(ours, theirs, strict=True):
             assert torch.equal(got.view(torch.int8), want.view(torch.int8))
@@ -301,7 +317,7 @@ def test_stored_bits_are_the_oracles(dtype: torch.dtype, cache_dtype: torch.dtyp
 def test_a_vector_that_is_not_finite_is_cached_in_int8_as_nan(value: float) -> None:
     k = torch.randn(1, 1, 8)
     k[0, 0, 3] = value
-    for function in (binding.write_kv, reference.write_kv):
+    for function in (kv_write.write_kv, reference.write_kv):
         keys, values = int8_caches(1, 1, 4, 8)
         function(k, k, keys, values, torch.tensor([2]))
         scales = keys[0, 0, 8:].flatten().view(torch.float32)
@@ -320,9 +336,9 @@ def test_rotating_and_writing_at_once_has_the_bits_of_both(
         q, k, v = torch.randn(tokens, 10, 96).to(dtype).split([6, 2, 2], 1)
         positions, slots = torch.randint(0, 50, (tokens,)), torch.randperm(40 * 16)[:tokens]
         table, separate, fused = torch.randn(50, 64), poisoned(40, shape), poisoned(40, shape)
-        q2, k2 = binding.rotary_embedding(positions, q.clone(), k.clone(), table, interleaved)
-        binding.write_kv(k2, v, *separate, slots)
-        binding.rotary_and_write_kv(positions, q, k, v, table, *fused, slots, interleaved)
+        q2, k2 = kv_write.rotary_embedding(positions, q.clone(), k.clone(), table, interleaved)
+        kv_write.write_kv(k2, v, *separate, slots)
+        kv_write.rotary_and_write_kv(positions, q, k, v, table, *fused, slots, interleaved)
         assert torch.equal(q, q2)
         assert torch.equal(k, k2)
         for got, want in zip(fused, separate, strict=True):
@@ -338,13 +354,13 @@ def attend(**changed: Any) -> Tensor:
     tensors = {"q": q, "k_cache": good.k, "v_cache": good.v}
     fields = {name: value for name, value in changed.items() if name not in tensors}
     arguments = (tensors | {name: value for name, value in changed.items() if name in tensors}).values()
-    return binding.paged_attention(*arguments, replace(metadata, **fields), 0.125, **options)
+    return attention.paged_attention(*arguments, replace(metadata, **fields), 0.125, **options)
 
 
 def write(**changed: Tensor) -> None:
     k, v = poisoned(2, Shape())
     good = {"k": torch.ones(3, 2, 64), "v": torch.ones(3, 2, 64), "k_cache": k, "v_cache": v}
-    binding.write_kv(*(good | {"slots": torch.tensor([0, 1, 31])} | changed).values())
+    kv_write.write_kv(*(good | {"slots": torch.tensor([0, 1, 31])} | changed).values())
 
 
 def ints(*values: Any) -> Tensor:
@@ -389,9 +405,13 @@ def ints(*values: Any) -> Tensor:
         (lambda: write(v=torch.ones(3, 1, 64)), ValueError, "v must be"),
         (lambda: write(k=torch.ones(3, 2, 64).half()), ValueError, "v must be torch.float16"),
         (lambda: write(k=torch.ones(3, 1, 64), v=torch.ones(3, 1, 64)), ValueError, "caches for 1 heads"),
-        (lambda: binding.embedding(torch.tensor([0, 9]), torch.ones(9, 4)), IndexError, "1 ids are outside"),
-        (lambda: binding.embedding(torch.tensor([-1]), torch.ones(9, 4)), IndexError, "1 ids are outside"),
-        (lambda: binding.embedding(torch.tensor([0.0]), torch.ones(9, 4)), ValueError, "ids must be"),
+        (
+            lambda: embedding.embedding(torch.tensor([0, 9]), torch.ones(9, 4)),
+            IndexError,
+            "1 ids are outside",
+        ),
+        (lambda: embedding.embedding(torch.tensor([-1]), torch.ones(9, 4)), IndexError, "1 ids are outside"),
+        (lambda: embedding.embedding(torch.tensor([0.0]), torch.ones(9, 4)), ValueError, "ids must be"),
     ],
 )
 def test_wrong_arguments_are_clear_errors(

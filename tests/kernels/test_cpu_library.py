@@ -18,7 +18,7 @@ from tests.kernels.op_cases import compare
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
 
-from quire.kernels.cpu import binding
+from quire.kernels.cpu import activation, kv_write, norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -97,6 +97,32 @@ def test_kernels_of_every_instruction_set_match_the_oracle(
     compare(ops.TABLE[name], row.load(), dtype, "cpu")
 
 
+DEBUG = """
+import torch
+from quire.kernels import ops
+from quire.kernels.cpu import library
+from tests.kernels.op_cases import compare
+for dtype in (torch.float32, torch.int64, torch.int8, torch.uint8, torch.bool):
+    poisoned = library.empty(torch.empty(0), 3, dtype=dtype)
+    assert poisoned.isnan().all() if dtype.is_floating_point else (poisoned == poisoned[0]).all() and poisoned[0] != 0
+for op in ops.TABLE.values():
+    for row in (row for row in op.implementations if row.name == "cpu"):
+        for dtype in (torch.float32, torch.bfloat16):
+            compare(op, row.load(), dtype, "cpu", row.accepts)
+print("all written")
+"""
+
+
+def test_in_debug_mode_outputs_begin_as_nan_and_every_element_is_written() -> None:
+    result = run_python(DEBUG, QUIRE_DEBUG_KERNELS="1", PYTHONPATH=str(Path(__file__).parents[2]))
+    assert result.stdout.strip() == "all written", result.stderr
+
+
+def test_debug_mode_is_on_or_off() -> None:
+    result = run_python("from quire.kernels.cpu import library", QUIRE_DEBUG_KERNELS="yes")
+    assert "QUIRE_DEBUG_KERNELS is 'yes'; it must be '0' or '1'" in result.stderr
+
+
 def test_an_unknown_instruction_set_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"QUIRE_CPU_ISA is 'avx9'; this build on this CPU supports: auto, .*portable"
@@ -129,22 +155,22 @@ def rotated(x: Tensor) -> Tensor:
     """Rows of x as the query heads of tokens, all at one position."""
     heads = x.clone().unsqueeze(1)
     cache = torch.randn(1, x.shape[1] // 2 * 2, generator=torch.Generator().manual_seed(0))
-    return binding.rotary_embedding(torch.zeros(len(x), dtype=torch.int64), heads, heads[:, :0], cache)[
+    return kv_write.rotary_embedding(torch.zeros(len(x), dtype=torch.int64), heads, heads[:, :0], cache)[
         0
     ].squeeze(1)
 
 
 def fused(x: Tensor) -> Tensor:
-    return torch.cat(binding.fused_add_rms_norm(x, x.flip(-1), torch.linspace(-1, 1, x.shape[-1]), 1e-5), -1)
+    return torch.cat(norm.fused_add_rms_norm(x, x.flip(-1), torch.linspace(-1, 1, x.shape[-1]), 1e-5), -1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: binding.rms_norm(x, torch.linspace(-1, 1, x.shape[-1]), 1e-5),
+        lambda x: norm.rms_norm(x, torch.linspace(-1, 1, x.shape[-1]), 1e-5),
         fused,
-        binding.silu_and_mul,
+        activation.silu_and_mul,
         rotated,
     ],
     ids=["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding"],
@@ -165,36 +191,34 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(
 def test_a_strided_view_has_the_same_bits_as_its_copy() -> None:
     view = torch.randn(5, 300)[:, 30:180].view(5, 3, 50)
     weight = torch.randn(50)
-    assert torch.equal(
-        binding.rms_norm(view, weight, 1e-6), binding.rms_norm(view.contiguous(), weight, 1e-6)
-    )
+    assert torch.equal(norm.rms_norm(view, weight, 1e-6), norm.rms_norm(view.contiguous(), weight, 1e-6))
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (
-            lambda: binding.rms_norm(torch.ones(2, 4).double(), torch.ones(4), 1e-5),
+            lambda: norm.rms_norm(torch.ones(2, 4).double(), torch.ones(4), 1e-5),
             TypeError,
             "x must be float32",
         ),
         (
-            lambda: binding.rms_norm(torch.ones(2, 4), torch.ones(5), 1e-5),
+            lambda: norm.rms_norm(torch.ones(2, 4), torch.ones(5), 1e-5),
             ValueError,
             r"weight .* shape \[4\]",
         ),
-        (lambda: binding.rms_norm(torch.ones(2, 4), torch.ones(4).half(), 1e-5), TypeError, "or float32"),
+        (lambda: norm.rms_norm(torch.ones(2, 4), torch.ones(4).half(), 1e-5), TypeError, "or float32"),
         (
-            lambda: binding.rms_norm(torch.ones(2, 4, device="meta"), torch.ones(4), 1e-5),
+            lambda: norm.rms_norm(torch.ones(2, 4, device="meta"), torch.ones(4), 1e-5),
             ValueError,
             "x must be on the CPU",
         ),
         (
-            lambda: binding.fused_add_rms_norm(torch.ones(2, 4), torch.ones(1, 4), torch.ones(4), 1e-5),
+            lambda: norm.fused_add_rms_norm(torch.ones(2, 4), torch.ones(1, 4), torch.ones(4), 1e-5),
             ValueError,
             "residual is",
         ),
-        (lambda: binding.silu_and_mul(torch.ones(2, 5)), ValueError, "must be even"),
+        (lambda: activation.silu_and_mul(torch.ones(2, 5)), ValueError, "must be even"),
         (lambda: rotary(positions=torch.zeros(2)), ValueError, "positions must be contiguous int64"),
         (
             lambda: rotary(positions=torch.tensor([0, 9])),
@@ -222,4 +246,4 @@ def rotary(**changed: Tensor) -> None:
         "k": torch.ones(2, 1, 8),
         "cache": torch.ones(9, 8),
     }
-    binding.rotary_embedding(*(good | changed).values())
+    kv_write.rotary_embedding(*(good | changed).values())

@@ -249,7 +249,7 @@ def test_wrong_arguments_are_clear_errors() -> None:
     good = packed()
     with pytest.raises(ValueError, match=r"x must have 8 columns; it is float32 \[2, 9\]"):
         binding.packed_linear(torch.ones(2, 9), good)
-    with pytest.raises(ValueError, match=r"bias must be float32 \[20\]"):
+    with pytest.raises(ValueError, match=r"bias must be contiguous float32 \[20\]"):
         binding.packed_linear(torch.ones(2, 8), good, torch.ones(19))
     with pytest.raises(ValueError, match="activation 'silu_and_mul' with a weight in 1 parts"):
         binding.packed_linear(torch.ones(2, 8), good, None, "silu_and_mul")

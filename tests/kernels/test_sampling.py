@@ -16,7 +16,7 @@ from tests.kernels.op_cases import settings, uniforms
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
 
-from quire.kernels.cpu import binding
+from quire.kernels.cpu import sampling
 
 OFF = (1.0, -torch.inf, 1e9, 1.0)
 
@@ -34,7 +34,7 @@ def one(logits: list[float], *, u: float = 0.5, setting: tuple[float, ...] = OFF
     setting = (temperature, log_min_p, min(top_k, len(logits)), top_p)
     staged = torch.tensor([setting], dtype=torch.float64), torch.tensor([u], dtype=torch.float64)
     results = [
-        op(torch.tensor([logits]), *staged) for op in (binding.sample_tokens, ops.sample_tokens.oracle)
+        op(torch.tensor([logits]), *staged) for op in (sampling.sample_tokens, ops.sample_tokens.oracle)
     ]
     assert torch.equal(*results)
     return int(results[0])
@@ -51,7 +51,7 @@ def test_random_rows_draw_the_tokens_of_the_oracle(seed: int, vocab_size: int, s
     torch.manual_seed(seed)
     logits = torch.randn(24, vocab_size) * spread
     args = settings(24, vocab_size), uniforms(24)
-    assert torch.equal(binding.sample_tokens(logits, *args), ops.sample_tokens.oracle(logits.clone(), *args))
+    assert torch.equal(sampling.sample_tokens(logits, *args), ops.sample_tokens.oracle(logits.clone(), *args))
 
 
 def test_a_cut_in_a_crowd_of_equals_is_by_id() -> None:
@@ -62,7 +62,7 @@ def test_a_cut_in_a_crowd_of_equals_is_by_id() -> None:
         kept = {4321, *range(top_k if top_k > 4321 else top_k - 1)}
         setting = torch.tensor([(1.0, -torch.inf, top_k, 1.0)], dtype=torch.float64)
         draws = torch.linspace(0, 1 - 1e-9, 300, dtype=torch.float64)
-        chosen = binding.sample_tokens(logits.expand(300, -1).contiguous(), setting.repeat(300, 1), draws)
+        chosen = sampling.sample_tokens(logits.expand(300, -1).contiguous(), setting.repeat(300, 1), draws)
         assert set(chosen.tolist()) <= kept
         assert int(chosen.max()) == max(kept)
 
@@ -99,22 +99,22 @@ def test_uniforms_have_the_bits_of_the_oracle() -> None:
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345])
     positions = torch.tensor([0, 1, 2**40, 7, 2**32, 2**32 - 1])
     assert torch.equal(
-        binding.philox_uniform(seeds, positions), reference_sampling.philox_uniform(seeds, positions)
+        sampling.philox_uniform(seeds, positions), reference_sampling.philox_uniform(seeds, positions)
     )
 
 
 def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
-    parts = binding.token_logprobs(logits, chosen, count)
+    parts = sampling.token_logprobs(logits, chosen, count)
     return torch.cat([part.double().view(len(logits), -1) for part in parts], dim=1)
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x, chosen, *staged: binding.sample_tokens(x, *staged),
+        lambda x, chosen, *staged: sampling.sample_tokens(x, *staged),
         lambda x, chosen, *staged: logprobs(x, chosen, 5),
         lambda x, chosen, *staged: logprobs(x, chosen, 100),
-        lambda x, chosen, *staged: binding.non_finite_rows(x),
+        lambda x, chosen, *staged: sampling.non_finite_rows(x),
     ],
     ids=["sample_tokens", "few logprobs", "many logprobs", "non_finite_rows"],
 )
@@ -139,10 +139,10 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(
 def test_logits_that_are_not_finite_stay_within_memory(bad: float) -> None:
     x = torch.full((2, 70), bad)
     for count in (0, 5, 70):
-        ids, _, _ = binding.token_logprobs(x, torch.tensor([3, 69]), count)
+        ids, _, _ = sampling.token_logprobs(x, torch.tensor([3, 69]), count)
         assert int(ids.min()) >= 0
         assert int(ids.max()) < 70
-    chosen = binding.sample_tokens(x, settings(2, 70), uniforms(2))
+    chosen = sampling.sample_tokens(x, settings(2, 70), uniforms(2))
     assert int(chosen.min()) >= -1
     assert int(chosen.max()) < 70
 
@@ -164,20 +164,24 @@ def good() -> dict[str, Tensor]:
         (lambda: sample(settings=torch.zeros(2, 3).double()), ValueError, r"settings must be .*\[2, 4\]"),
         (lambda: sample(uniforms=torch.zeros(2)), ValueError, "uniforms must be"),
         (
-            lambda: binding.token_logprobs(torch.zeros(1, 5), torch.tensor([5]), 1),
+            lambda: sampling.token_logprobs(torch.zeros(1, 5), torch.tensor([5]), 1),
             IndexError,
             "vocabulary of 5",
         ),
         (
-            lambda: binding.token_logprobs(torch.zeros(1, 5), torch.tensor([-1]), 1),
+            lambda: sampling.token_logprobs(torch.zeros(1, 5), torch.tensor([-1]), 1),
             IndexError,
             "vocabulary of 5",
         ),
-        (lambda: binding.token_logprobs(torch.zeros(1, 5), torch.tensor([0]), 6), ValueError, r"in \[0, 5\]"),
+        (
+            lambda: sampling.token_logprobs(torch.zeros(1, 5), torch.tensor([0]), 6),
+            ValueError,
+            r"in \[0, 5\]",
+        ),
         (lambda: penalties(torch.tensor([10])), IndexError, "outside the 10 logits"),
         (lambda: penalties(torch.tensor([-1])), IndexError, "outside the 10 logits"),
         (lambda: penalties(torch.tensor([1, 2])), ValueError, "repetition must be"),
-        (lambda: binding.philox_uniform(torch.zeros(2), torch.zeros(2)), ValueError, "seeds must be"),
+        (lambda: sampling.philox_uniform(torch.zeros(2), torch.zeros(2)), ValueError, "seeds must be"),
     ],
 )
 def test_wrong_arguments_are_clear_errors(
@@ -188,9 +192,9 @@ def test_wrong_arguments_are_clear_errors(
 
 
 def sample(**changed: Tensor) -> None:
-    binding.sample_tokens(*(good() | changed).values())
+    sampling.sample_tokens(*(good() | changed).values())
 
 
 def penalties(indices: Tensor) -> None:
     one_each = torch.ones(1, dtype=torch.float64)
-    binding.apply_penalties(torch.zeros(2, 5), indices, one_each, one_each)
+    sampling.apply_penalties(torch.zeros(2, 5), indices, one_each, one_each)

@@ -10,7 +10,7 @@ from quire.kv_cache.spec import FullAttentionSpec
 def cache():
     """A pool of 8 blocks, of which `a` and `b` hold two each and share the first."""
     pool = BlockPool(9)
-    manager = FullAttentionManager(FullAttentionSpec(4, 1, 8, 4), pool, group_id=0)
+    manager = FullAttentionManager(FullAttentionSpec(4, 1, 8, 4), pool, group_id=0, max_chunk=16)
     manager.adopt("a", [])
     manager.allocate("a", 8)
     manager.cache_blocks("a", [b"x" * 32], 1)

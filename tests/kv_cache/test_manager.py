@@ -25,7 +25,7 @@ def make_manager(num_blocks: int = 21, num_groups: int = 1, caching: bool = True
     spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype_bytes=4)
     groups = tuple(KVCacheGroup((f"layers.{i}",), spec) for i in range(num_groups))
     config = KVCacheConfig(num_blocks, groups, {f"layers.{i}": spec for i in range(num_groups)})
-    return KVCacheManager(config, enable_prefix_caching=caching)
+    return KVCacheManager(config, enable_prefix_caching=caching, max_chunk=64)
 
 
 def compute(manager: KVCacheManager, sequence: Sequence) -> int:
@@ -145,7 +145,7 @@ def test_the_coordinator_settles_on_what_every_group_has():
             return [None] * (max(n for n in self.lengths if n <= max_num_tokens) // BLOCK)
 
     spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype_bytes=4)
-    coordinator = KVCacheCoordinator([KVCacheGroup(("layers.0",), spec)], BlockPool(1))
+    coordinator = KVCacheCoordinator([KVCacheGroup(("layers.0",), spec)], BlockPool(1), max_chunk=64)
     coordinator.managers = [Group([0, 4, 12, 20]), Group([0, 4, 8, 16])]
     hit = coordinator.find_longest_cache_hit([], 23)
     assert hit.num_tokens == 4

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
-from quire.layers.attention import Attention, bind_kv_cache, kv_cache_dtype, kv_cache_shape, kv_cache_specs
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
+from quire.layers.attention import (
+    Attention,
+    allocate_kv_cache,
+    bind_kv_cache,
+    kv_cache_dtype,
+    kv_cache_specs,
+)
+from quire.models.base import CausalLM
 from tests.models.harness import load_tiny, prepared_config
 
 
@@ -41,22 +49,57 @@ def test_an_int8_cache_has_room_for_scales(tiny_model: Callable[[str], Path]) ->
     spec = next(iter(kv_cache_specs(model).values()))
     assert isinstance(spec, FullAttentionSpec)
     assert (spec.dtype_bytes, spec.scale_bytes) == (1, 4)
-    shape = kv_cache_shape(spec, 3)
-    assert shape == (2, 3, spec.num_kv_heads, spec.block_size, spec.head_size + 4)
-    assert torch.empty(shape, dtype=torch.int8).nbytes == 3 * spec.block_bytes
+    layer = attention_layers(model)[0]
+    layer.bind(0, spec, torch.empty(2, 3, spec.block_bytes // 2, dtype=torch.uint8))
+    assert layer.v_cache.shape == (3, spec.num_kv_heads, spec.block_size, spec.head_size + 4)
 
 
-def test_binding_shares_memory(tiny_model: Callable[[str], Path]) -> None:
+def attention_layers(model: CausalLM) -> list[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+def test_layers_of_different_groups_share_memory_block_by_block(tiny_model: Callable[[str], Path]) -> None:
+    model = load_tiny(tiny_model("gemma3"))
+    specs = kv_cache_specs(model)
+    groups = group_layers(specs, 64)
+    kv_config = KVCacheConfig(5, groups, specs)
+    tensors = allocate_kv_cache(kv_config, torch.device("cpu"))
+    assert [len(group.layer_names) for group in groups] == [2, 2]
+    assert (
+        sum(tensor.nbytes for tensor in tensors)
+        == kv_config.bytes
+        == 5 * 2 * next(iter(specs.values())).block_bytes
+    )
+    for tensor in tensors:
+        tensor.zero_()
+    bind_kv_cache(model, kv_config, tensors)
+    windowed, full, _, _ = attention_layers(model)
+    assert (full.group_id, windowed.group_id) == (0, 1)
+    windowed.k_cache[2], windowed.v_cache[3] = 1.0, 2.0
+    assert full.k_cache.flatten(1).sum(1).nonzero().tolist() == [[2]]
+    assert full.v_cache.flatten(1).sum(1).nonzero().tolist() == [[3]]
+
+
+def test_a_layer_that_needs_a_part_of_a_block_uses_the_first(tiny_model: Callable[[str], Path]) -> None:
+    layer = attention_layers(load_tiny(tiny_model("llama")))[0]
+    spec = layer.kv_cache_spec()
+    assert isinstance(spec, FullAttentionSpec)
+    window = SlidingWindowSpec(
+        spec.block_size, 3 * spec.num_kv_heads, spec.head_size, spec.dtype_bytes, sliding_window=8
+    )
+    specs = {"wide": window, layer.name: spec}
+    kv_config = KVCacheConfig(4, group_layers(specs, 64), specs)
+    assert [kv_config.parts_per_block(group) for group in kv_config.groups] == [3, 1]
+    (tensor,) = allocate_kv_cache(kv_config, torch.device("cpu"))
+    layer.bind(1, spec, tensor.zero_())
+    layer.k_cache[3 * 3], layer.v_cache[3 * 1] = 1.0, 1.0
+    assert tensor[0].any(1).tolist() == [False, False, False, True]
+    assert tensor[1].any(1).tolist() == [False, True, False, False]
+    assert not tensor[..., spec.block_bytes // 2 :].any()
+
+
+def test_binding_wants_one_spec_per_layer(tiny_model: Callable[[str], Path]) -> None:
     model = load_tiny(tiny_model("llama"))
-    caches = {name: torch.zeros(2, 3, 2, 4, 16) for name in kv_cache_specs(model)}
-    bind_kv_cache(model, caches)
-    layer = next(module for module in model.modules() if isinstance(module, Attention))
-    layer.k_cache.fill_(1.0)
-    layer.v_cache.fill_(2.0)
-    assert caches[layer.name].flatten(1).mean(1).tolist() == [1.0, 2.0]
-
-
-def test_binding_wants_one_cache_per_layer(tiny_model: Callable[[str], Path]) -> None:
-    model = load_tiny(tiny_model("llama"))
-    with pytest.raises(AssertionError, match="one cache per attention layer"):
-        bind_kv_cache(model, {"model.layers.0.self_attn.attn": torch.zeros(2, 3, 2, 4, 16)})
+    name, spec = next(iter(kv_cache_specs(model).items()))
+    with pytest.raises(AssertionError, match="one spec per attention layer"):
+        bind_kv_cache(model, KVCacheConfig(3, (KVCacheGroup((name,), spec),), {name: spec}), [])

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.layers.attention import bind_kv_cache, kv_cache_dtype, kv_cache_specs
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import KVCacheConfig
+from quire.layers.attention import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.models.base import CausalLM
 from quire.models.hf_config import read_hf_config
 from quire.models.loader import load_model
@@ -49,7 +51,7 @@ def logits_of(
         token_ids = [sequences[i][position] for i in members for position in range(*step[i])]
         positions = torch.tensor([position for i in members for position in range(*step[i])])
         hidden = model(
-            torch.tensor(token_ids), positions, _metadata([(tables[i], *step[i]) for i in members])
+            torch.tensor(token_ids), positions, (_metadata([(tables[i], *step[i]) for i in members]),)
         )
         logits = model.compute_logits(hidden)
         assert logits.dtype == torch.float32
@@ -63,11 +65,12 @@ def _shuffled_tables(model: CausalLM, sequences: Sequence[Sequence[int]]) -> lis
     needed = [-(-len(sequence) // BLOCK_SIZE) for sequence in sequences]
     blocks = list(range(1, sum(needed) + 1))
     random.Random(0).shuffle(blocks)
-    caches = {}
-    for name, spec in kv_cache_specs(model).items():
-        shape = (2, len(blocks) + 1, spec.num_kv_heads, BLOCK_SIZE, spec.head_size)  # type: ignore[attr-defined]
-        caches[name] = torch.full(shape, torch.nan, dtype=kv_cache_dtype(model.config))
-    bind_kv_cache(model, caches)
+    specs = kv_cache_specs(model)
+    kv_config = KVCacheConfig(len(blocks) + 1, group_layers(specs, BLOCK_SIZE, hybrid=False), specs)
+    tensors = allocate_kv_cache(kv_config, torch.device("cpu"))
+    for tensor in tensors:
+        tensor.fill_(255)  # all bits set are a NaN in every float type
+    bind_kv_cache(model, kv_config, tensors)
     return [[blocks.pop() for _ in range(count)] for count in needed]
 
 

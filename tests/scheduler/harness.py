@@ -7,7 +7,15 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.executor.null import NullExecutor
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from quire.kv_cache.spec import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+)
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput
 from quire.scheduler.request import Request
@@ -29,20 +37,36 @@ def make_config(**changes: Any) -> EngineConfig:
     return EngineConfig.from_args(**{**fields, **changes})
 
 
-def make_kv_config(config: EngineConfig, num_groups: int = 1) -> KVCacheConfig:
-    """`num_groups` groups of one full-attention layer each, which share the pool."""
-    spec = FullAttentionSpec(config.cache.block_size, num_kv_heads=1, head_size=8, dtype_bytes=4)
+def make_spec(kind: str, block_size: int) -> KVCacheSpec:
+    """A layer of a kind, which is a name and, but for "full", a number: "window 5", "chunk 6", "state 2"."""
+    name, _, number = kind.partition(" ")
+    if name == "state":
+        return RecurrentStateSpec(block_size, state_bytes=64, checkpoint_blocks=int(number))
+    if name == "window":
+        return SlidingWindowSpec(block_size, 1, 8, 4, sliding_window=int(number))
+    if name == "chunk":
+        return ChunkedLocalSpec(block_size, 1, 8, 4, attention_chunk=int(number))
+    return FullAttentionSpec(block_size, num_kv_heads=1, head_size=8, dtype_bytes=4)
+
+
+def make_kv_config(
+    config: EngineConfig, num_groups: int = 1, kinds: Sequence[str] = ("full",)
+) -> KVCacheConfig:
+    """`num_groups` groups of one layer each, which share the pool; their kinds are taken in turn."""
     names = [f"layers.{i}" for i in range(num_groups)]
-    groups = tuple(KVCacheGroup((name,), spec) for name in names)
-    return KVCacheConfig(config.cache.num_gpu_blocks_override, groups, dict.fromkeys(names, spec))
+    specs = {name: make_spec(kinds[i % len(kinds)], config.cache.block_size) for i, name in enumerate(names)}
+    groups = tuple(KVCacheGroup((name,), spec) for name, spec in specs.items())
+    return KVCacheConfig(config.cache.num_gpu_blocks_override, groups, specs)
 
 
 class Engine:
     """Runs steps and collects, per request, what a front end would have received."""
 
-    def __init__(self, config: EngineConfig | None = None, num_groups: int = 1) -> None:
+    def __init__(
+        self, config: EngineConfig | None = None, num_groups: int = 1, kinds: Sequence[str] = ("full",)
+    ) -> None:
         self.config = config or make_config()
-        kv_config = make_kv_config(self.config, num_groups)
+        kv_config = make_kv_config(self.config, num_groups, kinds)
         self.executor = NullExecutor(self.config, specs=kv_config.layer_specs, vocab_size=VOCAB_SIZE)
         self.executor.initialize_kv_cache(kv_config)
         self.scheduler = Scheduler(self.config, kv_config)
@@ -67,7 +91,8 @@ class Engine:
     def step(self) -> SchedulerOutput:
         """One step, with the checks that hold after every one."""
         plan = self.schedule()
-        self.finish_step(plan, self.executor.execute_model(plan))
+        if not plan.is_empty:
+            self.finish_step(plan, self.executor.execute_model(plan))
         return plan
 
     def schedule(self) -> SchedulerOutput:

@@ -295,6 +295,22 @@ def test_stop_at_an_end_token_reports_why():
     assert (engine.last("all").finish_reason, engine.last("all").stop_reason) == ("length", None)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_a_victim_that_fits_again_at_once_is_planned_once(policy):
+    """Both computed the same prompt in one step; what `b` gives up is a copy of blocks that `a` still holds."""
+    engine = Engine(
+        make_config(scheduling_policy=policy, max_num_batched_tokens=32, num_gpu_blocks_override=9)
+    )
+    for name in "ab":
+        engine.add(name, range(16))
+    engine.step()
+    plan = engine.step()
+    assert (plan.removed_request_ids, new_ids(plan)) == (["b"], ["b"])
+    assert [data.request_id for data in plan.cached_requests] == ["a"]
+    engine.drain()
+    assert engine.tokens("a") == engine.tokens("b")
+
+
 def test_tokens_after_the_end_token_are_dropped():
     engine = Engine()
     engine.add("a", [1, 2], stop_token_ids=[39], logprobs=0)

@@ -11,9 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.errors import ValidationError
-from tests.scheduler.harness import VOCAB_SIZE, Engine, make_config, run_alone
+from tests.scheduler.harness import VOCAB_SIZE, Engine, make_config, make_spec, run_alone
 
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2] * 16, [3, 1, 4, 1, 2, 7, 1, 8, 2, 8, 1, 8])
+KINDS = [
+    ("full",),
+    ("full", "full"),
+    ("window 6",),
+    ("full", "window 5"),
+    ("full", "window 1", "window 9"),
+    ("chunk 6",),
+    ("full", "chunk 8"),
+    ("state 1",),
+    ("full", "state 2"),
+]
 token_ids = st.integers(0, VOCAB_SIZE - 1)
 
 
@@ -46,7 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         slack=st.sampled_from([1, 2, 5, 20, 100]),
-        num_groups=st.sampled_from([1, 1, 2]),
+        kinds=st.sampled_from(KINDS),
         max_num_seqs=st.integers(1, 5),
         max_num_batched_tokens=st.sampled_from([1, 3, 8, 32, 64]),
         block_size=st.sampled_from([1, 4, 5]),
@@ -59,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(
         self,
         slack,
-        num_groups,
+        kinds,
         enable_chunked_prefill,
         threshold,
         max_num_batched_tokens,
@@ -70,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not enable_chunked_prefill:  # prompts must fit a step, which is checked before the scheduler
             max_num_batched_tokens, threshold = max(max_num_batched_tokens, 24), 0
         config = make_config(
-            num_gpu_blocks_override=-(-27 // block_size) * num_groups + slack,
+            num_gpu_blocks_override=-(-27 // block_size) * len(kinds) + slack,
             block_size=block_size,
             max_model_len=40,
             enable_chunked_prefill=enable_chunked_prefill,
@@ -78,8 +89,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_batched_tokens,
             **fields,
         )
-        self.engine = Engine(config, num_groups)
-        self.num_groups = num_groups
+        self.engine = Engine(config, len(kinds), kinds)
+        self.specs = [make_spec(kind, block_size) for kind in kinds]
         self.ended_early: set[str] = set()
 
     @property
@@ -103,7 +114,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         config = self.engine.config
         name = f"r{len(self.engine.requests)}"
         longest = min(len(prompt) + (params["max_tokens"] or 40), config.model.max_model_len)
-        needed = -(-(longest - 1) // config.cache.block_size) * self.num_groups
+        chunk = config.scheduler.max_num_batched_tokens
+        needed = sum(spec.max_blocks(longest - 1, chunk) for spec in self.specs)
         if needed <= config.cache.num_gpu_blocks_override - 1:
             self.engine.add(name, prompt, **params)
         else:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig, ModelArch
-from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, group_layers
+from quire.kernels.attention_metadata import StepMetadata
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import (
     CachedRequestData,
@@ -58,7 +59,7 @@ def request(
 def input_batch(
     max_num_seqs: int = 8, max_model_len: int = 64, block_size: int = BLOCK_SIZE, pool_size: int = NUM_BLOCKS
 ) -> InputBatch:
-    table = BlockTable(max_num_seqs, -(-max_model_len // block_size), block_size, pool_size)
+    table = BlockTable(max_num_seqs, max_model_len, FullAttentionSpec(block_size, 1, 1, 4), pool_size)
     return InputBatch(max_num_seqs, max_model_len, (table,))
 
 
@@ -85,7 +86,8 @@ class ToyModel:
         self.cache = torch.full((NUM_BLOCKS * BLOCK_SIZE,), torch.nan, dtype=torch.float64)
         self.table = torch.randn(997, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepMetadata) -> Tensor:
+        (metadata,) = step
         self.cache[metadata.slot_mapping] = ((input_ids + 1) * (positions * positions + 7)).double()
         starts = metadata.query_start_loc.tolist()
         hidden = []
@@ -108,7 +110,7 @@ class ToyModel:
 def toy_runner(model: ToyModel | None = None, **args: Any) -> ModelRunner:
     config = tiny_config(**args)
     specs = {"layer": FullAttentionSpec(BLOCK_SIZE, 1, 1, 4)}
-    kv_config = KVCacheConfig(NUM_BLOCKS, group_layers(specs), specs)
+    kv_config = KVCacheConfig(NUM_BLOCKS, group_layers(specs, 64), specs)
     return ModelRunner(model or ToyModel(), config, kv_config, torch.device("cpu"))
 
 

@@ -67,7 +67,7 @@ def check_gather(inputs: StepInputs, requests: list[PlainRequest], counts: list[
         if plain.num_computed_tokens + count == len(plain.tokens):
             samples.append(index)
     lengths = [plain.num_computed_tokens + count for plain, count in zip(requests, counts, strict=True)]
-    meta = inputs.metadata
+    (meta,) = inputs.metadata
     assert inputs.input_ids.tolist() == ids
     assert inputs.positions.tolist() == positions
     assert meta.slot_mapping.tolist() == slots
@@ -120,13 +120,11 @@ def test_a_row_is_for_life() -> None:
     assert batch.num_output_tokens(rows_of(rows[1])).tolist() == [0]
 
 
-def test_removing_what_has_no_row_is_fine() -> None:
-    assert input_batch().remove("never seen") is None
-
-
 def test_batch_refuses_contradictions() -> None:
     batch = input_batch(max_num_seqs=1)
     batch.add(request([1], request_id="a"))
+    with pytest.raises(EngineError, match="never seen has no row"):
+        batch.remove("never seen")
     with pytest.raises(EngineError, match="already has a row"):
         batch.add(request([1], request_id="a"))
     with pytest.raises(EngineError, match="more than max_num_seqs"):

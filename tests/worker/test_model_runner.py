@@ -175,8 +175,12 @@ def test_unusable_request_fails_alone(bad: NewRequestData, message: str) -> None
     output = runner.execute_model(plan)
     assert message in output.failed["bad"]
     assert list(output.sampled_token_ids) == ["good"]
-    after = SchedulerOutput(1, [], [CachedRequestData("good", [[]], 2)], {"good": 1}, 1, ["bad"])
+    both = [CachedRequestData("good", [[]], 2), CachedRequestData("bad", [[]], 1)]
+    in_flight = runner.execute_model(SchedulerOutput(1, [], both, {"good": 1, "bad": 1}, 2, []))
+    assert (list(in_flight.sampled_token_ids), list(in_flight.failed)) == (["good"], ["bad"])
+    after = SchedulerOutput(2, [], [CachedRequestData("good", [[]], 3)], {"good": 1}, 1, ["bad"])
     assert list(runner.execute_model(after).sampled_token_ids) == ["good"]
+    assert not runner.execute_model(SchedulerOutput(3, [], [], {}, 0, ["good"])).failed
 
 
 def test_plan_of_failures_alone_runs_nothing() -> None:

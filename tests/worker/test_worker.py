@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,9 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.registry import resolve_executor
 from quire.executor.uniproc import UniprocExecutor
-from quire.kv_cache.spec import KVCacheConfig, bytes_per_block, group_layers
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.sizing import size_kv_cache
+from quire.kv_cache.spec import KVCacheConfig
 from quire.sampling_params import SamplingParams
 from quire.worker.cpu import CpuDevice
 from quire.worker.worker import Worker
@@ -51,38 +52,16 @@ def loaded(config: EngineConfig, free: int = GIB) -> Worker:
 def driver_of(config: EngineConfig) -> Driver:
     worker = loaded(config)
     specs = worker.kv_cache_specs()
-    worker.initialize_kv_cache(KVCacheConfig(NUM_BLOCKS, group_layers(specs), dict(specs)))
+    worker.initialize_kv_cache(KVCacheConfig(NUM_BLOCKS, group_layers(specs, 64), dict(specs)))
     assert worker._runner is not None
     return Driver(worker._runner, num_blocks=NUM_BLOCKS)
 
 
-def test_cache_is_what_the_requests_can_use(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
-    worker = loaded(config)
-    with caplog.at_level(logging.INFO):
-        chosen = worker.available_kv_bytes()
-    blocks = 4 * 16 + 1  # max_num_seqs * max_model_len / block_size, and the null block
-    assert chosen == blocks * bytes_per_block(worker.kv_cache_specs())
-    assert "all that 4 requests of 64 tokens can use" in caplog.text
-
-
-def test_cache_is_a_share_of_what_is_free(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
-    worker = loaded(config.evolve(gpu_memory_utilization=0.5), free=10_000)
-    with caplog.at_level(logging.INFO):
-        assert worker.available_kv_bytes() == 5_000
-    assert "50% of" in caplog.text
-
-
-def test_cache_has_a_default_limit_but_holds_one_request(config: EngineConfig) -> None:
-    worker = loaded(config)
-    block_bytes = bytes_per_block(worker.kv_cache_specs())
-    worker._device.default_cache_bytes = 30 * block_bytes
-    assert worker.available_kv_bytes() == 30 * block_bytes
-    worker._device.default_cache_bytes = 1
-    assert worker.available_kv_bytes() == 17 * block_bytes
-
-
-def test_cache_is_exactly_what_is_asked_for(config: EngineConfig) -> None:
-    assert loaded(config.evolve(kv_cache_memory_bytes=123_456_789)).available_kv_bytes() == 123_456_789
+def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
+    memory = loaded(config.evolve(gpu_memory_utilization=0.5), free=10_000).kv_memory()
+    assert memory.free_bytes == 5_000
+    assert memory.reason.startswith("50% of")
+    assert memory.default_bytes == CpuDevice.default_cache_bytes
 
 
 def generate(driver: Driver, name: str, chunk: int) -> Sequence:
@@ -105,8 +84,7 @@ def test_executor_is_its_worker(config: EngineConfig) -> None:
     assert isinstance(executor, UniprocExecutor)
     executor.load()
     specs = executor.kv_cache_specs()
-    assert executor.available_kv_bytes() > 0
-    executor.initialize_kv_cache(KVCacheConfig(NUM_BLOCKS, group_layers(specs), dict(specs)))
+    executor.initialize_kv_cache(size_kv_cache(config, specs, executor.kv_memory()))
     executor.shutdown()
     executor.shutdown()
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,34 +166,47 @@ def serve(
 
 
 @bench.command()
-@click.option("--rows", type=COUNT, multiple=True, help="Rows of activations; may be given several times.")
+@click.option(
+    "--suite", "suites", multiple=True, help="linear or attention; default: both. May be given several times."
+)
+@click.option(
+    "--rows", type=COUNT, multiple=True, help="Rows of activations of a linear; may be given several times."
+)
 @click.option(
     "--weights",
     multiple=True,
-    help="Weight format, such as bfloat16 or int8-precise; may be given several times.",
+    help="Weight format of a linear, such as bfloat16 or int8-precise; may be given several times.",
 )
 @click.option("--threads", type=COUNT, help="Compute threads; default: one per physical core.")
 @_json_option
 def kernels(
-    rows: tuple[int, ...], weights: tuple[str, ...], threads: int | None, json_file: str | None
+    suites: tuple[str, ...],
+    rows: tuple[int, ...],
+    weights: tuple[str, ...],
+    threads: int | None,
+    json_file: str | None,
 ) -> None:
-    """Measure the CPU kernels at a 0.5B model's shapes, as shares of this machine's measured limits."""
+    """Measure the CPU kernels at the shapes of real models, as shares of this machine's measured limits."""
     import torch
 
     from quire.bench import kernels as kernels_bench
 
-    unknown = [name for name in weights if name not in kernels_bench.WEIGHTS]
-    if unknown:
-        known = ", ".join(kernels_bench.WEIGHTS)
-        raise ConfigError(f"--weights is {unknown[0]!r}; it must be one of {known}")
+    _check_names("--suite", suites, kernels_bench.SUITES)
+    _check_names("--weights", weights, kernels_bench.WEIGHTS)
     if threads is not None:
         torch.set_num_threads(threads)
     result = kernels_bench.measure(
-        list(kernels_bench.SUITES),
+        suites or list(kernels_bench.SUITES),
         rows or kernels_bench.ROWS,
         weights or ("bfloat16", "int8", "int4"),
     )
     _report(result.lines(), result.as_json(), json_file)
+
+
+def _check_names(option: str, names: Sequence[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{option} is {name!r}; it must be one of {', '.join(known)}")
 
 
 def _batches(

@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": "quire.entrypoints.cli.chat",
     "complete": "quire.entrypoints.cli.complete",
     "bench": "quire.entrypoints.cli.bench",
+    "trace": "quire.entrypoints.cli.trace",
     "doctor": "quire.entrypoints.cli.doctor",
 }
 """Command -> the module that holds it under the same name."""

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from quire.config import EngineConfig, ServerConfig, child_configs, engine_fields
-from quire.config.fields import Config, field_types, flag_of, info_of, plain_type
+from quire.config.fields import Config, OptionInfo, field_types, flag_of, info_of, plain_type
 from quire.entrypoints.cli.config_file import config_file_option
 from quire.entrypoints.cli.values import HumanInt, JsonObject
 
@@ -36,7 +36,7 @@ class ConfigOption(click.Option):
         super().__init__(
             [field.name, *([info.short] if info.short else []), _declaration(field.name, kind)],
             default=None,
-            type=click.Choice(info.choices) if info.choices else _CLICK_TYPES.get(kind),
+            type=_click_type(info, kind),
             help=f"{info.doc} {default_note(field)}".rstrip(),
             multiple=kind is tuple,
             metavar=info.metavar,
@@ -99,6 +99,12 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
+
+
+def _click_type(info: OptionInfo, kind: type) -> click.ParamType[Any] | None:
+    if info.choices:
+        return click.Choice(info.choices)
+    return HumanInt(words=info.words) if info.words else _CLICK_TYPES.get(kind)
 
 
 def _declaration(name: str, kind: type) -> str:

@@ -19,12 +19,16 @@ _UNITS[""] = 1
 
 
 class HumanInt(click.ParamType[int]):
-    """An integer; k, m, g, t multiply by powers of 1000 and K, M, G, T by powers of 1024: 2k, 4K, 2.5m."""
+    """An integer; k, m, g, t multiply by powers of 1000 and K, M, G, T by powers of 1024: 2k, 4K, 2.5m.
+
+    `words` stand for numbers.
+    """
 
     name = "integer"
 
-    def __init__(self, minimum: int | None = None) -> None:
+    def __init__(self, minimum: int | None = None, words: tuple[tuple[str, int], ...] = ()) -> None:
         self.minimum = minimum
+        self.words = dict(words)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         number = self._number(value, param, ctx)
@@ -35,6 +39,8 @@ class HumanInt(click.ParamType[int]):
     def _number(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
+        if value in self.words:
+            return self.words[value]
         match = _INTEGER.fullmatch(str(value))
         if match is None:
             self.fail(f"{value!r} is not an integer (1k is 1000, 1K is 1024)", param, ctx)

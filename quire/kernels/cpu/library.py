@@ -1,4 +1,4 @@
-"""Finding, loading and probing the C++ kernel library.
+"""Finding, loading, probing and calling the C++ kernel library.
 
 Invariant: torch is imported before the library is opened, so both use torch's OpenMP runtime and its thread
 settings.
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from struct import Struct
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from quire.errors import ConfigError, StartupError
 from quire.kernels import cpu
@@ -55,7 +57,12 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
 """Argument types of each kernel, as declared in csrc/cpu/table.cpp, by their `struct` codes: an address, an int64, and
 a float, which is passed as a double. Every kernel returns an int64 status."""
 
-Kernel = Callable[..., int]
+
+class Kernel(NamedTuple):
+    """A function of packed arguments: ctypes takes longer over twenty than most kernels take over a token."""
+
+    function: Callable[[bytes], int]
+    pack: Callable[..., bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +148,46 @@ def _kernel(handle: ctypes.CDLL, isa_index: int, name: str) -> Kernel:
     address = handle.quire_cpu_kernel(isa_index, name.encode())
     if not address:
         raise StartupError(f"{PATH.name} has no kernel {name!r}: reinstall quire")
-    function = ctypes.CFUNCTYPE(c_int64, c_char_p)(address)
-    pack = Struct("".join(SIGNATURES[name])).pack
+    return Kernel(ctypes.CFUNCTYPE(c_int64, c_char_p)(address), Struct("".join(SIGNATURES[name])).pack)
 
-    def kernel(*arguments: float) -> int:
-        # One packed argument: ctypes takes longer over twenty than most kernels take over a token.
-        return function(pack(*arguments))
 
-    return kernel
+_NO_MEMORY = -2
+
+
+def call(name: str, *arguments: float) -> int:
+    """Run a kernel on addresses and numbers; returns its status, 0 unless it refuses some of its input.
+
+    Raises:
+        MemoryError: there is none for scratch space.
+        RuntimeError: the library does not know a code that it was given.
+    """
+    library = loaded()
+    assert library is not None, "the table of ops asks supports() before it loads a kernel"
+    function, pack = library.kernels[name]
+    status = function(pack(*arguments))
+    if status >= 0:
+        return status
+    if status == _NO_MEMORY:
+        raise MemoryError(f"{name}: no memory for the kernel's scratch space")
+    raise RuntimeError(f"{name}: the kernel library refuses the call ({status}): reinstall quire")
+
+
+def _poisoned(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """NaN, or for integers a number that is no token, row or weight."""
+    out = like.new_empty(shape, dtype=dtype)
+    if out.is_floating_point() or out.dtype is torch.bool:
+        return out.fill_(torch.nan)
+    limits = torch.iinfo(out.dtype)
+    return out.fill_(limits.min or limits.max)
+
+
+def _empty() -> Callable[..., Tensor]:
+    value = os.environ.get("QUIRE_DEBUG_KERNELS", "0")
+    if value not in ("0", "1"):
+        raise ConfigError(f"QUIRE_DEBUG_KERNELS is {value!r}; it must be '0' or '1'")
+    return _poisoned if value == "1" else Tensor.new_empty
+
+
+empty = _empty()
+"""`empty(like, *shape, dtype=None)`: the memory of an output. With QUIRE_DEBUG_KERNELS=1 it is filled first with what
+is no result, so that an element that a kernel does not write shows."""

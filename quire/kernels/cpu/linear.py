@@ -1,8 +1,9 @@
 """The packed-linear kernels as Python functions on tensors, with every check.
 
-Invariant: as in `binding`; what a `PackedWeight` says of itself is checked against its memory before C++ sees it.
+Invariant: as in `checks`; what a `PackedWeight` says of itself is checked against its memory before C++ sees it.
 """
 
+import threading
 from collections.abc import Collection
 from typing import Literal
 
@@ -10,8 +11,17 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import library
-from quire.kernels.cpu.binding import _call, _code, _say
-from quire.kernels.linear import INT8_CHUNK, PANEL, QUAD, PackedWeight, WeightScheme, num_panels
+from quire.kernels.cpu.checks import check_array, check_index, dtype_code, say
+from quire.kernels.cpu.library import call, empty
+from quire.kernels.linear import (
+    INT8_CHUNK,
+    PANEL,
+    QUAD,
+    Native,
+    PackedWeight,
+    WeightScheme,
+    num_panels,
+)
 
 GROUP_SIZES = (32, 64, 128)
 
@@ -39,14 +49,14 @@ def packed_layout() -> str:
 
 
 def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
-    code = _code("pack_weight", "weight", weight)
+    code = dtype_code("pack_weight", "weight", weight)
     if weight.dim() != 2 or not weight.numel() or halves not in (1, 2) or weight.shape[0] % halves:
-        raise ValueError(f"pack_weight: weight must be [N, K] in {halves} halves; it is {_say(weight)}")
+        raise ValueError(f"pack_weight: weight must be [N, K] in {halves} halves; it is {say(weight)}")
     packed = _empty(weight, scheme, halves)
     _check_packed("pack_weight", packed)
     weight = weight.contiguous()
-    args = (*weight.shape, halves, _group(scheme), code, _format(packed))
-    _call("pack_weight", (packed.data, packed.scales, packed.zeros, weight), *args)
+    addresses = (*_addresses(packed), weight.data_ptr())
+    call("pack_weight", *addresses, *weight.shape, halves, _group(scheme), code, _format(packed))
     return packed
 
 
@@ -56,42 +66,67 @@ def packed_linear(
     bias: Tensor | None = None,
     activation: Literal["silu_and_mul"] | None = None,
 ) -> Tensor:
-    _code("packed_linear", "x", x)
-    _check_packed("packed_linear", weight)
-    outputs, inputs, halves = weight.outputs, weight.inputs, weight.halves
-    if x.shape[-1] != inputs:
-        raise ValueError(f"packed_linear: x must have {inputs} columns; it is {_say(x)}")
+    dtype_code("packed_linear", "x", x)
+    addresses, sizes, kernel_format = weight.native or _checked("packed_linear", weight)
+    outputs, inputs, halves, group = sizes
+    *lead, columns = x.shape
+    if columns != inputs:
+        raise ValueError(f"packed_linear: x must have {inputs} columns; it is {say(x)}")
     if bias is not None:
-        _code("packed_linear", "bias", bias)
-        if bias.dtype != torch.float32 or bias.shape != (outputs,) or not bias.is_contiguous():
-            raise ValueError(f"packed_linear: bias must be float32 [{outputs}]; it is {_say(bias)}")
-    if activation not in _ACTIVATIONS or (activation is not None and halves != 2):
-        raise ValueError(f"packed_linear: activation {activation!r} with a weight in {halves} parts")
+        check_array("packed_linear", "bias", bias, torch.float32, (outputs,))
+    if activation is not None:
+        if activation != "silu_and_mul" or halves != 2:
+            raise ValueError(f"packed_linear: activation {activation!r} with a weight in {halves} parts")
+        outputs //= 2
     wide = x.float().contiguous()
     rows = wide.numel() // inputs
-    out = torch.empty((*x.shape[:-1], outputs if activation is None else outputs // 2), dtype=torch.float32)
-    group = _group(weight.scheme)
-    padded = -(-inputs // group) * group
-    scratch = torch.empty(_BLOCK_ROWS + min(rows, _BLOCK_ROWS) * (padded + 1), dtype=torch.float32)
-    args = (scratch.nbytes, rows, outputs, inputs, halves, group, _ACTIVATIONS[activation])
-    tensors = (out, wide, weight.data, weight.scales, weight.zeros, bias, scratch)
-    _call("packed_linear", tensors, *args, int(weight.scheme.fast), _format(weight))
-    return out if x.dtype == torch.float32 else out.to(x.dtype)
+    out = empty(wide, *lead, outputs)
+    scratch = _SCRATCH.of(_BLOCK_ROWS + min(rows, _BLOCK_ROWS) * (-(-inputs // group) * group + 1))
+    bias_address = 0 if bias is None else bias.data_ptr()
+    tensors = (out.data_ptr(), wide.data_ptr(), *addresses, bias_address, scratch.data_ptr())
+    call("packed_linear", *tensors, scratch.nbytes, rows, *sizes, _ACTIVATIONS[activation], *kernel_format)
+    return out if x.dtype is torch.float32 else out.to(x.dtype)
 
 
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
-    _check_packed("packed_embedding", weight)
-    if ids.device.type != "cpu" or ids.dtype != torch.int64 or ids.dim() != 1:
-        raise ValueError(f"packed_embedding: ids must be int64 [T] on the CPU; it is {_say(ids)}")
-    ids = ids.contiguous()
-    out = torch.empty((len(ids), weight.inputs), dtype=torch.float32)
-    sizes = (len(ids), weight.outputs, weight.inputs, weight.halves, _group(weight.scheme))
-    refused = _call(
-        "packed_embedding", (out, ids, weight.data, weight.scales, weight.zeros), *sizes, _format(weight)
-    )
+    addresses, sizes, (_, layout) = weight.native or _checked("packed_embedding", weight)
+    check_index("packed_embedding", "ids", ids, ids.shape[0] if ids.dim() else 0)
+    count = ids.shape[0]
+    out = empty(ids, count, weight.inputs, dtype=torch.float32)
+    refused = call("packed_embedding", out.data_ptr(), ids.data_ptr(), *addresses, count, *sizes, layout)
     if refused:
         raise IndexError(f"packed_embedding: {refused} ids are outside the table of {weight.outputs} rows")
     return out
+
+
+class _Scratch(threading.local):
+    """Memory that a thread's kernels overwrite; kept, because taking it anew costs a page fault per 4 KiB."""
+
+    def __init__(self) -> None:
+        self._kept = torch.empty(0)
+
+    def of(self, num_floats: int) -> Tensor:
+        """At least so many float32."""
+        if self._kept.numel() < num_floats:
+            self._kept = torch.empty(num_floats, dtype=torch.float32)
+        return self._kept
+
+
+_SCRATCH = _Scratch()
+
+
+def _checked(op: str, weight: PackedWeight) -> Native:
+    """What kernels are told of a weight: a packed weight never changes, so it is checked once."""
+    _check_packed(op, weight)
+    sizes = (weight.outputs, weight.inputs, weight.halves, _group(weight.scheme))
+    native = Native(_addresses(weight), sizes, (int(weight.scheme.fast), _format(weight)))
+    object.__setattr__(weight, "native", native)
+    return native
+
+
+def _addresses(weight: PackedWeight) -> tuple[int, int, int]:
+    scales, zeros = (0 if part is None else part.data_ptr() for part in (weight.scales, weight.zeros))
+    return weight.data.data_ptr(), scales, zeros
 
 
 def _group(scheme: WeightScheme) -> int:
@@ -108,7 +143,7 @@ def _empty(weight: Tensor, scheme: WeightScheme, halves: int) -> PackedWeight:
     outputs, inputs = weight.shape
     shapes = _shapes(scheme, num_panels(outputs, halves), inputs)
     dtypes = (weight.dtype,) if scheme.kind == "float" else _DTYPES[scheme.kind]
-    parts = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+    parts = [empty(weight, *shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
     scales, zeros = (*parts[1:], None, None)[:2]
     return PackedWeight(scheme, parts[0], scales, zeros, outputs, inputs, halves)
 

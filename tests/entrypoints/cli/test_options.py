@@ -113,6 +113,7 @@ def test_default_is_shown_where_there_is_one() -> None:
 
 def test_human_integers() -> None:
     assert configs("--max-model-len", "4K")[0].model.max_model_len == 4096
+    assert configs("--max-model-len", "auto")[0].model.max_model_len == -1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""The checkpoint that all engines are given: random weights in the shape of a half-billion-parameter Qwen 2.
+
+Made once, from a fixed seed, by transformers; with a tokenizer of one token per byte, because converters ask for one.
+Run as a program, so that the memory it takes is free again when engines are measured.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SHAPE = Path(__file__).parents[1] / "models" / "dummy-0.5b"
+SEED = 0
+_SPECIALS = ("<pad>", "<bos>", "<eos>")
+_WEIGHTS = "model.safetensors"
+
+
+def ensure(directory: Path) -> Path:
+    """Write the checkpoint unless it is there; returns its directory."""
+    if not (directory / _WEIGHTS).exists():
+        subprocess.run([sys.executable, "-m", __name__, str(directory)], check=True)
+    return directory
+
+
+def num_bytes(directory: Path) -> int:
+    """Bytes of the weights, all of which a decode step reads once."""
+    return (directory / _WEIGHTS).stat().st_size
+
+
+def write(directory: Path) -> None:
+    """Draw the weights, in bfloat16, and save them; the weights come last, so a directory with them is complete."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(SEED)
+    config = AutoConfig.from_pretrained(SHAPE)
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(config, dtype=torch.bfloat16)
+    write_tokenizer(directory)
+    model.save_pretrained(directory)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """One token per byte after the special ones; the rest of the vocabulary is unused."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    symbols = [*_SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(symbol, special=True) for symbol in _SPECIALS])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), _SPECIALS, strict=True))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

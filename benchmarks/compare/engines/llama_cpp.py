@@ -1,0 +1,150 @@
+"""llama.cpp, as llama-cpp-python's source distribution carries it: built here, measured with its own tools."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from benchmarks.compare import processes
+from benchmarks.compare.cases import CASES, MAX_NUM_SEQS, NUM_THREADS, Case, Phase, cases_named
+from benchmarks.compare.engines.base import SET_UP_LIMIT_S, Rate, Task
+from benchmarks.compare.engines.environment import Environment
+from benchmarks.compare.isa import Isa
+
+VERSION = "0.3.36"
+_TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize")
+_CMAKE = (
+    *("-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DGGML_CCACHE=OFF", "-DLLAMA_OPENSSL=OFF"),
+    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("TESTS", "EXAMPLES", "SERVER", "APP")),
+)
+_BUILD_JOBS = 2
+_CONTEXT = 256
+"""Positions of a sequence: the least that llama.cpp rounds to, and enough for every case of many requests."""
+
+
+class LlamaCpp:
+    """One build per instruction set; one GGUF file per precision."""
+
+    name = "llama.cpp"
+    precisions: ClassVar[Mapping[str, int]] = {"BF16": 16, "Q8_0": 8, "Q4_0": 4}
+    cases: ClassVar[Sequence[str]] = tuple(CASES)
+    notes = (
+        f"vendored in llama-cpp-python {VERSION}, cmake {' '.join(_CMAKE)}; prefill and B=1 by llama-bench (from an "
+        "empty context, without sampling), the others by llama-batched-bench (without sampling); quantised by "
+        "`llama-quantize --pure`, so the head is in the same format as everything else; KV cache f16, as by default."
+    )
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._environment = Environment(folder / "venv")
+        self._isa: Isa | None = None
+
+    def set_up(self, isa: Isa) -> None:
+        if not self._environment.complete:
+            self._environment.create()
+            self._environment.install(["gguf"])
+            self._environment.finish()
+        self._build(isa)
+        self._isa = isa
+
+    def prepare(self, checkpoint: Path, precision: str) -> None:
+        full = self._model("BF16")
+        if not full.exists():
+            unfinished = full.with_suffix(".unfinished")
+            worker = "benchmarks.compare.workers.gguf_file"
+            processes.run([self._environment.python, "-m", worker, checkpoint, unfinished], SET_UP_LIMIT_S)
+            unfinished.rename(full)
+        if not self._model(precision).exists():
+            self._quantise(full, precision)
+
+    def measure(self, task: Task) -> Iterator[Rate]:
+        together = [case for case in cases_named(task.cases) if case.num_requests > 1]
+        alone = [case for case in cases_named(task.cases) if case.num_requests == 1]
+        for cases, command, parse in (
+            (alone, self._bench(alone, task), bench_rates),
+            (together, self._batched_bench(together, task), batched_bench_rates),
+        ):
+            if cases:
+                yield from parse(processes.lines(command, task.limit_s, task.isa.environment), cases)
+
+    def versions(self) -> dict[str, str]:
+        return {"llama-cpp-python (source)": VERSION}
+
+    def _build(self, isa: Isa) -> None:
+        build = self._folder / f"build-{isa.name}"
+        if all((build / "bin" / tool).exists() for tool in _TOOLS):
+            return
+        source = self._source() / "vendor" / "llama.cpp"
+        processes.run(["cmake", "-S", source, "-B", build, *_CMAKE, *isa.cmake_options], SET_UP_LIMIT_S)
+        jobs = ["--parallel", str(_BUILD_JOBS)]
+        processes.run(["cmake", "--build", build, *jobs, "--target", *_TOOLS], SET_UP_LIMIT_S)
+
+    def _source(self) -> Path:
+        """The unpacked source distribution."""
+        unpacked = self._folder / f"llama_cpp_python-{VERSION}"
+        if not (unpacked / "PKG-INFO").exists():
+            self._environment.download_source(f"llama-cpp-python=={VERSION}", self._folder)
+            with tarfile.open(f"{unpacked}.tar.gz") as archive:
+                archive.extractall(self._folder, filter="data")
+        return unpacked
+
+    def _quantise(self, full: Path, precision: str) -> None:
+        target = self._model(precision)
+        unfinished = target.with_suffix(".unfinished")
+        quantise = self._tool("llama-quantize")
+        processes.run([quantise, "--pure", full, unfinished, precision, str(NUM_THREADS)], SET_UP_LIMIT_S)
+        unfinished.rename(target)
+
+    def _bench(self, cases: Iterable[Case], task: Task) -> list[str | Path]:
+        lengths = {Phase.PREFILL: 0, Phase.DECODE: 0} | {case.phase: case.num_tokens for case in cases}
+        prompt, output = str(lengths[Phase.PREFILL]), str(lengths[Phase.DECODE])
+        options = ["-p", prompt, "-n", output, "-r", "1", "-t", str(NUM_THREADS), "-o", "json"]
+        return [self._tool("llama-bench"), "-m", self._model(task.precision), *options]
+
+    def _batched_bench(self, cases: Iterable[Case], task: Task) -> list[str | Path]:
+        prompts = ",".join(str(case.input_len) for case in cases)
+        steps = ",".join({str(case.output_len - 1) for case in cases})
+        sizes = [
+            "-npp",
+            prompts,
+            "-ntg",
+            steps,
+            "-npl",
+            str(MAX_NUM_SEQS),
+            "-c",
+            str(_CONTEXT * MAX_NUM_SEQS),
+        ]
+        options = ["-t", str(NUM_THREADS), "--output-format", "jsonl"]
+        return [self._tool("llama-batched-bench"), "-m", self._model(task.precision), *sizes, *options]
+
+    def _tool(self, name: str) -> Path:
+        assert self._isa is not None, "set_up comes first"
+        return self._folder / f"build-{self._isa.name}" / "bin" / name
+
+    def _model(self, precision: str) -> Path:
+        return self._folder / f"{precision}.gguf"
+
+
+def bench_rates(lines: Iterable[str], cases: Iterable[Case]) -> Iterator[Rate]:
+    """What `llama-bench -o json` has printed: a test has prompt tokens or generated tokens, never both."""
+    tests = json.loads("".join(lines))
+    for case in cases:
+        length = "n_prompt" if case.phase is Phase.PREFILL else "n_gen"
+        (test,) = (test for test in tests if test[length] == case.num_tokens)
+        yield Rate(case.name, test["avg_ts"])
+
+
+def batched_bench_rates(lines: Iterable[str], cases: Iterable[Case]) -> Iterator[Rate]:
+    """What `llama-batched-bench --output-format jsonl` has printed, among its other lines.
+
+    Its steps come after the prompt, whose last position gives each request's first token.
+    """
+    tests = [json.loads(line) for line in lines if line.startswith("{")]
+    for case in cases:
+        sizes = (case.num_requests, case.input_len, case.output_len - 1)
+        (test,) = (test for test in tests if (test["pl"], test["pp"], test["tg"]) == sizes)
+        seconds = test["t_tg"] if case.phase is Phase.DECODE else test["t"]
+        yield Rate(case.name, case.num_tokens / seconds)

@@ -1,0 +1,58 @@
+"""quire itself, and the probes of the machine: both from the environment that this program runs in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from benchmarks.compare import processes
+from benchmarks.compare.engines.base import Rate, Task
+from benchmarks.compare.engines.python_engine import PythonEngine, rates
+from benchmarks.compare.isa import Isa
+
+
+class Quire(PythonEngine):
+    """The tree that this file belongs to."""
+
+    name = "quire"
+    worker = "quire"
+    precisions: ClassVar[Mapping[str, int]] = {"bf16": 16, "int8": 8, "int4": 4}
+    packages = ("quire", "torch")
+    notes = (
+        "`LLM(checkpoint, load_format='auto', enable_prefix_caching=False)`; int8 and int4 by `quantization=` with its "
+        "defaults: int8 with a scale per output, int4 in groups of 32, symmetric (4.5 bits, as Q4_0), head included."
+    )
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._environment.python = Path(sys.executable)
+
+    def set_up(self, isa: Isa) -> None:
+        """It is installed, or this program would not run."""
+
+
+class Machine:
+    """What the processor and the memory can do; measured like an engine, so that it is from the same session."""
+
+    name = "machine"
+    precisions: ClassVar[Mapping[str, int]] = {"fp32": 32}
+    cases: ClassVar[Sequence[str]] = ("flops", "read")
+    notes = "the probes of `quire bench kernels`"
+
+    def __init__(self, folder: Path) -> None:
+        pass
+
+    def set_up(self, isa: Isa) -> None:
+        """The probes are quire's."""
+
+    def prepare(self, checkpoint: Path, precision: str) -> None:
+        """No model is needed."""
+
+    def measure(self, task: Task) -> Iterator[Rate]:
+        command = [sys.executable, "-m", "benchmarks.compare.workers.machine", *task.cases]
+        yield from rates(processes.lines(command, task.limit_s, task.isa.environment))
+
+    def versions(self) -> dict[str, str]:
+        return {}

@@ -1,0 +1,76 @@
+"""From raw results to figures: medians, and quire's ratios to its peers.
+
+Invariant: a figure is a median over the rounds of one session, and a ratio is one of two such medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from benchmarks.compare.cases import CASES
+from benchmarks.compare.engines.base import Engine
+from benchmarks.compare.goals import Goal, goal
+from benchmarks.compare.records import Record
+
+OWN = "quire"
+_FULL_PRECISION = 16
+"""Peers without a 16-bit or smaller type of their own are compared with quire's 16-bit weights by their best type."""
+
+Medians = Mapping[tuple[str, str, str], float]
+"""(engine, precision, case) -> rate per second."""
+
+
+def medians(results: Iterable[Record]) -> Medians:
+    """The median of all rounds."""
+    rates: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for record in results:
+        if record.rate is not None:
+            rates[record.engine, record.precision, record.case].append(record.rate)
+    return {key: statistics.median(values) for key, values in rates.items()}
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast as a peer quire is in one case."""
+
+    peer: str
+    peer_precision: str
+    precision: str
+    case: str
+    ratio: float
+    goal: Goal | None
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the goal is reached; None without a goal."""
+        return None if self.goal is None else self.ratio >= self.goal.ratio
+
+
+def ratios(rates: Medians, engines: Mapping[str, Engine]) -> Iterator[Ratio]:
+    """quire against every peer at the same bits; a peer that has only 16 bits and more counts with its best type."""
+    own = engines[OWN]
+    for name, peer in engines.items():
+        for precision, bits in own.precisions.items():
+            rivals = _rivals(peer, bits)
+            for case in CASES if name != OWN else ():
+                measured = {p: rates[name, p, case] for p in rivals if (name, p, case) in rates}
+                if measured and (OWN, precision, case) in rates:
+                    best = max(measured, key=lambda p: measured[p])
+                    ratio = rates[OWN, precision, case] / measured[best]
+                    yield Ratio(name, best, precision, case, ratio, goal(name, case, bits))
+
+
+def _rivals(peer: Engine, bits: int) -> list[str]:
+    """The peer's weight formats that weights of so many bits are compared with."""
+    same = [precision for precision, its_bits in peer.precisions.items() if its_bits == bits]
+    wide = [precision for precision, its_bits in peer.precisions.items() if its_bits > bits]
+    return [*same, *wide] if bits == _FULL_PRECISION else same
+
+
+def bandwidth_share(rates: Medians, num_bytes: int) -> float | None:
+    """How much of the read bandwidth decoding one request with 16-bit weights uses, counting the weights alone."""
+    decode, read = rates.get((OWN, "bf16", "decode-1")), rates.get(("machine", "fp32", "read"))
+    return None if decode is None or read is None else decode * num_bytes / read

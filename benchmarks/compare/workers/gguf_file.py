@@ -1,0 +1,75 @@
+"""Writes a Qwen 2 checkpoint as a GGUF file in its own precision, bfloat16, for llama.cpp.
+
+The file has no tokenizer: llama.cpp's benchmarks feed token ids. Vectors (norms and biases) become float32, as
+llama.cpp expects; matrices keep their bits.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+ARCHITECTURE = gguf.MODEL_ARCH.QWEN2
+
+
+def write(checkpoint: Path, target: Path) -> None:
+    """Convert a directory with `config.json` and one `model.safetensors`."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[ARCHITECTURE])
+    _add_sizes(writer, config)
+    names = gguf.get_tensor_name_map(ARCHITECTURE, config["num_hidden_layers"])
+    for name, bits in bfloat16_tensors(checkpoint / "model.safetensors"):
+        _add_tensor(writer, names.get_name(name, (".weight", ".bias")), bits)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def bfloat16_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Name and bits (uint16) of every tensor of a safetensors file: a length, a JSON header, then the data."""
+    data = np.memmap(path, np.uint8, "r")
+    begin = 8 + int(data[:8].view(np.uint64)[0])
+    for name, entry in json.loads(bytes(data[8:begin])).items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] != "BF16":
+            raise ValueError(f"{name} is {entry['dtype']}, not BF16")
+        first, last = (begin + offset for offset in entry["data_offsets"])
+        yield name, data[first:last].view(np.uint16).reshape(entry["shape"])
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 bits as the float32 of the same value."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, bits: np.ndarray) -> None:
+    if bits.ndim == 1:
+        writer.add_tensor(name, widened(bits))
+    else:
+        writer.add_tensor(name, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,35 @@
+"""quire, through its own `LLM` class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.compare.cases import MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_THREADS
+from benchmarks.compare.workers import worker
+from quire import LLM, SamplingParams
+
+
+def load(model: Path, precision: str) -> worker.Generate:
+    """The checkpoint's own type, or weights quantised while they are loaded."""
+    llm = LLM(
+        str(model),
+        quantization=None if precision == "bf16" else precision,
+        load_format="auto",
+        cpu_threads=NUM_THREADS,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    )
+
+    def generate(prompts: worker.Prompts, output_len: int) -> list[int]:
+        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    return generate
+
+
+if __name__ == "__main__":
+    worker.run(load)

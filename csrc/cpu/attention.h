@@ -1,0 +1,93 @@
+// What attention works on: a call, cut into items that are computed independently.
+
+#pragma once
+
+#include "kv_cache.h"
+
+namespace quire { namespace QUIRE_ISA { namespace {
+
+constexpr int64_t kKeyTile = 64;       // keys that share one step of the running maximum
+constexpr int64_t kSplitTiles = 8;     // tiles that are summed up on their own
+constexpr int64_t kItemRows = 96;      // enough to pay for what a tile costs once, few enough for the cache
+constexpr int64_t kTileCostRows = 4;   // a tile costs about as much as this many rows before it has any
+
+inline int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+struct Batch {
+    const int32_t *starts, *lengths, *tables;  // query_start_loc, seq_lens, block_tables
+    int64_t tokens, requests, table_width;
+};
+
+// What a query may see, and how its scores are changed. Scores are in units of log 2.
+struct Features {
+    int64_t window;       // 0: none
+    float soft_cap;       // 0: none
+    const float* slopes;  // one for each query head; null: none
+};
+
+struct Call;
+struct Item;
+struct Scratch;
+
+// The parts that depend on element types; everything else computes in float32.
+struct Types {
+    void (*attend_tile)(const Call& call, const Item& item, int64_t tile, const Scratch& scratch);
+    void (*load_queries)(Float32* rows, const Call& call, const Item& item);
+    void (*store_row)(const Call& call, int64_t token, int64_t head, const Float32* row, float factor);
+};
+
+struct Call {
+    void* out;
+    const void *q, *keys, *values;
+    Batch batch;
+    CacheShape shape;
+    int64_t group, token_stride, head_stride;
+    float scale;
+    Features features;
+    Types types;
+};
+
+// A request, a key-value head and a few of the request's queries, with all query heads of that head as rows.
+struct Item {
+    int64_t request, head, token, queries, position;  // first row in the batch, number of queries, position of the first
+
+    int64_t rows(const Call& call) const { return queries * call.group; }
+    const int32_t* table(const Call& call) const { return call.batch.tables + request * call.batch.table_width; }
+    int64_t last() const { return position + queries - 1; }
+    int64_t end_tile() const { return ceil_div(larger_of(last() + 1, 0), kKeyTile); }
+    // First key that any query sees.
+    int64_t first_key(const Features& f) const { return f.window ? larger_of(position - f.window + 1, 0) : 0; }
+    int64_t first_split(const Features& f) const { return first_key(f) / kKeyTile / kSplitTiles; }
+    int64_t end_split(const Features& f) const {
+        return larger_of(ceil_div(end_tile(), kSplitTiles), first_split(f) + 1);
+    }
+    // The tiles of a split that some query sees.
+    int64_t first_tile(const Features& f, int64_t split) const {
+        return larger_of(first_key(f) / kKeyTile, split * kSplitTiles);
+    }
+    int64_t end_tile(int64_t split) const { return smaller_of(end_tile(), (split + 1) * kSplitTiles); }
+};
+
+// In rows of a tile.
+inline int64_t cost(const Call& call, const Item& item, int64_t split) {
+    const int64_t tiles = item.end_tile(split) - item.first_tile(call.features, split);
+    return 1 + larger_of(tiles, 0) * (item.rows(call) + kTileCostRows);
+}
+
+// Calls body(item) for all items, in an order that keeps neighbours on the same keys.
+template <class Body>
+inline void for_each_item(const Call& call, Body body) {
+    const Batch& batch = call.batch;
+    const int64_t most = larger_of(kItemRows / call.group, 1);
+    for (int64_t r = 0; r < batch.requests; ++r) {
+        const int64_t start = batch.starts[r], count = batch.starts[r + 1] - start;
+        for (int64_t head = 0; head < call.shape.heads; ++head)
+            for (int64_t i = 0; i < count; i += most)
+                body(Item{r, head, start + i, smaller_of(most, count - i), batch.lengths[r] - count + i});
+    }
+}
+
+}}}  // namespace quire::QUIRE_ISA

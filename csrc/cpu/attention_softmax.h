@@ -1,0 +1,91 @@
+// The online softmax of attention: scores of a tile to weights, and the merging of independent parts.
+//
+// Everything here treats rows (a query of one head) independently, and each row's numbers are added in the order of the
+// keys' positions.
+
+#pragma once
+
+#include "attention.h"
+
+namespace quire { namespace QUIRE_ISA { namespace {
+
+inline Vec lane_offsets(int64_t first) { return Vec{0, 1, 2, 3, 4, 5, 6, 7} + static_cast<float>(first); }
+
+// Soft cap and linear bias (ALiBi) on a row's scores; `distance` is from the query back to the tile's first key.
+inline void apply_features(Float32* scores, int64_t columns, const Features& features, float slope, int64_t distance) {
+    for (int64_t i = 0; i < columns; i += kLanes) {
+        Vec s = load(scores + i, All{});
+        if (features.soft_cap != 0.0f) s = features.soft_cap * tanh(s / features.soft_cap);
+        if (features.slopes) s = s - slope * (static_cast<float>(distance) - lane_offsets(i));
+        store(scores + i, s, All{});
+    }
+}
+
+// -infinity outside [low, high): a selection, so that whatever stands there, NaN included, is gone.
+inline void mask_row(Float32* scores, int64_t columns, int64_t low, int64_t high) {
+    for (int64_t i = 0; i < columns; i += kLanes) {
+        if (i >= low && i + kLanes <= high) continue;
+        const Ints lane = Ints{0, 1, 2, 3, 4, 5, 6, 7} + static_cast<int32_t>(i);
+        const Ints seen = (lane >= static_cast<int32_t>(low)) & (lane < static_cast<int32_t>(high));
+        store(scores + i, seen ? load(scores + i, All{}) : splat(-__builtin_inff()), All{});
+    }
+}
+
+// The state of a row: the largest score so far, and the sum of 2^(score - largest).
+struct Running {
+    float top, sum;
+};
+
+// What exponents are taken relative to; any number does while nothing was seen.
+inline float shift_of(float top) { return top == -__builtin_inff() ? 0.0f : top; }
+
+// 2^(from - to), exactly 1 if nothing changed, and 0 if nothing was seen before.
+inline float rescale(float from, float to) { return from == to ? 1.0f : exp2(splat(from - shift_of(to)))[0]; }
+
+// Scores to weights relative to the new maximum (Milakov and Gimelshein, 2018, arXiv:1805.02867). Returns what earlier
+// weights have to be multiplied with. Keys of weight 0 change nothing, not even a bit.
+inline float softmax_row(Float32* scores, int64_t columns, Running& running) {
+    Vec top = splat(running.top);
+    for (int64_t i = 0; i < columns; i += kLanes) top = larger(load(scores + i, All{}), top);
+    const float new_top = largest(top), shift = shift_of(new_top);
+    Vec total = {};
+    for (int64_t i = 0; i < columns; i += kLanes) {
+        const Vec weight = exp2(load(scores + i, All{}) - shift);
+        total = total + weight;
+        store(scores + i, weight, All{});
+    }
+    const float factor = rescale(running.top, new_top);
+    running = {new_top, running.sum * factor + sum(total)};
+    return factor;
+}
+
+// Scores of a tile that begins at `start` to weights, row by row; `factors` are what earlier sums must be multiplied with.
+inline void weigh(const Call& call, const Item& item, int64_t start, int64_t columns, Float32* scores, Running* running,
+                  float* factors) {
+    const Features& features = call.features;
+    for (int64_t row = 0; row < item.rows(call); ++row, scores += kKeyTile) {
+        const int64_t position = item.position + row / call.group;
+        if (features.soft_cap != 0.0f || features.slopes) {
+            const float slope = features.slopes ? features.slopes[item.head * call.group + row % call.group] : 0.0f;
+            apply_features(scores, columns, features, slope * kLog2E, position - start);
+        }
+        const int64_t low = features.window ? position - features.window + 1 - start : 0;
+        const int64_t high = position + 1 - start;
+        if (low > 0 || high < columns)
+            mask_row(scores, columns, smaller_of(larger_of(low, 0), kKeyTile), smaller_of(larger_of(high, 0), kKeyTile));
+        factors[row] = softmax_row(scores, columns, running[row]);
+    }
+}
+
+// Adds a later part of a row's keys to the parts before it (Dao et al., 2022, arXiv:2205.14135).
+inline void merge_row(Float32* into, Running& running, const Float32* part, const Running& part_running, int64_t n) {
+    const float top = part_running.top > running.top ? part_running.top : running.top;
+    const float old_factor = rescale(running.top, top), new_factor = rescale(part_running.top, top);
+    running = {top, running.sum * old_factor + part_running.sum * new_factor};
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const Vec merged = load(into + i, All{}) * old_factor + load(part + i, All{}) * new_factor;
+        store(into + i, merged, All{});
+    }
+}
+
+}}}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,113 @@
+"""`replay`: do to a fresh scheduler what was done to the recorded one, and get the same plans.
+
+Invariant: what comes in is taken from the record, what comes out is recorded again, and the two records are equal
+frame by frame; a null executor checks that the plans can be executed as well.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.messages import request_of
+from quire.engine.recorder import recorded
+from quire.engine.trace import Added, Finished, Frame, Planned, Reset, Returned, Trace, decode_kv_config
+from quire.errors import ConfigError, EngineError
+from quire.executor.null import NullExecutor
+from quire.kv_cache.spec import KVCacheSpec
+from quire.scheduler.output import WAIST_VERSION, ModelRunnerOutput, SchedulerOutput
+from quire.scheduler.registry import resolve_scheduler
+
+
+class ReplayExecutor(NullExecutor):
+    """A null executor that samples what was sampled."""
+
+    def __init__(self, config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> None:
+        super().__init__(config, specs=specs)
+        self._sampled: dict[str, list[int]] = {}
+
+    def replay(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Execute a plan that once had this output."""
+        self._sampled = output.sampled_token_ids
+        self.execute_model(plan)
+
+    def _next_token(self, row: Any) -> int:
+        return self._sampled.get(row.request_id, [0])[0]  # nothing where it failed
+
+
+class Replay:
+    """A scheduler in the place of the recorded one."""
+
+    def __init__(self, trace: Trace) -> None:
+        config, kv_config = trace.header.config, decode_kv_config(trace.header.kv_config)
+        scheduler = resolve_scheduler(config.scheduler.scheduler_cls)(config, kv_config)
+        self.made: deque[Frame] = deque()
+        self._scheduler = recorded(scheduler, self)
+        self._executor = ReplayExecutor(config, kv_config.layer_specs)
+        self._executor.initialize_kv_cache(kv_config)
+        self._in_flight: dict[int, SchedulerOutput] = {}
+
+    def write(self, frame: Frame) -> None:
+        """A sink of frames, for the recorder."""
+        self.made.append(frame)
+
+    def add(self, frame: Added) -> None:
+        self._scheduler.add_request(request_of(frame.request), frame.now)
+
+    def finish(self, frame: Finished) -> None:
+        self._scheduler.finish_requests(frame.request_ids, frame.reason, frame.now)
+
+    def reset(self, _: Reset) -> None:
+        self._scheduler.reset_prefix_cache()
+
+    def plan(self, frame: Planned) -> SchedulerOutput:
+        plan = self._scheduler.schedule(frame.now)
+        self._in_flight[plan.step_id] = plan
+        return plan
+
+    def result(self, frame: Returned) -> None:
+        plan = self._in_flight.pop(frame.step_id)
+        output = _output(frame, list(plan.num_scheduled_tokens))
+        self._executor.replay(plan, output)
+        self._scheduler.update_from_output(plan, output, frame.now)
+
+
+EVENTS: dict[type, Callable[[Replay, Any], SchedulerOutput | None]] = {
+    Added: Replay.add,
+    Finished: Replay.finish,
+    Reset: Replay.reset,
+    Planned: Replay.plan,
+    Returned: Replay.result,
+}
+"""What to do about a frame; an `Ended` just follows."""
+
+
+def replay(trace: Trace) -> Iterator[SchedulerOutput]:
+    """Re-execute a recorded run; yields its plans.
+
+    Raises:
+        ConfigError: it was recorded with other plans than this version makes, or with a scheduler that is not there.
+        EngineError: something came out that is not what was recorded; names the first difference.
+    """
+    if trace.header.waist_version != WAIST_VERSION:
+        raise ConfigError(
+            f"the plans of this run are of version {trace.header.waist_version}, and of {WAIST_VERSION} here"
+        )
+    run = Replay(trace)
+    for place, frame in enumerate(trace.frames):
+        plan = EVENTS[type(frame)](run, frame) if type(frame) in EVENTS else None
+        made = run.made.popleft() if run.made else None
+        if made != frame:
+            raise EngineError(f"frame {place} was {frame}, and the replay gives {made}")
+        if plan is not None:
+            yield plan
+
+
+def _output(frame: Returned, names: list[str]) -> ModelRunnerOutput:
+    sampled = {name: ids for name, ids in zip(names, frame.sampled, strict=True) if ids}
+    failed = {names[place]: reason for place, reason in frame.failed.items()}
+    return ModelRunnerOutput(
+        frame.step_id, sampled, failed=failed, forward_s=frame.forward_s, sample_s=frame.sample_s
+    )

@@ -1,0 +1,239 @@
+"""The file of a recorded run: a magic line, then frames, each a length of four bytes and a msgpack message.
+
+Invariant: a frame is on its way to the disk before the next event happens, so a run that crashed can be read up to its
+last whole frame. The first frame is a `Header`; `TRACE_VERSION` changes with any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.engine.messages import EngineCoreRequest
+from quire.errors import ConfigError
+from quire.kv_cache.single_type_manager import MANAGERS
+from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.scheduler.output import WAIST_VERSION, BlockIds
+
+logger = logging.getLogger(__name__)
+
+TRACE_VERSION = 1
+MAGIC = b"quire-trace\n"
+LENGTH_BYTES = 4
+SPECS: dict[str, type[KVCacheSpec]] = {spec.__name__: spec for spec in MANAGERS}
+"""What a spec in a header may be."""
+
+
+class Header(msgspec.Struct, tag="header", frozen=True):
+    """All that a scheduler is made of."""
+
+    config: EngineConfig
+    kv_config: dict[str, Any]
+    version: int = TRACE_VERSION
+    waist_version: int = WAIST_VERSION
+
+
+class Added(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """A request was queued. Later frames call it by `number`, and times are monotonic seconds."""
+
+    now: float
+    number: int
+    request: EngineCoreRequest
+
+
+class Finished(msgspec.Struct, tag="finish", array_like=True, frozen=True):
+    """Requests were ended from outside; unknown ones are among them, as the scheduler was told."""
+
+    now: float
+    request_ids: list[str]
+    reason: str
+
+
+class Planned(msgspec.Struct, tag="plan", array_like=True, frozen=True):
+    """A plan: requests, in its order, and how many tokens of each; `digest` stands for all the rest of it.
+
+    `starts` has the requests that came without a row, and how many of their tokens were computed already.
+    """
+
+    now: float
+    step_id: int
+    numbers: list[int]
+    num_tokens: list[int]
+    starts: dict[int, int]
+    new_block_ids: dict[int, BlockIds]
+    removed: list[int]
+    digest: bytes
+
+
+class Returned(msgspec.Struct, tag="result", array_like=True, frozen=True):
+    """The result of a plan; `sampled` is in the plan's order, and `failed` has positions in it."""
+
+    now: float
+    step_id: int
+    sampled: list[list[int]]
+    failed: dict[int, str]
+    forward_s: float
+    sample_s: float
+
+
+class Ended(msgspec.Struct, tag="end", array_like=True, frozen=True):
+    """A request is over; `waits` are causes and nanoseconds, as `explain` gives them."""
+
+    number: int
+    finish_reason: str
+    num_cached_tokens: int
+    num_preemptions: int
+    waits: list[tuple[str, int]]
+
+
+class Reset(msgspec.Struct, tag="reset", array_like=True, frozen=True):
+    """Somebody wanted the prefix cache to be forgotten, and whether it was."""
+
+    done: bool
+
+
+Frame = Added | Finished | Planned | Returned | Ended | Reset
+"""What follows the header."""
+
+
+class _Version(msgspec.Struct):
+    version: int = 0
+
+
+def create_trace(config: EngineConfig, kv_config: KVCacheConfig) -> TraceWriter | None:
+    """Begin the recording that the config asks for.
+
+    A file that exists is kept, and the name gets a number: it may hold the run that crashed, or another replica's.
+
+    Raises:
+        ConfigError: the file cannot be made.
+    """
+    name = config.observability.record_trace
+    if not name:
+        return None
+    names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
+    path = next(path for path in names if not os.path.lexists(path))
+    try:
+        file = open(path, "xb", opener=_open_private)  # noqa: SIM115 - the writer closes it
+    except OSError as error:
+        raise ConfigError(f"--record-trace: cannot write {path}: {error.strerror}") from None
+    logger.info("recording this run, with its prompts and answers, to %s", path)
+    return TraceWriter(file, Header(config, encode_kv_config(kv_config)))
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+class TraceWriter:
+    """Appends frames. A disk that fails ends the recording, which is logged, and not the run."""
+
+    def __init__(self, file: BinaryIO, header: Header) -> None:
+        self._file = file
+        self._encoder = msgspec.msgpack.Encoder()
+        file.write(MAGIC)
+        self.write(header)
+
+    def write(self, frame: Header | Frame) -> None:
+        """Append one frame; nothing once the file is closed."""
+        if self._file.closed:
+            return
+        message = self._encoder.encode(frame)
+        try:
+            self._file.write(len(message).to_bytes(LENGTH_BYTES, "little") + message)
+            self._file.flush()
+        except OSError as error:
+            logger.error("the recording ends here, the run goes on: %s", error)
+            self.close()
+
+    def close(self) -> None:
+        """End the recording; calling it twice is fine."""
+        try:
+            self._file.close()
+        except OSError as error:  # what could not be written before cannot be written now
+            logger.error("the end of the recording is lost: %s", error)
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """A recorded run; `num_lost_bytes` belong to a frame of which the end is missing."""
+
+    header: Header
+    frames: list[Frame]
+    num_lost_bytes: int
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a recorded run up to its last whole frame.
+
+    Raises:
+        ConfigError: the file cannot be read, is no recorded run, or is one of another version.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    messages = list(_messages(data)) if data.startswith(MAGIC) else []
+    if not messages:
+        raise ConfigError(f"{path} is no recorded run")
+    try:
+        version = msgspec.msgpack.decode(messages[0], type=_Version).version
+        if version != TRACE_VERSION:
+            raise ConfigError(f"{path} is a recorded run of version {version}, not {TRACE_VERSION}")
+        header = msgspec.msgpack.decode(messages[0], type=Header)
+        decoder = msgspec.msgpack.Decoder(Frame)
+        frames: list[Frame] = [decoder.decode(message) for message in messages[1:]]
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from None
+    num_whole = len(MAGIC) + sum(LENGTH_BYTES + len(message) for message in messages)
+    return Trace(header, frames, len(data) - num_whole)
+
+
+def _messages(data: bytes) -> Iterator[bytes]:
+    """The whole messages after the magic line."""
+    start = len(MAGIC)
+    while start + LENGTH_BYTES <= len(data):
+        begin = start + LENGTH_BYTES
+        start = begin + int.from_bytes(data[start:begin], "little")
+        if start > len(data):
+            return
+        yield data[begin:start]
+
+
+def encode_kv_config(kv_config: KVCacheConfig) -> dict[str, Any]:
+    """A cache as plain data, in which each spec has its name."""
+    plain: dict[str, Any] = msgspec.to_builtins(dataclasses.replace(kv_config, groups=(), layer_specs={}))
+    plain["groups"] = [(group.layer_names, _encode_spec(group.spec)) for group in kv_config.groups]
+    plain["layer_specs"] = {name: _encode_spec(spec) for name, spec in kv_config.layer_specs.items()}
+    return plain
+
+
+def decode_kv_config(plain: Mapping[str, Any]) -> KVCacheConfig:
+    """The cache that `encode_kv_config` was given.
+
+    Raises:
+        ConfigError: there is no such cache.
+    """
+    try:
+        base = msgspec.convert({**plain, "groups": [], "layer_specs": {}}, KVCacheConfig)
+        groups = tuple(KVCacheGroup(tuple(names), _decode_spec(spec)) for names, spec in plain["groups"])
+        layer_specs = {name: _decode_spec(spec) for name, spec in plain["layer_specs"].items()}
+    except (msgspec.ValidationError, KeyError, ValueError) as error:
+        raise ConfigError(f"the recorded KV cache is unknown: {error!r}") from None
+    return dataclasses.replace(base, groups=groups, layer_specs=layer_specs)
+
+
+def _encode_spec(spec: KVCacheSpec) -> tuple[str, dict[str, Any]]:
+    return type(spec).__name__, msgspec.to_builtins(spec)
+
+
+def _decode_spec(named: tuple[str, dict[str, Any]]) -> KVCacheSpec:
+    name, fields = named
+    return msgspec.convert(fields, SPECS[name])

@@ -1,0 +1,29 @@
+"""Gated activations as functions on tensors, with every check."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from quire.kernels.cpu.checks import dtype_code, say
+from quire.kernels.cpu.library import call, empty
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    return _activate("silu_and_mul", x)
+
+
+def gelu_and_mul(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"gelu_and_mul: approximate must be 'none' or 'tanh'; it is {approximate!r}")
+    return _activate("gelu_and_mul", x, int(approximate == "tanh"))
+
+
+def _activate(op: str, x: Tensor, *options: int) -> Tensor:
+    code = dtype_code(op, "x", x)
+    *outer, width = x.shape
+    if width % 2 or not width:
+        raise ValueError(f"{op}: the last dimension must be even and positive; x is {say(x)}")
+    x, size = x.contiguous(), width // 2
+    out = empty(x, *outer, size)
+    call(op, out.data_ptr(), x.data_ptr(), out.numel() // size, size, *options, code)
+    return out

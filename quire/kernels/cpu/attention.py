@@ -1,0 +1,77 @@
+"""Attention over the paged cache as a function on tensors, with every check."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.cpu.checks import check_cache, check_heads, dtype_code, say
+from quire.kernels.cpu.library import call, empty
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    op = "paged_attention"
+    code = dtype_code(op, "q", q)
+    tokens, q_heads, *strides, size = check_heads(op, "q", q, q.dtype)
+    heads = k_cache.shape[1] if k_cache.dim() == 4 else 0
+    cache = check_cache(op, k_cache, v_cache, heads, size)
+    if not heads or q_heads % heads or not q_heads or size % 8 or not size:
+        raise ValueError(
+            f"{op}: q is {say(q)}; its heads must be a multiple of the cache's {heads}, its head size of 8"
+        )
+    if (sliding_window is not None and sliding_window < 1) or (soft_cap is not None and not soft_cap > 0):
+        raise ValueError(f"{op}: window {sliding_window} and soft cap {soft_cap} must be positive")
+    starts, lengths, tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_tables
+    slopes = None if alibi_slopes is None else _slopes(alibi_slopes, q_heads)
+    requests, width = _check_batch(starts, lengths, tables)
+    out = empty(q, tokens, q_heads, size)
+    batch = (
+        starts.data_ptr(),
+        lengths.data_ptr(),
+        tables.data_ptr(),
+        0 if slopes is None else slopes.data_ptr(),
+    )
+    addresses = (out.data_ptr(), q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), *batch)
+    sizes = (tokens, requests, width, q_heads, *strides, cache.blocks, heads, cache.block_size, size)
+    refused = call(op, *addresses, *sizes, sliding_window or 0, scale, soft_cap or 0.0, code, cache.code)
+    if refused:
+        raise IndexError(_bad_request(metadata, refused - 1, cache.blocks))
+    return out
+
+
+def _check_batch(starts: Tensor, lengths: Tensor, tables: Tensor) -> tuple[int, int]:
+    """(requests, block ids of each)."""
+    shape = tables.shape
+    if len(shape) != 2 or lengths.shape != shape[:1] or starts.shape != (shape[0] + 1,):
+        shapes = ", ".join(map(say, (starts, lengths, tables)))
+        raise ValueError(f"paged_attention: metadata must be [R + 1], [R] and [R, blocks]; it is {shapes}")
+    for tensor in (starts, lengths, tables):
+        if tensor.dtype is not torch.int32 or not tensor.is_contiguous() or not tensor.is_cpu:
+            raise ValueError(f"paged_attention: metadata must be contiguous int32; it has {say(tensor)}")
+    return shape[0], shape[1]
+
+
+def _slopes(slopes: Tensor, heads: int) -> Tensor:
+    if slopes.shape != (heads,) or not slopes.is_cpu:
+        raise ValueError(f"paged_attention: alibi_slopes must be [{heads}]; it is {say(slopes)}")
+    return slopes.float().contiguous()
+
+
+def _bad_request(metadata: AttentionMetadata, request: int, num_blocks: int) -> str:
+    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    if request == len(lengths):
+        return f"paged_attention: query_start_loc {starts} does not fit the rows of q"
+    row = metadata.block_tables[request].tolist()
+    return (
+        f"paged_attention: request {request} with rows [{starts[request]}, {starts[request + 1]}), {lengths[request]} "
+        f"tokens and blocks {row} does not fit q or the cache of {num_blocks} blocks"
+    )

@@ -1,0 +1,99 @@
+"""Rotary embedding and the writing of keys and values to the cache, with every check."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.checks import (
+    Cache,
+    Heads,
+    check_cache,
+    check_heads,
+    check_index,
+    dtype_code,
+    say,
+)
+from quire.kernels.cpu.library import call
+
+
+def rotary_embedding(
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    op = "rotary_embedding"
+    code = dtype_code(op, "q", q)
+    queries, keys = check_heads(op, "q", q, q.dtype), check_heads(op, "k", k, q.dtype)
+    num_positions, rot_dim = _check_rotary(op, positions, queries, keys, cos_sin_cache)
+    addresses = (q.data_ptr(), k.data_ptr(), positions.data_ptr(), cos_sin_cache.data_ptr())
+    sizes = (queries.tokens, num_positions, rot_dim, *queries[1:4], *keys[1:4])
+    refused = call(op, *addresses, *sizes, int(interleaved), code)
+    if refused:
+        raise IndexError(f"{op}: {refused} positions are outside the cache of {num_positions} positions")
+    return q, k
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    op = "write_kv"
+    code = dtype_code(op, "k", k)
+    keys, values = check_heads(op, "k", k, k.dtype), check_heads(op, "v", v, k.dtype)
+    cache = _check_write(op, keys, values, k_cache, v_cache, slot_mapping)
+    addresses = (k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr())
+    strides = (keys.token_stride, keys.head_stride, values.token_stride, values.head_stride)
+    sizes = (cache.blocks, cache.block_size, keys.size)
+    refused = call(op, *addresses, keys.tokens, keys.heads, *strides, *sizes, code, cache.code)
+    if refused:
+        raise IndexError(
+            f"{op}: {refused} slots are outside the cache of {cache.blocks * cache.block_size} slots"
+        )
+
+
+def rotary_and_write_kv(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    interleaved: bool = False,
+) -> None:
+    op = "rotary_and_write_kv"
+    code, dtype = dtype_code(op, "q", q), q.dtype
+    queries, keys, values = (
+        check_heads(op, "q", q, dtype),
+        check_heads(op, "k", k, dtype),
+        check_heads(op, "v", v, dtype),
+    )
+    num_positions, rot_dim = _check_rotary(op, positions, queries, keys, cos_sin_cache)
+    cache = _check_write(op, keys, values, k_cache, v_cache, slot_mapping)
+    steps = (q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr())
+    addresses = (*steps, positions.data_ptr(), cos_sin_cache.data_ptr(), slot_mapping.data_ptr())
+    layout = (*queries[1:4], *keys[1:4], values.token_stride, values.head_stride)
+    sizes = (cache.blocks, cache.block_size, keys.size, int(interleaved), code, cache.code)
+    refused = call(op, *addresses, keys.tokens, num_positions, rot_dim, *layout, *sizes)
+    if refused:
+        bounds = f"{num_positions} positions and {cache.blocks * cache.block_size} slots"
+        raise IndexError(f"{op}: {refused} tokens are outside the {bounds} of the caches")
+
+
+def _check_rotary(op: str, positions: Tensor, q: Heads, k: Heads, cache: Tensor) -> tuple[int, int]:
+    """The shape of the table of cosines and sines."""
+    check_index(op, "positions", positions, q.tokens)
+    shape = cache.shape
+    if cache.dtype is not torch.float32 or len(shape) != 2 or shape[1] % 2 or not cache.is_contiguous():
+        raise ValueError(f"{op}: cos_sin_cache must be float32 [P, even]; it is {say(cache)}")
+    num_positions, rot_dim = shape
+    for name, heads in (("q", q), ("k", k)):
+        if heads.tokens != q.tokens or heads.size < rot_dim:
+            found = f"[{heads.tokens}, {heads.heads}, {heads.size}]"
+            raise ValueError(f"{op}: {name} must be [{q.tokens}, heads, >= {rot_dim}]; it is {found}")
+    if not cache.is_cpu:
+        raise ValueError(f"{op}: cos_sin_cache must be on the CPU, but is on {cache.device}")
+    return num_positions, rot_dim
+
+
+def _check_write(op: str, k: Heads, v: Heads, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Cache:
+    if v.tokens != k.tokens or v.heads != k.heads or v.size != k.size:
+        shapes = f"[{v.tokens}, {v.heads}, {v.size}] and [{k.tokens}, {k.heads}, {k.size}]"
+        raise ValueError(f"{op}: v must be of k's shape; they are {shapes}")
+    check_index(op, "slot_mapping", slots, k.tokens)
+    return check_cache(op, k_cache, v_cache, k.heads, k.size)

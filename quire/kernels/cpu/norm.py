@@ -1,0 +1,65 @@
+"""Root-mean-square and layer norms as functions on tensors, with every check."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.checks import dtype_code, say
+from quire.kernels.cpu.library import DTYPE_CODES, call, empty
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    code = dtype_code("rms_norm", "x", x)
+    weight_code = _check_weight("rms_norm", "weight", x, weight)
+    x, *layout = _rows(x)
+    out = empty(x, *x.shape)
+    addresses = (out.data_ptr(), x.data_ptr(), weight.data_ptr())
+    call("rms_norm", *addresses, *layout, x.shape[-1], eps, code, weight_code)
+    return out
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    code = dtype_code("fused_add_rms_norm", "x", x)
+    weight_code = _check_weight("fused_add_rms_norm", "weight", x, weight)
+    shape = x.shape
+    if residual.shape != shape or residual.dtype is not x.dtype or not residual.is_cpu:
+        raise ValueError(f"fused_add_rms_norm: residual is {say(residual)} but x is {say(x)}")
+    x, residual = x.contiguous(), residual.contiguous()
+    out, total = empty(x, *shape), empty(x, *shape)
+    addresses = (out.data_ptr(), total.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr())
+    size = shape[-1]
+    call("fused_add_rms_norm", *addresses, x.numel() // size, size, eps, code, weight_code)
+    return out, total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    code = dtype_code("layer_norm", "x", x)
+    weight_code = _check_weight("layer_norm", "weight", x, weight)
+    if bias is not None and _check_weight("layer_norm", "bias", x, bias) != weight_code:
+        raise TypeError(f"layer_norm: bias must be {weight.dtype} as weight is; it is {bias.dtype}")
+    x, *layout = _rows(x)
+    out = empty(x, *x.shape)
+    addresses = (out.data_ptr(), x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr())
+    call("layer_norm", *addresses, *layout, x.shape[-1], eps, code, weight_code)
+    return out
+
+
+def _check_weight(op: str, name: str, x: Tensor, weight: Tensor) -> int:
+    """The code of the weight's dtype."""
+    if weight.shape != x.shape[-1:] or not weight.numel() or not weight.is_contiguous() or not weight.is_cpu:
+        raise ValueError(f"{op}: {name} must be contiguous of shape [{x.shape[-1]}]; it is {say(weight)}")
+    if weight.dtype is not x.dtype and weight.dtype is not torch.float32:
+        raise TypeError(f"{op}: {name} must be {x.dtype} or float32; it is {weight.dtype}")
+    return DTYPE_CODES[weight.dtype]
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
+    """x as rows that two strides give: (x, outer, inner, outer stride, inner stride); a copy if need be."""
+    if x.is_contiguous():
+        size = x.shape[-1]
+        return x, x.numel() // size, 1, size, 0
+    if x.dim() == 3 and x.stride(-1) == 1:
+        return x, x.shape[0], x.shape[1], x.stride(0), x.stride(1)
+    if x.dim() == 2 and x.stride(-1) == 1:
+        return x, x.shape[0], 1, x.stride(0), 0
+    x = x.contiguous()
+    return x, x.numel() // x.shape[-1], 1, x.shape[-1], 0

@@ -1,0 +1,75 @@
+"""The sampling tail as functions on tensors, with every check."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.checks import check_array, check_index, say
+from quire.kernels.cpu.library import call, empty
+
+# Token ids are 32-bit inside the kernels, with room for a vector past the last one.
+_MAX_VOCAB_SIZE = 2**31 - 16
+
+
+def non_finite_rows(logits: Tensor) -> Tensor:
+    rows, vocab_size = _check_logits("non_finite_rows", logits)
+    out = empty(logits, rows, dtype=torch.bool)
+    call("non_finite_rows", out.data_ptr(), logits.data_ptr(), rows, vocab_size)
+    return out
+
+
+def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor) -> None:
+    op = "apply_penalties"
+    _check_logits(op, logits)
+    count = indices.shape[0] if indices.dim() else 0
+    check_index(op, "indices", indices, count)
+    check_array(op, "repetition", repetition, torch.float64, (count,))
+    check_array(op, "subtracted", subtracted, torch.float64, (count,))
+    addresses = (logits.data_ptr(), indices.data_ptr(), repetition.data_ptr(), subtracted.data_ptr())
+    refused = call(op, *addresses, count, logits.numel())
+    if refused:
+        raise IndexError(f"{op}: {refused} indices are outside the {logits.numel()} logits")
+
+
+def philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    count = seeds.shape[0] if seeds.dim() else 0
+    check_index("philox_uniform", "seeds", seeds, count)
+    check_index("philox_uniform", "positions", positions, count)
+    out = empty(seeds, count, dtype=torch.float64)
+    call("philox_uniform", out.data_ptr(), seeds.data_ptr(), positions.data_ptr(), count)
+    return out
+
+
+def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor) -> Tensor:
+    op = "sample_tokens"
+    rows, vocab_size = _check_logits(op, logits)
+    check_array(op, "settings", settings, torch.float64, (rows, 4))
+    check_array(op, "uniforms", uniforms, torch.float64, (rows,))
+    out = empty(logits, rows, dtype=torch.int64)
+    call(op, out.data_ptr(), logits.data_ptr(), settings.data_ptr(), uniforms.data_ptr(), rows, vocab_size)
+    return out
+
+
+def token_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    op = "token_logprobs"
+    rows, vocab_size = _check_logits(op, logits)
+    check_index(op, "chosen", chosen, rows)
+    if not 0 <= num_top <= vocab_size:
+        raise ValueError(f"{op}: num_top must be in [0, {vocab_size}]; it is {num_top}")
+    ids = empty(chosen, rows, 1 + num_top)
+    logprobs = empty(logits, rows, 1 + num_top)
+    ranks = empty(chosen, rows)
+    outputs = (ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr())
+    refused = call(op, *outputs, logits.data_ptr(), chosen.data_ptr(), rows, vocab_size, num_top)
+    if refused:
+        raise IndexError(f"{op}: {refused} chosen tokens are outside the vocabulary of {vocab_size}")
+    return ids, logprobs, ranks
+
+
+def _check_logits(op: str, logits: Tensor) -> tuple[int, int]:
+    """(rows, vocabulary)."""
+    if logits.dtype is not torch.float32 or not logits.is_cpu:
+        raise TypeError(f"{op}: logits must be float32 on the CPU; they are {say(logits)} on {logits.device}")
+    shape = logits.shape
+    if len(shape) != 2 or not logits.is_contiguous() or not 0 < shape[1] < _MAX_VOCAB_SIZE:
+        raise ValueError(f"{op}: logits must be contiguous [N, V], V > 0; they are {say(logits)}")
+    return shape[0], shape[1]

@@ -1,0 +1,333 @@
+"""Paged attention: one kernel in three launch shapes (decode, split decode, prefill and mixed).
+
+T. Dao, "FlashAttention-2" (2023): online softmax over tiles of keys. W. Kwon et al., "Efficient memory management for
+large language model serving with PagedAttention" (2023). The query heads of one key-value head (J. Ainslie et al.,
+"GQA", 2023) stand in the rows of one tile, which feeds the tensor cores in decode too. T. Dao et al., "Flash-Decoding"
+(2023): few sequences are split along their keys, and a second kernel joins the parts.
+
+Invariant: a program owns BLOCK_M rows, which are BLOCK_Q tokens of one request times the query heads of one key-value
+head; it walks keys in tiles that start at multiples of BLOCK_N. Parts of a split begin at multiples of `split_tokens`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.triton.launch import next_power_of_2
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _request_of(starts, block, num_requests, BLOCK_Q: tl.constexpr):
+    """The request that owns a block of queries: the last r with starts[r] // BLOCK_Q + r <= block.
+
+    Each request so gets one block more than it may need, and no host has to count them.
+    """
+    low, high = 0, num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) // BLOCK_Q + middle <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _scores(
+    query, key, distance, slope, scale, soft_cap, window,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Scores in powers of two, -inf where a key is not seen. query [M, D], key [D, N], distance [M, N]."""
+    score = tl.dot(query, key, input_precision="ieee") * scale
+    if HAS_CAP:
+        score = soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * score / soft_cap)) - 1.0)
+    if HAS_SLOPES:
+        score -= slope[:, None] * distance.to(tl.float32)
+    seen = distance >= 0
+    if HAS_WINDOW:
+        seen &= distance < window
+    return tl.where(seen, score * LOG2_E, float("-inf"))
+
+
+@triton.jit
+def _joined(largest, total, mixed, part_largest, part_total, part_mixed):
+    """Add a part to the sum of those before it; the one place where that is done, so that it always rounds alike."""
+    new_largest = tl.maximum(largest, part_largest)
+    # What has seen nothing yet has a largest score of -inf; measured from 0 its weights are 0 and not NaN.
+    reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    decay, share = tl.exp2(largest - reference), tl.exp2(part_largest - reference)
+    return (
+        new_largest,
+        total * decay + part_total * share,
+        mixed * decay[:, None] + part_mixed * share[:, None],
+    )
+
+
+@triton.jit
+def _attend(
+    out, parts, q, k_cache, v_cache, starts, lengths, tables, slopes,
+    num_requests, scale, soft_cap, window, split_tokens, num_splits,
+    q_token, q_head, table_width, kc_block, kc_head, kc_dim, kc_slot, vc_block, vc_head, vc_slot, vc_dim,
+    HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, DECODE: tl.constexpr,
+    SPLIT: tl.constexpr, JOIN: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    if DECODE:
+        request = tl.program_id(0)
+        first_query = 0
+    else:
+        request = _request_of(starts, tl.program_id(0), num_requests, BLOCK_Q)
+        first_query = (tl.program_id(0) - tl.load(starts + request) // BLOCK_Q - request) * BLOCK_Q
+    start = tl.load(starts + request)
+    num_queries = tl.load(starts + request + 1) - start
+    if first_query >= num_queries:
+        return
+    history = tl.load(lengths + request) - num_queries
+
+    row = tl.arange(0, BLOCK_M)
+    query_index = first_query + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    row_used = (row < BLOCK_Q * GROUP) & (query_index < num_queries)
+    position = history + query_index
+    dim = tl.arange(0, HEAD_TILE)
+    dim_used = dim < HEAD
+    used = row_used[:, None] & dim_used[None, :]
+    token = (start + query_index).to(tl.int64)
+    place = token[:, None] * q_token + head[:, None] * q_head + dim[None, :]
+    query = tl.load(q + place, mask=used, other=0.0)
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(slopes + head, mask=row_used, other=0.0).to(tl.float32)
+
+    # The keys that some row of this tile sees, cut to this program's part.
+    end = history + tl.minimum(first_query + BLOCK_Q, num_queries)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(history + first_query - window + 1, 0) // BLOCK_N * BLOCK_N
+    if SPLIT:
+        begin = tl.maximum(begin, split * split_tokens)
+        end = tl.minimum(end, (split + 1) * split_tokens)
+
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, HEAD_TILE], tl.float32)
+    if JOIN:
+        all_largest, all_total, all_mixed = largest, total, mixed
+    column = tl.arange(0, BLOCK_N)
+    table = tables + request.to(tl.int64) * table_width
+    for tile in range(begin, end, BLOCK_N):
+        if JOIN:  # noqa: SIM102  (decided when the kernel is compiled)
+            if tile % split_tokens == 0:
+                all_largest, all_total, all_mixed = _joined(
+                    all_largest, all_total, all_mixed, largest, total, mixed
+                )
+                largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                total = tl.zeros([BLOCK_M], tl.float32)
+                mixed = tl.zeros([BLOCK_M, HEAD_TILE], tl.float32)
+        key_position = tile + column
+        known = key_position < end
+        block = tl.load(table + key_position // PAGE, mask=known, other=0).to(tl.int64)
+        slot = key_position % PAGE
+        key_place = (
+            block[None, :] * kc_block + kv_head * kc_head + dim[:, None] * kc_dim + slot[None, :] * kc_slot
+        )
+        key = tl.load(k_cache + key_place, mask=known[None, :] & dim_used[:, None], other=0.0).to(query.dtype)
+        value_place = (
+            block[:, None] * vc_block + kv_head * vc_head + slot[:, None] * vc_slot + dim[None, :] * vc_dim
+        )
+        value = tl.load(v_cache + value_place, mask=known[:, None] & dim_used[None, :], other=0.0).to(
+            query.dtype
+        )
+        distance = tl.where(known[None, :], position[:, None] - key_position[None, :], -1)
+        score = _scores(query, key, distance, slope, scale, soft_cap, window, HAS_CAP, HAS_SLOPES, HAS_WINDOW)
+        new_largest = tl.maximum(largest, tl.max(score, 1))
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = tl.exp2(score - reference[:, None])
+        decay = tl.exp2(largest - reference)
+        total = total * decay + tl.sum(weight, 1)
+        mixed = mixed * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        largest = new_largest
+
+    out_row = token * (tl.num_programs(1) * GROUP) + head
+    if SPLIT:
+        # parts [T, Hq, splits, HEAD + 2]: the sum, its mass and its largest score.
+        part = parts + (out_row * num_splits + split) * (HEAD + 2)
+        tl.store(part[:, None] + dim[None, :], mixed, mask=used)
+        tl.store(part + HEAD, total, mask=row_used)
+        tl.store(part + HEAD + 1, largest, mask=row_used)
+    else:
+        if JOIN:
+            largest, total, mixed = _joined(all_largest, all_total, all_mixed, largest, total, mixed)
+        result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + out_row[:, None] * HEAD + dim[None, :], result.to(out.dtype.element_ty), mask=used)
+
+
+@triton.jit
+def _join_parts(
+    out, parts, starts, lengths, split_tokens, num_splits, HEAD: tl.constexpr, HEAD_TILE: tl.constexpr
+):
+    """Join the parts of a request's only token, for one head, in the order of their keys."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    token = tl.load(starts + request).to(tl.int64)
+    if tl.load(starts + request + 1) == token:
+        return
+    dim = tl.arange(0, HEAD_TILE)[None, :]
+    inside = dim < HEAD
+    row = token * tl.num_programs(1) + head
+    largest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([1, HEAD_TILE], tl.float32)
+    one = tl.arange(0, 1)
+    for split in range(tl.cdiv(tl.load(lengths + request), split_tokens)):
+        part = parts + (row * num_splits + split) * (HEAD + 2)
+        part_mixed = tl.load(part + dim, mask=inside, other=0.0)
+        part_total, part_largest = tl.load(part + HEAD + one), tl.load(part + HEAD + 1 + one)
+        largest, total, mixed = _joined(largest, total, mixed, part_largest, part_total, part_mixed)
+    result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + row * HEAD + dim, result.to(out.dtype.element_ty), mask=inside)
+
+
+class Shape(NamedTuple):
+    """How a batch is cut into programs."""
+
+    decode: bool
+    """One query per request, and a program for each."""
+    block_m: int
+    block_n: int
+    split_tokens: int = 0
+    """Keys per part, a multiple of `block_n`; 0: not in parts."""
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+MAX_SPLITS = 64
+"""Parts of a sequence at most; bounds the workspace."""
+MIN_SPLIT_TILES = 4
+INVARIANT_SPLIT_TOKENS = 1024
+
+
+def decode_shape(group: int, max_seq_len: int, num_programs: int, num_processors: int) -> Shape:
+    """With too few programs (requests times key-value heads) for two waves, keys are split until there are enough."""
+    block_n = 32
+    splits = min(-(-2 * num_processors // num_programs), MAX_SPLITS)
+    tiles = max(-(-max_seq_len // (splits * block_n)), MIN_SPLIT_TILES)
+    split_tokens = tiles * block_n if splits > 1 else 0
+    return Shape(True, max(16, next_power_of_2(group)), block_n, split_tokens, num_warps=4, num_stages=3)
+
+
+def prefill_shape(group: int, head_size: int, max_query_len: int) -> Shape:
+    """Whole prompts take the large tile that keeps the tensor cores busy, short chunks a smaller one."""
+    large = max_query_len * group >= 128 and head_size <= 128
+    block_m = max(128 if large else 64, next_power_of_2(group))
+    return Shape(False, block_m, 64 if head_size <= 128 else 32, num_warps=8 if large else 4, num_stages=3)
+
+
+def invariant_shape(group: int, *, decode: bool) -> Shape:
+    """The same tiles and parts for every batch: a row's sums do not depend on who else is in it, or on how a prompt
+    is cut into chunks. A decode step makes the parts side by side, a prompt one after the other."""
+    return Shape(
+        decode, max(64, next_power_of_2(group)), 32, INVARIANT_SPLIT_TOKENS, num_warps=4, num_stages=2
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """See `ops.paged_attention`: the fastest shape for the batch."""
+    num_requests, kv_heads = len(metadata.seq_lens), k_cache.shape[1]
+    group = q.shape[1] // kv_heads
+    if is_decode(q, metadata):
+        programs = max(num_requests * kv_heads, 1)
+        shape = decode_shape(group, metadata.max_seq_len, programs, num_processors(q.device))
+    else:
+        shape = prefill_shape(group, q.shape[2], metadata.max_query_len)
+    return attend(q, k_cache, v_cache, metadata, scale, shape, sliding_window, soft_cap, alibi_slopes)
+
+
+def invariant_paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """`paged_attention` whose rows have the same bits in every batch and chunk."""
+    shape = invariant_shape(q.shape[1] // k_cache.shape[1], decode=is_decode(q, metadata))
+    return attend(q, k_cache, v_cache, metadata, scale, shape, sliding_window, soft_cap, alibi_slopes)
+
+
+def is_decode(q: Tensor, metadata: AttentionMetadata) -> bool:
+    """Whether every row is the only one of its request."""
+    return metadata.max_query_len == 1 and len(metadata.seq_lens) == len(q)
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    count: int = torch.get_device_module(device).get_device_properties(device).multi_processor_count
+    return count
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    shape: Shape,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    alibi_slopes: Tensor | None,
+) -> Tensor:
+    """Launch in a given shape."""
+    (tokens, heads, head_size), (_, kv_heads, _, page) = q.shape, k_cache.shape
+    num_requests, group = len(metadata.seq_lens), heads // kv_heads
+    block_q = shape.block_m // group
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    if out.numel() == 0 or num_requests == 0:
+        return out
+    in_parts = shape.decode and shape.split_tokens > 0
+    num_splits = -(-metadata.max_seq_len // shape.split_tokens) if in_parts else 1
+    parts_shape = (tokens, heads, num_splits, head_size + 2) if in_parts else (0,)
+    parts = torch.empty(parts_shape, dtype=torch.float32, device=q.device)
+    blocks = num_requests if shape.decode else tokens // block_q + num_requests
+    head_tile = max(16, next_power_of_2(head_size))
+    starts, lengths = metadata.query_start_loc, metadata.seq_lens
+    _attend[(blocks, kv_heads, num_splits)](
+        out, parts, q, k_cache, v_cache, starts, lengths, metadata.block_tables, alibi_slopes,
+        num_requests, scale, soft_cap or 0.0, sliding_window or 0, shape.split_tokens, num_splits,
+        q.stride(0), q.stride(1), metadata.block_tables.stride(0), *k_cache.stride(), *v_cache.stride(),
+        HEAD=head_size, HEAD_TILE=head_tile, GROUP=group, PAGE=page,
+        BLOCK_M=shape.block_m, BLOCK_Q=block_q, BLOCK_N=shape.block_n, DECODE=shape.decode,
+        SPLIT=in_parts, JOIN=shape.split_tokens > 0 and not shape.decode,
+        HAS_CAP=soft_cap is not None, HAS_SLOPES=alibi_slopes is not None, HAS_WINDOW=sliding_window is not None,
+        num_warps=shape.num_warps, num_stages=shape.num_stages,
+    )  # fmt: skip
+    if in_parts:
+        _join_parts[(num_requests, heads)](
+            out, parts, starts, lengths, shape.split_tokens, num_splits, HEAD=head_size, HEAD_TILE=head_tile
+        )
+    return out

@@ -1,0 +1,35 @@
+"""What all launches share: sizes of tiles, and rows of tensors that are views.
+
+Invariant: a tile's size depends on properties of the model only, so that how an element is reduced never depends on
+the batch.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n (and 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def num_warps(tile: int) -> int:
+    """Warps for a program that works on `tile` elements at a time: 8 elements a thread, 1 to 16 warps."""
+    return min(max(tile // 256, 1), 16)
+
+
+def rows_of(x: Tensor) -> tuple[int, int, int, int]:
+    """A tensor [..., n] as outer x inner rows: (outer, inner, outer stride, inner stride), in elements.
+
+    Leading dimensions must merge into one but for the last of them, as those of a view [T, heads, D] do.
+    """
+    *leading, inner = x.shape[:-1] or (1,)
+    outer = 1
+    for size in leading:
+        outer *= size
+    inner_stride = x.stride(-2) if x.dim() > 1 else 0
+    if not leading:
+        return 1, inner, 0, inner_stride
+    flat = x if x.dim() == 3 else x.flatten(0, -3) if x.dim() > 3 else x.unsqueeze(0)
+    return outer, inner, flat.stride(0), inner_stride

@@ -1,0 +1,57 @@
+"""A dense GEMM whose result for a row does not depend on how many rows there are.
+
+The vendor's library chooses its kernel by the shape of the whole product, and so the order in which it adds; here
+the tile is always the same and k is walked in order. It serves `--batch-invariant` alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
+GROUP_M = 8
+"""Row tiles that share a column of the weight while it is in the cache."""
+
+
+@triton.jit
+def _matmul(
+    out, x, weight, bias, rows, outputs, inputs, x_row, w_row,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    row_tiles, column_tiles = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
+    group = tile // (GROUP_M * column_tiles)
+    group_rows = tl.minimum(row_tiles - group * GROUP_M, GROUP_M)
+    within = tile % (GROUP_M * column_tiles)
+    row = (group * GROUP_M + within % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
+    output = within // group_rows * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_used, output_used = row < rows, output < outputs
+    x_start = x + row.to(tl.int64)[:, None] * x_row
+    w_start = weight + output.to(tl.int64)[None, :] * w_row
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, inputs, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
+        b = tl.load(w_start + k[:, None], mask=output_used[None, :] & (k < inputs)[:, None], other=0.0)
+        sums += tl.dot(a, b, input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=output_used, other=0.0).to(tl.float32)[None, :]
+    place = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(place, sums.to(out.dtype.element_ty), mask=row_used[:, None] & output_used[None, :])
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`ops.linear` with the same bits for a row in every batch."""
+    flat, (outputs, inputs) = x.flatten(0, -2), weight.shape
+    out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
+    if out.numel():
+        grid = (triton.cdiv(len(flat), BLOCK_M) * triton.cdiv(outputs, BLOCK_N),)
+        _matmul[grid](
+            out, flat, weight, bias, len(flat), outputs, inputs, flat.stride(0), weight.stride(0),
+            HAS_BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M,
+            num_warps=8, num_stages=3,
+        )  # fmt: skip
+    return out

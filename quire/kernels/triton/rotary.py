@@ -1,0 +1,128 @@
+"""Rotary embedding and the write of keys and values into the cache, alone and in one pass.
+
+J. Su et al., "RoFormer: Enhanced transformer with rotary position embedding" (2021).
+
+Invariant: one program per token and head; positions and slots come checked from the runner, and a slot below 0 (a
+padding row) is skipped.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import next_power_of_2
+
+
+@triton.jit
+def _rotated(x, row, position, table, rot_dim, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    """Rotate the first `rot_dim` elements behind `x + row`, in place."""
+    pair = tl.arange(0, HALF)
+    inside = pair < rot_dim // 2
+    first = row + (pair * 2 if INTERLEAVED else pair)
+    second = row + (pair * 2 + 1 if INTERLEAVED else pair + rot_dim // 2)
+    cos = tl.load(table + position * rot_dim + pair, mask=inside, other=0.0)
+    sin = tl.load(table + position * rot_dim + rot_dim // 2 + pair, mask=inside, other=0.0)
+    a = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + second, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x + first, a * cos - b * sin, mask=inside)
+    tl.store(x + second, b * cos + a * sin, mask=inside)
+
+
+@triton.jit
+def _rotary_and_write_kv(
+    q, k, v, positions, table, k_cache, v_cache, slots,
+    rot_dim, q_heads, head_size, block_size,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    kc_block, kc_head, kc_dim, kc_slot, vc_block, vc_head, vc_dim, vc_slot,
+    ROTATE: tl.constexpr, WRITE: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if head < q_heads:
+        if ROTATE:
+            row = token * q_token + head * q_head
+            _rotated(q, row, tl.load(positions + token), table, rot_dim, INTERLEAVED, HALF)
+    else:
+        head -= q_heads
+        row = token * k_token + head * k_head
+        if ROTATE:
+            _rotated(k, row, tl.load(positions + token), table, rot_dim, INTERLEAVED, HALF)
+            # What other threads of this program have stored is read below.
+            tl.debug_barrier()
+        if WRITE:
+            slot = tl.load(slots + token)
+            if slot >= 0:
+                block, offset = slot // block_size, slot % block_size
+                dim = tl.arange(0, SIZE)
+                inside = dim < head_size
+                key = tl.load(k + row + dim, mask=inside)
+                place = block * kc_block + head * kc_head + offset * kc_slot + dim * kc_dim
+                tl.store(k_cache + place, key.to(k_cache.dtype.element_ty), mask=inside)
+                value = tl.load(v + token * v_token + head * v_head + dim, mask=inside)
+                place = block * vc_block + head * vc_head + offset * vc_slot + dim * vc_dim
+                tl.store(v_cache + place, value.to(v_cache.dtype.element_ty), mask=inside)
+
+
+def rotary_embedding(
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See `ops.rotary_embedding`; a position outside the table is not looked for on a GPU."""
+    if len(positions):
+        _launch(q, k, None, positions, cos_sin_cache, None, None, None, interleaved)
+    return q, k
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See `ops.write_kv`."""
+    if len(slot_mapping):
+        _launch(None, k, v, None, None, k_cache, v_cache, slot_mapping, False)
+
+
+def rotary_and_write_kv(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    interleaved: bool = False,
+) -> None:
+    """See `ops.rotary_and_write_kv`."""
+    if len(positions):
+        _launch(q, k, v, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, interleaved)
+
+
+def _launch(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor | None,
+    positions: Tensor | None,
+    table: Tensor | None,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slots: Tensor | None,
+    interleaved: bool,
+) -> None:
+    rot_dim = 0 if table is None else table.shape[1]
+    q_heads, head_size = 0 if q is None else q.shape[1], k.shape[2]
+    _rotary_and_write_kv[(len(k), q_heads + k.shape[1])](
+        q, k, v, positions, table, k_cache, v_cache, slots,
+        rot_dim, q_heads, head_size, 0 if k_cache is None else k_cache.shape[3],
+        *_strides(q, 2), *_strides(k, 2), *_strides(v, 2),
+        *_strides(k_cache, 4), *_value_strides(v_cache),
+        ROTATE=table is not None, WRITE=slots is not None, INTERLEAVED=interleaved,
+        HALF=next_power_of_2(max(rot_dim // 2, 1)), SIZE=next_power_of_2(head_size), num_warps=1,
+    )  # fmt: skip
+
+
+def _strides(x: Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if x is None else x.stride()[:count]
+
+
+def _value_strides(v_cache: Tensor | None) -> tuple[int, ...]:
+    """(block, head, dim, slot), the order in which keys have theirs."""
+    block, head, slot, dim = _strides(v_cache, 4)
+    return block, head, dim, slot

@@ -1,0 +1,94 @@
+"""How the layers of a model are put into groups that share one pool of blocks.
+
+Invariant: every layer is in exactly one group, and the layers of a group are of one kind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+
+from quire.errors import ConfigError
+from quire.kv_cache.spec import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroup,
+    KVCacheSpec,
+    tensor_block_bytes,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_GROUPS = 8
+"""Each group has block tables of its own, which cost a little time per step and per block."""
+
+Groups = tuple[KVCacheGroup, ...]
+
+
+def group_layers(specs: Mapping[str, KVCacheSpec], max_model_len: int, *, hybrid: bool = True) -> Groups:
+    """Put layers into groups that share blocks: of all ways, that in which a long request holds the fewest bytes.
+
+    Layers of one kind make one group. Layers of several kinds make groups of one size, each of one kind, so that any
+    block can serve any group; what stays unused in blocks of groups that are not full, or that need less of a block
+    than others, counts as held. Another way is to treat all attention layers as full attention, in one group; it is
+    the best where windows are not shorter than requests. Of equals, the one with the fewest groups is taken. Groups
+    of full attention come first: they tell soonest where a cached prefix ends.
+
+    Args:
+        specs: layer name -> spec.
+        max_model_len: tokens of a long request.
+        hybrid: False to treat all attention layers as full attention.
+
+    Raises:
+        ConfigError: layers disagree on the block size, or cannot be treated as full attention.
+    """
+    sizes = {spec.block_size for spec in specs.values()}
+    if len(sizes) != 1:
+        raise ConfigError(f"all layers must use one KV block size, found {sorted(sizes)}")
+    if len({spec.kind for spec in specs.values()}) == 1:
+        return (KVCacheGroup(tuple(specs), next(iter(specs.values()))),)
+    as_full = _as_full_attention(specs)
+    if not hybrid and not as_full:
+        raise ConfigError("--disable-hybrid-kv-cache-manager is for models with attention layers only")
+    candidates = as_full + (_hybrid_groups(specs) if hybrid else [])
+    chosen = min(candidates, key=lambda groups: (request_bytes(groups, specs, max_model_len), len(groups)))
+    logger.info("KV cache groups: %s", _describe(chosen, specs))
+    return chosen
+
+
+def request_bytes(groups: Groups, specs: Mapping[str, KVCacheSpec], num_tokens: int) -> int:
+    """Bytes that a request holds while it generates its token number `num_tokens`."""
+    num_blocks = sum(group.spec.max_blocks(num_tokens, max_chunk=1) for group in groups)
+    return num_blocks * sum(tensor_block_bytes(groups, specs))
+
+
+def _as_full_attention(specs: Mapping[str, KVCacheSpec]) -> list[Groups]:
+    """One group of all layers, if they can be treated so."""
+    if not all(isinstance(spec, AttentionSpec) for spec in specs.values()):
+        return []
+    block_size = next(iter(specs.values())).block_size
+    spec = FullAttentionSpec(block_size, num_kv_heads=0, head_size=0, dtype_bytes=0)
+    return [(KVCacheGroup(tuple(specs), spec),)]
+
+
+def _hybrid_groups(specs: Mapping[str, KVCacheSpec]) -> list[Groups]:
+    """Groups of every size with which there are at most `MAX_GROUPS`, or one for each kind."""
+    kinds: dict[Hashable, list[str]] = {}
+    for name, spec in sorted(specs.items(), key=lambda item: not isinstance(item[1], FullAttentionSpec)):
+        kinds.setdefault((spec.kind, spec.block_bytes), []).append(name)
+    sizes = range(1, max(map(len, kinds.values())) + 1)
+    candidates = [_cut(list(kinds.values()), specs, size) for size in sizes]
+    return [groups for groups in candidates if len(groups) <= max(MAX_GROUPS, len(kinds))]
+
+
+def _cut(kinds: Sequence[Sequence[str]], specs: Mapping[str, KVCacheSpec], size: int) -> Groups:
+    """Groups of `size` layers; the last of a kind may have fewer."""
+    cuts = [tuple(names[i : i + size]) for names in kinds for i in range(0, len(names), size)]
+    return tuple(KVCacheGroup(names, specs[names[0]]) for names in cuts)
+
+
+def _describe(groups: Groups, specs: Mapping[str, KVCacheSpec]) -> str:
+    kinds = [f"{len(group.layer_names)} {type(group.spec).__name__.removesuffix('Spec')}" for group in groups]
+    total = len(groups) * sum(tensor_block_bytes(groups, specs))
+    used = sum(specs[name].block_bytes for group in groups for name in group.layer_names)
+    return f"{' + '.join(kinds)} layers; {1 - used / total:.1%} of their blocks is padding"

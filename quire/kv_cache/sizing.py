@@ -1,0 +1,121 @@
+"""How many blocks the KV cache gets, and how long a request it can hold.
+
+Invariant: pure arithmetic on what was measured. Whatever is chosen or refused is said with its numbers.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Mapping
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.kv_cache.grouping import Groups, group_layers
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, tensor_block_bytes
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+NULL_BLOCK = 1
+MIN_MODEL_LEN = 2
+"""A token of prompt and one of output."""
+
+
+def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory: KVMemory) -> KVCacheConfig:
+    """Group the layers and choose the number of blocks: as configured, or the least of what is free, what is
+    useful and the device's default limit.
+
+    Raises:
+        ConfigError: the layers cannot share a cache.
+    """
+    hybrid = not config.cache.disable_hybrid_kv_cache_manager
+    groups = group_layers(specs, config.model.max_model_len, hybrid=hybrid)
+    block_bytes = sum(tensor_block_bytes(groups, specs))
+    num_blocks, reason = _choose_num_blocks(config, groups, block_bytes, memory)
+    logger.info("KV cache memory = %.1f MiB: %s", num_blocks * block_bytes / MIB, reason)
+    return KVCacheConfig(num_blocks, groups, dict(specs))
+
+
+def settle_max_model_len(config: EngineConfig, kv_config: KVCacheConfig) -> EngineConfig:
+    """Lower `max_model_len` to what the cache can hold if it was to be fitted, else insist on it; log what fits.
+
+    Raises:
+        ConfigError: not even one request of `max_model_len` tokens fits.
+    """
+    asked, chunk = config.model.max_model_len, config.scheduler.max_num_batched_tokens
+    usable, groups = kv_config.num_blocks - NULL_BLOCK, kv_config.groups
+    longest = largest_model_len(groups, usable, chunk, asked)
+    if config.fit_max_model_len and MIN_MODEL_LEN <= longest < asked:
+        logger.info(
+            "max_model_len = %d: the most that the KV cache can hold; the model allows %d", longest, asked
+        )
+        config = config.evolve(max_model_len=longest)
+    elif longest < asked:
+        raise ConfigError(_too_small(kv_config, blocks_per_request(groups, asked, chunk), asked, longest))
+    _log_capacity(config, kv_config)
+    return config
+
+
+def blocks_per_request(groups: Groups, num_tokens: int, max_chunk: int) -> int:
+    """Blocks over all groups that a request of `num_tokens` tokens holds at most."""
+    return sum(group.spec.max_blocks(num_tokens, max_chunk) for group in groups)
+
+
+def largest_model_len(groups: Groups, num_usable_blocks: int, max_chunk: int, limit: int) -> int:
+    """Tokens of the longest request, `limit` at most, that this many blocks can hold."""
+    lengths = range(limit + 1)
+    fitting = bisect.bisect_right(
+        lengths, num_usable_blocks, key=lambda n: blocks_per_request(groups, n, max_chunk)
+    )
+    return max(fitting - 1, 0)
+
+
+def _choose_num_blocks(
+    config: EngineConfig, groups: Groups, block_bytes: int, memory: KVMemory
+) -> tuple[int, str]:
+    cache = config.cache
+    if cache.num_gpu_blocks_override:
+        return cache.num_gpu_blocks_override, "as --num-gpu-blocks-override says"
+    if cache.kv_cache_memory_bytes:
+        return cache.kv_cache_memory_bytes // block_bytes, "as --kv-cache-memory-bytes says"
+    max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
+    per_request = blocks_per_request(groups, max_model_len, config.scheduler.max_num_batched_tokens)
+    bounds = [
+        (memory.free_bytes // block_bytes, memory.reason),
+        (
+            max_num_seqs * per_request + NULL_BLOCK,
+            f"all that {max_num_seqs} requests of {max_model_len} tokens can use",
+        ),
+    ]
+    if memory.default_bytes is not None:
+        reason = "the default limit on this device, or one full request if that is more"
+        bounds.append((max(memory.default_bytes // block_bytes, per_request + NULL_BLOCK), reason))
+    return min(bounds)
+
+
+def _log_capacity(config: EngineConfig, kv_config: KVCacheConfig) -> None:
+    max_model_len, chunk = config.model.max_model_len, config.scheduler.max_num_batched_tokens
+    usable = kv_config.num_blocks - NULL_BLOCK
+    requests = usable / blocks_per_request(kv_config.groups, max_model_len, chunk)
+    # What requests of full length can cache between them; of all blocks if there is one group.
+    tokens = int(requests * kv_config.groups[0].spec.num_blocks(max_model_len)) * config.cache.block_size
+    logger.info(
+        "KV cache: %d blocks, %.1f MiB, %d tokens: %.1f requests of %d tokens at once",
+        kv_config.num_blocks,
+        kv_config.bytes / MIB,
+        tokens,
+        requests,
+        max_model_len,
+    )
+
+
+def _too_small(kv_config: KVCacheConfig, needed: int, asked: int, longest: int) -> str:
+    block_bytes = sum(kv_config.tensor_block_bytes)
+    usable = max(kv_config.num_blocks - NULL_BLOCK, 0)
+    fits = f"--max-model-len {longest} would fit, " if longest >= MIN_MODEL_LEN else ""
+    return (
+        f"one request of --max-model-len {asked} needs {needed} KV cache blocks ({needed * block_bytes / MIB:.1f} MiB)"
+        f", but there is memory for {usable} ({usable * block_bytes / MIB:.1f} MiB): {fits}--max-model-len auto takes "
+        "the most that fits, and --kv-cache-memory-bytes or --gpu-memory-utilization give the cache more"
+    )

@@ -1,0 +1,130 @@
+"""The overlapped loop against the plain one on real models: all outputs equal bit for bit, whatever races.
+
+A pool of few blocks, chunked prompts, shared prefixes and late arrivals make the two loops plan differently; stops,
+stop strings and aborts come in while further steps of the same requests are in flight.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.engine.llm_engine import LLMEngine
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+from tests.fixtures.tiny_models import VOCAB_SIZE
+
+STEPS_IN_FLIGHT = (1, 2, 4)
+STEM = [random.Random(1).randrange(3, VOCAB_SIZE) for _ in range(40)]
+FEATURES: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_k": 20, "min_p": 0.01, "logprobs": 2},
+    {"top_p": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+    {"n": 3, "logprobs": 0, "prompt_logprobs": 2},
+    {"logit_bias": {5: 8.0, 7: -50.0}, "min_tokens": 4, "stop_token_ids": list(range(3, 60))},
+    {"allowed_token_ids": list(range(60, 90)), "stop_token_ids": [61, 62, 63, 64]},
+    {"stop": list("abcdefgh"), "include_stop_str_in_output": True},
+    {"stop": list("stuvwxyz"), "temperature": 0.3, "logprobs": 1},
+    {"max_tokens": 1},
+    {"max_tokens": None},
+)
+
+
+class Job(NamedTuple):
+    """A request, and after how many tokens its caller has had enough."""
+
+    prompt: list[int] | str
+    params: SamplingParams
+    abort_after: int | None = None
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+def serve(jobs: list[Job], **args: Any) -> tuple[list[RequestOutput], dict[str, Any]]:
+    """Run the jobs, a new one every other turn; their last outputs, and the scheduler's statistics at the end."""
+    engine = LLMEngine(EngineConfig.from_args(cpu_threads=1, **args))
+    last: dict[str, RequestOutput] = {}
+    waiting, turn = list(enumerate(jobs)), 0
+    while waiting or engine.has_unfinished_requests():
+        if waiting and turn % 2 == 0:
+            number, job = waiting.pop(0)
+            engine.add_request(str(number), job.prompt, job.params)
+        turn += 1
+        for output in engine.step():
+            assert not (seen := last.get(output.request_id)) or not seen.finished, "an output after the last"
+            last[output.request_id] = output
+            enough = jobs[int(output.request_id)].abort_after
+            if enough is not None and len(output.outputs[0].token_ids) >= enough:
+                engine.abort_request(output.request_id)
+    engine.call_core("check_integrity")
+    stats = engine.call_core("stats")
+    engine.shutdown()
+    return [last[str(number)] for number in range(len(jobs))], stats
+
+
+def facts(outputs: list[RequestOutput]) -> list[Any]:
+    """All that a caller sees, times and cache hits apart."""
+    return [
+        (o.outputs, o.prompt_logprobs, o.metrics.num_generation_tokens, o.finished, o.prompt_token_ids)
+        for o in outputs
+    ]
+
+
+def overlapped(steps: int) -> dict[str, Any]:
+    return {"async_scheduling": True, "max_steps_in_flight": steps}
+
+
+def jobs_of_all_kinds() -> list[Job]:
+    draw = random.Random(2)
+    jobs = []
+    for number in range(30):
+        prompt = STEM[: draw.randrange(41)] + [
+            draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randrange(1, 20))
+        ]
+        params = SamplingParams(**({"max_tokens": 24, "seed": number} | FEATURES[number % len(FEATURES)]))
+        jobs.append(Job(prompt, params, draw.choice([None, None, 1, 6])))
+    return jobs
+
+
+def test_all_parameters_with_aborts_and_preemption(
+    tiny_model: Callable[[str], Path], restore_threads: None
+) -> None:
+    args = {"model": str(tiny_model("llama-tied-bias")), "max_model_len": 96, "max_num_batched_tokens": 24}
+    args |= {"max_num_seqs": 8, "num_gpu_blocks_override": 16}
+    expected, _ = serve(jobs_of_all_kinds(), **args)
+    reasons = {completion.finish_reason for output in expected for completion in output.outputs}
+    assert reasons == {"stop", "length", "abort"}
+    for steps in STEPS_IN_FLIGHT:
+        outputs, stats = serve(jobs_of_all_kinds(), **args, **overlapped(steps))
+        assert facts(outputs) == facts(expected), f"{steps} steps in flight"
+        assert stats["num_preemptions"] > 0
+        assert stats["prefix_cache_hits"] > 0
+
+
+@pytest.mark.parametrize("steps", STEPS_IN_FLIGHT)
+def test_stop_strings_cut_at_every_place(steps: int, restore_threads: None) -> None:
+    """The front end finds them, when the steps after the one that completes them are already in flight."""
+    prompt = "What is a quire?"
+    params = SamplingParams(seed=3, max_tokens=40, ignore_eos=True, logprobs=1)
+    (whole,), _ = serve([Job(prompt, params)], max_model_len=256)
+    text = whole.outputs[0].text
+    stops = [text[place : place + 3] for place in range(0, len(text) - 3, 2)]
+    assert len(stops) > 10
+    jobs = [Job(prompt, params.clone(stop=[stop])) for stop in stops]
+    expected, _ = serve(jobs, max_model_len=256)
+    outputs, _ = serve(jobs, max_model_len=256, **overlapped(steps))
+    assert facts(outputs) == facts(expected)
+    for stop, output in zip(stops, outputs, strict=True):
+        assert output.outputs[0].stop_reason == stop
+        assert output.outputs[0].text == text[: text.find(stop)]

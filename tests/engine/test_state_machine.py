@@ -1,0 +1,169 @@
+"""Random events against the whole engine, plain and overlapped, under every policy; the oracle runs each request alone.
+
+The null executor checks every plan, and every slot that is read, at the latest moment at which a worker may begin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.scheduler.scheduler import POLICIES
+from tests.engine.whole_engine import LETTERS, MAX_MODEL_LEN, VOCAB_SIZE, WholeEngine, alone, check_result
+
+STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2] * 16, [3, 1, 4, 1, 2, 7, 1, 8, 2, 8, 1, 8])
+token_ids = st.integers(0, VOCAB_SIZE - 1)
+tenants = st.sampled_from(["a", "b", "c"])
+
+
+@st.composite
+def prompts(draw: Any) -> list[int]:
+    """1 to 22 tokens, most of them a prefix that other prompts have too."""
+    stem = draw(st.sampled_from(STEMS))[: draw(st.sampled_from([16, 12, 9, 8, 5, 0]))]
+    return stem + draw(st.lists(token_ids, min_size=0 if stem else 1, max_size=6))
+
+
+@st.composite
+def parameters(draw: Any) -> SamplingParams:
+    max_tokens = draw(st.integers(1, 12) | st.none())
+    return SamplingParams(
+        n=draw(st.sampled_from([1, 1, 1, 2, 3])),
+        temperature=draw(st.sampled_from([0.0, 1.0])),
+        seed=draw(st.integers(0, 3)),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, min(max_tokens or 6, 6))),
+        stop=draw(st.lists(st.text(LETTERS, min_size=1, max_size=2), max_size=3)),
+        include_stop_str_in_output=draw(st.booleans()),
+        stop_token_ids=draw(st.lists(token_ids, max_size=3)),
+        ignore_eos=draw(st.booleans()),
+        logprobs=draw(st.sampled_from([None, None, 0, 2])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, 1])),
+        output_kind=draw(st.sampled_from(RequestOutputKind)),
+    )
+
+
+loops = st.sampled_from(
+    [{}, *({"async_scheduling": True, "max_steps_in_flight": steps} for steps in (1, 2, 2, 4, 4))]
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests come, go and fail at any moment; at the end everyone left must have ended as if alone."""
+
+    @initialize(
+        loop=loops,
+        policy=st.sampled_from(sorted(POLICIES)),
+        slack=st.sampled_from([0, 0, 1, 2, 5, 40]),
+        max_num_seqs=st.integers(1, 5),
+        max_num_batched_tokens=st.sampled_from([5, 8, 32, 64]),
+        block_size=st.sampled_from([1, 4, 5]),
+        enable_prefix_caching=st.sampled_from([True, True, False]),
+        enable_chunked_prefill=st.sampled_from([True, True, False]),
+        long_prefill_token_threshold=st.sampled_from([0, 0, 4]),
+    )
+    def start(self, loop: dict[str, Any], slack: int, block_size: int, policy: str, **fields: Any) -> None:
+        """`slack` is what the pool has beyond the blocks of one request of the greatest length."""
+        num_blocks = 1 + -(-MAX_MODEL_LEN // block_size) + slack
+        if not fields["enable_chunked_prefill"]:  # then a step must hold every prompt
+            fields["max_num_batched_tokens"] = max(fields["max_num_batched_tokens"], 24)
+            fields["long_prefill_token_threshold"] = 0
+        fields |= loop | {"scheduling_policy": policy, "block_size": block_size}
+        self.policy = policy
+        self.engine = WholeEngine(num_gpu_blocks_override=num_blocks, **fields)
+        self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.disturbed: set[str] = set()
+
+    @property
+    def running(self) -> list[str]:
+        return [name for name in self.requests if self.engine.is_running(name)]
+
+    @rule(
+        burst=st.lists(
+            st.tuples(prompts(), parameters(), st.integers(-1, 1), tenants), min_size=1, max_size=4
+        )
+    )
+    def add(self, burst: list[tuple[list[int], SamplingParams, int, str]]) -> None:
+        for request in burst:
+            self._add(*request)
+
+    @precondition(lambda self: any(self.engine.outputs.values()))
+    @rule(data=st.data(), params=parameters())
+    def add_next_turn(self, data: st.DataObject, params: SamplingParams) -> None:
+        """A prompt that goes on from what another request has got by now, or from a part of it."""
+        name = data.draw(st.sampled_from(sorted(name for name, outs in self.engine.outputs.items() if outs)))
+        told = self.requests[name][0] + self.engine.outputs[name][-1].outputs[0].token_ids
+        self._add(told[: data.draw(st.integers(1, 24))], params, 0, "next turn")
+
+    def _add(self, prompt: list[int], params: SamplingParams, priority: int, tenant: str) -> None:
+        name = f"r{len(self.requests)}"
+        priority = priority if self.policy == "priority" else 0
+        self.engine.add(name, prompt, params, priority=priority, tenant=tenant)
+        self.requests[name] = (prompt, params)
+
+    @rule(count=st.integers(1, 16))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), how=st.sampled_from(["abort", "fail"]))
+    def disturb(self, data: st.DataObject, how: str) -> None:
+        name = data.draw(st.sampled_from(self.running))
+        self.disturbed.add(name)
+        if how == "fail":
+            self.engine.fail(name)
+        else:
+            self.engine.engine.abort_request(name)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.engine.engine.reset_prefix_cache()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.drain(max_steps=self._bound_on_steps())
+        for name, (prompt, params) in self.requests.items():
+            check_result(self.engine.result(name), alone(prompt, params), disturbed=name in self.disturbed)
+
+    def _bound_on_steps(self) -> int:
+        """The first running request advances in every step, or its last result is at most 4 steps away."""
+        num_sequences = sum(self.requests[name][1].n for name in self.running)
+        return num_sequences * (MAX_MODEL_LEN + 4) + 10
+
+
+def options(max_examples: int, num_events: int, **more: Any) -> settings:
+    quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=num_events,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=quiet,
+        **more,
+    )
+
+
+def test_every_output_is_that_of_the_request_alone() -> None:
+    """Some 10,000 steps."""
+    run_state_machine_as_test(EngineMachine, settings=options(50, 30, derandomize=True))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(10))
+def test_at_length(number: int) -> None:
+    """Some 40,000 steps for each seed. Seed 3 once found a preempted request that was planned twice."""
+    seeded = seed(number)(type("Seeded", (EngineMachine,), {}))
+    run_state_machine_as_test(seeded, settings=options(60, 90))

@@ -1,0 +1,184 @@
+"""A whole engine over the null executor, watched step by step, and the same requests run alone as its oracle."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.messages import EngineCoreOutputs
+from quire.executor.null import NullExecutor
+from quire.outputs import CompletionOutput, RequestOutput
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.scheduler.output import ModelRunnerOutput
+
+MAX_MODEL_LEN = 40
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLM"
+VOCAB_SIZE = len(LETTERS) + 1
+EOS_ID = len(LETTERS)
+FAULT = "numbers went bad"
+
+
+@functools.cache
+def letters_model() -> Path:
+    """A checkpoint without weights whose tokens are letters and an end token."""
+    directory = Path(mkdtemp(prefix="quire-letters-"))
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "eos_token_id": EOS_ID,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def make_engine(**args: Any) -> LLMEngine:
+    fixed = {"model": str(letters_model()), "distributed_executor_backend": "null"}
+    return LLMEngine(EngineConfig.from_args(**fixed, **args))
+
+
+class WholeEngine:
+    """Runs steps and collects each request's outputs; what must hold after every step is checked here."""
+
+    def __init__(self, **args: Any) -> None:
+        self.engine = make_engine(**args)
+        self.core: EngineCore = self.engine._client._core  # type: ignore[attr-defined]
+        assert isinstance(self.core.executor, NullExecutor)
+        self.executor = self.core.executor
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.num_steps = 0
+        self._kinds: dict[str, RequestOutputKind] = {}
+        self._failing: set[str] = set()
+        self._ended: set[str] = set()
+        self._collect, self._core_step = self.executor.collect, self.core.step
+        self.executor.collect = self._collect_with_faults  # type: ignore[method-assign]
+        self.core.step = self._checked_core_step  # type: ignore[method-assign]
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams, **fields: Any) -> None:
+        self.outputs[name], self._kinds[name] = [], params.output_kind
+        self.engine.add_request(name, list(prompt), params.clone(), **fields)
+
+    def is_running(self, name: str) -> bool:
+        return not any(output.finished for output in self.outputs[name])
+
+    def step(self) -> None:
+        self.num_steps += 1
+        for output in self.engine.step():
+            assert self.is_running(output.request_id), "an output after the last"
+            self.outputs[output.request_id].append(output)
+        self.core.scheduler.check_integrity()
+
+    def fail(self, name: str) -> None:
+        """The next token that a sequence of this request samples turns out to be unusable."""
+        self._failing.add(name)
+
+    def _collect_with_faults(self) -> ModelRunnerOutput:
+        output = self._collect()
+        failed = {
+            core_id: FAULT
+            for core_id in output.sampled_token_ids
+            if self._request_of(core_id) in self._failing
+        }
+        self._failing -= {self._request_of(core_id) for core_id in failed}
+        sampled = {name: ids for name, ids in output.sampled_token_ids.items() if name not in failed}
+        return msgspec.structs.replace(output, sampled_token_ids=sampled, failed=failed)
+
+    def _checked_core_step(self) -> EngineCoreOutputs:
+        """The core too reports on no sequence after its end; the front end would not notice."""
+        outputs = self._core_step()
+        for update in outputs.updates:
+            assert update.request_id not in self._ended
+            if update.finish_reason is not None:
+                self._ended.add(update.request_id)
+        return outputs
+
+    def _request_of(self, core_id: str) -> str | None:
+        return next((name for name, ids in self.engine._core_ids.items() if core_id in ids), None)
+
+    def drain(self, max_steps: int) -> None:
+        """Step until nothing is left; then nothing must be held anywhere."""
+        while self.engine.has_unfinished_requests():
+            assert max_steps > 0, "the engine does not come to an end"
+            max_steps -= 1
+            self.step()
+        self.step()  # for the outputs of requests that were aborted last
+        while self.core.has_work():
+            self.engine.call_core("check_integrity")
+        stats = self.core.scheduler.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+        assert not self.executor._rows
+        assert not +self.executor._holders
+        assert self.engine.get_num_unfinished_requests() == 0
+
+    def result(self, name: str) -> RequestOutput:
+        """What the caller has at the end, whichever way it was told."""
+        outputs, kind = self.outputs[name], self._kinds[name]
+        assert kind is not RequestOutputKind.FINAL_ONLY or len(outputs) == 1
+        if kind is not RequestOutputKind.DELTA:
+            return outputs[-1]
+        joined, *rest = outputs
+        for output in rest:
+            joined.add(output)
+        joined.outputs.sort(key=lambda completion: completion.index)
+        return joined
+
+
+@functools.cache
+def _oracle() -> WholeEngine:
+    """Room for all, a budget for all, one step after the other, nothing shared."""
+    return WholeEngine(max_num_seqs=8, max_num_batched_tokens=1000, enable_prefix_caching=False)
+
+
+_alone: dict[bytes, RequestOutput] = {}
+
+
+def alone(prompt: list[int], params: SamplingParams) -> RequestOutput:
+    """What a request gives in an engine of its own."""
+    key = msgspec.msgpack.encode((prompt, params))
+    if key not in _alone:
+        oracle, name = _oracle(), f"{len(_alone)}"
+        oracle.add(name, prompt, params.clone(output_kind=RequestOutputKind.FINAL_ONLY))
+        oracle.drain(max_steps=100)
+        _alone[key] = oracle.result(name)
+    return _alone[key]
+
+
+def check_result(result: RequestOutput, expected: RequestOutput, *, disturbed: bool) -> None:
+    """Equal to what it is alone; a sequence that was aborted or failed has the beginning of it."""
+    assert result.finished
+    assert [completion.index for completion in result.outputs] == list(range(len(expected.outputs)))
+    for got, want in zip(result.outputs, expected.outputs, strict=True):
+        if disturbed and got.finish_reason in ("abort", "error"):
+            check_beginning(got, want)
+        else:
+            assert got == want
+    if not disturbed:
+        assert result.prompt_logprobs == expected.prompt_logprobs
+
+
+def check_beginning(got: CompletionOutput, want: CompletionOutput) -> None:
+    assert got.token_ids == want.token_ids[: len(got.token_ids)]
+    assert (got.logprobs is None) == (want.logprobs is None)
+    assert got.logprobs is None or got.logprobs == (want.logprobs or [])[: len(got.logprobs)]

@@ -1,0 +1,270 @@
+"""The Triton kernels against the oracle of each op, in Triton's interpreter: small shapes, all branches.
+
+float32 and float16 only: the interpreter's `tl.dot` on bfloat16 is wrong.
+"""
+
+# mypy: disable-error-code="arg-type"
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels import triton_interpreter  # noqa: F401
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+from quire.kernels import ops, reference
+from quire.kernels.linear import WeightScheme
+from quire.kernels.triton import (
+    activation,
+    attention,
+    copies,
+    embedding,
+    fp8,
+    linear,
+    matmul,
+    norm,
+    rotary,
+    sampling,
+)
+from tests.kernels.op_cases import compare, make_metadata, randn, randn_caches, settings, uniforms
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are meant
+DTYPES = [torch.float32, torch.float16]
+"""What the interpreter gets right."""
+
+ROWWISE: dict[str, Callable[..., Any]] = {
+    "rms_norm": norm.rms_norm,
+    "fused_add_rms_norm": norm.fused_add_rms_norm,
+    "layer_norm": norm.layer_norm,
+    "silu_and_mul": activation.silu_and_mul,
+    "gelu_and_mul": activation.gelu_and_mul,
+    "write_kv": rotary.write_kv,
+    "embedding": embedding.embedding,
+    "apply_penalties": sampling.apply_penalties,
+    "philox_uniform": sampling.philox_uniform,
+}
+"""Ops whose own cases are small enough for an interpreter."""
+
+
+def in_float(*args: Any, **_kwargs: Any) -> bool:
+    """No int8 cache on a GPU."""
+    return all(getattr(arg, "dtype", None) != torch.int8 for arg in args)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", list(ROWWISE))
+def test_rowwise(name: str, dtype: torch.dtype) -> None:
+    compare(ops.TABLE[name], ROWWISE[name], dtype, "cpu", in_float)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "size", "rot_dim"), [((3, 1), 20, 6), ((4, 2), 16, 16)])
+def test_rotary_and_write(
+    heads: tuple[int, int], size: int, rot_dim: int, interleaved: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    qkv = randn(5, (heads[0] + 2 * heads[1]) * size, dtype=dtype)
+    slots, positions, table = torch.tensor([7, -1, 0, 22, 9]), torch.randint(0, 50, (5,)), randn(50, rot_dim)
+    caches = randn_caches(6, heads[1], 4, size, dtype)
+
+    def run(op: Callable[..., None]) -> list[Tensor]:
+        q, k, v = qkv.clone().split([heads[0] * size, heads[1] * size, heads[1] * size], 1)
+        views = [part.unflatten(1, (-1, size)) for part in (q, k, v)]
+        written = [cache.clone() for cache in caches]
+        op(positions, *views, table, *written, slots, interleaved)
+        return [*views, *written]
+
+    for got, want in zip(run(rotary.rotary_and_write_kv), run(reference.rotary_and_write_kv), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
+    q, k = (
+        part.unflatten(1, (-1, size))
+        for part in qkv[:, : sum(heads) * size].split([heads[0] * size, heads[1] * size], 1)
+    )
+    rotated = rotary.rotary_embedding(positions, q.clone(), k.clone(), table, interleaved)
+    assert all(map(torch.equal, rotated, run(rotary.rotary_and_write_kv)[:2]))
+
+
+BATCHES = {
+    "empty": [],
+    "decode": [(1, 9), (1, 33), (1, 16)],
+    "mixed": [(5, 5), (1, 20), (17, 40), (0, 3)],
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 6},
+    "soft cap": {"soft_cap": 3.0},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
+    "all": {"sliding_window": 18, "soft_cap": 3.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
+}
+SHAPES = {
+    "split decode": attention.decode_shape(2, 40, 6, 132)._replace(split_tokens=32, block_n=16),
+    "decode": attention.decode_shape(2, 40, 4000, 132),
+    "short chunk": attention.prefill_shape(2, 24, 17),
+    "prompt": attention.prefill_shape(2, 24, 100),
+    "invariant prompt": attention.invariant_shape(2, decode=False)._replace(split_tokens=32),
+    "invariant decode": attention.invariant_shape(2, decode=True)._replace(split_tokens=32),
+}
+
+
+def attend(shape: attention.Shape) -> Callable[..., Tensor]:
+    def run(*args: Any, sliding_window: Any = None, soft_cap: Any = None, alibi_slopes: Any = None) -> Tensor:
+        return attention.attend(*args, shape, sliding_window, soft_cap, alibi_slopes)
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("feature", list(FEATURES))
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_attention(shape: str, feature: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for batch in BATCHES.values():
+        metadata = make_metadata(batch, block_size=8, num_blocks=16)
+        q = randn(int(metadata.query_start_loc[-1]), 3, 4, 24, dtype=dtype)[:, 1]
+        if SHAPES[shape].decode and not attention.is_decode(q, metadata):
+            continue
+        args = (q, *randn_caches(16, 2, 8, 24, dtype), metadata, 24**-0.5)
+        got, want = (
+            attend(SHAPES[shape])(*args, **FEATURES[feature]),
+            reference.paged_attention(*args, **FEATURES[feature]),
+        )
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 45])
+def test_invariant_attention_gives_the_same_bits_in_any_batch_and_chunk(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "INVARIANT_SPLIT_TOKENS", 32)
+    torch.manual_seed(0)
+    length, caches = 77, randn_caches(16, 2, 8, 24, torch.float16)
+    q, whole = randn(length, 4, 24, dtype=torch.float16), make_metadata([(77, 77)], 8, 16)
+
+    def run(start: int, end: int, extra: int) -> Tensor:
+        """Queries start to end, in a batch with `extra` requests of one token behind them."""
+        batch = make_metadata([(end - start, end), *[(1, 1)] * extra], 8, 16)
+        width = batch.block_tables.shape[1]
+        batch.block_tables[0] = whole.block_tables[0, :width]
+        queries = torch.cat([q[start:end], q[:extra]])
+        run = attention.invariant_paged_attention
+        return run(queries, *caches, batch, 24**-0.5, sliding_window=window)[: end - start]
+
+    expected = run(0, length, 0)
+    for start, end, extra in [(0, 20, 0), (20, 77, 2), (33, 34, 0), (76, 77, 0), (76, 77, 3), (64, 65, 1)]:
+        assert torch.equal(run(start, end, extra), expected[start:end]), (start, end, extra)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "scheme",
+    [WeightScheme("int8"), *(WeightScheme("int4", g, s) for g in (32, 128) for s in (True, False))],
+    ids=str,
+)
+def test_integer_linear(scheme: WeightScheme, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tolerance = {torch.float32: 1e-4, torch.float16: 4e-3}[dtype]
+    for outputs, inputs in [(34, 45), (66, 600)]:
+        weight = randn(outputs, inputs) * inputs**-0.5
+        packed = linear.pack_weight(weight, scheme)
+        rounded = reference.unpack_weight(reference.pack_weight(weight, scheme))
+        assert torch.equal(reference.unpack_weight(packed), rounded)
+        for rows in (0, 1, 70):
+            x, bias = randn(rows, inputs, dtype=dtype), randn(outputs)
+            want = reference.linear(x.float(), rounded, bias)
+            torch.testing.assert_close(
+                linear.packed_linear(x, packed, bias).float(), want, rtol=tolerance, atol=tolerance
+            )
+            gated = reference.silu_and_mul(want)
+            got = linear.packed_linear(x, packed, bias, "silu_and_mul").float()
+            torch.testing.assert_close(got, gated, rtol=4 * tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_invariant_linear(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = randn(70, 130, dtype=dtype), randn(150, 130, dtype=dtype), randn(150, dtype=dtype)
+    whole = matmul.invariant_linear(x, weight, bias)
+    torch.testing.assert_close(whole, reference.linear(x, weight, bias), rtol=2e-3, atol=2e-2)
+    for rows in (1, 3, 64, 65):
+        assert torch.equal(matmul.invariant_linear(x[:rows], weight, bias), whole[:rows])
+
+
+def test_fp8_scales_and_codes() -> None:
+    torch.manual_seed(0)
+    x = randn(9, 70)
+    x[4] = 0.0
+    codes, scales = fp8.quantize_rows(x)
+    assert torch.equal(scales, (x.abs().amax(1, keepdim=True) / 448.0).clamp(min=1e-12))
+    # The interpreter drops the carry where rounding reaches a power of two; everything else must be torch's rounding.
+    expected = (x / scales).to(torch.float8_e4m3fn).float()
+    differs = codes.float() != expected
+    mantissa, _ = expected[differs].frexp()
+    assert (mantissa.abs() == 0.5).all()
+
+
+def test_fp8_linear() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = randn(5, 64), randn(48, 64) / 8, randn(48)
+    codes, scales = (part.clone() for part in fp8.quantize_rows(weight))
+    for column_scales in (scales.squeeze(1), torch.ones(1)):
+        got = fp8.fp8_linear(x, codes, column_scales, bias)
+        activations, row_scales = fp8.quantize_rows(x)
+        want = (activations.float() * row_scales) @ (codes.float() * column_scales.view(-1, 1)).T + bias
+        torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
+
+
+def test_copy_blocks() -> None:
+    source, target = randn(6, 2, 700), torch.zeros(8, 2, 700)
+    copies.copy_blocks(target, source, torch.tensor([[1, 7], [3, 0]]))
+    assert torch.equal(target[7], source[1])
+    assert torch.equal(target[0], source[3])
+    assert not target[1:7].any()
+
+
+def sampling_cases() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    for rows, vocab_size in [(0, 9), (3, 1), (10, 17), (6, 3001)]:
+        yield 3 * randn(rows, vocab_size), settings(rows, vocab_size), uniforms(rows)
+        ties = randn(rows, vocab_size).mul_(2).round_()
+        ties[ties == 3] = -torch.inf
+        yield ties, settings(rows, vocab_size), uniforms(rows)
+    yield torch.full((2, 9), -torch.inf), settings(2, 9), uniforms(2)
+
+
+def test_sample_tokens() -> None:
+    torch.manual_seed(0)
+    for logits, setting, uniform in sampling_cases():
+        want = ops.sample_tokens.oracle(logits.clone(), setting, uniform)
+        assert torch.equal(sampling.sample_tokens(logits, setting, uniform), want)
+
+
+def test_non_finite_rows() -> None:
+    logits = randn(5, 2100)
+    logits[1, 2099], logits[2, 0], logits[4, 7] = torch.nan, -torch.inf, torch.inf
+    assert sampling.non_finite_rows(logits).tolist() == [False, True, True, False, True]
+    assert not sampling.non_finite_rows(torch.full((1, 3), 3e38)).any()
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 17])
+def test_token_logprobs(num_top: int) -> None:
+    torch.manual_seed(0)
+    for logits in (3 * randn(4, 17), randn(4, 17).mul_(2).round_(), randn(0, 17)):
+        chosen = torch.randint(0, 17, (len(logits),))
+        ids, logprobs, ranks = sampling.token_logprobs(logits, chosen, num_top)
+        want = ops.token_logprobs.oracle(logits, chosen, num_top)
+        assert torch.equal(ids, want[0])
+        assert torch.equal(ranks, want[2])
+        torch.testing.assert_close(logprobs, want[1], rtol=2e-5, atol=2e-5)
+
+
+def test_a_rows_sample_does_not_depend_on_its_neighbours() -> None:
+    torch.manual_seed(0)
+    logits, setting, uniform = 3 * randn(6, 301), settings(6, 301), uniforms(6)
+    whole = sampling.sample_tokens(logits, setting, uniform)
+    alone = [
+        sampling.sample_tokens(*(part[i : i + 1] for part in (logits, setting, uniform))) for i in range(6)
+    ]
+    assert torch.equal(torch.cat(alone), whole)

@@ -1,0 +1,118 @@
+"""How large the cache becomes, and what is said when it is too small."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.kv_cache.sizing import (
+    blocks_per_request,
+    largest_model_len,
+    settle_max_model_len,
+    size_kv_cache,
+)
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVMemory, SlidingWindowSpec
+
+FULL = FullAttentionSpec(16, num_kv_heads=2, head_size=8, dtype_bytes=4)
+WINDOW = SlidingWindowSpec(16, num_kv_heads=2, head_size=8, dtype_bytes=4, sliding_window=32)
+BLOCK = FULL.block_bytes
+PLENTY = KVMemory(10**9, "as much as a test has")
+
+
+def make_config(**args: Any) -> EngineConfig:
+    return EngineConfig.from_args(
+        **{"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64} | args
+    )
+
+
+def sized(memory: KVMemory = PLENTY, **args: Any) -> KVCacheConfig:
+    return size_kv_cache(make_config(**args), {"a": FULL, "b": FULL}, memory)
+
+
+def test_the_least_bound_counts_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    useful = 4 * 4 + 1  # max_num_seqs * max_model_len / block_size, and the null block
+    assert sized().num_blocks == useful
+    assert "all that 4 requests of 64 tokens can use" in caplog.text
+    assert sized(KVMemory(2 * BLOCK * 9 + 5, "what is left")).num_blocks == 9
+    assert "what is left" in caplog.text
+    assert sized(KVMemory(10**9, "", default_bytes=2 * BLOCK * 7)).num_blocks == 7
+    assert "the default limit" in caplog.text
+
+
+def test_the_default_limit_leaves_room_for_one_request() -> None:
+    assert sized(KVMemory(10**9, "", default_bytes=1)).num_blocks == 5
+
+
+def test_what_is_asked_for_is_what_there_is() -> None:
+    nothing = KVMemory(0, "")
+    assert sized(nothing, kv_cache_memory_bytes=2 * BLOCK * 100 + 1).num_blocks == 100
+    assert sized(nothing, num_gpu_blocks_override=77, kv_cache_memory_bytes=1).num_blocks == 77
+
+
+def test_windows_make_groups_unless_switched_off_or_never_left() -> None:
+    specs = {"a": FULL, "b": WINDOW}
+
+    def number(**args: Any) -> int:
+        return len(size_kv_cache(make_config(**args), specs, PLENTY).groups)
+
+    assert number(max_model_len=640) == 2
+    assert number(max_model_len=640, disable_hybrid_kv_cache_manager=True) == 1
+    assert number(max_model_len=32) == 1
+
+
+def test_the_capacity_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    settle_max_model_len(make_config(), sized(num_gpu_blocks_override=11))
+    assert "KV cache: 11 blocks, 0.0 MiB, 160 tokens: 2.5 requests of 64 tokens at once" in caplog.text
+
+
+def test_a_request_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    config = make_config(max_model_len=2048)
+    kv_config = size_kv_cache(config, {"a": FULL}, KVMemory(BLOCK * 33, ""))
+    with pytest.raises(ConfigError) as caught:
+        settle_max_model_len(config, kv_config)
+    needed, there = (
+        f"128 KV cache blocks ({128 * BLOCK / 2**20:.1f} MiB)",
+        f"32 ({32 * BLOCK / 2**20:.1f} MiB)",
+    )
+    assert needed in str(caught.value)
+    assert there in str(caught.value)
+    assert "--max-model-len 512 would fit" in str(caught.value)
+    settle_max_model_len(make_config(max_model_len=512), kv_config)
+
+
+def test_a_fitted_length_is_the_one_the_error_names(caplog: pytest.LogCaptureFixture) -> None:
+    import dataclasses
+
+    caplog.set_level(logging.INFO)
+    config = dataclasses.replace(make_config(max_model_len=2048), fit_max_model_len=True)
+    kv_config = size_kv_cache(config, {"a": FULL}, KVMemory(BLOCK * 33, ""))
+    assert settle_max_model_len(config, kv_config).model.max_model_len == 512
+    assert "max_model_len = 512" in caplog.text
+    roomy = size_kv_cache(config, {"a": FULL}, PLENTY)
+    assert settle_max_model_len(config, roomy).model.max_model_len == 2048
+    for num_blocks in (0, 1):
+        tiny = KVCacheConfig(num_blocks, kv_config.groups, kv_config.layer_specs)
+        with pytest.raises(
+            ConfigError, match=re.escape("there is memory for 0 (0.0 MiB): --max-model-len auto")
+        ):
+            settle_max_model_len(config, tiny)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.integers(0, 200), st.integers(1, 100), st.integers(1, 300), st.integers(0, 2))
+def test_the_longest_request_fits_and_no_longer_one(
+    usable: int, chunk: int, limit: int, windows: int
+) -> None:
+    groups = tuple(KVCacheGroup((f"{i}",), spec) for i, spec in enumerate([FULL, *[WINDOW] * windows]))
+    longest = largest_model_len(groups, usable, chunk, limit)
+    fitting = [n for n in range(limit + 1) if blocks_per_request(groups, n, chunk) <= usable]
+    assert longest == max(fitting)

@@ -1,0 +1,235 @@
+"""Planning ahead of results: placeholders, late stops, preemption and ids, one race at a time.
+
+That any mixture of them changes no output is the business of tests/engine/test_state_machine.py.
+"""
+
+from collections import deque
+
+import msgspec
+import pytest
+
+from quire.kv_cache.manager import IntegrityError
+from quire.scheduler.request import RequestStatus
+from tests.scheduler.harness import Engine, make_config, run_alone
+
+
+class Pipeline(Engine):
+    """Plans and results, each when the test says so."""
+
+    def __init__(self, config=None):
+        super().__init__(config)
+        self.in_flight = deque()
+
+    def launch(self):
+        """Plan a step and hand it over."""
+        self.now += 1.0
+        plan = self.scheduler.schedule(self.now)
+        self.scheduler.check_integrity()
+        self.plans.append(plan)
+        if not plan.is_empty:
+            self.executor.submit(plan)
+            self.in_flight.append(plan)
+        return plan
+
+    def land(self, **changes):
+        """Take in the oldest result."""
+        output = msgspec.structs.replace(self.executor.collect(), **changes)
+        self.finish_step(self.in_flight.popleft(), output)
+
+    def land_all(self):
+        while self.in_flight:
+            self.land()
+
+    def drain(self, max_steps=1000):
+        self.land_all()
+        super().drain(max_steps)
+
+
+def tokens_alone(prompt, **params):
+    engine = Engine()
+    request = engine.add("alone", prompt, **{"max_tokens": 20, **params})
+    return run_alone(request, engine.config).new_token_ids
+
+
+def scheduled(plan):
+    return plan.num_scheduled_tokens
+
+
+def test_tokens_that_are_being_sampled_are_planned():
+    engine = Pipeline()
+    engine.add("a", range(6))
+    engine.add("b", range(10, 25))
+    assert scheduled(engine.launch()) == {"a": 6, "b": 10}
+    assert scheduled(engine.launch()) == {"a": 1, "b": 5}
+    plan = engine.launch()
+    assert scheduled(plan) == {"a": 1, "b": 1}
+    assert [data.num_computed_tokens for data in plan.cached_requests] == [7, 15]
+    engine.land_all()
+    assert engine.tokens("a") == tokens_alone(range(6))[:3]
+    assert engine.tokens("b") == tokens_alone(range(10, 25))[:2]
+    engine.drain()
+
+
+@pytest.mark.parametrize("limit", [{"max_tokens": 3}, {"max_tokens": None}])
+def test_nothing_is_planned_past_a_limit(limit):
+    engine = Pipeline(make_config(max_model_len=9))
+    engine.add("a", range(6), **limit)
+    assert [scheduled(engine.launch()) for _ in range(4)] == [{"a": 6}, {"a": 1}, {"a": 1}, {}]
+    engine.land_all()
+    assert (engine.last("a").finish_reason, len(engine.tokens("a"))) == ("length", 3)
+    engine.drain()
+
+
+def test_an_empty_plan_has_no_result():
+    engine = Pipeline()
+    assert engine.launch().is_empty
+    assert not engine.scheduler.has_work()
+    engine.add("a", [1], max_tokens=1)
+    engine.launch()
+    assert engine.launch().is_empty
+    assert engine.scheduler.has_work()
+    engine.land()
+    engine.drain()
+
+
+def test_what_was_computed_after_a_late_stop_is_dropped():
+    full = tokens_alone(range(5))
+    engine = Pipeline()
+    engine.add("a", range(5), max_tokens=20, stop_token_ids=[full[2]])
+    for _ in range(6):
+        engine.launch()
+    engine.land_all()
+    assert engine.tokens("a") == full[:3]
+    assert engine.last("a").finish_reason == "stop"
+    assert engine.scheduler.stats().kv_cache_usage == 0.0
+    assert engine.launch().removed_request_ids == ["a"]
+    engine.drain()
+
+
+def test_blocks_of_a_late_stop_go_to_others_while_it_is_still_computed():
+    full = tokens_alone(range(5))
+    engine = Pipeline(make_config(num_gpu_blocks_override=7, enable_prefix_caching=False))
+    engine.add("a", range(5), max_tokens=18, stop_token_ids=[full[1]])
+    for _ in range(5):
+        engine.launch()
+    engine.land()
+    engine.land()
+    other = engine.add("b", range(30, 47))
+    plan = engine.launch()
+    assert set(plan.new_requests[0].block_ids[0]) & {1, 2}, "the blocks of `a`"
+    engine.land_all()
+    engine.drain()
+    assert engine.tokens("b") == run_alone(other, engine.config).new_token_ids
+
+
+def test_a_block_filled_by_a_surplus_token_is_not_cached():
+    full = tokens_alone(range(6))
+    engine = Pipeline()
+    engine.add("a", range(6), max_tokens=20, stop_token_ids=[full[1]])
+    for _ in range(4):
+        engine.launch()
+    engine.land_all()
+    engine.add("b", [*range(6), *full[:2], 1])
+    engine.drain()
+    assert engine.last("b").num_cached_tokens == 4, "the second block's last token is the stop"
+
+
+def preempt_in_flight(stop_token_ids=()):
+    """`b` has lost its blocks to `a` while steps in flight sample for it; returns the engine and b's tokens alone."""
+    engine = Pipeline(make_config(num_gpu_blocks_override=8, enable_prefix_caching=False))
+    engine.add("a", range(8), max_tokens=18)
+    engine.add("b", range(17, 25), max_tokens=18, stop_token_ids=stop_token_ids)
+    for _ in range(3):
+        engine.launch()
+    while engine.requests["b"].status is not RequestStatus.PREEMPTED:
+        engine.launch()
+        engine.land()
+    assert engine.requests["b"].num_placeholder_tokens == 2
+    return engine, tokens_alone(range(17, 25), max_tokens=18)
+
+
+def test_a_preempted_request_waits_for_its_steps_in_flight():
+    engine, alone = preempt_in_flight()
+    engine.abort("a")
+    num_known = len(engine.tokens("b"))
+    for _ in range(2):
+        assert scheduled(engine.launch()) == {}, "there is room, but not all its tokens are in"
+        while "b" not in engine.in_flight[0].num_scheduled_tokens:
+            engine.land()
+        engine.land()
+    (data,) = engine.launch().new_requests
+    assert data.token_ids == [*range(17, 25), *alone[: num_known + 2]]
+    engine.drain()
+    assert engine.tokens("b") == alone
+
+
+def test_a_stop_that_comes_in_after_a_preemption_ends_the_request():
+    engine, alone = preempt_in_flight()
+    stop = alone[len(engine.tokens("b"))]
+    engine, _ = preempt_in_flight([stop])
+    num_known = len(engine.tokens("b"))
+    engine.drain()
+    assert engine.tokens("b") == alone[: num_known + 1]
+    assert engine.last("b").num_preemptions == 1
+
+
+def test_results_of_an_aborted_request_are_not_those_of_a_new_one_of_its_name():
+    engine = Pipeline()
+    engine.add("a", range(5))
+    engine.launch()
+    engine.launch()
+    engine.abort("a")
+    request = engine.add("a", range(20, 27))
+    plan = engine.launch()
+    assert (plan.removed_request_ids, scheduled(plan)) == (["a"], {"a": 7})
+    engine.launch()
+    engine.land()
+    engine.land()
+    assert engine.updates["a"] == []
+    engine.drain()
+    assert engine.tokens("a") == run_alone(request, engine.config).new_token_ids
+
+
+def test_a_failure_costs_the_steps_that_were_planned_meanwhile():
+    engine = Pipeline()
+    engine.add("a", range(5), max_tokens=20)
+    for _ in range(3):
+        engine.launch()
+    engine.land(sampled_token_ids={}, failed={"a": "numbers went bad"})
+    assert engine.last("a").error == "numbers went bad"
+    engine.land_all()
+    assert len(engine.updates["a"]) == 1
+    engine.drain()
+
+
+def test_the_prefix_cache_can_be_reset_while_only_surplus_steps_are_in_flight():
+    engine = Pipeline()
+    engine.add("a", range(9))
+    engine.launch()
+    engine.launch()
+    assert not engine.scheduler.reset_prefix_cache()
+    engine.land()
+    engine.abort("a")
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("b", range(9))
+    engine.drain()
+    assert engine.last("b").num_cached_tokens == 0
+
+
+def test_a_step_that_was_interrupted_costs_its_requests_only():
+    engine = Pipeline()
+    engine.add("a", range(5))
+    engine.launch()
+    engine.executor.collect()
+    engine.in_flight.clear()
+    engine.abort("a")
+    request = engine.add("b", range(9))
+    engine.drain()
+    assert engine.tokens("b") == run_alone(request, engine.config).new_token_ids
+
+
+def test_integrity_covers_the_steps_in_flight():
+    engine = Pipeline()
+    engine.add("a", [1]).num_steps_in_flight += 1
+    with pytest.raises(IntegrityError, match="miscounts its steps in flight"):
+        engine.scheduler.check_integrity()
