@@ -55,6 +55,8 @@ bool in_table(int64_t index) { return index >= 0 && index < num_instruction_sets
 
 int64_t quire_cpu_abi_version() { return QUIRE_CPU_ABI_VERSION; }
 
+const char* quire_cpu_weight_layout() { return QUIRE_CPU_WEIGHT_LAYOUT; }
+
 int64_t quire_cpu_max_threads() {
 #ifdef _OPENMP
     return omp_get_max_threads();
