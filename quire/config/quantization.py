@@ -70,7 +70,7 @@ class QuantizationConfig(Config):
 
     @property
     def fast(self) -> bool:
-        """Whether activations are rounded to 16 bits so that integers can be multiplied."""
+        """Whether activations are rounded to 8 bits so that integers can be multiplied."""
         return bool(self.quantization_config.get("mode", "fast") == "fast")
 
     @property

@@ -3,7 +3,7 @@
 Invariant: a layer knows its own parameters and no file; the loader knows files and no layer. They meet in `Slot`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,6 +72,10 @@ class Layer(Module):
 
         `scheme` says how a matrix is to be kept.
         """
+
+    def replaced(self, device_type: str) -> Collection[str]:
+        """Names of the parameters that `finish_loading` on such a device replaces and no longer holds on to."""
+        return ()
 
     def tensors(self) -> dict[str, Tensor]:
         """Name -> memory of all that a finished layer holds."""

@@ -3,7 +3,7 @@
 Shapes: T tokens, N tokens whose logits are wanted, V vocabulary rows, H hidden size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -54,6 +54,9 @@ class VocabEmbedding(MatrixLayer):
         if self.is_head:
             self.pack(scheme)
 
+    def replaced(self, device_type: str) -> Collection[str]:
+        return super().replaced(device_type) if self.is_head else ()
+
     def kept(self, scheme: WeightScheme) -> WeightScheme:
         """int4 is too coarse for a vocabulary, above all for one that is looked up as well: int8 then."""
         return replace(scheme, kind="int8") if scheme.kind == "int4" else scheme
@@ -66,8 +69,7 @@ class VocabEmbedding(MatrixLayer):
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         assert self.weight is not None, "slots are filled before the layer is finished"
-        adopt = self.adopter() if self.is_head else None
-        yield f"{names[0]}.weight", Slot(self.weight, "normal", adopt=adopt)
+        yield f"{names[0]}.weight", Slot(self.weight, "normal", adopt=self.adopter())
 
 
 class PositionEmbedding(Layer):

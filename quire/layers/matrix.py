@@ -4,7 +4,7 @@ Invariant: a matrix exists once. Before `pack` it is the plain `weight`, afterwa
 read; where there are none, `weight` stays, and a quantised one is what its integers stand for.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +41,13 @@ class MatrixLayer(Layer):
         """Bring the weight into the one form in which it is kept."""
         assert self.weight is not None, "a layer is finished once"
         weight, scheme = self.weight, self.kept(scheme)
-        if _can_pack(weight):
+        if self.replaced(weight.device.type):
             self.weight, self.packed = None, ops.pack_weight(weight.data, scheme, self.halves())
         elif scheme.kind != "float":
             self.adopt(reference.unpack_weight(ops.pack_weight(weight.data, scheme)))
+
+    def replaced(self, device_type: str) -> Collection[str]:
+        return ("weight",) if self.weight is not None and _can_pack(device_type, self.weight.dtype) else ()
 
     def adopt(self, weight: Tensor) -> None:
         """Make this tensor the weight."""
@@ -52,7 +55,7 @@ class MatrixLayer(Layer):
 
     def adopter(self) -> Callable[[Tensor], None] | None:
         """`adopt` for a slot whose tensor is all of the weight and is packed straight from the file's memory."""
-        return self.adopt if self.weight is not None and _can_pack(self.weight) else None
+        return self.adopt if self.weight is not None and self.replaced(self.weight.device.type) else None
 
     def halves(self) -> int:
         """In how many parts the outputs are packed."""
@@ -63,5 +66,5 @@ class MatrixLayer(Layer):
         return scheme
 
 
-def _can_pack(weight: Tensor) -> bool:
-    return bool(ops.pack_weight.supporting(weight.device.type, weight.dtype))
+def _can_pack(device_type: str, dtype: torch.dtype) -> bool:
+    return bool(ops.pack_weight.supporting(device_type, dtype))

@@ -17,7 +17,7 @@ from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import ops
 from quire.kernels.cpu.linear import packed_layout
 from quire.kernels.linear import FLOAT, Kind, WeightScheme
-from quire.layers.base import model_dtype
+from quire.layers.base import Layer, model_dtype
 from quire.models.base import CausalLM
 from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.registry import ModelRegistry
@@ -37,7 +37,7 @@ def load_model(config: EngineConfig) -> CausalLM:
     with torch.device("meta"):
         model = model_cls(config=config)
     schemes = _schemes(model, config)
-    cache = _cache(config)
+    cache = _cache(model)
     tensors = cache.read() if cache is not None else None
     if tensors is None:
         _fill(model, schemes, config)
@@ -52,9 +52,10 @@ def _fill(model: CausalLM, schemes: list[WeightScheme], config: EngineConfig) ->
     """Give every layer its weights from where the config says, in their final form."""
     num_bytes = sum(param.nbytes for param in model.parameters())
     weights = _weights(model, config)
+    staging = _Staging(torch.device("cpu"))
     for (names, layer), scheme in zip(model.checkpoint_layers(), schemes, strict=True):
         try:
-            _allocate(layer, torch.device("cpu"))
+            staging.allocate(layer)
         except RuntimeError as error:
             raise ModelLoadError(
                 f"not enough memory for the weights ({num_bytes / 2**30:.1f} GiB)"
@@ -65,12 +66,13 @@ def _fill(model: CausalLM, schemes: list[WeightScheme], config: EngineConfig) ->
         weights.end_layer()
 
 
-def _cache(config: EngineConfig) -> PackedCache | None:
+def _cache(model: CausalLM) -> PackedCache | None:
+    config = model.config
     directory = config.load.packed_weights_cache
     if directory is None:
         return None
     packs = ops.pack_weight.supporting("cpu", model_dtype(config))
-    key = packed_key(config, packed_layout() if packs else "plain")
+    key = packed_key(model, packed_layout() if packs else "plain")
     return PackedCache(Path(directory).expanduser(), Path(config.model_dir).name, key)
 
 
@@ -99,11 +101,32 @@ def _weights(model: CausalLM, config: EngineConfig) -> Weights:
     return CheckpointWeights(model, Path(config.model_dir), show_progress=show_progress)
 
 
-def _allocate(module: nn.Module, device: torch.device) -> None:
-    for name, param in module.named_parameters(recurse=False):
-        # Not empty_like, which imports a symbolic algebra package when it is given a tensor without memory.
-        memory = torch.empty(param.shape, dtype=param.dtype, device=device)
-        setattr(module, name, nn.Parameter(memory, requires_grad=False))
+class _Staging:
+    """Memory for one layer after the other to be filled.
+
+    What a layer replaces when it is finished lies in memory that the next one uses again: freed, it would leave holes
+    between the final weights, and fresh pages take longer to get than to fill.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._reused = self._memory(0)
+
+    def allocate(self, layer: Layer) -> None:
+        """Give each parameter of a layer its memory, uninitialised."""
+        replaced = layer.replaced(self._device.type)
+        for name, param in layer.named_parameters(recurse=False):
+            memory = self._again(param.nbytes) if name in replaced else self._memory(param.nbytes)
+            tensor = memory.view(param.dtype).view(param.shape)
+            setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+
+    def _again(self, num_bytes: int) -> Tensor:
+        if len(self._reused) < num_bytes:
+            self._reused = self._memory(num_bytes)
+        return self._reused[:num_bytes]
+
+    def _memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 def _schemes(model: CausalLM, config: EngineConfig) -> list[WeightScheme]:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.config import EngineConfig
 from quire.errors import ModelLoadError
+from quire.layers.base import Layer
+from quire.models.base import CausalLM
 from quire.models.safetensors_file import DTYPES, SafetensorsFile
 from quire.models.weights import weight_files
 from quire.version import __version__
@@ -37,25 +38,31 @@ _SEAL_BYTES = hashlib.sha256().digest_size
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-def packed_key(config: EngineConfig, layout: str) -> str:
-    """Hash of what decides the finished weights of a prepared config.
+def packed_key(model: CausalLM, layout: str) -> str:
+    """Hash of what decides the finished weights of a model that has none yet.
 
     `layout` names the form into which the kernels of this machine pack. A checkpoint's files count by path, size and
-    time of their last change, of which the status change cannot be set back.
+    time of their last change, of which the status change cannot be set back; the model by its config, and by the shape
+    of its layers, which another version may merge otherwise.
 
     Raises:
         ModelLoadError: there are no files.
     """
+    config = model.config
     files = [] if config.load.load_format == "dummy" else weight_files(Path(config.model_dir))
     parts = {
         "format": (FORMAT, __version__, layout),
         "arch": dataclasses.asdict(dataclasses.replace(config.arch, generation={})),
-        "dtype": config.model.dtype,
+        "layers": [(names, _shapes(layer)) for names, layer in model.checkpoint_layers()],
         "quantization": dataclasses.asdict(config.quantization),
         "seed": config.model.seed if not files else None,
         "files": [(str(path), *_state(path)) for path in files],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _shapes(layer: Layer) -> dict[str, tuple[object, ...]]:
+    return {name: (_CODES[param.dtype], *param.shape) for name, param in layer.tensors().items()}
 
 
 def _state(path: Path) -> tuple[int, int, int]:

@@ -6,9 +6,13 @@ import dataclasses
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -18,12 +22,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quire.config import EngineConfig
 from quire.models import packed_cache
+from quire.models.llama import LlamaForCausalLM
 from quire.models.packed_cache import PAGE, PackedCache, packed_key
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.weights import SINGLE_NAME, CheckpointWeights
 from tests.models.harness import load_tiny, logits_of, prepared_config
 
+ROOT = Path(__file__).parents[2]
 KEY = "0123456789abcdef" * 4
 PROMPT = [[5, 9, 100, 3, 77, 42, 42, 8, 1]]
 TENSORS = {
@@ -127,6 +134,26 @@ def test_a_directory_that_cannot_be_written_is_a_warning(
     assert cache.read() is None
 
 
+def test_a_directory_that_is_only_readable_is_read(
+    cache: PackedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.write(TENSORS)
+    open_file = Path.open
+
+    def read_only(path: Path, mode: str = "r", *args: Any) -> Any:
+        if mode != "rb":
+            raise OSError(30, "Read-only file system")
+        return open_file(path, mode, *args)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    other = PackedCache(cache.path.parent, "tiny", KEY[::-1])
+    other.write(TENSORS)
+    assert "packed weights are not kept" in caplog.text
+    assert "Read-only file system" in caplog.text
+    assert same(cache.read())
+    assert only_file(cache.path.parent) == cache.path
+
+
 def test_a_full_disk_leaves_nothing_behind(
     cache: PackedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,24 +179,69 @@ def test_racing_writers_and_readers_see_whole_files(cache: PackedCache) -> None:
     assert only_file(cache.path.parent) == cache.path
 
 
+WRITER = """
+import sys
+from pathlib import Path
+from quire.models.packed_cache import PackedCache
+from tests.models.test_packed_cache import KEY, TENSORS
+print("ready", flush=True)
+sys.stdin.read()
+for _ in range(30):
+    PackedCache(Path(sys.argv[1]), "tiny", KEY).write(TENSORS)
+"""
+
+
+def test_racing_processes_leave_one_whole_file(cache: PackedCache) -> None:
+    command = [sys.executable, "-c", WRITER, str(cache.path.parent)]
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(subprocess.Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE)) for _ in "12"
+        ]
+        streams = [(writer.stdin, writer.stdout) for writer in writers]
+        assert [output.readline() for _, output in streams if output is not None] == [b"ready\n"] * 2
+        for start in (start for start, _ in streams if start is not None):
+            start.close()
+        while any(writer.poll() is None for writer in writers):
+            read = cache.read()
+            assert read is None or same(read)
+        assert [writer.returncode for writer in writers] == [0, 0]
+    assert same(cache.read())
+    assert only_file(cache.path.parent) == cache.path
+
+
+def key_of(config: EngineConfig, layout: str = "panels-1") -> str:
+    with torch.device("meta"):
+        return packed_key(LlamaForCausalLM(config=config), layout)
+
+
 def test_the_key_follows_everything_that_decides_the_weights(
-    tmp_path: Path, tiny_model: Callable[[str], Path]
+    tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = Path(shutil.copytree(tiny_model("llama"), tmp_path / "llama"))
     moved = Path(shutil.copytree(directory, tmp_path / "moved"))
     config = prepared_config(directory)
-    keys = [packed_key(config, layout) for layout in ("avx2-1", "avx2-2", "plain")]
+    keys = [key_of(config, layout) for layout in ("panels-1", "panels-2", "plain")]
     for options in (*QUANTIZATIONS[1:], {"dtype": "bfloat16"}, {"load_format": "dummy"}):
-        keys.append(packed_key(prepared_config(directory, **options), "avx2-1"))
-    keys.append(packed_key(prepared_config(directory, load_format="dummy", seed=1), "avx2-1"))
-    keys.append(packed_key(prepared_config(moved), "avx2-1"))
+        keys.append(key_of(prepared_config(directory, **options)))
+    keys.append(
+        key_of(prepared_config(directory, quantization="int8", quantization_config={"mode": "precise"}))
+    )
+    keys.append(key_of(prepared_config(directory, load_format="dummy", seed=1)))
+    keys.append(key_of(prepared_config(moved)))
     other_arch = dataclasses.replace(config.arch, hidden_act="gelu")
-    keys.append(packed_key(dataclasses.replace(config, model_arch=other_arch), "avx2-1"))
+    keys.append(key_of(dataclasses.replace(config, model_arch=other_arch)))
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_cache, "__version__", "0.0.0")
+        keys.append(key_of(config))
+    with monkeypatch.context() as patch:
+        merged = {"qkv_proj": ("v_proj", "k_proj", "q_proj")}
+        patch.setattr(LlamaForCausalLM, "merged", LlamaForCausalLM.merged | merged)
+        keys.append(key_of(config))
     status = (directory / SINGLE_NAME).stat()
     rewrite_in_place(directory / SINGLE_NAME, status.st_atime_ns, status.st_mtime_ns)
-    keys.append(packed_key(config, "avx2-1"))
+    keys.append(key_of(config))
     assert len(set(keys)) == len(keys)
-    assert keys[-1] == packed_key(prepared_config(directory, max_num_seqs=3, seed=4), "avx2-1")
+    assert keys[-1] == key_of(prepared_config(directory, max_num_seqs=3, seed=4))
 
 
 def rewrite_in_place(path: Path, *times_ns: int) -> None:
