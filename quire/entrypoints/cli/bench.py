@@ -1,4 +1,4 @@
-"""`quire bench throughput | latency | serve | kernels`."""
+"""`quire bench throughput | latency | startup | serve | kernels`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import click
 
 from quire.bench import latency as latency_bench
 from quire.bench import serve as serve_bench
+from quire.bench import startup as startup_bench
 from quire.bench import throughput as throughput_bench
 from quire.bench.backends import BACKENDS
 from quire.bench.workload import random_prompts
@@ -31,7 +32,7 @@ COUNT_OR_ZERO = HumanInt(minimum=0)
 
 @click.group()
 def bench() -> None:
-    """Measure throughput, latency, a running server or the CPU kernels."""
+    """Measure throughput, latency, starting, a running server or the CPU kernels."""
 
 
 def _json_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,6 +112,18 @@ def latency(
     num_batches = num_iters_warmup + num_iters
     batches = _batches(num_batches, batch_size, input_len, engine.vocab_size, config.model.seed)
     result = latency_bench.measure(engine, batches[:num_iters_warmup], batches[num_iters_warmup:], output_len)
+    _report(result.lines(), result.as_json(), json_file)
+
+
+@bench.command(cls=EngineCommand)
+@click.option(
+    "--num-iters-warmup", type=COUNT_OR_ZERO, default=1, show_default=True, help="Starts before timing."
+)
+@click.option("--num-iters", type=COUNT, default=3, show_default=True, help="Starts timed.")
+@_json_option
+def startup(num_iters_warmup: int, num_iters: int, json_file: str | None, **params: Any) -> None:
+    """Time the way from the command to the first token, in a fresh process each time."""
+    result = startup_bench.measure(engine_config(params), num_iters_warmup, num_iters)
     _report(result.lines(), result.as_json(), json_file)
 
 
