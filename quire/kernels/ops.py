@@ -234,8 +234,9 @@ def rotary_embedding(
 #
 #     k_cache [num_blocks, Hkv, D, block_size] and v_cache [num_blocks, Hkv, block_size, D],
 #
-# contiguous, of any float dtype. In int8 D is larger by 4: behind a head's keys stand block_size float32 scales, and
-# behind each value stands its own. What is stored is round(x / scale), with scale = amax / 127 for each token and head.
+# contiguous, of any float dtype. In int8 D, a multiple of 4, is larger by 4: behind a head's keys stand block_size
+# float32 scales, and behind each value stands its own. What is stored is round(x / scale), with scale = amax / 127 for
+# each token and head.
 
 
 @op(_cpu("kv_write.write_kv"), _triton("rotary.write_kv", _float_cache))

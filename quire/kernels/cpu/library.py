@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from struct import Struct
+from struct import error as StructError
 from typing import NamedTuple
 
 import torch
@@ -166,13 +167,18 @@ def call(name: str, *arguments: float) -> int:
     """Run a kernel on addresses and numbers; returns its status, 0 unless it refuses some of its input.
 
     Raises:
+        ValueError: a number does not fit into 64 bits.
         MemoryError: there is none for scratch space.
         RuntimeError: the library does not know a code that it was given.
     """
     library = loaded()
     assert library is not None, "the table of ops asks supports() before it loads a kernel"
     function, pack = library.kernels[name]
-    status = function(pack(*arguments))
+    try:
+        packed = pack(*arguments)
+    except StructError as cause:
+        raise ValueError(f"{name}: a size does not fit into 64 bits: {arguments}") from cause
+    status = function(packed)
     if status >= 0:
         return status
     if status == _NO_MEMORY:
