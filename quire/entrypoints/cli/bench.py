@@ -191,12 +191,14 @@ def serve(
     help="Weight format of a linear, such as bfloat16 or int8-precise; may be given several times.",
 )
 @click.option("--threads", type=COUNT, help="Compute threads; default: one per physical core.")
+@click.option("--quick", is_flag=True, help="The first cases of each suite only, each timed a few times.")
 @_json_option
 def kernels(
     suites: tuple[str, ...],
     rows: tuple[int, ...],
     weights: tuple[str, ...],
     threads: int | None,
+    quick: bool,
     json_file: str | None,
 ) -> None:
     """Measure the CPU kernels at the shapes of real models, as shares of this machine's measured limits."""
@@ -212,6 +214,7 @@ def kernels(
         suites or list(kernels_bench.SUITES),
         rows or kernels_bench.ROWS,
         weights or ("bfloat16", "int8", "int4"),
+        quick=quick,
     )
     _report(result.lines(), result.as_json(), json_file)
 
