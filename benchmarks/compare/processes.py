@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[2]
 _FROM_OUTSIDE = ("OMP_", "GOMP_", "KMP_", "QUIRE_", "ONEDNN_", "DNNL_", "ATEN_", "MKL_", "PYTHONPATH")
@@ -47,18 +48,7 @@ def lines(
         ProgramError: it is not there, ended with an error or ran for more than `limit_s` seconds.
     """
     with tempfile.TemporaryFile("w+") as complaints:
-        try:
-            process = subprocess.Popen(
-                list(map(str, command)),
-                stdout=subprocess.PIPE,
-                stderr=complaints,
-                text=True,
-                cwd=ROOT,
-                env=environment(settings or {}),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise ProgramError(f"{command[0]}: {error.strerror}") from error
+        process = _start(command, complaints, settings or {})
         late = threading.Event()
 
         def expire() -> None:
@@ -69,7 +59,8 @@ def lines(
         timer.start()
         try:
             assert process.stdout is not None
-            yield from process.stdout
+            with process.stdout as printed:
+                yield from printed
             status = process.wait()
         finally:
             timer.cancel()
@@ -77,10 +68,24 @@ def lines(
         if late.is_set():
             raise ProgramError(f"not done after {limit_s:.0f} s")
         if status:
-            complaints.seek(0)
-            raise ProgramError(
-                _last_line(complaints.read()) or f"{Path(command[0]).name} ended with {status}"
-            )
+            raise ProgramError(_last_line(complaints) or f"{Path(command[0]).name} ended with {status}")
+
+
+def _start(
+    command: Sequence[str | Path], complaints: IO[str], settings: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    try:
+        return subprocess.Popen(
+            list(map(str, command)),
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            text=True,
+            cwd=ROOT,
+            env=environment(settings),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ProgramError(f"{command[0]}: {error.strerror}") from error
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -92,6 +97,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def _last_line(text: str) -> str:
-    written = [line.strip() for line in text.splitlines() if line.strip()]
+def _last_line(complaints: IO[str]) -> str:
+    complaints.seek(0)
+    written = [line.strip() for line in complaints if line.strip()]
     return written[-1] if written else ""

@@ -11,10 +11,15 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.compare.disturbance import MAX_SHARE
+
 
 @dataclass(frozen=True)
 class Record:
-    """One rate, or the reason why there is none. `case` is empty where the engine could not be set up at all."""
+    """One rate, or the reason why there is none. `case` is empty where the engine could not be set up at all.
+
+    `others` is the share of the processors' time that other programs took during the run.
+    """
 
     engine: str
     precision: str
@@ -22,6 +27,12 @@ class Record:
     round: int
     rate: float | None
     error: str = ""
+    others: float = 0.0
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the rate says nothing, because other programs were running."""
+        return self.rate is not None and self.others > MAX_SHARE
 
 
 def append(path: Path, records: Iterable[Record]) -> None:

@@ -1,7 +1,7 @@
 """Sets engines up and measures them in turn.
 
 Invariant: in a round every engine runs once, so that a drift of the machine meets all of them; what fails is recorded
-with its reason and left out from then on, and the others go on.
+with its reason and left out from then on, and the others go on; a rate that other programs disturbed does not count.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.compare import records
-from benchmarks.compare.engines.base import Engine, Task
+from benchmarks.compare import disturbance, records
+from benchmarks.compare.engines.base import Engine, Rate, Task
 from benchmarks.compare.isa import Isa
 from benchmarks.compare.processes import ProgramError
 from benchmarks.compare.records import Record
@@ -62,7 +62,8 @@ def get_ready(session: Session, name: str, precision: str) -> bool:
 def missing(session: Session) -> Iterator[tuple[str, Task]]:
     """The runs that the session's file does not yet hold, in the order in which they are due.
 
-    The file is read again before each run is chosen, so a failure takes the case out of later rounds.
+    The file is read again before each run is chosen, so a failure takes the case out of later rounds. Rates that other
+    programs disturbed are missing again, for the next time.
     """
     for number in range(session.num_rounds):
         for name, engine in session.engines.items():
@@ -80,7 +81,7 @@ def _open_cases(session: Session, name: str, precision: str, number: int) -> lis
     ]
     if any(record.error and not record.case for record in known):
         return []
-    closed = {record.case for record in known if record.error or record.round == number}
+    closed = {one.case for one in known if one.error or (one.round == number and not one.disturbed)}
     engine = session.engines[name]
     wanted = session.cases if set(session.cases) & set(engine.cases) else engine.cases
     return [case for case in wanted if case in engine.cases and case not in closed]
@@ -90,21 +91,33 @@ def _run(session: Session, name: str, task: Task) -> None:
     """One run of an engine; if it breaks off, the case it was at has failed and the later ones get another run."""
     left = list(task.cases)
     while left:
-        try:
-            for rate in session.engines[name].measure(replace(task, cases=left[:])):
-                left.remove(rate.case)
-                _record(session, Record(name, task.precision, rate.case, task.round, rate.rate))
-            reason = "the engine ended without a result"
-        except ProgramError as error:
-            reason = str(error)
+        found, reason, others = _watched_run(session.engines[name], replace(task, cases=tuple(left)))
+        done = [Record(name, task.precision, rate.case, task.round, rate.rate, "", others) for rate in found]
+        left = left[len(done) :]
         if left:
-            _record(session, Record(name, task.precision, left.pop(0), task.round, None, reason))
+            done.append(Record(name, task.precision, left.pop(0), task.round, None, reason, others))
+        records.append(session.results, done)
+        for record in done:
+            session.say(_line(record))
 
 
-def _record(session: Session, record: Record) -> None:
-    records.append(session.results, [record])
+def _watched_run(engine: Engine, task: Task) -> tuple[list[Rate], str, float]:
+    """The rates of the cases that were done, why it broke off, and the share of time that other programs took."""
+    found: list[Rate] = []
+    reason = "the engine ended without a result"
+    before = disturbance.now()
+    try:
+        for rate in engine.measure(task):
+            found.append(rate)  # noqa: PERF402 - what was found before an error counts
+    except ProgramError as error:
+        reason = str(error)
+    return found, reason, disturbance.now().others_share(before)
+
+
+def _line(record: Record) -> str:
     outcome = record.error or f"{record.rate:,.1f} per second"
-    session.say(f"round {record.round} {record.engine} {record.precision} {record.case}: {outcome}")
+    disturbed = f", thrown away: other programs took {record.others:.0%}" if record.disturbed else ""
+    return f"round {record.round} {record.engine} {record.precision} {record.case}: {outcome}{disturbed}"
 
 
 def set_up_all(session: Session, names: Iterable[str]) -> None:

@@ -24,10 +24,10 @@ Medians = Mapping[tuple[str, str, str], float]
 
 
 def medians(results: Iterable[Record]) -> Medians:
-    """The median of all rounds."""
+    """The median of all rounds, without rates that other programs disturbed."""
     rates: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for record in results:
-        if record.rate is not None:
+        if record.rate is not None and not record.disturbed:
             rates[record.engine, record.precision, record.case].append(record.rate)
     return {key: statistics.median(values) for key, values in rates.items()}
 

@@ -1,4 +1,4 @@
-// Probing the processor and looking kernels up. Compiled without raised instruction-set flags, like all shared code.
+// Probing the processor, looking kernels up, and running many of them at a time. Compiled without raised instruction-set flags, like all shared code.
 
 #include "quire_cpu.h"
 
@@ -80,4 +80,10 @@ void* quire_cpu_kernel(int64_t isa_index, const char* name) {
     const quire::Kernel* kernel = quire::instruction_sets[isa_index].kernels;
     while (kernel->name && std::strcmp(kernel->name, name) != 0) ++kernel;
     return reinterpret_cast<void*>(kernel->function);
+}
+
+int64_t quire_cpu_play(const QuireCpuCall* calls, int64_t count) {
+    int64_t played = 0;
+    while (played < count && calls[played].function(calls[played].arguments) == 0) ++played;
+    return played;
 }

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#define QUIRE_CPU_ABI_VERSION 3
+#define QUIRE_CPU_ABI_VERSION 4
 #define QUIRE_CPU_WEIGHT_LAYOUT "panels-2"
 #define QUIRE_CPU_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -42,3 +42,12 @@ QUIRE_CPU_EXPORT int64_t quire_cpu_isa_supported(int64_t index);
 
 // The kernel of that name for the i-th instruction set; null if there is none.
 QUIRE_CPU_EXPORT void* quire_cpu_kernel(int64_t isa_index, const char* name);
+
+// One recorded call: a kernel and its packed arguments.
+struct QuireCpuCall {
+    int64_t (*function)(const char* arguments);
+    const char* arguments;
+};
+
+// Runs calls in order; returns how many came before the first that returned anything but 0, or `count`.
+QUIRE_CPU_EXPORT int64_t quire_cpu_play(const QuireCpuCall* calls, int64_t count);

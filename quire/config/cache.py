@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.config.fields import Config, option
+from quire.errors import ConfigError
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -28,3 +31,30 @@ class CacheConfig(Config):
         "int8: with a scale for each token and head.",
         choices=("auto", "float32", "float16", "bfloat16", "int8"),
     )
+    swap_space: float = option(
+        0.0,
+        "GiB of host memory for blocks of preempted requests and of evicted prefixes; 0: none. "
+        "On a CPU the KV cache could have them just as well.",
+        ge=0.0,
+        metavar="GIB",
+    )
+    preemption_mode: str = option(
+        "auto",
+        "What becomes of a preempted request's blocks: swap: copied to --swap-space if there is room; "
+        "recompute: dropped; auto: the faster.",
+        choices=("auto", "swap", "recompute"),
+    )
+
+    @property
+    def swap_space_bytes(self) -> int:
+        """Host memory for blocks."""
+        return int(self.swap_space * GIB)
+
+    def check(self) -> None:
+        """Refuse what contradicts itself.
+
+        Raises:
+            ConfigError: names the options.
+        """
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ConfigError("--preemption-mode swap needs --swap-space")

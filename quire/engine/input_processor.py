@@ -93,7 +93,7 @@ class InputProcessor:
         priority: int = 0,
         tenant: str = "",
     ) -> list[EngineCoreRequest]:
-        """One core request per completion, after all checks against the model.
+        """One core request per completion, after all checks against the model; the first computes the prompt for all.
 
         Raises:
             ValidationError: names the field, its value's problem and the limit.
@@ -115,6 +115,7 @@ class InputProcessor:
                 priority=priority,
                 cache_salt=prompt.cache_salt,
                 tenant=tenant,
+                fork_of=f"{request_id}.0" if index and params.prompt_logprobs is None else None,
             )
             for index, child in enumerate(_children(params))
         ]

@@ -14,13 +14,14 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 class EngineCoreRequest(msgspec.Struct, tag="add", frozen=True):
     """One sequence to generate; text, `n` and stop strings never reach the core.
 
-    `arrival_time` is seconds on the monotonic clock, which the processes of one machine share.
+    `arrival_time` is seconds on the monotonic clock, which the processes of one machine share. `fork_of` names an
+    earlier request with the same prompt, which need then be computed only once.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class EngineCoreRequest(msgspec.Struct, tag="add", frozen=True):
     priority: int = 0
     cache_salt: str | None = None
     tenant: str = ""
+    fork_of: str | None = None
 
 
 def request_of(message: EngineCoreRequest) -> Request:

@@ -64,6 +64,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
         config = config.evolve(**{choice.field: choice.value})
     config.scheduler.check()
+    config.cache.check()
     config.quantization.check()
     return config
 

@@ -2,7 +2,8 @@
 
 Its next token is a pure function of the tokens before it and the request's seed, so an output does not depend on
 its company. In place of keys, values and states, each slot of its cache holds a fingerprint of all tokens up to that
-position; a plan that would make a worker read wrong, stale or foreign cache content therefore fails here.
+position (`quire.executor.fingerprints`); a plan that would make a worker read wrong, stale or foreign cache content, or
+lose some while it is swapped or copied, therefore fails here.
 
 Invariant: a plan that breaks a promise of `quire.scheduler.output` raises AssertionError; the checks are
 explicit, so that `python -O` keeps them.
@@ -16,6 +17,8 @@ from collections.abc import Iterator, Mapping
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
+from quire.executor.fingerprints import FingerprintCache, fingerprint
+from quire.executor.fingerprints import check as _check
 from quire.kv_cache.block_pool import NULL_BLOCK_ID
 from quire.kv_cache.spec import (
     FullAttentionSpec,
@@ -36,11 +39,6 @@ from quire.scheduler.output import (
 
 DEFAULT_NUM_BLOCKS = 16384
 DEFAULT_VOCAB_SIZE = 32000
-
-
-def fingerprint(previous: int, token_id: int) -> int:
-    """Fingerprint of a sequence plus one token: a step of Knuth's MMIX linear congruential generator."""
-    return ((previous ^ (token_id + 1)) * 6364136223846793005 + 1442695040888963407) % 2**64
 
 
 Place = tuple[int, tuple[int, int]]
@@ -102,9 +100,9 @@ class NullExecutor(Executor):
         self.vocab_size = config.model_arch.vocab_size if config.model_arch else vocab_size
         self._specs = dict(specs or _default_specs(config))
         self._kv_config: KVCacheConfig | None = None
+        self._cache = FingerprintCache(0, 0)
         self._rows: dict[str, _Row] = {}
         self._holders: Counter[int] = Counter()
-        self._slots: dict[tuple[int, int], int] = {}  # (block id, offset) -> fingerprint
         self._last_step_id = 0
         self._submitted: deque[SchedulerOutput] = deque()
 
@@ -122,6 +120,7 @@ class NullExecutor(Executor):
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         _check(self._kv_config is None, "the cache is allocated once")
         self._kv_config = kv_config
+        self._cache = FingerprintCache(kv_config.num_blocks, kv_config.num_host_blocks)
 
     def submit(self, plan: SchedulerOutput) -> None:
         """Keep the plan until its result is asked for: the latest that a worker may begin."""
@@ -138,6 +137,9 @@ class NullExecutor(Executor):
         self._last_step_id = plan.step_id
         for request_id in plan.removed_request_ids:
             self._remove_row(request_id)
+        for cached_request in plan.cached_requests:
+            self._let_go(cached_request)
+        self._move_blocks(plan)
         for new_request in plan.new_requests:
             self._add_row(new_request)
         for cached_request in plan.cached_requests:
@@ -181,6 +183,13 @@ class NullExecutor(Executor):
         for ids in self._rows.pop(request_id).block_ids:
             self._holders.subtract(block_id for block_id in ids if block_id != NULL_BLOCK_ID)
 
+    def _move_blocks(self, plan: SchedulerOutput) -> None:
+        written = {target for _, target in plan.swap_ins + plan.block_copies}
+        _check(len(written) == len(plan.swap_ins) + len(plan.block_copies), "a block is written twice")
+        held = [block_id for block_id in written if self._holders[block_id]]
+        _check(not held, f"blocks {held} are written, and rows hold them")
+        self._cache.move_blocks(plan)
+
     def _add_row(self, data: NewRequestData) -> None:
         _check(data.request_id not in self._rows, f"{data.request_id} is new and has a row")
         assert self._kv_config is not None
@@ -192,13 +201,21 @@ class NullExecutor(Executor):
             self._hold(row, spec, ids, ids)
         self._check_reads(row, 0)
 
-    def _grow_row(self, data: CachedRequestData) -> None:
+    def _let_go(self, data: CachedRequestData) -> None:
+        """Blocks that a row reads no more may serve others in this plan."""
         _check(data.request_id in self._rows, f"{data.request_id} is cached and has no row")
         row = self._rows[data.request_id]
         expected = row.num_computed_tokens
         _check(data.num_computed_tokens == expected, f"{data}, but {expected} tokens are computed")
+        for spec, table in self._tables(row):
+            for index in range(min(spec.first_block(expected), len(table))):
+                if table[index] != NULL_BLOCK_ID:
+                    self._holders[table[index]] -= 1
+                    table[index] = NULL_BLOCK_ID
+
+    def _grow_row(self, data: CachedRequestData) -> None:
+        row = self._rows[data.request_id]
         for (spec, ids), new_ids in zip(self._tables(row), data.new_block_ids, strict=True):
-            self._let_go(spec, ids, expected)
             ids.extend(new_ids)
             self._hold(row, spec, ids, new_ids)
 
@@ -206,13 +223,6 @@ class NullExecutor(Executor):
         assert self._kv_config is not None
         specs = [group.spec for group in self._kv_config.groups]
         return zip(specs, row.block_ids, strict=True)
-
-    def _let_go(self, spec: KVCacheSpec, table: list[int], num_computed_tokens: int) -> None:
-        """Blocks that are not read any more may serve others."""
-        for index in range(min(spec.first_block(num_computed_tokens), len(table))):
-            if table[index] != NULL_BLOCK_ID:
-                self._holders[table[index]] -= 1
-                table[index] = NULL_BLOCK_ID
 
     def _hold(self, row: _Row, spec: KVCacheSpec, table: list[int], new_ids: list[int]) -> None:
         """Blocks may be left out where nothing is read, and between states."""
@@ -233,7 +243,7 @@ class NullExecutor(Executor):
         for spec, table in self._tables(row):
             for position, place in places_read(spec, start, row.num_computed_tokens):
                 slot = self._slot(row, table, position, place)
-                found = self._slots.get(slot) == row.fingerprints[position]
+                found = self._cache.device.read(*slot) == row.fingerprints[position]
                 _check(found, f"{row.request_id}: {slot} does not hold the prefix to token {position}")
 
     def _compute(self, row: _Row, count: int) -> None:
@@ -249,7 +259,7 @@ class NullExecutor(Executor):
             for position, place in places_written(spec, table, start, end):
                 slot = self._slot(row, table, position, place)
                 _check(self._holders[slot[0]] == 1, f"{row.request_id} writes to a shared block: {slot}")
-                self._slots[slot] = row.fingerprints[position]
+                self._cache.device.write(*slot, row.fingerprints[position])
         row.num_computed_tokens = end
 
     def _slot(self, row: _Row, table: list[int], position: int, place: tuple[int, int]) -> tuple[int, int]:
@@ -289,9 +299,3 @@ def _default_specs(config: EngineConfig) -> dict[str, KVCacheSpec]:
     full, window = FullAttentionSpec(*sizes), SlidingWindowSpec(*sizes, arch.sliding_window or 1)
     windowed = [kind == "sliding_attention" for kind in arch.layer_types] or [False] * arch.num_layers
     return {f"layers.{i}": window if is_windowed else full for i, is_windowed in enumerate(windowed)}
-
-
-def _check(condition: bool, message: str) -> None:
-    """`assert` that `python -O` keeps."""
-    if not condition:
-        raise AssertionError(message)

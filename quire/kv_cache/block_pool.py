@@ -15,12 +15,17 @@ NULL_BLOCK_ID = 0
 
 
 class KVCacheBlock:
-    """One block: `ref_cnt` tables hold it; `block_hash` is set while it can be found by its content."""
+    """One block: `ref_cnt` tables hold it; `block_hash` is set while it can be found by its content.
 
-    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+    `is_full` says that it is known to be full, and so will not be written to while anybody holds it.
+    """
 
-    def __init__(self, block_id: int) -> None:
+    __slots__ = ("block_hash", "block_id", "is_full", "next_free", "on_host", "prev_free", "ref_cnt")
+
+    def __init__(self, block_id: int, *, on_host: bool = False) -> None:
         self.block_id = block_id
+        self.on_host = on_host
+        self.is_full = False
         self.ref_cnt = 0
         self.block_hash: BlockHash | None = None
         self.prev_free: KVCacheBlock | None = None
@@ -28,7 +33,8 @@ class KVCacheBlock:
 
     def __repr__(self) -> str:
         name = self.block_hash.hex()[:8] if self.block_hash else None
-        return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, hash={name})"
+        tier = "host " if self.on_host else ""
+        return f"KVCacheBlock({tier}{self.block_id}, ref_cnt={self.ref_cnt}, hash={name})"
 
 
 class FreeBlockQueue:
@@ -90,15 +96,16 @@ class FreeBlockQueue:
 
 
 class BlockPool:
-    """Owns `num_blocks` blocks, of which block 0, the null block, is never given out."""
+    """Owns `num_blocks` blocks of one tier, of which block 0, the null block, is never given out."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, on_host: bool = False) -> None:
         assert num_blocks >= 1, "the pool needs room for the null block"
-        self.blocks = tuple(KVCacheBlock(block_id) for block_id in range(num_blocks))
+        self.blocks = tuple(KVCacheBlock(block_id, on_host=on_host) for block_id in range(num_blocks))
         self.free_queue = FreeBlockQueue()
         for block in self.blocks[NULL_BLOCK_ID + 1 :]:
             self.free_queue.append(block)
         self._cached: dict[BlockHash, KVCacheBlock] = {}
+        self._pinned: list[KVCacheBlock] = []
 
     @property
     def num_usable_blocks(self) -> int:
@@ -116,6 +123,16 @@ class BlockPool:
         return 1.0 - self.num_free_blocks / self.num_usable_blocks if self.num_usable_blocks else 0.0
 
     @property
+    def is_held(self) -> bool:
+        """Whether anybody holds a block."""
+        return self.num_free_blocks < self.num_usable_blocks
+
+    @property
+    def pinned(self) -> Sequence[KVCacheBlock]:
+        """Read-only view: blocks with a reference for a planned move that reads them."""
+        return tuple(self._pinned)
+
+    @property
     def cached_blocks(self) -> Mapping[BlockHash, KVCacheBlock]:
         """Read-only view: hash -> the one block that holds this content."""
         return MappingProxyType(self._cached)
@@ -127,6 +144,7 @@ class BlockPool:
         for block in blocks:
             self._evict(block)
             block.ref_cnt = 1
+            block.is_full = False
         return blocks
 
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
@@ -152,17 +170,40 @@ class BlockPool:
             if block.ref_cnt == 0:
                 (self.free_queue.prepend if block.block_hash is None else self.free_queue.append)(block)
 
+    def free_tables(self, tables: Sequence[Sequence[KVCacheBlock]]) -> None:
+        """Drop a sequence's tables, one per group, as one chain: what one group lost is of no use to the others.
+
+        The null block, which stands where a group has none, is passed over.
+        """
+        chain = [block for entries in zip(*tables, strict=True) for block in entries]
+        self.free([block for block in chain if block.block_id != NULL_BLOCK_ID])
+
+    def pin(self, block: KVCacheBlock) -> None:
+        """Hold a block until the plan is sealed, because a planned move reads it."""
+        self.touch([block])
+        self._pinned.append(block)
+
+    def unpin(self) -> None:
+        """Let go of what was pinned."""
+        if self._pinned:
+            self.free(self._pinned)
+            self._pinned = []
+
     def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], hashes: Sequence[BlockHash]) -> None:
-        """Make full, computed blocks findable; content that another block holds already keeps that block."""
+        """Make full, computed blocks findable; content that another block holds already keeps that block.
+
+        Blocks that can be found by these hashes already are fine.
+        """
         for block, block_hash in zip(blocks, hashes, strict=True):
             assert block.ref_cnt > 0, f"{block!r} is cached by nobody"
-            assert block.block_hash is None, f"{block!r} is cached twice"
+            assert block.block_hash in (None, block_hash), f"{block!r} is cached twice"
+            block.is_full = True
             if self._cached.setdefault(block_hash, block) is block:
                 block.block_hash = block_hash
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; refused (False) while any block is held."""
-        if self.num_free_blocks != self.num_usable_blocks:
+        if self.is_held:
             return False
         for block in self._cached.values():
             block.block_hash = None

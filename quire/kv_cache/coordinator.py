@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
+from quire.kv_cache.block_pool import KVCacheBlock
+from quire.kv_cache.device_pool import DevicePool
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.single_type_manager import MANAGERS
 from quire.kv_cache.spec import KVCacheGroup
 
 
 class PrefixHit(NamedTuple):
-    """The first `num_tokens` tokens of a request are cached in these blocks (one list per group).
+    """The first `num_tokens` tokens of a request are in these blocks (one list per group), on either tier.
 
-    A list has an entry for each block of the prefix; the null block stands where a group needs none.
+    A list has an entry for each block of the prefix; the null block stands where a group needs none. All blocks are
+    full, unless the hit is of a request that was swapped out or forked.
     """
 
     num_tokens: int
@@ -27,7 +29,7 @@ class PrefixHit(NamedTuple):
 class KVCacheCoordinator:
     """One manager per group, in the order of the groups; `max_chunk` is the most tokens of a request in a step."""
 
-    def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool, max_chunk: int) -> None:
+    def __init__(self, groups: Sequence[KVCacheGroup], pool: DevicePool, max_chunk: int) -> None:
         self._pool = pool
         self.managers = [
             MANAGERS[type(group.spec)](group.spec, pool, i, max_chunk) for i, group in enumerate(groups)
@@ -58,9 +60,11 @@ class KVCacheCoordinator:
         return sum(manager.max_blocks(num_tokens) for manager in self.managers)
 
     def num_blocks_to_start(self, num_tokens: int, hit: PrefixHit) -> int:
-        """Free blocks over all groups that a new request needs for `num_tokens` tokens, given a prefix hit."""
+        """Free blocks over all groups that a new request needs for `num_tokens` tokens, given a hit."""
         pairs = zip(self.managers, hit.blocks, strict=True)
-        return sum(manager.num_blocks_to_start(num_tokens, blocks) for manager, blocks in pairs)
+        return sum(
+            manager.num_blocks_to_start(num_tokens, blocks, hit.num_tokens) for manager, blocks in pairs
+        )
 
     def covers(self, request_id: str, num_tokens: int) -> bool:
         """Whether the request's tables reach over `num_tokens` tokens already."""
@@ -79,9 +83,23 @@ class KVCacheCoordinator:
         return sum([manager.num_blocks_to_finish(request_id, num_tokens) for manager in self.managers])
 
     def adopt(self, request_id: str, hit: PrefixHit) -> None:
-        """Start a request's tables with a prefix hit (possibly an empty one)."""
-        for manager, blocks in zip(self.managers, hit.blocks, strict=True):
-            manager.adopt(request_id, blocks)
+        """Start a request's tables with a hit (possibly an empty one)."""
+        tables = self._pool.take(hit.blocks, hit.num_tokens // self.block_size)
+        for manager, blocks, table in zip(self.managers, hit.blocks, tables, strict=True):
+            manager.adopt(request_id, hit.num_tokens, blocks, table)
+
+    def find_fork(self, request_id: str, num_tokens: int) -> PrefixHit:
+        """The first `num_tokens` tokens of a running request, which are computed, as a hit for another.
+
+        Of zero tokens if one group cannot serve them any more.
+        """
+        tables = [manager.find_fork(request_id, num_tokens) for manager in self.managers]
+        found = tuple([table for table in tables if table is not None])
+        return PrefixHit(num_tokens, found) if len(found) == len(tables) else self.no_hit
+
+    def tables(self, request_id: str) -> list[Sequence[KVCacheBlock]]:
+        """The blocks of a started request, one table per group."""
+        return [manager.tables[request_id] for manager in self.managers]
 
     def allocate(self, request_id: str, num_tokens: int) -> list[list[int]]:
         """Grow the tables to cover `num_tokens` tokens; returns the new block ids per group."""
@@ -98,10 +116,8 @@ class KVCacheCoordinator:
             manager.cache_blocks(request_id, hashes, num_full)
 
     def free(self, request_id: str) -> None:
-        """Give back the request's blocks in all groups, as one chain: what one group lost is of no use to others."""
-        tables = [manager.forget(request_id) for manager in self.managers]
-        chain = [block for entries in zip(*tables, strict=True) for block in entries]
-        self._pool.free([block for block in chain if block.block_id != NULL_BLOCK_ID])
+        """Give back the request's blocks in all groups."""
+        self._pool.free_tables([manager.forget(request_id) for manager in self.managers])
 
     def block_ids(self, request_id: str) -> list[list[int]]:
         """The request's block ids per group, in order of position."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quire.kv_cache.block_pool import BlockPool
 from quire.kv_cache.coordinator import KVCacheCoordinator, PrefixHit
+from quire.kv_cache.device_pool import DevicePool
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
 from quire.kv_cache.integrity import IntegrityError, check_integrity
+from quire.kv_cache.moves import PlannedMoves
+from quire.kv_cache.preemption import PREEMPTION_MODES
 from quire.kv_cache.spec import KVCacheConfig
 
-__all__ = ["CachedSequence", "IntegrityError", "KVCacheManager", "PrefixHit"]
+__all__ = ["CachedSequence", "IntegrityError", "KVCacheManager", "PlannedMoves", "PrefixHit"]
 
 
 class CachedSequence(Protocol):
@@ -36,15 +38,26 @@ class CachedSequence(Protocol):
 class KVCacheManager:
     """Gives blocks to requests and finds prefixes that are computed already.
 
-    `prefix_queries` and `prefix_hits` count tokens: of started requests, and of these the ones found. `max_chunk` is
-    the most tokens of a request that one step computes.
+    `prefix_queries` and `prefix_hits` count tokens: of started requests, and of these the ones found;
+    `num_swaps` counts requests that were swapped out. `max_chunk` is the most tokens of a request in a step.
     """
 
-    def __init__(self, kv_config: KVCacheConfig, *, enable_prefix_caching: bool, max_chunk: int) -> None:
+    def __init__(
+        self,
+        kv_config: KVCacheConfig,
+        *,
+        enable_prefix_caching: bool,
+        max_chunk: int,
+        preemption_mode: str = "auto",
+    ) -> None:
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.num_swaps = 0
         self._enable_prefix_caching = enable_prefix_caching
-        self._pool = BlockPool(kv_config.num_blocks)
+        self._prefers_swap = PREEMPTION_MODES[preemption_mode]
+        self._swap_costs = kv_config.swap_costs
+        self._block_bytes = sum(kv_config.tensor_block_bytes)
+        self._pool = DevicePool(kv_config.num_blocks, kv_config.num_host_blocks)
         self._coordinator = KVCacheCoordinator(kv_config.groups, self._pool, max_chunk)
         self._no_block_ids: list[list[int]] = [[] for _ in kv_config.groups]  # in most plans, so made once
 
@@ -62,6 +75,11 @@ class KVCacheManager:
     def usage(self) -> float:
         """Share of the blocks that is held, 0 to 1."""
         return self._pool.usage
+
+    @property
+    def host_usage(self) -> float:
+        """Share of the host blocks that swapped requests hold, 0 to 1."""
+        return self._pool.host.pool.usage
 
     @property
     def num_usable_blocks(self) -> int:
@@ -84,8 +102,29 @@ class KVCacheManager:
         extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
         return self._coordinator.find_longest_cache_hit(request.block_hashes, len(request.token_ids) - 1)
 
+    def get_swapped_blocks(self, request: CachedSequence) -> PrefixHit | None:
+        """All that a swapped-out request had computed; None if it is not swapped out.
+
+        What of it is still, or again, on the device is shared there and not copied back.
+        """
+        swapped = self._pool.host.swapped.get(request.request_id)
+        if swapped is None:
+            return None
+        return PrefixHit(
+            swapped.num_tokens, tuple([self._pool.nearest(b) for b in table] for table in swapped.tables)
+        )
+
+    def get_forked_blocks(self, parent: CachedSequence, num_tokens: int) -> PrefixHit:
+        """The first `num_tokens` tokens of a running request, to start another from that begins with them.
+
+        They must be computed before the plan that starts the other runs. Full blocks are shared, with or
+        without prefix caching; a last, partly filled one is copied. Where a group has given back what the other
+        would read, or has replaced a state, the hit is of zero tokens.
+        """
+        return self._coordinator.find_fork(parent.request_id, num_tokens)
+
     def num_blocks_short(self, request: CachedSequence, hit: PrefixHit) -> int:
-        """How many more blocks must be free for all known tokens of a request without blocks, given a prefix hit.
+        """How many more blocks must be free for all known tokens of a request without blocks, given a hit.
 
         It fits now if this is 0 or less.
         """
@@ -103,6 +142,7 @@ class KVCacheManager:
     def start(self, request: CachedSequence, hit: PrefixHit) -> None:
         """Hold the blocks of a hit (possibly of zero tokens) for a request that has none and is to run."""
         self._coordinator.adopt(request.request_id, hit)
+        self._pool.host.release(request.request_id)
         if self._enable_prefix_caching:
             self.prefix_queries += len(request.token_ids)
             self.prefix_hits += hit.num_tokens
@@ -134,9 +174,24 @@ class KVCacheManager:
             extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
         self._coordinator.cache_blocks(request.request_id, request.block_hashes, num_full)
 
+    def preempt(self, request: CachedSequence) -> None:
+        """Take a started request's device blocks; its content goes to the host if that is worth it."""
+        request_id, num_tokens = request.request_id, request.num_computed_tokens
+        self._coordinator.drop(request_id, num_tokens, cached_only=False)
+        num_bytes = self._coordinator.num_held_blocks(request_id) * self._block_bytes
+        if self._prefers_swap(self._swap_costs, num_bytes, num_tokens):
+            tables = self._coordinator.tables(request_id)
+            self.num_swaps += self._pool.host.swap_out(request_id, tables, num_tokens)
+        self._coordinator.free(request_id)
+
     def free(self, request: CachedSequence) -> None:
-        """Give back all blocks of a request; one without blocks is fine."""
+        """Give back all blocks of a request, on both tiers; one without blocks is fine."""
         self._coordinator.free(request.request_id)
+        self._pool.host.release(request.request_id)
+
+    def take_moves(self) -> PlannedMoves:
+        """What the plan must copy before its forward pass; to be called once for each plan."""
+        return self._pool.take_moves()
 
     def get_block_ids(self, request: CachedSequence) -> list[list[int]]:
         """All block ids of a request, one list per group."""
@@ -146,8 +201,12 @@ class KVCacheManager:
         """Ids of the requests that hold block tables."""
         return set(self._coordinator.managers[0].tables)
 
+    def swapped(self) -> set[str]:
+        """Ids of the requests that are swapped out."""
+        return set(self._pool.host.swapped)
+
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing done, while a request holds blocks."""
+        """Forget all cached prefixes on both tiers; False, and nothing done, while a request holds blocks."""
         return self._pool.reset_prefix_cache()
 
     def check_integrity(self) -> None:

@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
+from quire.kv_cache.block_pool import NULL_BLOCK_ID, KVCacheBlock
+from quire.kv_cache.device_pool import DevicePool
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.spec import (
     ChunkedLocalSpec,
@@ -33,7 +34,7 @@ class SingleTypeManager(ABC):
     leaves_gaps = False
     """Whether a table has entries without a block behind those that were dropped."""
 
-    def __init__(self, spec: KVCacheSpec, pool: BlockPool, group_id: int, max_chunk: int) -> None:
+    def __init__(self, spec: KVCacheSpec, pool: DevicePool, group_id: int, max_chunk: int) -> None:
         self.block_size = spec.block_size
         self._spec = spec
         self._pool = pool
@@ -65,14 +66,14 @@ class SingleTypeManager(ABC):
         """Blocks that a sequence of this length holds at most."""
         return self._spec.max_blocks(num_tokens, self._max_chunk)
 
-    def num_blocks_to_start(self, num_tokens: int, hit: Sequence[KVCacheBlock]) -> int:
-        """Free blocks that a request without a table needs for `num_tokens` tokens, given a prefix hit.
+    def num_blocks_to_start(self, num_tokens: int, hit: Sequence[KVCacheBlock], num_hit_tokens: int) -> int:
+        """Free blocks that a request without a table needs for `num_tokens` tokens, given a hit.
 
         Blocks of the hit that nobody holds are among the free ones, and are taken too.
         """
-        num_skipped = self._spec.first_block(len(hit) * self.block_size)
-        num_shared = sum(block.ref_cnt > 0 for block in hit)
-        without_dropping = self._spec.num_blocks(num_tokens) - num_skipped - num_shared
+        num_skipped = self._spec.first_block(num_hit_tokens)
+        num_held = self._pool.num_held(hit, num_hit_tokens // self.block_size)
+        without_dropping = self._spec.num_blocks(num_tokens) - num_skipped - num_held
         return min(without_dropping, self.max_blocks(num_tokens))
 
     def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
@@ -91,13 +92,24 @@ class SingleTypeManager(ABC):
         """Entries of the request's table."""
         return len(self._tables[request_id])
 
-    def adopt(self, request_id: str, hit: Sequence[KVCacheBlock]) -> None:
-        """Start a request's table with the entries of a prefix hit."""
+    def find_fork(self, request_id: str, num_tokens: int) -> list[KVCacheBlock] | None:
+        """Entries of a table for the first `num_tokens` tokens of a running request, which are computed.
+
+        None if it has given back what the next token reads.
+        """
+        start, end = self._spec.first_block(num_tokens), self._spec.num_blocks(num_tokens)
+        needed = self._tables[request_id][start:end]
+        return None if self._null_block in needed else [self._null_block] * start + needed
+
+    def adopt(
+        self, request_id: str, num_hit_tokens: int, hit: Sequence[KVCacheBlock], table: list[KVCacheBlock]
+    ) -> None:
+        """Start a request's table with what the entries of a hit became; new blocks are not offered yet."""
         assert request_id not in self._tables, f"request {request_id} has blocks already"
-        self._pool.touch([block for block in hit if block is not self._null_block])
-        self._tables[request_id] = list(hit)
-        self._num_cached[request_id] = len(hit)
-        self._num_dropped[request_id] = self._spec.first_block(len(hit) * self.block_size)
+        pairs = enumerate(zip(hit, table, strict=True))
+        self._num_cached[request_id] = next((i for i, (old, new) in pairs if new is not old), len(hit))
+        self._num_dropped[request_id] = self._spec.first_block(num_hit_tokens)
+        self._tables[request_id] = table
 
     def allocate(self, request_id: str, num_tokens: int) -> list[int]:
         """Grow the table to cover `num_tokens` tokens; returns the ids of the new entries."""
@@ -190,6 +202,10 @@ class RecurrentStateManager(LocalAttentionManager):
 
     leaves_gaps = True
     _spec: RecurrentStateSpec
+
+    def find_fork(self, request_id: str, num_tokens: int) -> list[KVCacheBlock] | None:
+        """A state in the middle of a block is replaced as its request goes on."""
+        return None if num_tokens % self.block_size else super().find_fork(request_id, num_tokens)
 
     def _num_new(self, start: int, end: int) -> int:
         return sum(self._spec.has_block(index, end) for index in range(start, end))

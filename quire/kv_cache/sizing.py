@@ -24,7 +24,7 @@ MIN_MODEL_LEN = 2
 
 def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory: KVMemory) -> KVCacheConfig:
     """Group the layers and choose the number of blocks: as configured, or the least of what is free, what is
-    useful and the device's default limit.
+    useful and the device's default limit; on the host, as many as --swap-space holds.
 
     Raises:
         ConfigError: the layers cannot share a cache.
@@ -34,7 +34,10 @@ def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory
     block_bytes = sum(tensor_block_bytes(groups, specs))
     num_blocks, reason = _choose_num_blocks(config, groups, block_bytes, memory)
     logger.info("KV cache memory = %.1f MiB: %s", num_blocks * block_bytes / MIB, reason)
-    return KVCacheConfig(num_blocks, groups, dict(specs))
+    num_host_blocks = config.cache.swap_space_bytes // block_bytes
+    if num_host_blocks:
+        logger.info("host tier: %d blocks, %.1f MiB", num_host_blocks, num_host_blocks * block_bytes / MIB)
+    return KVCacheConfig(num_blocks, groups, dict(specs), num_host_blocks, memory.swap_costs)
 
 
 def settle_max_model_len(config: EngineConfig, kv_config: KVCacheConfig) -> EngineConfig:

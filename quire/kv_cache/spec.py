@@ -151,17 +151,28 @@ class KVCacheGroup:
 
 
 @dataclass(frozen=True)
+class SwapCosts:
+    """What a preempted request costs on this machine: to copy its blocks, or to compute its tokens again."""
+
+    copied_bytes_per_s: float = 4e9
+    computed_tokens_per_s: float = 1e3
+
+
+@dataclass(frozen=True)
 class KVCacheConfig:
     """The cache of one worker: block 0 is the null block and is never given out.
 
     All groups draw on one pool of block ids and share the memory: layer j of every group lies in tensor j. At any time
     a block id belongs to one group. Where groups need unequal bytes, a block is the least common multiple of them, and
     a group that needs 1/n of it uses the first of n parts: to its layers, block i of the pool is block n * i.
+    The host tier has `num_host_blocks` such blocks beside its own, unused, null block.
     """
 
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
     layer_specs: Mapping[str, KVCacheSpec]
+    num_host_blocks: int = 0
+    swap_costs: SwapCosts = SwapCosts()
 
     @property
     def tensor_block_bytes(self) -> tuple[int, ...]:
@@ -187,7 +198,7 @@ def tensor_block_bytes(groups: tuple[KVCacheGroup, ...], specs: Mapping[str, KVC
 
 @dataclass(frozen=True)
 class KVMemory:
-    """Memory for the cache.
+    """Memory for the cache, and how it compares with computing.
 
     `free_bytes` can be had, for the `reason` given; `default_bytes`, if any, is the most to take unasked.
     """
@@ -195,3 +206,4 @@ class KVMemory:
     free_bytes: int
     reason: str
     default_bytes: int | None = None
+    swap_costs: SwapCosts = SwapCosts()

@@ -18,6 +18,7 @@ class Cause(enum.Enum):
     TOKEN_BUDGET = "for room in the step's token budget"
     SEQUENCE_CAP = "for a place among the running requests (--max-num-seqs)"
     BLOCKS = "for KV cache blocks, short by {}"
+    SHARED_PROMPT = "for the prompt that it shares to be computed"
     BEHIND = "behind earlier requests"
     LOWER_PRIORITY = "while more urgent requests went ahead"
     FAIRNESS_DEBT = "while tenants that were given less went ahead"

@@ -10,7 +10,7 @@ import msgspec
 
 from quire.sampling_params import SamplingParams
 
-WAIST_VERSION = 1
+WAIST_VERSION = 2
 
 BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""
@@ -52,6 +52,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     A request samples in this step iff its computed plus scheduled tokens reach its known tokens, which are those
     it came with and one for each time it sampled since.
 
+    Before the forward pass whole blocks are copied, (source, target), in every layer: first `swap_outs` from the
+    device to the host, then `swap_ins` from the host to the device, then `block_copies` on the device. Within
+    a list the targets are distinct and no source is a target, so its order does not matter.
+
     Plans are executed in the order of their step ids, and a plan may be made and handed over before earlier ones
     have come back. Hence a request that ended or failed in an earlier step may still be planned; its row is there
     until the plan that removes it, and whatever is reported for it is dropped.
@@ -63,6 +67,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     num_scheduled_tokens: dict[str, int]
     total_num_scheduled_tokens: int
     removed_request_ids: list[str]
+    swap_outs: list[tuple[int, int]] = []
+    swap_ins: list[tuple[int, int]] = []
+    block_copies: list[tuple[int, int]] = []
     version: int = WAIST_VERSION
 
     @property
@@ -126,3 +133,7 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    num_swaps: int = 0
+    """Of the preemptions, those that copied the request's blocks to the host."""
+    host_cache_usage: float = 0.0
+    """Share of the host blocks that swapped requests hold."""

@@ -48,6 +48,7 @@ class Request:
         num_steps_in_flight: steps that compute something of it and have not come back.
         num_cached_tokens: how many were found in the prefix cache when the request first ran.
         block_hashes: names of the first full blocks, for the KV cache manager.
+        parent: the request whose prompt it shares, while that may save computing it (`quire.scheduler.forks`).
         num_prompt_logprobs: prompt positions whose logprobs were reported already.
         queued_ts, scheduled_ts: monotonic seconds; 0.0 until it happened.
         number, rank: the order of arrival, set by the scheduler, and of service, set by its policy.
@@ -65,6 +66,7 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str = "",
+        fork_of: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -74,6 +76,8 @@ class Request:
         self.eos_token_ids = list(eos_token_ids)
         self.priority = priority
         self.tenant = tenant
+        self.fork_of = fork_of
+        self.parent: Request | None = None
         self.extra_keys = ExtraKeys(cache_salt=cache_salt)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0

@@ -16,6 +16,7 @@ from quire.kv_cache.spec import KVCacheConfig
 from quire.scheduler.admission import check_admissible
 from quire.scheduler.explain import Cause, Explanation
 from quire.scheduler.fair import Fair
+from quire.scheduler.forks import HeldForks
 from quire.scheduler.output import (
     BlockIds,
     ModelRunnerOutput,
@@ -59,10 +60,12 @@ class Scheduler:
             kv_config,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             max_chunk=config.scheduler.max_num_batched_tokens,
+            preemption_mode=config.cache.preemption_mode,
         )
         self._requests: dict[str, Request] = {}
         self._running = RankedRequests()
         self._policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)
+        self._forks = HeldForks()
         self._waits = WaitAccount(self._policy.overtaken)
         self._removed_request_ids: list[str] = []
         self._in_flight: deque[StepPlan] = deque()
@@ -81,11 +84,15 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValidationError(f"request id {request.request_id!r} is in use", param="request_id")
         check_admissible(request, self._max_model_len, self._kv)
+        parent = self._requests.get(request.fork_of) if request.fork_of is not None else None
+        held = parent is not None and self._forks.hold(request, parent)
         self._num_requests += 1
         request.queued_ts, request.number = now, self._num_requests
         self._requests[request.request_id] = request
-        self._policy.add(request)
-        self._waits.arrive(request, now)
+        if held:
+            request.wait.enter(Cause.SHARED_PROMPT, now)
+        else:
+            self._queue(request, now)
 
     def finish_requests(self, request_ids: Iterable[str], reason: str, now: float) -> list[RequestUpdate]:
         """End these requests, whatever they are doing, and free their blocks; unknown ids are ignored.
@@ -121,7 +128,7 @@ class Scheduler:
         self._policy.charge(step.chunks)
         self._waits.plan(step.blocked, now)
         removed, self._removed_request_ids = self._removed_request_ids, []
-        plan = step.seal(removed)
+        plan = step.seal(removed, self._kv.take_moves())
         if not plan.is_empty:
             self._in_flight.append(step)
         return plan
@@ -152,11 +159,13 @@ class Scheduler:
         """Counts and totals, as of now."""
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._policy),
+            num_waiting=len(self._policy) + len(self._forks),
             kv_cache_usage=self._kv.usage,
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self._kv.prefix_queries,
             prefix_cache_hits=self._kv.prefix_hits,
+            num_swaps=self._kv.num_swaps,
+            host_cache_usage=self._kv.host_usage,
         )
 
     def explain(self, request_id: str, now: float) -> Explanation | None:
@@ -173,13 +182,16 @@ class Scheduler:
         """
         self._kv.check_integrity()
         running = [request.request_id for request in self._running]
-        waiting = [request.request_id for request in self._policy]
+        waiting = [request.request_id for request in (*self._policy, *self._forks)]
         state = {"requests": self._requests, "running": running, "waiting": waiting}
-        if sorted([*running, *waiting]) != sorted(self._requests) or len(waiting) != len(self._policy):
+        num_waiting = len(self._policy) + len(self._forks)
+        if sorted([*running, *waiting]) != sorted(self._requests) or len(waiting) != num_waiting:
             raise IntegrityError("a request is in no queue, or in two", state)
         expected = {r.request_id for r in self._requests.values() if r.status is RequestStatus.RUNNING}
         if expected != set(running) or expected != self._kv.holders():
             raise IntegrityError("running requests and holders of blocks differ", state)
+        if not self._kv.swapped() <= self._requests.keys() - running:
+            raise IntegrityError("a swapped request is running or unknown", state)
         in_flight = Counter(chunk.request for step in self._in_flight for chunk in step.chunks)
         for request in self._requests.values():
             if request.num_steps_in_flight != in_flight[request]:
@@ -233,12 +245,15 @@ class Scheduler:
         return None
 
     def _preempt_last(self, by: Request, now: float) -> None:
-        """Take the blocks of the running request of highest rank; it keeps its tokens, to be computed again."""
+        """Take the blocks of the running request of highest rank; it keeps its tokens, to be computed again.
+
+        If its blocks are swapped out, it returns as it was.
+        """
         victim = self._running.last
         self._running.remove(victim)
+        self._kv.preempt(victim)
         victim.preempt()
         victim.wait.enter(Cause.PREEMPTED, now, "lack of blocks" if by is victim else by.request_id)
-        self._kv.free(victim)
         self._policy.put_back(victim)
         self._removed_request_ids.append(victim.request_id)
         self._num_preemptions += 1
@@ -250,7 +265,7 @@ class Scheduler:
         """
         while step.blocked is None and len(self._policy):
             first = self._policy.peek()
-            if before is not None and first.rank > before.rank:
+            if before is not None and first.rank >= before.rank:
                 break
             step.blocked = self._start(first, step, now)
 
@@ -262,18 +277,17 @@ class Scheduler:
         """
         if request.num_steps_in_flight:
             return Blocked(request, Cause.NEXT_STEP)
-        budget = step.budget - self._num_unplanned(step)
-        if budget <= 0:
+        if self._budget_to_start(step) <= 0:
             return Blocked(request, Cause.TOKEN_BUDGET)
         if len(self._running) >= self._limits.max_num_seqs and not self._outranks_last(request):
             return Blocked(request, Cause.SEQUENCE_CAP)
-        hit = self._find_prefix(request)
-        num_new_tokens = self._first_chunk(request.num_tokens - hit.num_tokens, budget)
-        if num_new_tokens == 0:
+        hit = self._find_prefix(request, step)
+        if self._first_chunk(request, hit, step) == 0:
             return Blocked(request, Cause.TOKEN_BUDGET)
-        blocked = self._find_room(request, hit, step, now)
-        if blocked is not None:
-            return blocked
+        hit, blocked = self._find_room(request, hit, step, now)
+        num_new_tokens = self._first_chunk(request, hit, step)
+        if blocked is not None or num_new_tokens == 0:
+            return blocked or Blocked(request, Cause.TOKEN_BUDGET)
         num_new_tokens = self._cap_prompt(request, num_new_tokens, step, now)
         self._run(request, hit, now)
         allocated = self._kv.allocate_slots(request, num_new_tokens)
@@ -291,22 +305,26 @@ class Scheduler:
         request.start(now, hit.num_tokens)
         self._kv.start(request, hit)
 
-    def _find_room(self, request: Request, hit: PrefixHit, step: StepPlan, now: float) -> Blocked | None:
+    def _find_room(
+        self, request: Request, hit: PrefixHit, step: StepPlan, now: float
+    ) -> tuple[PrefixHit, Blocked | None]:
         """A row and free blocks for a waiting request, if need be those of running requests that it outranks.
 
         None is preempted unless that suffices. The victims cannot thrash: they come back after the request, and
-        each was outranked by it for good.
+        each was outranked by it for good. Returns what the hit has become, too: a victim that goes to the host may
+        push some of it out, or be the one whose prompt was to be shared.
         """
         blocked = self._lack(request, hit, step)
         if blocked is None or not self._outranks_last(request):
-            return blocked
+            return hit, blocked
         outranked = [other for other in self._running if other.rank > request.rank]
         if blocked.num_blocks > sum(map(self._kv.num_held_blocks, outranked)):
-            return blocked
+            return hit, blocked
         while blocked is not None and self._outranks_last(request):
             self._preempt_last(request, now)
+            hit = self._find_prefix(request, step)
             blocked = self._lack(request, hit, step)
-        return blocked
+        return hit, blocked
 
     def _lack(self, request: Request, hit: PrefixHit, step: StepPlan) -> Blocked | None:
         """Which of a row and blocks a waiting request lacks; blocks promised in this step are as good as taken."""
@@ -332,18 +350,33 @@ class Scheduler:
         request.wait.enter(Cause.LONG_PREFILL_CAP if capped else None, now)
         return min(num_new_tokens, step.prompt_cap)
 
-    def _find_prefix(self, request: Request) -> PrefixHit:
-        """What the prefix cache has of a request; prompt logprobs need every position to be computed."""
+    def _find_prefix(self, request: Request, step: StepPlan) -> PrefixHit:
+        """What a request need not compute: what was swapped out, what its parent has, or what is cached.
+
+        Prompt logprobs need every position to be computed.
+        """
+        swapped = self._kv.get_swapped_blocks(request)
+        if swapped is not None:
+            return swapped
         if request.sampling_params.prompt_logprobs is not None:
             return self._kv.no_hit
-        return self._kv.get_computed_blocks(request)
+        hits = [self._kv.get_computed_blocks(request)]
+        parent, num_tokens = request.parent, request.num_prompt_tokens - 1
+        if parent and parent.status is RequestStatus.RUNNING and step.num_ready_tokens(parent) >= num_tokens:
+            hits.append(self._kv.get_forked_blocks(parent, num_tokens))
+        return max(hits, key=lambda hit: hit.num_tokens)
 
-    def _first_chunk(self, num_missing: int, budget: int) -> int:
-        """Tokens to compute now of `num_missing`; 0 to wait for a step with more room.
+    def _budget_to_start(self, step: StepPlan) -> int:
+        """What a step can still compute, less a token for each running request that is yet to be planned."""
+        return step.budget - self._num_unplanned(step)
 
-        Without chunked prefill a prompt is computed in one step. Only what exceeds a whole step is split all
-        the same: a resumed request may have grown past it and must still come to its end.
+    def _first_chunk(self, request: Request, hit: PrefixHit, step: StepPlan) -> int:
+        """Tokens of a waiting request to compute now; 0 to wait for a step with more room.
+
+        Without chunked prefill a prompt is computed in one step. Only what exceeds a whole step is split all the
+        same: a resumed request may have grown past it and must still come to its end.
         """
+        num_missing, budget = request.num_tokens - hit.num_tokens, self._budget_to_start(step)
         if num_missing <= budget:
             return num_missing
         may_split = self._limits.enable_chunked_prefill or num_missing > self._limits.max_num_batched_tokens
@@ -373,6 +406,8 @@ class Scheduler:
         sampled = output.sampled_token_ids.get(request_id, [])
         assert bool(sampled) == chunk.samples, f"{request!r} sampled {sampled}"
         new_token_ids, stop_reason = self._append(request, sampled, now)
+        if new_token_ids:
+            self._release_forks(request, now)
         prompt_logprobs = _unreported(chunk, output.prompt_logprobs.get(request_id))
         if not new_token_ids and not prompt_logprobs:
             return None
@@ -402,12 +437,23 @@ class Scheduler:
         if status is RequestStatus.RUNNING:
             self._running.remove(request)
             self._removed_request_ids.append(request.request_id)
-        else:
+            self._policy.finish(request)
+        elif not self._forks.discard(request):
             self._policy.remove(request)
+            self._policy.finish(request)
+        self._release_forks(request, now)
         del self._requests[request.request_id]
-        self._policy.finish(request)
         self._waits.end(request, now)
         self._kv.free(request)
+
+    def _queue(self, request: Request, now: float) -> None:
+        self._policy.add(request)
+        self._waits.arrive(request, now)
+
+    def _release_forks(self, parent: Request, now: float) -> None:
+        """Queue the children of a request, at the places that their arrival gives them."""
+        for child in self._forks.release(parent):
+            self._queue(child, now)
 
     def _update(
         self,

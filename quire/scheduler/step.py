@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from quire.kv_cache.manager import PlannedMoves
 from quire.scheduler.explain import Cause
 from quire.scheduler.output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from quire.scheduler.request import Request
@@ -73,7 +74,12 @@ class StepPlan:
         )
         self._take(request, num_tokens)
 
-    def seal(self, removed_request_ids: list[str]) -> SchedulerOutput:
+    def num_ready_tokens(self, request: Request) -> int:
+        """Tokens of a running request that are in the cache before this step's forward pass."""
+        planned = (chunk.start for chunk in self.chunks if chunk.request is request)
+        return next(planned, request.num_computed_tokens)
+
+    def seal(self, removed_request_ids: list[str], moves: PlannedMoves) -> SchedulerOutput:
         """The plan as the executor gets it."""
         num_scheduled_tokens = {chunk.request.request_id: chunk.end - chunk.start for chunk in self.chunks}
         return SchedulerOutput(
@@ -83,6 +89,9 @@ class StepPlan:
             num_scheduled_tokens=num_scheduled_tokens,
             total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
             removed_request_ids=removed_request_ids,
+            swap_outs=moves.swap_outs,
+            swap_ins=moves.swap_ins,
+            block_copies=moves.block_copies,
         )
 
     def _take(self, request: Request, num_tokens: int) -> None:

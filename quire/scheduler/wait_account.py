@@ -65,7 +65,7 @@ class WaitAccount:
     def explain(self, request: Request, policy: Policy, now: float) -> Explanation:
         """Of a request that has not ended."""
         waits = request.status is not RequestStatus.RUNNING
-        num_ahead = next(n for n, other in enumerate(policy) if other is request) if waits else 0
+        num_ahead = next((n for n, other in enumerate(policy) if other is request), 0) if waits else 0
         return _explanation(request, now, num_ahead)
 
     def explain_ended(self, request_id: str) -> Explanation | None:

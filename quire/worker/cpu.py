@@ -16,6 +16,9 @@ from pathlib import Path
 import torch
 
 from quire.config import EngineConfig
+from quire.kv_cache.spec import KVCacheConfig
+from quire.worker.model_runner import Forward, LanguageModel, eager_forward
+from quire.worker.taped_forward import TapedForward
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     default_cache_bytes: int | None = DEFAULT_CACHE_BYTES
     warm_up_tokens = 32
+    is_host = True
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -47,6 +51,14 @@ class CpuDevice:
     def available_bytes(self) -> int:
         """Memory that this process can still take without pushing anyone out, nor its own mapped weights."""
         return max(0, min([self._host_available(), *self._group_available()]) - self._mapped())
+
+    def forward(self, model: LanguageModel, config: EngineConfig, kv_config: KVCacheConfig) -> Forward:
+        """Steps that only decode are played from tapes, unless --enforce-eager."""
+        if config.device.enforce_eager:
+            return eager_forward(model)
+        max_model_len = config.model.max_model_len
+        widths = tuple(group.spec.num_blocks(max_model_len) for group in kv_config.groups)
+        return TapedForward(model, config.scheduler.max_num_seqs, widths)
 
     def _default_threads(self) -> tuple[int, str]:
         if os.environ.get("OMP_NUM_THREADS"):

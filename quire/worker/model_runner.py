@@ -8,7 +8,7 @@ itself alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -42,6 +42,15 @@ class LanguageModel(Protocol):
         """[N, H] -> [N, V] float32, a tensor the caller may change."""
 
 
+Forward = Callable[[StepInputs], Tensor]
+"""Hidden states [T, H] of a step, which the next step may overwrite."""
+
+
+def eager_forward(model: LanguageModel) -> Forward:
+    """Calls the model as it is, each time."""
+    return lambda inputs: model.forward(inputs.input_ids, inputs.positions, inputs.metadata)
+
+
 class _Sampled(NamedTuple):
     """What the requests of a step got; keyed by their index in the step."""
 
@@ -59,10 +68,16 @@ class ModelRunner:
         config: prepared.
         kv_config: the cache that was allocated.
         device: where the model and its cache are.
+        forward: the device's way to run the model.
     """
 
     def __init__(
-        self, model: LanguageModel, config: EngineConfig, kv_config: KVCacheConfig, device: torch.device
+        self,
+        model: LanguageModel,
+        config: EngineConfig,
+        kv_config: KVCacheConfig,
+        device: torch.device,
+        forward: Forward,
     ) -> None:
         max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
         tables = tuple(
@@ -76,6 +91,7 @@ class ModelRunner:
             for group in kv_config.groups
         )
         self._model = model
+        self._forward = forward
         self._device = device
         self._max_model_len = max_model_len
         self._vocab_size = config.arch.vocab_size
@@ -98,7 +114,7 @@ class ModelRunner:
             return ModelRunnerOutput(plan.step_id, {}, failed=failed)
         started = time.perf_counter()
         inputs = self._gather(plan, ids)
-        hidden = self._model.forward(inputs.input_ids, inputs.positions, inputs.metadata)
+        hidden = self._forward(inputs)
         forwarded = time.perf_counter()
         prompt_logprobs, bad_prompts = self._prompt_logprobs.compute(inputs, hidden)
         sampled = self._sample(inputs, hidden)

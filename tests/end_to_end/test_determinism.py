@@ -76,8 +76,8 @@ def alone(llm: LLM, requests: list[PromptType]) -> Result:
     return [result_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in pairs]
 
 
-def result_of(output: RequestOutput) -> tuple[list[int], list[list[float]]]:
-    completion = output.outputs[0]
+def result_of(output: RequestOutput, index: int = 0) -> tuple[list[int], list[list[float]]]:
+    completion = output.outputs[index]
     assert completion.logprobs is not None
     return completion.token_ids, [[entry.logprob for entry in step.values()] for step in completion.logprobs]
 
@@ -88,6 +88,7 @@ def check_contract(make: Callable[..., LLM], num_blocks: int = 20) -> None:
     expected = run(plain, prompts())
     assert alone(plain, prompts()) == expected, "alone"
     assert run(make(cpu_threads=2), prompts()) == expected, "two threads"
+    assert run(make(enforce_eager=True), prompts()) == expected, "kernel by kernel"
     for chunk in (7, 16, 64):
         chunked = make(max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 16))
         assert run(chunked, prompts()) == expected, f"chunks of {chunk}"
@@ -101,6 +102,24 @@ def check_contract(make: Callable[..., LLM], num_blocks: int = 20) -> None:
     overlapped = make(async_scheduling=True, num_gpu_blocks_override=num_blocks, enable_prefix_caching=True)
     assert run(overlapped, prompts()) == expected, "overlapped and preempted"
     assert overlapped.llm_engine.call_core("stats")["num_preemptions"] > 0
+    for loop in ({}, {"async_scheduling": True, "max_steps_in_flight": 3}):
+        swapping = make(num_gpu_blocks_override=num_blocks, swap_space=0.01, preemption_mode="swap", **loop)
+        assert run(swapping, prompts()) == expected, f"swapped {loop}"
+        assert swapping.llm_engine.call_core("stats")["num_swaps"] > 0
+        check_forks(swapping, plain)
+
+
+def check_forks(llm: LLM, plain: LLM) -> None:
+    """The completions of one prompt share its blocks; each is as if it had been asked for alone, with its seed."""
+    many = [prompts()[i] for i in (0, 1, 5)]  # 3, 16 and 33 tokens
+    outputs = llm.generate(many, RANDOM.clone(n=3), use_tqdm=False)
+    forked = [[result_of(output, i) for i in range(3)] for output in outputs]
+    seeds = [RANDOM.clone(seed=11 + i) for i in range(3)]
+    expected = [
+        [result_of(plain.generate([prompt], params, use_tqdm=False)[0]) for params in seeds]
+        for prompt in many
+    ]
+    assert forked == expected, "forked"
 
 
 @pytest.mark.parametrize("weights", list(WEIGHTS))

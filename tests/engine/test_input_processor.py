@@ -108,6 +108,15 @@ def test_n_fans_out_with_consecutive_seeds(processor: InputProcessor) -> None:
     assert all(request.sampling_params.n == 1 for request in requests)
 
 
+def test_completions_after_the_first_are_forks_of_it_unless_each_must_compute_the_prompt(
+    processor: InputProcessor,
+) -> None:
+    prompt = processor.tokenize([1])
+    assert [r.fork_of for r in processor.process("r", prompt, SamplingParams(n=3))] == [None, "r.0", "r.0"]
+    logprobs = SamplingParams(n=2, prompt_logprobs=1)
+    assert [r.fork_of for r in processor.process("r", prompt, logprobs)] == [None, None]
+
+
 def test_without_a_tokenizer_only_ids_work(null_model_dir: Path) -> None:
     processor = make_processor(null_model_dir, skip_tokenizer_init=True)
     with pytest.raises(ValidationError, match="need a tokenizer"):

@@ -185,6 +185,17 @@ def test_preemption_changes_nothing(engine: LLMEngine, null_model_dir: Path) -> 
     assert_all_blocks_free(tiny)
 
 
+def test_swap_space_becomes_host_blocks_and_changes_nothing(engine: LLMEngine, null_model_dir: Path) -> None:
+    expected = run_all(engine, params(max_tokens=60))
+    swapping = make_engine(
+        null_model_dir, num_gpu_blocks_override=10, swap_space=0.001, preemption_mode="swap"
+    )
+    outputs = run_all(swapping, params(max_tokens=60))
+    assert [o.outputs for o in outputs] == [o.outputs for o in expected]
+    assert swapping.call_core("stats")["num_swaps"] > 0
+    assert_all_blocks_free(swapping)
+
+
 def test_a_core_in_its_own_process_gives_the_same(engine: LLMEngine, null_model_dir: Path) -> None:
     remote = make_engine(null_model_dir, in_process=False)
     try:
@@ -238,6 +249,8 @@ def test_startup_errors_name_the_cause(null_model_dir: Path, tmp_path: Path) -> 
         make_engine(null_model_dir, max_model_len=129)
     with pytest.raises(ConfigError, match="at least one token each"):
         make_engine(null_model_dir, max_num_seqs=65)
+    with pytest.raises(ConfigError, match="needs --swap-space"):
+        make_engine(null_model_dir, preemption_mode="swap")
     with pytest.raises(ConfigError, match="--max-steps-in-flight is 2, which needs --async-scheduling"):
         make_engine(null_model_dir, max_steps_in_flight=2)
 
@@ -285,11 +298,11 @@ def test_explain_tells_what_a_request_waits_for(null_model_dir: Path) -> None:
     assert [one.cause for one in engine.explain("long")] == [None]
     assert [(one.request_id, one.cause) for one in engine.explain("two")] == [
         ("two.0", "sequence_cap"),
-        ("two.1", "behind"),
+        ("two.1", "shared_prompt"),
     ]
     for one in engine.explain("two"):
         assert sum(share.duration_ns for share in one.shares) == one.waited_ns > 0
-    assert "two.1 (waiting, 1 ahead of it) waited 0." in str(engine.explain("two")[1])
+    assert "two.1 (waiting, 0 ahead of it) waited 0." in str(engine.explain("two")[1])
     run(engine)
     assert engine.explain("two.1")[0].status == "finished"
     with pytest.raises(NotFoundError, match="nobody"):

@@ -5,8 +5,10 @@ The null executor checks every plan, and every slot that is read, at the latest 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
@@ -18,11 +20,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from quire.kv_cache.spec import SlidingWindowSpec
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.scheduler import POLICIES
 from tests.engine.whole_engine import LETTERS, MAX_MODEL_LEN, VOCAB_SIZE, WholeEngine, alone, check_result
 
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2] * 16, [3, 1, 4, 1, 2, 7, 1, 8, 2, 8, 1, 8])
+GIB = 2**30
+WINDOW = 6
 token_ids = st.integers(0, VOCAB_SIZE - 1)
 tenants = st.sampled_from(["a", "b", "c"])
 
@@ -56,13 +61,36 @@ def parameters(draw: Any) -> SamplingParams:
 loops = st.sampled_from(
     [{}, *({"async_scheduling": True, "max_steps_in_flight": steps} for steps in (1, 2, 2, 4, 4))]
 )
+host_tiers = st.sampled_from(
+    [
+        *([{}] * 2),
+        *({"preemption_mode": mode, "host_blocks": 3} for mode in ("auto", "swap")),
+        *({"preemption_mode": mode, "host_blocks": 100} for mode in ("auto", "swap", "swap", "recompute")),
+    ]
+)
+
+
+def blocks_per_request(window: int | None, block_size: int, chunk: int) -> int:
+    """Blocks that a request of the greatest length holds at most."""
+    full = -(-MAX_MODEL_LEN // block_size)
+    return full + (
+        SlidingWindowSpec(block_size, 1, 8, 4, window).max_blocks(MAX_MODEL_LEN, chunk) if window else 0
+    )
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests come, go and fail at any moment; at the end everyone left must have ended as if alone."""
+    """Requests come, go and fail at any moment; at the end everyone left must have ended as if alone.
+
+    Attributes:
+        seen: counts of all engines so far, which say what was really tried.
+    """
+
+    seen: Counter[str] = Counter()
 
     @initialize(
         loop=loops,
+        host_tier=host_tiers,
+        window=st.sampled_from([None, None, WINDOW]),
         policy=st.sampled_from(sorted(POLICIES)),
         slack=st.sampled_from([0, 0, 1, 2, 5, 40]),
         max_num_seqs=st.integers(1, 5),
@@ -72,15 +100,28 @@ class EngineMachine(RuleBasedStateMachine):
         enable_chunked_prefill=st.sampled_from([True, True, False]),
         long_prefill_token_threshold=st.sampled_from([0, 0, 4]),
     )
-    def start(self, loop: dict[str, Any], slack: int, block_size: int, policy: str, **fields: Any) -> None:
+    def start(
+        self,
+        loop: dict[str, Any],
+        host_tier: dict[str, Any],
+        window: int | None,
+        slack: int,
+        block_size: int,
+        policy: str,
+        **fields: Any,
+    ) -> None:
         """`slack` is what the pool has beyond the blocks of one request of the greatest length."""
-        num_blocks = 1 + -(-MAX_MODEL_LEN // block_size) + slack
         if not fields["enable_chunked_prefill"]:  # then a step must hold every prompt
             fields["max_num_batched_tokens"] = max(fields["max_num_batched_tokens"], 24)
             fields["long_prefill_token_threshold"] = 0
-        fields |= loop | {"scheduling_policy": policy, "block_size": block_size}
+        needed = blocks_per_request(window, block_size, fields["max_num_batched_tokens"])
+        fields |= loop | {"scheduling_policy": policy, "block_size": block_size, "window": window}
+        if host_tier:
+            block_bytes = 2 * block_size * 2 * 8 * 4  # keys and values of 2 heads of 8 float32
+            fields["swap_space"] = host_tier["host_blocks"] * block_bytes / GIB
+            fields["preemption_mode"] = host_tier["preemption_mode"]
         self.policy = policy
-        self.engine = WholeEngine(num_gpu_blocks_override=num_blocks, **fields)
+        self.engine = WholeEngine(num_gpu_blocks_override=1 + needed + slack, **fields)
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
         self.disturbed: set[str] = set()
 
@@ -134,6 +175,8 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         self.engine.drain(max_steps=self._bound_on_steps())
+        self.seen.update(msgspec.to_builtins(self.engine.core.scheduler.stats()))
+        self.seen["num_steps"] += self.engine.num_steps
         for name, (prompt, params) in self.requests.items():
             check_result(self.engine.result(name), alone(prompt, params), disturbed=name in self.disturbed)
 
@@ -157,8 +200,10 @@ def options(max_examples: int, num_events: int, **more: Any) -> settings:
 
 
 def test_every_output_is_that_of_the_request_alone() -> None:
-    """Some 10,000 steps."""
-    run_state_machine_as_test(EngineMachine, settings=options(50, 30, derandomize=True))
+    """Some 20,000 steps, in which some 1,400 requests are preempted, most of them to the host."""
+    run_state_machine_as_test(EngineMachine, settings=options(90, 30, derandomize=True))
+    seen = EngineMachine.seen
+    assert min(seen["num_swaps"], seen["num_preemptions"] - seen["num_swaps"]) > 50
 
 
 @pytest.mark.soak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import stat
@@ -36,6 +37,7 @@ from quire.engine.trace import (
 )
 from quire.errors import ConfigError, EngineError
 from quire.kv_cache.single_type_manager import MANAGERS
+from quire.kv_cache.spec import SwapCosts
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerOutput
 from quire.scheduler.scheduler import Scheduler
@@ -99,12 +101,32 @@ def recording(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPa
     return file
 
 
-@pytest.mark.parametrize(("family", "policy"), [("llama", "fcfs"), ("llama", "priority"), ("gemma3", "fair")])
+OVERLAPPED = {"async_scheduling": True, "max_steps_in_flight": 3}
+SWAPPED = {"swap_space": 0.001, "preemption_mode": "swap"}
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "more"),
+    [
+        ("llama", "fcfs", {}),
+        ("llama", "priority", OVERLAPPED),
+        ("llama", "fcfs", OVERLAPPED | SWAPPED),
+        ("gemma3", "fair", {}),
+        ("gemma3", "fair", OVERLAPPED | SWAPPED),
+    ],
+)
 def test_a_recorded_run_of_a_real_model_gives_the_same_plans(
-    family: str, policy: str, tiny_model: Callable[[str], Path], tmp_path: Path, plans: list[bytes]
+    family: str,
+    policy: str,
+    more: dict[str, Any],
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    plans: list[bytes],
 ) -> None:
-    run(make_engine(tiny_model(family), tmp_path / "run.trace", scheduling_policy=policy))
+    run(make_engine(tiny_model(family), tmp_path / "run.trace", scheduling_policy=policy, **more))
     recorded_plans = list(plans)
+    swapped = [plan for plan in recorded_plans if msgspec.msgpack.decode(plan)["swap_ins"]]
+    assert bool(swapped) == ("swap_space" in more)
     trace = read_trace(tmp_path / "run.trace")
     assert [msgspec.msgpack.encode(plan) for plan in replay(trace)] == recorded_plans
     assert plans == recorded_plans * 2
@@ -253,7 +275,8 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(
 
 
 def test_every_kind_of_cache_comes_back_from_a_header() -> None:
-    kv_config = make_kv_config(make_config(), num_groups=2)
+    kv_config = make_kv_config(make_config(), num_groups=2, num_host_blocks=7)
+    kv_config = dataclasses.replace(kv_config, swap_costs=SwapCosts(1e10 / 3, 77.7))
     assert decode_kv_config(encode_kv_config(kv_config)) == kv_config
     assert {"FullAttentionSpec", "SlidingWindowSpec"} <= {spec.__name__ for spec in MANAGERS}
 

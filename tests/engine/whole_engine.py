@@ -28,8 +28,11 @@ FAULT = "numbers went bad"
 
 
 @functools.cache
-def letters_model() -> Path:
-    """A checkpoint without weights whose tokens are letters and an end token."""
+def letters_model(window: int | None) -> Path:
+    """A checkpoint without weights whose tokens are letters and an end token.
+
+    It has a layer of full attention and, if there is a window, one with it.
+    """
     directory = Path(mkdtemp(prefix="quire-letters-"))
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,12 +41,15 @@ def letters_model() -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 16,
         "intermediate_size": 32,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": 2 if window else 1,
+        "use_sliding_window": bool(window),
+        "max_window_layers": 1,
+        "sliding_window": window,
         "num_attention_heads": 2,
         "max_position_embeddings": MAX_MODEL_LEN,
         "rms_norm_eps": 1e-6,
@@ -54,8 +60,8 @@ def letters_model() -> Path:
     return directory
 
 
-def make_engine(**args: Any) -> LLMEngine:
-    fixed = {"model": str(letters_model()), "distributed_executor_backend": "null"}
+def make_engine(window: int | None = None, **args: Any) -> LLMEngine:
+    fixed = {"model": str(letters_model(window)), "distributed_executor_backend": "null"}
     return LLMEngine(EngineConfig.from_args(**fixed, **args))
 
 
@@ -127,7 +133,8 @@ class WholeEngine:
         while self.core.has_work():
             self.engine.call_core("check_integrity")
         stats = self.core.scheduler.stats()
-        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert (stats.kv_cache_usage, stats.host_cache_usage) == (0.0, 0.0)
         assert not self.executor._rows
         assert not +self.executor._holders
         assert self.engine.get_num_unfinished_requests() == 0
@@ -155,14 +162,24 @@ _alone: dict[bytes, RequestOutput] = {}
 
 
 def alone(prompt: list[int], params: SamplingParams) -> RequestOutput:
-    """What a request gives in an engine of its own."""
+    """What a request gives in an engine of its own, one completion after the other."""
     key = msgspec.msgpack.encode((prompt, params))
     if key not in _alone:
-        oracle, name = _oracle(), f"{len(_alone)}"
-        oracle.add(name, prompt, params.clone(output_kind=RequestOutputKind.FINAL_ONLY))
-        oracle.drain(max_steps=100)
-        _alone[key] = oracle.result(name)
+        first, *others = [_completion_alone(prompt, params, index) for index in range(params.n)]
+        for other in others:
+            first.add(other)
+        _alone[key] = first
     return _alone[key]
+
+
+def _completion_alone(prompt: list[int], params: SamplingParams, index: int) -> RequestOutput:
+    oracle, seed = _oracle(), None if params.seed is None else params.seed + index
+    name = f"{len(oracle.outputs)}"
+    oracle.add(name, prompt, params.clone(n=1, seed=seed, output_kind=RequestOutputKind.FINAL_ONLY))
+    oracle.drain(max_steps=100)
+    result = oracle.result(name)
+    result.outputs[0].index = index
+    return result
 
 
 def check_result(result: RequestOutput, expected: RequestOutput, *, disturbed: bool) -> None:

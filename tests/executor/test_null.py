@@ -2,7 +2,8 @@ import msgspec
 import pytest
 
 from quire.executor.null import DEFAULT_NUM_BLOCKS
-from quire.scheduler.output import CachedRequestData, SchedulerOutput
+from quire.sampling_params import SamplingParams
+from quire.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.scheduler.harness import Engine, make_config
 
 
@@ -43,6 +44,13 @@ def cached(**fields) -> list[CachedRequestData]:
         ({"cached_requests": cached(new_block_ids=[[0]])}, "no such blocks"),
         ({"cached_requests": cached(new_block_ids=[[65]])}, "no such blocks"),
         ({"cached_requests": cached(new_block_ids=[[1]])}, "twice in"),
+        ({"swap_outs": [(1, 1)]}, "copied to: no such blocks"),
+        ({"swap_ins": [(1, 9)]}, "copied from: no such blocks"),
+        ({"block_copies": [(0, 9)]}, "copied from: no such blocks"),
+        ({"block_copies": [(1, 65)]}, "copied to: no such blocks"),
+        ({"block_copies": [(1, 9), (2, 9)]}, "written twice"),
+        ({"block_copies": [(1, 8), (8, 9)]}, "read and written"),
+        ({"block_copies": [(1, 2)]}, r"blocks \[2\] are written, and rows hold them"),
     ],
 )
 def test_a_plan_that_breaks_a_promise_is_refused(steps, fields, message):
@@ -81,6 +89,36 @@ def test_writing_to_a_shared_block_is_noticed():
     shared = msgspec.structs.replace(data, block_ids=[[2, 1]])
     with pytest.raises(AssertionError, match="writes to a shared block"):
         engine.executor.execute_model(change(plan, new_requests=[shared]))
+
+
+def resumed_after(moves: dict[str, list[tuple[int, int]]]) -> None:
+    """Swap a request's two blocks out, then let it return in blocks 5 and 6 after these moves."""
+    engine = Engine(num_host_blocks=4)
+    engine.add("a", range(7))
+    engine.step()
+    empty = SchedulerOutput(2, [], [], {}, 0, ["a"], swap_outs=[(1, 1), (2, 2)])
+    engine.executor.execute_model(empty)
+    data = NewRequestData("a", [*range(7)], 7, SamplingParams(), [[5, 6]], 6)
+    engine.executor.execute_model(SchedulerOutput(3, [data], [], {"a": 1}, 1, [], **moves))
+
+
+@pytest.mark.parametrize(
+    ("moves", "token"),
+    [
+        ({}, 0),
+        ({"swap_ins": [(1, 5)]}, 4),
+        ({"swap_ins": [(2, 5), (1, 6)]}, 0),
+        ({"swap_ins": [(1, 5), (3, 6)]}, 4),
+    ],
+)
+def test_a_block_that_did_not_come_back_is_noticed(moves, token):
+    with pytest.raises(AssertionError, match=f"does not hold the prefix to token {token}"):
+        resumed_after(moves)
+
+
+def test_blocks_that_came_back_are_as_they_were():
+    resumed_after({"swap_ins": [(1, 5), (2, 6)]})
+    resumed_after({"swap_ins": [(1, 3), (2, 4)], "block_copies": [(3, 5), (4, 6)]})
 
 
 def test_min_tokens_keeps_end_tokens_away():

@@ -1,6 +1,6 @@
 import pytest
 
-from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.device_pool import DevicePool
 from quire.kv_cache.integrity import IntegrityError, check_integrity
 from quire.kv_cache.single_type_manager import FullAttentionManager
 from quire.kv_cache.spec import FullAttentionSpec
@@ -9,12 +9,13 @@ from quire.kv_cache.spec import FullAttentionSpec
 @pytest.fixture
 def cache():
     """A pool of 8 blocks, of which `a` and `b` hold two each and share the first."""
-    pool = BlockPool(9)
+    pool = DevicePool(9, num_host_blocks=4)
     manager = FullAttentionManager(FullAttentionSpec(4, 1, 8, 4), pool, group_id=0, max_chunk=16)
-    manager.adopt("a", [])
+    manager.adopt("a", 0, [], [])
     manager.allocate("a", 8)
     manager.cache_blocks("a", [b"x" * 32], 1)
-    manager.adopt("b", manager.find_longest_cache_hit([b"x" * 32], 4))
+    hit = manager.find_longest_cache_hit([b"x" * 32], 4)
+    manager.adopt("b", 4, hit, *pool.take([hit], num_full=1))
     manager.allocate("b", 8)
     check_integrity(pool, [manager])
     return pool, manager

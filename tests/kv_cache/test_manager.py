@@ -2,8 +2,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from quire.kv_cache.block_pool import BlockPool
 from quire.kv_cache.coordinator import KVCacheCoordinator
+from quire.kv_cache.device_pool import DevicePool
 from quire.kv_cache.hashing import BlockHash, ExtraKeys
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
@@ -145,7 +145,7 @@ def test_the_coordinator_settles_on_what_every_group_has():
             return [None] * (max(n for n in self.lengths if n <= max_num_tokens) // BLOCK)
 
     spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype_bytes=4)
-    coordinator = KVCacheCoordinator([KVCacheGroup(("layers.0",), spec)], BlockPool(1), max_chunk=64)
+    coordinator = KVCacheCoordinator([KVCacheGroup(("layers.0",), spec)], DevicePool(1), max_chunk=64)
     coordinator.managers = [Group([0, 4, 12, 20]), Group([0, 4, 8, 16])]
     hit = coordinator.find_longest_cache_hit([], 23)
     assert hit.num_tokens == 4

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool
+from quire.kv_cache.block_pool import NULL_BLOCK_ID
+from quire.kv_cache.device_pool import DevicePool
 from quire.kv_cache.integrity import check_integrity
 from quire.kv_cache.single_type_manager import MANAGERS
 from quire.kv_cache.spec import (
@@ -54,8 +55,13 @@ def names(num_blocks: int, salt: int = 0) -> list[bytes]:
 
 
 def make(spec: KVCacheSpec, num_blocks: int = 200, max_chunk: int = 12):
-    pool = BlockPool(num_blocks)
+    pool = DevicePool(num_blocks)
     return pool, MANAGERS[type(spec)](spec, pool, 0, max_chunk)
+
+
+def start(pool, manager, name, hit):
+    """Adopt a hit of full blocks."""
+    manager.adopt(name, len(hit) * manager.block_size, hit, *pool.take([hit], num_full=len(hit)))
 
 
 chunk_lists = st.lists(st.integers(1, 12), min_size=1, max_size=8)
@@ -66,7 +72,7 @@ chunk_lists = st.lists(st.integers(1, 12), min_size=1, max_size=8)
 def test_exactly_the_blocks_that_are_still_read_are_held(spec, chunks, caching):
     """And never more than `max_blocks`, which admission counts with."""
     pool, manager = make(spec)
-    manager.adopt("a", [])
+    manager.adopt("a", 0, [], [])
     computed = 0
     for chunk in chunks:
         manager.drop("a", computed, cached_only=False)
@@ -118,9 +124,9 @@ def test_what_a_start_asks_for_is_enough_to_get_to_the_end(spec, num_tokens, chu
     pool.cache_full_blocks(owned, [manager._key(key) for key in keys])
     pool.free([block for block in owned if data.draw(st.booleans())])
     hit = manager.find_longest_cache_hit(keys, num_tokens - 1)
-    needed = manager.num_blocks_to_start(num_tokens, hit)
+    needed = manager.num_blocks_to_start(num_tokens, hit, len(hit) * spec.block_size)
     revived = [block for block in hit if block.block_id != NULL_BLOCK_ID and block.ref_cnt == 0]
-    manager.adopt("a", hit)
+    start(pool, manager, "a", hit)
     pool.get_new_blocks(pool.num_free_blocks - (needed - len(revived)))
     computed = len(hit) * spec.block_size
     for chunk in chunks:
@@ -134,7 +140,7 @@ def test_what_a_start_asks_for_is_enough_to_get_to_the_end(spec, num_tokens, chu
 @given(all_specs, st.lists(st.integers(1, 12), min_size=1, max_size=6))
 def test_sparing_the_uncached_drops_them_once_they_are_cached(spec, chunks):
     pool, manager = make(spec)
-    manager.adopt("a", [])
+    manager.adopt("a", 0, [], [])
     computed = 0
     for chunk in chunks:
         manager.drop("a", computed, cached_only=True)
@@ -188,7 +194,7 @@ def test_a_recurrent_model_resumes_from_what_others_left(spec, prompts, data):
         extend_hashes(hashes, token_ids, spec.block_size, ExtraKeys(cache_salt=None))
         hit = manager.find_longest_cache_hit(hashes, len(token_ids) - 1)
         name, computed = f"r{number}", len(hit) * spec.block_size
-        manager.adopt(name, hit)
+        start(pool, manager, name, hit)
         while computed < len(token_ids):
             end = min(computed + data.draw(st.integers(1, 6)), len(token_ids))
             manager.drop(name, computed, cached_only=False)
@@ -207,7 +213,7 @@ def test_a_recurrent_model_resumes_from_what_others_left(spec, prompts, data):
 def test_a_long_sequence_of_states_holds_few_blocks():
     spec = RecurrentStateSpec(4, state_bytes=64, checkpoint_blocks=8)
     pool, manager = make(spec, max_chunk=1)
-    manager.adopt("a", [])
+    manager.adopt("a", 0, [], [])
     for position in range(400):
         manager.drop("a", position, cached_only=False)
         manager.allocate("a", position + 1)

@@ -18,7 +18,14 @@ from quire.kv_cache.sizing import (
     settle_max_model_len,
     size_kv_cache,
 )
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVMemory, SlidingWindowSpec
+from quire.kv_cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVMemory,
+    SlidingWindowSpec,
+    SwapCosts,
+)
 
 FULL = FullAttentionSpec(16, num_kv_heads=2, head_size=8, dtype_bytes=4)
 WINDOW = SlidingWindowSpec(16, num_kv_heads=2, head_size=8, dtype_bytes=4, sliding_window=32)
@@ -55,6 +62,15 @@ def test_what_is_asked_for_is_what_there_is() -> None:
     nothing = KVMemory(0, "")
     assert sized(nothing, kv_cache_memory_bytes=2 * BLOCK * 100 + 1).num_blocks == 100
     assert sized(nothing, num_gpu_blocks_override=77, kv_cache_memory_bytes=1).num_blocks == 77
+
+
+def test_swap_space_becomes_host_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    costs = SwapCosts(1e9, 1e2)
+    kv_config = sized(KVMemory(10**9, "", swap_costs=costs), swap_space=(2 * BLOCK * 5 + 1) / 2**30)
+    assert (kv_config.num_host_blocks, kv_config.swap_costs) == (5, costs)
+    assert "host tier: 5 blocks" in caplog.text
+    assert sized().num_host_blocks == 0
 
 
 def test_windows_make_groups_unless_switched_off_or_never_left() -> None:

@@ -22,7 +22,7 @@ from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 40
-REQUEST_FIELDS = ("eos_token_ids", "cache_salt", "priority", "tenant")
+REQUEST_FIELDS = ("eos_token_ids", "cache_salt", "priority", "tenant", "fork_of")
 
 
 def make_config(**changes: Any) -> EngineConfig:
@@ -50,23 +50,27 @@ def make_spec(kind: str, block_size: int) -> KVCacheSpec:
 
 
 def make_kv_config(
-    config: EngineConfig, num_groups: int = 1, kinds: Sequence[str] = ("full",)
+    config: EngineConfig, num_groups: int = 1, kinds: Sequence[str] = ("full",), num_host_blocks: int = 0
 ) -> KVCacheConfig:
     """`num_groups` groups of one layer each, which share the pool; their kinds are taken in turn."""
     names = [f"layers.{i}" for i in range(num_groups)]
     specs = {name: make_spec(kinds[i % len(kinds)], config.cache.block_size) for i, name in enumerate(names)}
     groups = tuple(KVCacheGroup((name,), spec) for name, spec in specs.items())
-    return KVCacheConfig(config.cache.num_gpu_blocks_override, groups, specs)
+    return KVCacheConfig(config.cache.num_gpu_blocks_override, groups, specs, num_host_blocks)
 
 
 class Engine:
     """Runs steps and collects, per request, what a front end would have received."""
 
     def __init__(
-        self, config: EngineConfig | None = None, num_groups: int = 1, kinds: Sequence[str] = ("full",)
+        self,
+        config: EngineConfig | None = None,
+        num_groups: int = 1,
+        kinds: Sequence[str] = ("full",),
+        num_host_blocks: int = 0,
     ) -> None:
         self.config = config or make_config()
-        kv_config = make_kv_config(self.config, num_groups, kinds)
+        kv_config = make_kv_config(self.config, num_groups, kinds, num_host_blocks)
         self.executor = NullExecutor(self.config, specs=kv_config.layer_specs, vocab_size=VOCAB_SIZE)
         self.executor.initialize_kv_cache(kv_config)
         self.scheduler = Scheduler(self.config, kv_config)
@@ -131,6 +135,7 @@ class Engine:
             self.step()
         stats = self.scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+        assert stats.host_cache_usage == 0.0
 
     def preempted(self, plan: SchedulerOutput) -> list[str]:
         """Requests that lost their rows in this plan and come back in a later one."""

@@ -16,8 +16,8 @@ from tests.scheduler.harness import Engine, make_config, run_alone
 class Pipeline(Engine):
     """Plans and results, each when the test says so."""
 
-    def __init__(self, config=None):
-        super().__init__(config)
+    def __init__(self, config=None, **fields):
+        super().__init__(config, **fields)
         self.in_flight = deque()
 
     def launch(self):
@@ -134,9 +134,10 @@ def test_a_block_filled_by_a_surplus_token_is_not_cached():
     assert engine.last("b").num_cached_tokens == 4, "the second block's last token is the stop"
 
 
-def preempt_in_flight(stop_token_ids=()):
+def preempt_in_flight(stop_token_ids=(), num_host_blocks=0):
     """`b` has lost its blocks to `a` while steps in flight sample for it; returns the engine and b's tokens alone."""
-    engine = Pipeline(make_config(num_gpu_blocks_override=8, enable_prefix_caching=False))
+    config = make_config(num_gpu_blocks_override=8, enable_prefix_caching=False)
+    engine = Pipeline(config, num_host_blocks=num_host_blocks)
     engine.add("a", range(8), max_tokens=18)
     engine.add("b", range(17, 25), max_tokens=18, stop_token_ids=stop_token_ids)
     for _ in range(3):
@@ -171,6 +172,50 @@ def test_a_stop_that_comes_in_after_a_preemption_ends_the_request():
     engine.drain()
     assert engine.tokens("b") == alone[: num_known + 1]
     assert engine.last("b").num_preemptions == 1
+
+
+def test_what_steps_in_flight_compute_is_swapped_out_with_the_rest():
+    """Two of b's tokens are written after its swap-out was planned, and before it is executed."""
+    engine, alone = preempt_in_flight(num_host_blocks=8)
+    num_known = len(engine.tokens("b"))
+    engine.abort("a")
+    engine.land_all()
+    plan = engine.launch()
+    (data,) = plan.new_requests
+    assert len(engine.tokens("b")) == num_known + 2
+    assert data.num_computed_tokens == len(data.token_ids) - 1 == 8 + num_known + 1
+    assert len(plan.swap_ins) == -(-data.num_computed_tokens // 4)
+    engine.drain()
+    assert engine.tokens("b") == alone
+    assert engine.scheduler.stats().num_swaps == 1
+
+
+def test_a_stop_that_comes_in_after_a_swap_frees_the_host_blocks():
+    engine, alone = preempt_in_flight(num_host_blocks=8)
+    stop = alone[len(engine.tokens("b"))]
+    engine, _ = preempt_in_flight([stop], num_host_blocks=8)
+    assert engine.scheduler.stats().host_cache_usage > 0.0
+    engine.land_all()
+    assert engine.last("b").finish_reason == "stop"
+    assert engine.scheduler.stats().host_cache_usage == 0.0
+    engine.drain()
+
+
+def test_a_child_forks_from_a_parent_whose_steps_are_in_flight():
+    engine = Pipeline(make_config(enable_prefix_caching=False))
+    for name, parent in (("p", None), ("c", "p")):
+        engine.add(name, range(14), max_tokens=12, fork_of=parent)
+    assert scheduled(engine.launch()) == {"p": 14}
+    engine.launch()
+    assert scheduled(engine.launch()) == {"p": 1}, (
+        "the child waits until it is known that the prompt is computed"
+    )
+    engine.land()
+    plan = engine.launch()
+    assert (scheduled(plan), len(plan.block_copies)) == ({"p": 1, "c": 1}, 1)
+    engine.drain()
+    for name in "pc":
+        assert engine.tokens(name) == run_alone(engine.requests[name], engine.config).new_token_ids
 
 
 def test_results_of_an_aborted_request_are_not_those_of_a_new_one_of_its_name():

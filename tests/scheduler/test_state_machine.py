@@ -63,6 +63,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 4, 5]),
         enable_prefix_caching=st.sampled_from([True, True, False]),
         enable_chunked_prefill=st.sampled_from([True, True, False]),
+        num_host_blocks=st.sampled_from([0, 1, 5, 12, 100]),
+        preemption_mode=st.sampled_from(["auto", "swap", "swap", "recompute"]),
         threshold=st.sampled_from([0, 0, 1, 5]),
         scheduling_policy=st.sampled_from(["fcfs", "priority", "fair"]),
         priority_ageing_s=st.sampled_from([0.0, 5.0]),
@@ -75,6 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold,
         max_num_batched_tokens,
         block_size,
+        num_host_blocks,
         **fields,
     ):
         """`slack` is what the pool has beyond the blocks of one request of 28 tokens."""
@@ -89,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_batched_tokens,
             **fields,
         )
-        self.engine = Engine(config, len(kinds), kinds)
+        self.engine = Engine(config, len(kinds), kinds, num_host_blocks)
         self.specs = [make_spec(kind, block_size) for kind in kinds]
         self.ended_early: set[str] = set()
 
@@ -109,6 +112,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.engine.requests)))
         known = self.engine.requests[name].token_ids
         self._add(known[: data.draw(st.integers(1, 24))], params)
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data(), siblings=st.lists(parameters(), min_size=1, max_size=3))
+    def fork(self, data, siblings):
+        """Others with the same prompt and keys as an unfinished request, whatever it is doing."""
+        parent = self.engine.requests[data.draw(st.sampled_from(self.unfinished))]
+        for params in siblings:
+            salt = parent.extra_keys.cache_salt
+            self._add(parent.prompt_token_ids, {**params, "cache_salt": salt, "fork_of": parent.request_id})
 
     def _add(self, prompt, params):
         config = self.engine.config
@@ -155,7 +167,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self):
-        idle = self.engine.scheduler.stats().num_running == 0
+        stats = self.engine.scheduler.stats()
+        idle = stats.num_running == 0 and stats.host_cache_usage == 0.0
         assert self.engine.scheduler.reset_prefix_cache() == idle
 
     @invariant()

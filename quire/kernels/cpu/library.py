@@ -7,7 +7,9 @@ settings.
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from ctypes import c_char_p, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +26,7 @@ from quire.kernels import cpu
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 3, "panels-2"
+ABI_VERSION, WEIGHT_LAYOUT = 4, "panels-2"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 
@@ -65,6 +67,36 @@ class Kernel(NamedTuple):
 
     function: Callable[[bytes], int]
     pack: Callable[..., bytes]
+    address: int
+
+
+class Call(ctypes.Structure):
+    """A recorded call, as `QuireCpuCall` in csrc/cpu/quire_cpu.h."""
+
+    _fields_ = (("function", c_void_p), ("arguments", c_char_p))
+
+
+RecordedCall = tuple[int, bytes]
+"""Address and packed arguments of a kernel call."""
+
+
+class _Recording(threading.local):
+    """Who hears of this thread's kernel calls."""
+
+    listener: Callable[[RecordedCall], None] | None = None
+
+    @contextmanager
+    def into(self, listener: Callable[[RecordedCall], None]) -> Iterator[None]:
+        """Tell `listener` of each call, once it is done."""
+        assert self.listener is None, "one recording at a time"
+        self.listener = listener
+        try:
+            yield
+        finally:
+            self.listener = None
+
+
+recording = _Recording()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +108,8 @@ class CpuLibrary:
     kernels: Mapping[str, Kernel]
     max_threads: Callable[[], int]
     """Threads a parallel kernel would use if called from this thread."""
+    play: Callable[[ctypes.Array[Call], int], int]
+    """Runs recorded calls in order and counts those before the first that is refused."""
 
 
 @cache
@@ -111,8 +145,9 @@ def open_library(path: Path, requested_isa: str) -> CpuLibrary:
     index, isa = _choose_isa(_supported_isas(handle), requested_isa)
     reason = "the best this CPU runs" if requested_isa == "auto" else f"QUIRE_CPU_ISA={requested_isa}"
     kernels = {name: _kernel(handle, index, name) for name in SIGNATURES}
-    handle.quire_cpu_max_threads.restype = c_int64
-    return CpuLibrary(isa, reason, kernels, handle.quire_cpu_max_threads)
+    handle.quire_cpu_max_threads.restype = handle.quire_cpu_play.restype = c_int64
+    handle.quire_cpu_play.argtypes = (ctypes.POINTER(Call), c_int64)
+    return CpuLibrary(isa, reason, kernels, handle.quire_cpu_max_threads, handle.quire_cpu_play)
 
 
 def _missing() -> str:
@@ -157,7 +192,8 @@ def _kernel(handle: ctypes.CDLL, isa_index: int, name: str) -> Kernel:
     address = handle.quire_cpu_kernel(isa_index, name.encode())
     if not address:
         raise StartupError(f"{PATH.name} has no kernel {name!r}: reinstall quire")
-    return Kernel(ctypes.CFUNCTYPE(c_int64, c_char_p)(address), Struct("".join(SIGNATURES[name])).pack)
+    function = ctypes.CFUNCTYPE(c_int64, c_char_p)(address)
+    return Kernel(function, Struct("".join(SIGNATURES[name])).pack, address)
 
 
 _NO_MEMORY = -2
@@ -173,13 +209,15 @@ def call(name: str, *arguments: float) -> int:
     """
     library = loaded()
     assert library is not None, "the table of ops asks supports() before it loads a kernel"
-    function, pack = library.kernels[name]
+    function, pack, address = library.kernels[name]
     try:
         packed = pack(*arguments)
     except StructError as cause:
         raise ValueError(f"{name}: a size does not fit into 64 bits: {arguments}") from cause
     status = function(packed)
     if status >= 0:
+        if recording.listener is not None:
+            recording.listener((address, packed))
         return status
     if status == _NO_MEMORY:
         raise MemoryError(f"{name}: no memory for the kernel's scratch space")

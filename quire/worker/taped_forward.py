@@ -1,0 +1,100 @@
+"""The forward pass of a CPU: steps that only decode are played from a tape, one per number of requests.
+
+Invariant: a tape has the kernels, and so the bits, of the pass that it was recorded from. Whatever differs from step to
+step is copied to where the tape reads it; models and steps that cannot be recorded run as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.errors import EngineError
+from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.cpu.tape import Arena, RecordingError, Tape, record
+from quire.worker.inputs import StepInputs
+from quire.worker.model_runner import LanguageModel, eager_forward
+
+logger = logging.getLogger(__name__)
+
+
+class TapedForward:
+    """Inputs of a step -> hidden states [T, H], which the next step may overwrite.
+
+    Args:
+        model: loaded, its KV cache bound.
+        max_num_seqs: most requests of a step.
+        table_widths: for each KV cache group, block ids of the longest request.
+    """
+
+    def __init__(self, model: LanguageModel, max_num_seqs: int, table_widths: tuple[int, ...]) -> None:
+        self._eager = eager_forward(model)
+        self._records = True
+        self._places = _Places(max_num_seqs, table_widths)
+        self._arena = Arena()
+        self._tapes: dict[int, Tape] = {}
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        num_requests = len(inputs.rows)
+        if not self._records or len(inputs.input_ids) != num_requests:
+            return self._eager(inputs)
+        placed = self._places.place(inputs)
+        tape = self._tapes.get(num_requests)
+        if tape is None:
+            return self._record(placed)
+        if not tape.play():
+            self._eager(placed)  # raises what the kernel has to say
+            raise EngineError("a kernel refused a recorded step and took the same step afterwards")
+        return tape.result
+
+    def _record(self, placed: StepInputs) -> Tensor:
+        """Run a step for the first time with so many requests."""
+        try:
+            tape = record(lambda: self._eager(placed), self._arena)
+        except RecordingError as reason:
+            self._records = False
+            logger.info("decode steps are not recorded: %s", reason)
+            return self._eager(placed)
+        self._tapes[len(placed.rows)] = tape
+        return tape.result
+
+
+class _Places:
+    """Where tapes read the inputs of a step; tapes of fewer requests read the first rows."""
+
+    def __init__(self, max_num_seqs: int, table_widths: tuple[int, ...]) -> None:
+        self._input_ids = torch.zeros(max_num_seqs, dtype=torch.int64)
+        self._positions = torch.zeros(max_num_seqs, dtype=torch.int64)
+        self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32)
+        self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32)
+        self._slots = [torch.zeros(max_num_seqs, dtype=torch.int64) for _ in table_widths]
+        self._tables = [torch.zeros(max_num_seqs, width, dtype=torch.int32) for width in table_widths]
+
+    def place(self, inputs: StepInputs) -> StepInputs:
+        """The same step, its tensors in their places; each request has one token."""
+        size = len(inputs.rows)
+        self._input_ids[:size] = inputs.input_ids
+        self._positions[:size] = inputs.positions
+        self._seq_lens[:size] = inputs.metadata[0].seq_lens
+        for own, slots, table in zip(inputs.metadata, self._slots, self._tables, strict=True):
+            slots[:size] = own.slot_mapping
+            table[:size, : own.block_tables.shape[1]] = own.block_tables
+        return replace(
+            inputs,
+            input_ids=self._input_ids[:size],
+            positions=self._positions[:size],
+            metadata=tuple(map(self._metadata, inputs.metadata, self._slots, self._tables)),
+        )
+
+    def _metadata(self, own: AttentionMetadata, slots: Tensor, table: Tensor) -> AttentionMetadata:
+        size = len(own.seq_lens)
+        return replace(
+            own,
+            query_start_loc=self._starts[: size + 1],
+            seq_lens=self._seq_lens[:size],
+            block_tables=table[:size],
+            slot_mapping=slots[:size],
+        )

@@ -1,0 +1,69 @@
+"""All engines are timed by the same arithmetic; quire's own worker runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare.cases import CASES, Case, Phase
+from benchmarks.compare.engines.base import Rate
+from benchmarks.compare.engines.python_engine import rates
+from benchmarks.compare.workers import quire as quire_worker
+from benchmarks.compare.workers import worker
+
+
+class Steady:
+    """Needs a second per prompt token and ten per output token of a request, and is its own clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.asked: list[tuple[int, int, int]] = []
+
+    def generate(self, prompts: worker.Prompts, output_len: int) -> list[int]:
+        self.asked.append((len(prompts), len(prompts[0]), output_len))
+        self.now += sum(len(prompt) + 10 * output_len for prompt in prompts)
+        return [output_len] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("phase", "rate", "lengths"),
+    [
+        (Phase.PREFILL, 2 * 40 / (2 * 40 + 2 * 50), [5]),
+        (Phase.DECODE, 2 * 4 / (2 * 40), [1, 5]),
+        (Phase.WHOLE, 2 * 5 / (2 * 40 + 2 * 50), [5]),
+    ],
+)
+def test_rate_of_a_phase(phase: Phase, rate: float, lengths: list[int]) -> None:
+    engine = Steady()
+    case = Case("case", "", 2, 40, 5, phase)
+    measured = worker.tokens_per_second(case, engine.generate, random.Random(0), lambda: engine.now)
+    assert measured == pytest.approx(rate)
+    assert engine.asked == [(2, 40, length) for length in lengths]
+
+
+def test_an_engine_that_stops_early_has_no_rate() -> None:
+    with pytest.raises(RuntimeError, match=r"asked for 32 tokens, got \[31\]"):
+        worker.tokens_per_second(CASES["batch"], lambda prompts, output_len: [31], random.Random(0))
+
+
+def test_rates_are_found_among_an_engines_own_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    def load(model: Path, precision: str) -> worker.Generate:
+        print(f"INFO loading {model} {precision}")
+        return lambda prompts, output_len: [output_len] * len(prompts)
+
+    worker.run(load, ["model", "bf16", "batch", "prefill"])
+    found = list(rates(capsys.readouterr().out.splitlines()))
+    assert [rate.case for rate in found] == ["batch", "prefill"]
+    assert all(isinstance(rate, Rate) and rate.rate > 0 for rate in found)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+def test_quire_runs(
+    precision: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quire_worker, "MAX_MODEL_LEN", 64)
+    generate = quire_worker.load(tiny_model("qwen2"), precision)
+    assert generate([[3, 4, 5], [6, 7, 8]], 4) == [4, 4]

@@ -1,0 +1,107 @@
+"""Tapes: what is played has the bits of what was recorded, on new inputs, and nothing unsafe is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import ops
+from quire.kernels.cpu import library
+from quire.kernels.linear import WeightScheme
+
+if library.loaded() is None:
+    pytest.skip(library.status(), allow_module_level=True)
+
+from quire.kernels.cpu.tape import Arena, RecordingError, record
+
+SIZE = 96
+WEIGHT = ops.pack_weight(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1)), WeightScheme())
+SCALE = torch.linspace(0.5, 2.0, SIZE)
+
+
+def layer(x: Tensor) -> Tensor:
+    """Norm, product, sum, view: what a decoder layer does."""
+    y = ops.packed_linear(ops.rms_norm(x, SCALE, 1e-6), WEIGHT)
+    y = ops.rms_norm(y.view(-1, 2, SIZE // 2), SCALE[: SIZE // 2], 1e-6).flatten(1)
+    return x + y * 0.5
+
+
+def layers(x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_tape_plays_what_was_recorded_on_new_inputs(rows: int) -> None:
+    place = torch.randn(rows, SIZE)
+    tape = record(lambda: layers(place), Arena())
+    assert torch.equal(tape.result, layers(place))
+    for _ in range(3):
+        place.copy_(torch.randn(rows, SIZE))
+        assert tape.play()
+        assert torch.equal(tape.result, layers(place))
+
+
+def test_tapes_share_an_arena_in_any_order() -> None:
+    arena, places = Arena(), [torch.randn(rows, SIZE) for rows in (4, 1, 2)]
+    tapes = [record(lambda place=place: layers(place), arena) for place in places]  # type: ignore[misc]
+    for index in (2, 0, 1, 0, 2):
+        places[index].copy_(torch.randn_like(places[index]))
+        assert tapes[index].play()
+        assert torch.equal(tapes[index].result, layers(places[index]))
+
+
+def test_scratch_memory_taken_by_others_meanwhile_does_not_matter() -> None:
+    place = torch.randn(2, SIZE)
+    tape = record(lambda: layers(place), Arena())
+    wide = ops.pack_weight(torch.randn(16, 40 * SIZE), WeightScheme())
+    ops.packed_linear(torch.randn(192, 40 * SIZE), wide)
+    assert tape.play()
+    assert torch.equal(tape.result, layers(place))
+
+
+@pytest.mark.parametrize(
+    "computes",
+    [
+        lambda x: x @ x.T,
+        lambda x: x.clone(),
+        lambda x: x[torch.tensor([0])],
+        lambda x: x.add_(1),
+        lambda x: x * x.sum().item(),
+        lambda x: ops.rms_norm.oracle(x, SCALE, 1e-6),
+        lambda x: x.double(),
+    ],
+)
+def test_what_may_depend_on_the_step_is_not_recorded(computes: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(RecordingError, match="aten"):
+        record(lambda: computes(torch.ones(2, SIZE)), Arena())
+    assert library.recording.listener is None
+
+
+def test_a_refused_call_ends_the_tape() -> None:
+    ids, table = torch.tensor([1]), torch.randn(4, SIZE)
+    tape = record(lambda: ops.rms_norm(ops.embedding(ids, table), SCALE, 1e-6), Arena())
+    before = tape.result.clone()
+    ids.fill_(4)
+    assert not tape.play()
+    assert torch.equal(tape.result, before)
+    ids.fill_(2)
+    assert tape.play()
+    assert torch.equal(tape.result, ops.rms_norm(table[2:3], SCALE, 1e-6))
+
+
+def test_an_arena_gives_memory_again_once_no_view_is_left() -> None:
+    arena = Arena()
+    first = arena.empty((3, 5), torch.float32)
+    assert (first.shape, first.dtype, first.is_contiguous()) == ((3, 5), torch.float32, True)
+    address, view = first.data_ptr(), first[1:].t()
+    assert address % 64 == 0
+    del first
+    assert arena.empty((3, 5), torch.float32).data_ptr() != address
+    del view
+    assert arena.empty((15,), torch.int32).data_ptr() == address
+    assert arena.empty((0, 5), torch.int64).shape == (0, 5)
