@@ -5,10 +5,13 @@ PORT   ?= 8000
 HOST   ?=
 MODEL  ?=
 ARGS   ?=
+ISAS   ?= portable;avx2;avx512
+TESTS  ?= tests/kernels
 
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+SANITIZED := build/sanitized
 INPUTS := pyproject.toml constraints.txt $(wildcard csrc/cpu/*)
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -18,13 +21,14 @@ CANDIDATES   = $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
 FIND_PYTHON  = for p in $(CANDIDATES); do "$$p" -c '$(PROBE)' 2>/dev/null && echo "$$p" && break; done
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve lint test soak gpu-check gpu-bench clean
+.PHONY: help install serve lint test sanitize soak gpu-check gpu-bench clean
 
 help:
 	@echo 'make install   create $(VENV) with quire and its development tools (PYTHON=/path/to/python3.x to choose)'
 	@echo 'make serve     serve a model: PORT=$(PORT) HOST= MODEL= (the model in the box if empty) ARGS='
 	@echo 'make lint      ruff, mypy and the import contracts'
 	@echo 'make test      install, lint, and every quick test'
+	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan: ISAS="portable;avx2;avx512" TESTS='
 	@echo 'make soak      the long randomised tests'
 	@echo 'make gpu-check kernels, models and engines on a GPU against their oracles; make gpu-bench: their speed'
 	@echo 'make clean     remove the environment, builds and caches'
@@ -57,10 +61,19 @@ lint: install
 	@echo 'lint: ok'
 
 # Tests run many tiny parallel regions, often beside other processes: threads that spin between them would starve those.
-test soak: export OMP_WAIT_POLICY ?= passive
+test sanitize soak: export OMP_WAIT_POLICY ?= passive
 
 test: install lint
 	@$(BIN)/pytest -q --durations=10 $(ARGS)
+
+# The leaks of Python itself and torch's own ways with memory are not ours to find.
+sanitize: export ASAN_OPTIONS := detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0
+sanitize: export UBSAN_OPTIONS := print_stacktrace=1
+sanitize: install
+	@cmake -S csrc/cpu -B $(SANITIZED) -DQUIRE_SANITIZE=ON '-DQUIRE_ISAS=$(ISAS)' > /dev/null
+	@cmake --build $(SANITIZED) --parallel $$(nproc) > /dev/null
+	@QUIRE_CPU_LIBRARY=$(SANITIZED)/libquire_cpu.so LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) \
+	  $(BIN)/pytest -q --capture=sys $(TESTS) --ignore tests/kernels/test_triton.py $(ARGS)
 
 soak: install
 	@$(BIN)/pytest -q -m soak $(ARGS)

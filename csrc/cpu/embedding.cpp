@@ -17,6 +17,7 @@ int64_t embedding(void* out, const int64_t* ids, const void* table, int64_t toke
             ++refused;
             continue;
         }
+        if (!row_bytes) continue;  // there may be no memory at all
         __builtin_memcpy(static_cast<char*>(out) + token * row_bytes, static_cast<const char*>(table) + id * row_bytes,
                          static_cast<size_t>(row_bytes));
     }

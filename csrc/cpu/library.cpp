@@ -10,23 +10,21 @@
 
 namespace quire {
 
-#ifdef QUIRE_WITH_X86
 namespace avx512 { extern const Kernel kernels[]; }
 namespace avx2 { extern const Kernel kernels[]; }
-#endif
 namespace portable { extern const Kernel kernels[]; }
 
 namespace {
 
-bool always() { return true; }
+[[maybe_unused]] bool always() { return true; }
 
-#ifdef QUIRE_WITH_X86
+#ifdef __x86_64__
 bool has_avx2() {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-bool has_avx512() {
+[[maybe_unused]] bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 }
@@ -39,11 +37,15 @@ struct InstructionSet {
 };
 
 const InstructionSet instruction_sets[] = {
-#ifdef QUIRE_WITH_X86
+#ifdef QUIRE_WITH_AVX512
     {"avx512", has_avx512, avx512::kernels},
+#endif
+#ifdef QUIRE_WITH_AVX2
     {"avx2", has_avx2, avx2::kernels},
 #endif
+#ifdef QUIRE_WITH_PORTABLE
     {"portable", always, portable::kernels},
+#endif
 };
 
 const int64_t num_instruction_sets = sizeof(instruction_sets) / sizeof(instruction_sets[0]);
@@ -54,6 +56,8 @@ bool in_table(int64_t index) { return index >= 0 && index < num_instruction_sets
 }  // namespace quire
 
 int64_t quire_cpu_abi_version() { return QUIRE_CPU_ABI_VERSION; }
+
+const char* quire_cpu_weight_layout() { return QUIRE_CPU_WEIGHT_LAYOUT; }
 
 int64_t quire_cpu_max_threads() {
 #ifdef _OPENMP

@@ -1,13 +1,15 @@
 // The plain C ABI of the CPU kernel library: everything quire/kernels/cpu/library.py relies on.
 //
 // Sizes and strides are int64_t and count elements. Kernels are found by (instruction set, name), so that the library
-// and its Python side cannot disagree about an order; a change of any signature raises QUIRE_CPU_ABI_VERSION.
+// and its Python side cannot disagree about an order; a change of any signature raises QUIRE_CPU_ABI_VERSION, and packing a
+// matrix into other bytes changes QUIRE_CPU_WEIGHT_LAYOUT.
 
 #pragma once
 
 #include <cstdint>
 
-#define QUIRE_CPU_ABI_VERSION 3
+#define QUIRE_CPU_ABI_VERSION 4
+#define QUIRE_CPU_WEIGHT_LAYOUT "panels-2"
 #define QUIRE_CPU_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace quire {
@@ -25,6 +27,9 @@ struct Kernel {
 }  // namespace quire
 
 QUIRE_CPU_EXPORT int64_t quire_cpu_abi_version();
+
+// Name of the form into which weights are packed.
+QUIRE_CPU_EXPORT const char* quire_cpu_weight_layout();
 
 // Threads that a parallel kernel called from this thread would use.
 QUIRE_CPU_EXPORT int64_t quire_cpu_max_threads();

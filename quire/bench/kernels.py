@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle
+from itertools import cycle, islice
 
 import torch
 
@@ -24,6 +24,8 @@ from quire.kernels.linear import FLOAT, PackedWeight, WeightScheme
 
 ROWS = (1, 4, 16, 64, 512)
 MIN_SECONDS = 0.2
+QUICK_CASES = 2
+"""Cases of a suite, each called a few times, that show that everything runs."""
 _COLD_BYTES = 96 * 2**20
 """Weights are taken in turn from copies of this size together, so that none is still in a cache."""
 _MAX_LOGIT_ROWS = 64
@@ -149,8 +151,10 @@ SUITES: dict[str, Callable[[Sequence[int], Sequence[str]], Iterator[Case]]] = {
 """What can be measured: the cases for some numbers of rows and some weight formats, where these matter."""
 
 
-def measure(suites: Sequence[str], rows: Sequence[int], weights: Sequence[str]) -> KernelsResult:
-    """Measure the machine and then every case.
+def measure(
+    suites: Sequence[str], rows: Sequence[int], weights: Sequence[str], *, quick: bool = False
+) -> KernelsResult:
+    """Measure the machine and then every case, or quickly the first ones of each suite.
 
     Raises:
         ConfigError: the kernels were not built.
@@ -166,15 +170,18 @@ def measure(suites: Sequence[str], rows: Sequence[int], weights: Sequence[str]) 
         bandwidth=max(machine.read_bandwidth(buffer) for _ in range(5)),
     )
     del buffer
-    cases = (case for suite in suites for case in SUITES[suite](rows, weights))
-    return KernelsResult(limits, [measure_case(case, limits) for case in cases])
+    most, min_seconds = (QUICK_CASES, 0.0) if quick else (None, MIN_SECONDS)
+    cases = (case for suite in suites for case in islice(SUITES[suite](rows, weights), most))
+    return KernelsResult(limits, [measure_case(case, limits, min_seconds) for case in cases])
 
 
-def measure_case(case: Case, limits: Limits, clock: Callable[[], float] = time.perf_counter) -> KernelResult:
-    """The median of as many calls as fit in a fraction of a second, at least five, after one that is not counted."""
+def measure_case(
+    case: Case, limits: Limits, min_seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> KernelResult:
+    """The median of as many calls as fit in `min_seconds`, at least five, after one that is not counted."""
     case.run()
     seconds: list[float] = []
-    while len(seconds) < 5 or sum(seconds) < MIN_SECONDS:
+    while len(seconds) < 5 or sum(seconds) < min_seconds:
         started = clock()
         case.run()
         seconds.append(clock() - started)

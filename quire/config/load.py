@@ -19,3 +19,6 @@ class LoadConfig(Config):
     download_dir: str | None = option(
         None, "Where Hugging Face downloads are kept; default: the hub's cache."
     )
+    packed_weights_cache: str | None = option(
+        None, "Directory in which weights are kept as the kernels want them; the next start maps them."
+    )

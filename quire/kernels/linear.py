@@ -4,8 +4,8 @@ Invariant: a matrix is packed once, while loading, and exists once. On a CPU, pa
 vectorise over outputs and walk k in order, so that no sum depends on how many rows are multiplied.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,10 +87,26 @@ class PackedWeight:
     native: Native | None = field(default=None, init=False, repr=False, compare=False)
     """Set by the C++ kernels once they have checked it."""
 
+    @staticmethod
+    def of(
+        scheme: WeightScheme, shape: tuple[int, ...], halves: int, tensors: dict[str, Tensor]
+    ) -> "PackedWeight":
+        """The matrix of such a scheme and shape [N, K] whose `tensors()` these are."""
+        outputs, inputs = shape
+        missing: dict[str, Any] = {"scales": None, "zeros": None}
+        return PackedWeight(
+            scheme=scheme, outputs=outputs, inputs=inputs, halves=halves, **(missing | tensors)
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its memory, by the names of the fields."""
+        values = {part.name: getattr(self, part.name) for part in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
     @property
     def nbytes(self) -> int:
         """Memory of the matrix."""
-        return sum(part.nbytes for part in (self.data, self.scales, self.zeros) if part is not None)
+        return sum(part.nbytes for part in self.tensors().values())
 
 
 def num_panels(outputs: int, halves: int) -> int:

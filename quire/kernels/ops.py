@@ -69,10 +69,10 @@ class Op(Generic[P, R]):
             return ()
         return tuple(row for row in self.implementations if row.supports(device_type, dtype))
 
-    def takes(self, *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Whether an implementation, and not the oracle, would compute this call."""
+    def takes(self, device_type: str, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Whether an implementation, and not the oracle, would compute this call on such a device."""
         tensor: Any = args[self._key]
-        rows = self.supporting(tensor.device.type, tensor.dtype)
+        rows = self.supporting(device_type, tensor.dtype)
         return any(row.accepts is None or row.accepts(*args, **kwargs) for row in rows)
 
     def _choose(self, device: torch.device, dtype: torch.dtype) -> Callable[P, R]:
@@ -251,10 +251,10 @@ def rotary_embedding(
 #     k_cache [num_blocks, Hkv, D, block_size] and v_cache [num_blocks, Hkv, block_size, D],
 #
 # contiguous on a CPU, of any float dtype. On a GPU keys lie in memory as values do, and k_cache is the transposed view:
-# a token's key is one piece, which threads read side by side. In int8 D is larger by 4: behind a head's keys stand
-# block_size float32 scales, and behind each value stands its own. What is stored is round(x / scale), with scale =
-# amax / 127 for each token and head. In E4M3 (float8_e4m3fn, on GPUs) there are no scales, and what is larger than 448
-# is stored as 448.
+# a token's key is one piece, which threads read side by side. In int8 D, a multiple of 4, is larger by 4: behind a
+# head's keys stand block_size float32 scales, and behind each value stands its own. What is stored is round(x / scale),
+# with scale = amax / 127 for each token and head. In E4M3 (float8_e4m3fn, on GPUs) there are no scales, and what is
+# larger than 448 is stored as 448.
 
 
 @op(_cpu("kv_write.write_kv"), _triton("rotary.write_kv", _float_cache))

@@ -3,7 +3,7 @@
 Invariant: a layer knows its own parameters and no file; the loader knows files and no layer. They meet in `Slot`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,16 +38,21 @@ def activation_dtype(config: EngineConfig) -> torch.dtype:
 class Slot:
     """The place of one checkpoint tensor: a view of a parameter, in the shape the tensor has in the file.
 
-    `offset` is added in float32 on the way. `init` is what random weights put there instead.
+    `offset` is added in float32 on the way. `init` is what random weights put there instead. `adopt` is there if the
+    layer reads the tensor once, in `finish_loading`, and so needs no copy of it.
     """
 
     target: Tensor
     init: Literal["normal", "ones", "zeros"]
     offset: float = 0.0
+    adopt: Callable[[Tensor], None] | None = None
 
     def fill(self, tensor: Tensor) -> None:
-        """Copy a tensor of the same shape in, converting its dtype."""
-        self.target.copy_(tensor if self.offset == 0.0 else tensor.float() + self.offset)
+        """Take a tensor of the same shape: itself where that will do, else a copy, converting its dtype."""
+        if self.adopt is not None and tensor.dtype == self.target.dtype:
+            self.adopt(tensor)
+        else:
+            self.target.copy_(tensor if self.offset == 0.0 else tensor.float() + self.offset)
 
 
 class Module(nn.Module):
@@ -72,6 +77,19 @@ class Layer(Module):
 
         `scheme` says how a matrix is to be kept.
         """
+
+    def replaced(self, device_type: str, scheme: WeightScheme) -> Collection[str]:
+        """Names of the parameters that `finish_loading` by `scheme`, on such a device, replaces and lets go of."""
+        return ()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> memory of all that a finished layer holds."""
+        return dict(self.named_parameters(recurse=False))
+
+    def restore(self, tensors: Mapping[str, Tensor], scheme: WeightScheme) -> None:
+        """Instead of filling and finishing: hold what `tensors` of such a layer, finished by `scheme`, returned."""
+        for name, tensor in tensors.items():
+            setattr(self, name, nn.Parameter(tensor, requires_grad=False))
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

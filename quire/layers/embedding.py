@@ -3,21 +3,21 @@
 Shapes: T tokens, N tokens whose logits are wanted, V vocabulary rows, H hidden size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels import ops
-from quire.kernels.linear import PackedWeight, WeightScheme
+from quire.kernels.linear import WeightScheme
 from quire.layers.base import Layer, Slot, activation_dtype, model_dtype, parameter
-from quire.layers.linear import packed_or_plain
+from quire.layers.matrix import MatrixLayer
 
 
-class VocabEmbedding(Layer):
+class VocabEmbedding(MatrixLayer):
     """A row per token: looked up on the way in, or multiplied with on the way out; a tied model uses one for both.
 
     `scale` multiplies looked-up rows, rounded to the model's dtype first as Gemma does it. A table that `is_head` is
@@ -35,9 +35,7 @@ class VocabEmbedding(Layer):
         is_head: bool = False,
         out_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
-        self.weight: nn.Parameter | None = parameter(vocab_size, size, dtype=dtype)
-        self.packed: PackedWeight | None = None
+        super().__init__(vocab_size, size, dtype)
         self.shape = (vocab_size, size)
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
         self.is_head = is_head
@@ -56,10 +54,15 @@ class VocabEmbedding(Layer):
         return ops.linear(hidden, self.weight, None).float()
 
     def finish_loading(self, scheme: WeightScheme) -> None:
-        """Pack a head; int4 and fp8 are too coarse for a vocabulary, above all one that is looked up too: int8 then."""
         if self.is_head:
-            kept = replace(scheme, kind="int8") if scheme.kind in ("int4", "fp8") else scheme
-            self.weight, self.packed = packed_or_plain(self.weight, kept)
+            self.pack(scheme)
+
+    def replaced(self, device_type: str, scheme: WeightScheme) -> Collection[str]:
+        return super().replaced(device_type, scheme) if self.is_head else ()
+
+    def kept(self, scheme: WeightScheme) -> WeightScheme:
+        """int4 and fp8 are too coarse for a vocabulary, above all for one that is looked up as well: int8 then."""
+        return replace(scheme, kind="int8") if scheme.kind in ("int4", "fp8") else scheme
 
     def _rows(self, ids: Tensor) -> Tensor:
         if self.packed is not None:
@@ -69,7 +72,7 @@ class VocabEmbedding(Layer):
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         assert self.weight is not None, "slots are filled before the layer is finished"
-        yield f"{names[0]}.weight", Slot(self.weight, "normal")
+        yield f"{names[0]}.weight", Slot(self.weight, "normal", adopt=self.adopter())
 
 
 class PositionEmbedding(Layer):

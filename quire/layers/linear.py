@@ -9,17 +9,15 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from quire.kernels import ops, reference
-from quire.kernels.linear import PackedWeight, WeightScheme
+from quire.kernels import ops
+from quire.kernels.linear import WeightScheme
 from quire.layers.activation import GATED
-from quire.layers.base import Layer, Slot, parameter
+from quire.layers.base import Slot, parameter
+from quire.layers.matrix import MatrixLayer
 
 
-class Linear(Layer):
+class Linear(MatrixLayer):
     """`x @ weight.T + bias`, weight [N, K].
-
-    Once loaded, the weight is packed for the device's kernels and `weight` is gone; where there are none it stays,
-    and a quantised one is what its integers stand for.
 
     `merged` has the output rows of each part if this layer stands for several of the checkpoint's. `transposed` says
     that the checkpoint stores [K, N], as GPT-2's Conv1D does.
@@ -35,13 +33,11 @@ class Linear(Layer):
         merged: Sequence[int] = (),
         transposed: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(out_features, in_features, dtype)
         assert not merged or sum(merged) == out_features
-        self.weight: nn.Parameter | None = parameter(out_features, in_features, dtype=dtype)
         self.bias = parameter(out_features, dtype=dtype) if bias else None
         self.merged = tuple(merged)
         self.transposed = transposed
-        self.packed: PackedWeight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N]."""
@@ -51,19 +47,16 @@ class Linear(Layer):
         return ops.linear(x, self.weight, self.bias)
 
     def finish_loading(self, scheme: WeightScheme) -> None:
-        self.weight, self.packed = packed_or_plain(self.weight, scheme, self._halves())
+        self.pack(scheme)
         if self.bias is not None and self.packed is not None:
             self.bias = nn.Parameter(self.bias.float(), requires_grad=False)
 
-    def _halves(self) -> int:
-        """In how many parts the outputs are packed."""
-        return 1
-
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         assert self.weight is not None, "slots are filled before the layer is finished"
+        adopt = self.adopter() if len(names) == 1 and not self.transposed else None
         for name, rows in zip(names, self._rows(len(names)), strict=True):
             weight = self.weight[rows]
-            yield f"{name}.weight", Slot(weight.t() if self.transposed else weight, "normal")
+            yield f"{name}.weight", Slot(weight.t() if self.transposed else weight, "normal", adopt=adopt)
             if self.bias is not None:
                 yield f"{name}.bias", Slot(self.bias[rows], "zeros")
 
@@ -72,19 +65,6 @@ class Linear(Layer):
             return [slice(None)]
         ends = list(accumulate(self.merged))
         return [slice(end - size, end) for end, size in zip(ends, self.merged, strict=True)]
-
-
-def packed_or_plain(
-    weight: nn.Parameter | None, scheme: WeightScheme, halves: int = 1
-) -> tuple[nn.Parameter | None, PackedWeight | None]:
-    """The one form in which a loaded weight is kept: packed if kernels take it so, else plain."""
-    assert weight is not None, "a layer is finished once"
-    if ops.pack_weight.takes(weight.data, scheme, halves):
-        return None, ops.pack_weight(weight.data, scheme, halves)
-    if scheme.kind != "float":
-        rounded = reference.unpack_weight(ops.pack_weight(weight.data, scheme))
-        weight = nn.Parameter(rounded, requires_grad=False)
-    return weight, None
 
 
 class QKVLinear(Linear):
@@ -141,5 +121,5 @@ class GateUpLinear(Linear):
             return self.activation(super().forward(x))
         return ops.packed_linear(x, self.packed, self.bias, "silu_and_mul")
 
-    def _halves(self) -> int:
+    def halves(self) -> int:
         return 2 if self.fused else 1

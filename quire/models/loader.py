@@ -5,19 +5,24 @@ hardly more memory than the loaded model.
 """
 
 import logging
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelLoadError
+from quire.kernels import ops
+from quire.kernels.cpu.linear import packed_layout
 from quire.kernels.linear import Kind, WeightScheme
 from quire.layers.attention import attention_backends
-from quire.layers.base import device_type
+from quire.layers.base import Layer, device_type, model_dtype
 from quire.models.base import CausalLM
+from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.registry import ModelRegistry
 from quire.models.weights import CheckpointWeights, RandomWeights, Weights
 
@@ -40,11 +45,25 @@ def load_model(config: EngineConfig) -> CausalLM:
         model = model_cls(config=config)
     logger.info("attention_backend = %s", ", ".join(attention_backends(model)))
     schemes = _schemes(model, config)
+    cache = _cache(model)
+    tensors = cache.read() if cache is not None else None
+    if tensors is None:
+        _fill(model, schemes, config)
+        if cache is not None:
+            cache.write(_final_tensors(model))
+    else:
+        _restore(model, schemes, tensors)
+    return model.eval()
+
+
+def _fill(model: CausalLM, schemes: list[WeightScheme], config: EngineConfig) -> None:
+    """Give every layer its weights from where the config says, in their final form."""
     num_bytes = sum(param.nbytes for param in model.parameters())
     weights, device = _weights(model, config), torch.device(device_type(config))
+    staging = _Staging(device)
     for (names, layer), scheme in zip(model.checkpoint_layers(), schemes, strict=True):
         try:
-            _allocate(layer, device)
+            staging.allocate(layer, scheme)
         except RuntimeError as error:
             raise ModelLoadError(
                 f"not enough memory for the weights ({num_bytes / 2**30:.1f} GiB)"
@@ -52,8 +71,40 @@ def load_model(config: EngineConfig) -> CausalLM:
         for name, slot in layer.slots(names):
             weights.fill(name, slot)
         layer.finish_loading(scheme)
-    # What is computed and not loaded, such as tables of angles, was made on the host.
-    return model.to(device).eval()
+        weights.end_layer()
+    model.to(device)  # what is computed and not loaded, such as tables of angles, was made on the host
+
+
+def _cache(model: CausalLM) -> PackedCache | None:
+    config = model.config
+    directory = config.load.packed_weights_cache
+    if directory is None:
+        return None
+    if device_type(config) != "cpu":
+        raise ConfigError(
+            f"--packed-weights-cache keeps weights as CPU kernels read them; --device is {device_type(config)}"
+        )
+    packs = ops.pack_weight.supporting("cpu", model_dtype(config))
+    key = packed_key(model, packed_layout() if packs else "plain")
+    return PackedCache(Path(directory).expanduser(), Path(config.model_dir).name, key)
+
+
+def _final_tensors(model: CausalLM) -> dict[str, Tensor]:
+    return {
+        f"{names[0]}/{name}": tensor
+        for names, layer in model.checkpoint_layers()
+        for name, tensor in layer.tensors().items()
+    }
+
+
+def _restore(model: CausalLM, schemes: list[WeightScheme], tensors: Mapping[str, Tensor]) -> None:
+    """The inverse of `_final_tensors`."""
+    by_layer: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for path, tensor in tensors.items():
+        layer_name, _, name = path.rpartition("/")
+        by_layer[layer_name][name] = tensor
+    for (names, layer), scheme in zip(model.checkpoint_layers(), schemes, strict=True):
+        layer.restore(by_layer[names[0]], scheme)
 
 
 def _weights(model: CausalLM, config: EngineConfig) -> Weights:
@@ -63,10 +114,32 @@ def _weights(model: CausalLM, config: EngineConfig) -> Weights:
     return CheckpointWeights(model, Path(config.model_dir), show_progress=show_progress)
 
 
-def _allocate(module: nn.Module, device: torch.device) -> None:
-    for name, param in module.named_parameters(recurse=False):
-        memory = torch.empty_like(param, device=device)
-        setattr(module, name, nn.Parameter(memory, requires_grad=False))
+class _Staging:
+    """Memory for one layer after the other to be filled.
+
+    What a layer replaces when it is finished lies in memory that the next one uses again: freed, it would leave holes
+    between the final weights, and fresh pages take longer to get than to fill.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._reused = self._memory(0)
+
+    def allocate(self, layer: Layer, scheme: WeightScheme) -> None:
+        """Give each parameter of a layer, which is to be kept by `scheme`, its memory, uninitialised."""
+        replaced = layer.replaced(self._device.type, scheme)
+        for name, param in layer.named_parameters(recurse=False):
+            memory = self._again(param.nbytes) if name in replaced else self._memory(param.nbytes)
+            tensor = memory.view(param.dtype).view(param.shape)
+            setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+
+    def _again(self, num_bytes: int) -> Tensor:
+        if len(self._reused) < num_bytes:
+            self._reused = self._memory(num_bytes)
+        return self._reused[:num_bytes]
+
+    def _memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 def _schemes(model: CausalLM, config: EngineConfig) -> list[WeightScheme]:

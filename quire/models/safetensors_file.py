@@ -76,10 +76,18 @@ class SafetensorsFile:
 
     def tensor(self, info: TensorInfo) -> Tensor:
         """A tensor whose memory is the file's; its bytes are read when they are first touched."""
-        size = info.end - info.start
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=info.start)
+        raw = self.raw(info.start, info.end)
         aligned = raw if info.start % info.dtype.itemsize == 0 else raw.clone()
         return aligned.view(info.dtype).view(info.shape)
+
+    def raw(self, start: int, end: int) -> Tensor:
+        """Part of the file, header included: uint8 [end - start]."""
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=end - start, offset=start)
+
+    def release(self, info: TensorInfo) -> None:
+        """Let the system have the memory of a tensor back; if it is read again, it is read from the file."""
+        start = info.start // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, start, info.end - start)
 
     def _read_header(self, prefix: bytes, file_size: int, file: Any) -> dict[str, Any]:
         header_size = int.from_bytes(prefix, "little")

@@ -31,6 +31,9 @@ class Weights(Protocol):
     def fill(self, name: str, slot: Slot) -> None:
         """Put the tensor of that name into its slot; called once for each name."""
 
+    def end_layer(self) -> None:
+        """Called when a layer has been filled and holds on to none of the tensors."""
+
 
 @dataclass(frozen=True)
 class _Source:
@@ -56,11 +59,18 @@ class CheckpointWeights:
         hidden = not (show_progress and sys.stderr.isatty())
         total = sum(source.num_bytes for source in self._sources.values())
         self._progress = tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden)
+        self._in_use: list[_Source] = []
 
     def fill(self, name: str, slot: Slot) -> None:
         source = self._sources.pop(name)
         slot.fill(source.file.tensor(source.info))
-        self._progress.update(source.num_bytes)
+        self._in_use.append(source)
+
+    def end_layer(self) -> None:
+        for source in self._in_use:
+            source.file.release(source.info)
+            self._progress.update(source.num_bytes)
+        self._in_use.clear()
         if not self._sources:
             self._progress.close()
 
@@ -76,6 +86,9 @@ class RandomWeights:
             slot.target.normal_(0.0, 0.02, generator=_generator(f"{self._seed}:{name}", slot.target.device))
         else:
             slot.target.fill_(1.0 if slot.init == "ones" else 0.0)
+
+    def end_layer(self) -> None:
+        pass
 
 
 def _generator(key: str, device: torch.device) -> torch.Generator:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -76,8 +77,8 @@ class CpuDevice:
         logger.info("cpu_threads = %d: %s", threads, reason)
 
     def available_bytes(self) -> int:
-        """Memory that this process can still take without pushing anyone out."""
-        return min([self._host_available(), *self._group_available()])
+        """Memory that this process can still take without pushing anyone out, nor its own mapped weights."""
+        return max(0, min([self._host_available(), *self._group_available()]) - self._mapped())
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -160,6 +161,11 @@ class CpuDevice:
     def _host_available(self) -> int:
         fields = _fields((self._root / "proc/meminfo").read_text())
         return fields["MemAvailable:"] * 1024
+
+    def _mapped(self) -> int:
+        """Bytes of files in this process's memory: available as the kernel sees it, but in use."""
+        _, _, pages, *_ = (_read(self._root / "proc/self/statm") or "0 0 0").split()
+        return int(pages) * mmap.PAGESIZE
 
     def _group_available(self) -> Iterator[int]:
         """What is left under each memory limit; cached file pages, which the kernel drops first, do not count."""

@@ -24,7 +24,7 @@ def ticking(step: float) -> itertools.count[float]:
 )
 def test_share_of_the_limit(flops: float, num_bytes: float, share: float, bound: str) -> None:
     clock = ticking(0.2)
-    result = measure_case(Case("op", 4, lambda: None, flops, num_bytes), LIMITS, lambda: next(clock))
+    result = measure_case(Case("op", 4, lambda: None, flops, num_bytes), LIMITS, 0.2, lambda: next(clock))
     assert result.seconds == pytest.approx(0.2)
     assert result.of_limit == pytest.approx(share)
     assert result.bound == bound

@@ -136,6 +136,18 @@ def test_another_abi_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         library.open_library(library.PATH, "auto")
 
 
+def test_another_layout_of_packed_weights_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "WEIGHT_LAYOUT", "panels-1")
+    with pytest.raises(StartupError, match=r"packs weights as panels-\d+, quire as panels-1: reinstall"):
+        library.open_library(library.PATH, "auto")
+
+
+def test_a_file_that_is_no_library_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "libquire_cpu.so").write_text("no library")
+    with pytest.raises(StartupError, match=r"cannot be loaded: .*reinstall"):
+        library.open_library(tmp_path / "libquire_cpu.so", "auto")
+
+
 def test_a_missing_library_falls_back_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.errors import ConfigError, ModelLoadError
 from quire.layers.base import Slot
 from quire.models.base import CausalLM
+from quire.models.safetensors_file import SafetensorsFile
 from quire.models.weights import INDEX_NAME, SINGLE_NAME, RandomWeights
 from tests.fixtures.tiny_models import TINY_MODELS
 from tests.models.harness import load_tiny, logits_of
@@ -178,6 +179,27 @@ def test_no_safetensors(copy_of: Callable[[str], Path]) -> None:
     (directory / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin cannot be used, convert to safetensors"):
         load_tiny(directory)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_a_loaded_model_needs_its_files_no_more(name: str, copy_of: Callable[[str], Path]) -> None:
+    """Nobody who overwrites a checkpoint in place changes, or ends, the engine that has loaded it."""
+    directory = copy_of(name)
+    model = load_tiny(directory)
+    before = logits(model)
+    size = (directory / SINGLE_NAME).stat().st_size
+    (directory / SINGLE_NAME).write_bytes(bytes(size))
+    assert torch.equal(logits(model), before)
+
+
+def test_the_pages_of_a_finished_layer_are_given_back(
+    copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[str] = []
+    monkeypatch.setattr(SafetensorsFile, "release", lambda self, info: released.append(info.name))
+    directory = copy_of("llama")
+    load_tiny(directory)
+    assert sorted(released) == sorted(load_file(directory / SINGLE_NAME))
 
 
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))

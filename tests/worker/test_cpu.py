@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def write(root: Path, files: dict[str, str]) -> Path:
             },
             6,
         ),
+        ({"proc/self/statm": f"9999999 9999999 {2 * GIB // mmap.PAGESIZE} 1 0 1 0"}, 14),
+        ({"proc/self/statm": f"9999999 9999999 {20 * GIB // mmap.PAGESIZE} 1 0 1 0"}, 0),
         (
             {
                 "proc/self/cgroup": "0::/a/b\n",
@@ -60,7 +63,17 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ),
         ({"sys/fs/cgroup/memory.max": "10", "sys/fs/cgroup/memory.current": "20"}, 0),
     ],
-    ids=["host", "unlimited", "v2", "v2 with page cache", "v2 parent", "v1", "over its limit"],
+    ids=[
+        "host",
+        "unlimited",
+        "v2",
+        "v2 with page cache",
+        "mapped",
+        "all mapped",
+        "v2 parent",
+        "v1",
+        "over its limit",
+    ],
 )
 def test_available_memory(tmp_path: Path, files: dict[str, str], gib: int) -> None:
     assert CpuDevice(write(tmp_path, files)).available_bytes() == gib * GIB

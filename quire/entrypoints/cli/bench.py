@@ -1,4 +1,4 @@
-"""`quire bench throughput | latency | serve | kernels`."""
+"""`quire bench throughput | latency | startup | serve | kernels`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import click
 
 from quire.bench import latency as latency_bench
 from quire.bench import serve as serve_bench
+from quire.bench import startup as startup_bench
 from quire.bench import throughput as throughput_bench
 from quire.bench.backends import BACKENDS
 from quire.bench.workload import random_prompts
@@ -31,7 +32,7 @@ COUNT_OR_ZERO = HumanInt(minimum=0)
 
 @click.group()
 def bench() -> None:
-    """Measure throughput, latency, a running server or the CPU kernels."""
+    """Measure throughput, latency, starting, a running server or the CPU kernels."""
 
 
 def _json_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,6 +115,18 @@ def latency(
     _report(result.lines(), result.as_json(), json_file)
 
 
+@bench.command(cls=EngineCommand)
+@click.option(
+    "--num-iters-warmup", type=COUNT_OR_ZERO, default=1, show_default=True, help="Starts before timing."
+)
+@click.option("--num-iters", type=COUNT, default=3, show_default=True, help="Starts timed.")
+@_json_option
+def startup(num_iters_warmup: int, num_iters: int, json_file: str | None, **params: Any) -> None:
+    """Time the way from the command to the first token, in a fresh process each time."""
+    result = startup_bench.measure(engine_config(params), num_iters_warmup, num_iters)
+    _report(result.lines(), result.as_json(), json_file)
+
+
 @bench.command()
 @click.option(
     "--base-url", help="Server to load, such as http://localhost:8000; instead of --host and --port."
@@ -178,12 +191,14 @@ def serve(
     help="Weight format of a linear, such as bfloat16 or int8-precise; may be given several times.",
 )
 @click.option("--threads", type=COUNT, help="Compute threads; default: one per physical core.")
+@click.option("--quick", is_flag=True, help="The first cases of each suite only, each timed a few times.")
 @_json_option
 def kernels(
     suites: tuple[str, ...],
     rows: tuple[int, ...],
     weights: tuple[str, ...],
     threads: int | None,
+    quick: bool,
     json_file: str | None,
 ) -> None:
     """Measure the CPU kernels at the shapes of real models, as shares of this machine's measured limits."""
@@ -199,6 +214,7 @@ def kernels(
         suites or list(kernels_bench.SUITES),
         rows or kernels_bench.ROWS,
         weights or ("bfloat16", "int8", "int4"),
+        quick=quick,
     )
     _report(result.lines(), result.as_json(), json_file)
 

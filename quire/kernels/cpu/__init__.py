@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-PATH = Path(__file__).with_name("libquire_cpu.so")
-"""Where the library is, if it was built."""
+PATH = Path(os.environ.get("QUIRE_CPU_LIBRARY") or Path(__file__).with_name("libquire_cpu.so"))
+"""Where the library is, if it was built; QUIRE_CPU_LIBRARY names another build of it."""
 
 
 def available() -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from struct import Struct
+from struct import error as StructError
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ from quire.kernels import cpu
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 3
+ABI_VERSION, WEIGHT_LAYOUT = 4, "panels-2"
+"""What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -133,10 +135,13 @@ def status() -> str:
 def open_library(path: Path, requested_isa: str) -> CpuLibrary:
     """Open the library at `path` with the kernels of `requested_isa` ("auto" = the best this CPU runs).
 
-    Raises ConfigError for an unknown or unsupported instruction set, StartupError for another ABI version.
+    Raises ConfigError for an unknown or unsupported instruction set, StartupError for a library of another quire.
     """
-    handle = ctypes.CDLL(str(path))
-    _check_abi(handle, path)
+    try:
+        handle = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise StartupError(f"{path} cannot be loaded: {error}: reinstall quire") from error
+    _check_version(handle, path)
     index, isa = _choose_isa(_supported_isas(handle), requested_isa)
     reason = "the best this CPU runs" if requested_isa == "auto" else f"QUIRE_CPU_ISA={requested_isa}"
     kernels = {name: _kernel(handle, index, name) for name in SIGNATURES}
@@ -149,11 +154,15 @@ def _missing() -> str:
     return f"{PATH.name} was not built (no C++ compiler at install): slower torch kernels are used"
 
 
-def _check_abi(handle: ctypes.CDLL, path: Path) -> None:
+def _check_version(handle: ctypes.CDLL, path: Path) -> None:
     handle.quire_cpu_abi_version.restype = c_int64
     version = handle.quire_cpu_abi_version()
     if version != ABI_VERSION:
         raise StartupError(f"{path} has ABI version {version}, quire needs {ABI_VERSION}: reinstall quire")
+    handle.quire_cpu_weight_layout.restype = c_char_p
+    layout = handle.quire_cpu_weight_layout().decode()
+    if layout != WEIGHT_LAYOUT:
+        raise StartupError(f"{path} packs weights as {layout}, quire as {WEIGHT_LAYOUT}: reinstall quire")
 
 
 def _supported_isas(handle: ctypes.CDLL) -> dict[str, int]:
@@ -194,13 +203,17 @@ def call(name: str, *arguments: float) -> int:
     """Run a kernel on addresses and numbers; returns its status, 0 unless it refuses some of its input.
 
     Raises:
+        ValueError: a number does not fit into 64 bits.
         MemoryError: there is none for scratch space.
         RuntimeError: the library does not know a code that it was given.
     """
     library = loaded()
     assert library is not None, "the table of ops asks supports() before it loads a kernel"
     function, pack, address = library.kernels[name]
-    packed = pack(*arguments)
+    try:
+        packed = pack(*arguments)
+    except StructError as cause:
+        raise ValueError(f"{name}: a size does not fit into 64 bits: {arguments}") from cause
     status = function(packed)
     if status >= 0:
         if recording.listener is not None:

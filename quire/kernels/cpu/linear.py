@@ -37,15 +37,12 @@ _ACTIVATIONS = {None: 0, "silu_and_mul": 1}
 _BLOCK_ROWS = 192
 """Rows that a kernel packs at a time, as in csrc/cpu/linear.h; it checks the scratch memory that follows from it."""
 
-_LAYOUT = 2
-"""Raised when a matrix would be packed into other bytes."""
-
 
 def packed_layout() -> str:
     """Name of the bytes that `pack_weight` makes here; the same name, the same bytes."""
     loaded = library.loaded()
     assert loaded is not None, "there are kernels"
-    return f"{loaded.isa}-{_LAYOUT}"
+    return f"{library.WEIGHT_LAYOUT} by {loaded.isa}, ABI {library.ABI_VERSION}"
 
 
 def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:

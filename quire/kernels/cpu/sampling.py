@@ -45,7 +45,10 @@ def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor) -> Tensor:
     check_array(op, "settings", settings, torch.float64, (rows, 4))
     check_array(op, "uniforms", uniforms, torch.float64, (rows,))
     out = empty(logits, rows, dtype=torch.int64)
-    call(op, out.data_ptr(), logits.data_ptr(), settings.data_ptr(), uniforms.data_ptr(), rows, vocab_size)
+    addresses = (out.data_ptr(), logits.data_ptr(), settings.data_ptr(), uniforms.data_ptr())
+    refused = call(op, *addresses, rows, vocab_size)
+    if refused:
+        raise ValueError(f"{op}: {refused} rows of settings have a temperature below 0 or a top_k below 1")
     return out
 
 

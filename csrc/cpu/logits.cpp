@@ -1,0 +1,41 @@
+// Looking at logits before a token is chosen, and changing them.
+
+#include "logits_row.h"
+
+namespace quire { namespace QUIRE_ISA { namespace {
+
+inline bool is_finite(const float* x, int64_t n) {
+    Ints bad = {};
+    for_each_vector(n, [&](int64_t i, auto lanes) {
+        const Bits exponent = as_bits(load(reinterpret_cast<const Float32*>(x) + i, lanes)) & 0x7f800000;
+        bad |= exponent == 0x7f800000;
+    });
+    return !any(bad);
+}
+
+}  // namespace
+
+int64_t non_finite_rows(void* out, const void* logits, int64_t rows, int64_t n) {
+    const float* x = static_cast<const float*>(logits);
+#pragma omp parallel for schedule(static) if (rows > 1 && rows * n >= kParallelElements)
+    for (int64_t row = 0; row < rows; ++row) static_cast<bool*>(out)[row] = !is_finite(x + row * n, n);
+    return 0;
+}
+
+int64_t apply_penalties(void* logits, const void* indices, const void* repetition, const void* subtracted,
+                        int64_t count, int64_t size) {
+    float* x = static_cast<float*>(logits);
+    const int64_t* at = static_cast<const int64_t*>(indices);
+    int64_t refused = 0;
+    for (int64_t i = 0; i < count; ++i) refused += at[i] < 0 || at[i] >= size;
+    if (refused) return refused;
+    for (int64_t i = 0; i < count; ++i) {
+        const double factor = static_cast<const double*>(repetition)[i], value = static_cast<double>(x[at[i]]);
+        const double scaled = (value > 0.0 ? value / factor : value * factor) - static_cast<const double*>(subtracted)[i];
+        // Brought back into range, so that a tiny or huge factor makes no infinity.
+        x[at[i]] = static_cast<float>(scaled > static_cast<double>(kMaxLogit) ? static_cast<double>(kMaxLogit) : scaled);
+    }
+    return 0;
+}
+
+}}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,77 @@
+"""From the command to the first token: fresh processes, and where their time goes.
+
+Invariant: phases follow one another without a gap, so their seconds add up to the whole.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.bench.statistics import percentile
+from quire.config import EngineConfig
+from quire.errors import StartupError
+
+Run = dict[str, float]
+"""Phase -> seconds, in the order in which the phases ended."""
+
+FirstToken = Callable[[EngineConfig], Run]
+
+
+@dataclass(frozen=True)
+class StartupResult:
+    """The phases of each measured start."""
+
+    runs: Sequence[Run]
+
+    @property
+    def totals(self) -> list[float]:
+        """Seconds from the command to the first token, for each start."""
+        return [sum(run.values()) for run in self.runs]
+
+    def medians(self) -> Run:
+        """Phase -> its median over the starts."""
+        return {phase: percentile([run[phase] for run in self.runs], 50) for phase in self.runs[0]}
+
+    def lines(self) -> list[str]:
+        """The result for people."""
+        totals = self.totals
+        rows = [f"{phase:22} {seconds:7.2f}" for phase, seconds in self.medians().items()]
+        whole = f"{'command to first token':22} {percentile(totals, 50):7.2f}"
+        spread = f"   ({min(totals):.2f} to {max(totals):.2f})"
+        return [f"{'phase':22} seconds   (median of {len(totals)})", *rows, whole + spread]
+
+    def as_json(self) -> dict[str, object]:
+        """The result for programs; all values in seconds."""
+        return {
+            "median_startup_time": percentile(self.totals, 50),
+            "startup_times": self.totals,
+            "median_phases": self.medians(),
+            "phases": list(self.runs),
+        }
+
+
+def first_token(config: EngineConfig) -> Run:
+    """Start an engine in a new process and have it make one token.
+
+    Raises:
+        StartupError: it could not; the message is the process's own.
+    """
+    command = [sys.executable, "-m", "quire.bench.startup_process", str(time.monotonic())]
+    done = subprocess.run(command, input=msgspec.json.encode(config), capture_output=True, check=False)
+    if done.returncode:
+        raise StartupError(done.stderr.decode().strip().rpartition("\n")[2])
+    return msgspec.json.decode(done.stdout, type=Run)
+
+
+def measure(
+    config: EngineConfig, num_warmup: int, num_iters: int, start: FirstToken = first_token
+) -> StartupResult:
+    """Start again and again; the first `num_warmup` times, which fill the system's caches of files, do not count."""
+    runs = [start(config) for _ in range(num_warmup + num_iters)]
+    return StartupResult(runs[num_warmup:])

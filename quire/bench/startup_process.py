@@ -1,0 +1,85 @@
+"""One start, timed from within: `python -m quire.bench.startup_process BEGIN < config.json`.
+
+BEGIN is the monotonic time at which the process was asked for. Writes phase -> seconds, as JSON. What is timed is what
+`LLMEngine` does by itself: a phase ends when a function returns that is looked at from outside.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from quire.errors import QuireError
+
+
+class Stopwatch:
+    """Phases that end one after the other."""
+
+    def __init__(self, begin: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._last = begin
+        self._clock = clock
+        self.phases: dict[str, float] = {}
+
+    def end(self, phase: str) -> None:
+        """Everything since the phase before was this one."""
+        now = self._clock()
+        self.phases[phase], self._last = now - self._last, now
+
+    def watch(self, owner: Any, name: str, phase: str, then: Callable[[], None] = lambda: None) -> None:
+        """The phase ends when this function of a module or class returns."""
+        function = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
+            self.end(phase)
+            then()
+            return result
+
+        setattr(owner, name, watched)
+
+
+def time_first_token(stopwatch: Stopwatch, config_json: bytes) -> None:
+    """Start an engine and make one token."""
+    stopwatch.end("interpreter")
+    from quire.config import EngineConfig
+    from quire.engine import core, llm_engine
+    from quire.sampling_params import SamplingParams
+
+    config = msgspec.json.decode(config_json, type=EngineConfig)
+    stopwatch.end("imports of quire")
+    stopwatch.watch(llm_engine, "load_tokenizer", "tokenizer")
+    stopwatch.watch(core, "resolve_executor", "import of torch", lambda: _watch_worker(stopwatch))
+    engine = llm_engine.LLMEngine(config)
+    stopwatch.end("KV cache")
+    engine.add_request("0", [0], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+    stopwatch.end("first step")
+    engine.shutdown()
+
+
+def _watch_worker(stopwatch: Stopwatch) -> None:
+    from quire.worker import worker
+
+    stopwatch.watch(worker, "load_model", "weights")
+    stopwatch.watch(worker.Worker, "load", "warm-up")
+
+
+def main() -> int:
+    """Time one start; returns the exit code."""
+    stopwatch = Stopwatch(float(sys.argv[1]))
+    try:
+        time_first_token(stopwatch, sys.stdin.buffer.read())
+    except QuireError as error:
+        print(error, file=sys.stderr)
+        return 1
+    sys.stdout.buffer.write(msgspec.json.encode(stopwatch.phases))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

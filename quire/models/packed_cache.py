@@ -1,0 +1,163 @@
+"""Keeps the finished weights of a model in one file, so that the next start only maps it.
+
+A file is in the safetensors format, with entries that fill up to pages, and ends with a seal: SHA-256 over its key and
+the sum of each page. The key, which its name bears too, is a hash of all that the weights are made from.
+Invariant: what `read` returns is, bit for bit, what `write` was given under the same key. A file appears by renaming,
+so no reader sees half of it, and several writers at once do no harm.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelLoadError
+from quire.layers.base import Layer
+from quire.models.base import CausalLM
+from quire.models.safetensors_file import DTYPES, SafetensorsFile
+from quire.models.weights import weight_files
+from quire.version import __version__
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Raised when the same key would stand for other contents."""
+PAGE = 4096
+
+_FILLER = "_filler."
+_SEAL = "_seal"
+_SEAL_BYTES = hashlib.sha256().digest_size
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def packed_key(model: CausalLM, layout: str) -> str:
+    """Hash of what decides the finished weights of a model that has none yet.
+
+    `layout` names the form into which the kernels of this machine pack. A checkpoint's files count by path, size and
+    time of their last change, of which the status change cannot be set back; the model by its config, and by the shape
+    of its layers, which another version may merge otherwise.
+
+    Raises:
+        ModelLoadError: there are no files.
+    """
+    config = model.config
+    files = [] if config.load.load_format == "dummy" else weight_files(Path(config.model_dir))
+    parts = {
+        "format": (FORMAT, __version__, layout),
+        "arch": dataclasses.asdict(dataclasses.replace(config.arch, generation={})),
+        "layers": [(names, _shapes(layer)) for names, layer in model.checkpoint_layers()],
+        "quantization": dataclasses.asdict(config.quantization),
+        "seed": config.model.seed if not files else None,
+        "files": [(str(path), *_state(path)) for path in files],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _shapes(layer: Layer) -> dict[str, tuple[object, ...]]:
+    return {name: (_CODES[param.dtype], *param.shape) for name, param in layer.tensors().items()}
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+class PackedCache:
+    """The file of one model in a directory; a directory that cannot be used costs a warning and nothing else."""
+
+    def __init__(self, directory: Path, name: str, key: str) -> None:
+        self._directory = directory
+        self._key = key
+        self.path = directory / f"{name}.{key[:32]}.safetensors"
+
+    def read(self) -> dict[str, Tensor] | None:
+        """The tensors, in the file's own memory; None if there is no file or it is not what was written."""
+        started = time.monotonic()
+        try:
+            file = SafetensorsFile(self.path)
+            self._check(file)
+        except ModelLoadError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                logger.warning("packed weights are made again: %s", error)
+            return None
+        infos = [info for info in file.tensors.values() if not info.name.startswith("_")]
+        logger.info("packed weights mapped from %s in %.2f s", self.path, time.monotonic() - started)
+        return {info.name: file.tensor(info) for info in infos}
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the tensors for the next start."""
+        started = time.monotonic()
+        draft = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            try:
+                self._write(draft, tensors)
+                draft.rename(self.path)
+            finally:
+                draft.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("packed weights are not kept in %s: %s", self._directory, error.strerror)
+            return
+        logger.info("packed weights written to %s in %.2f s", self.path, time.monotonic() - started)
+
+    def _write(self, draft: Path, tensors: Mapping[str, Tensor]) -> None:
+        seal = self._new_seal()
+        with draft.open("xb") as file:
+            for part in (_header(tensors), *tensors.values()):
+                for pages in _whole_pages(part):
+                    file.write(pages.numpy().data)
+                    seal.update(_sums(pages))
+            file.write(seal.digest())
+
+    def _check(self, file: SafetensorsFile) -> None:
+        """Raises ModelLoadError if the seal is missing or broken."""
+        info, seal = file.tensors.get(_SEAL), self._new_seal()
+        if info is not None and (info.start % PAGE, info.end - info.start) == (0, _SEAL_BYTES):
+            seal.update(_sums(file.raw(0, info.start)))
+            if file.raw(info.start, info.end).numpy().tobytes() == seal.digest():
+                return
+        raise ModelLoadError(f"{self.path}: is damaged, or was written for something else")
+
+    def _new_seal(self) -> "hashlib._Hash":
+        return hashlib.sha256(self._key.encode())
+
+
+def _header(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The bytes before the data of `tensors`, each of which begins a page: uint8 [n]."""
+    entries: dict[str, Any] = {}
+    position = 0
+    for name, tensor in tensors.items():
+        end = position + tensor.nbytes
+        entries[name] = _entry(_CODES[tensor.dtype], list(tensor.shape), position, end)
+        position = end + -end % PAGE
+        if position > end:
+            entries[f"{_FILLER}{name}"] = _entry("U8", [position - end], end, position)
+    entries[_SEAL] = _entry("U8", [_SEAL_BYTES], position, position + _SEAL_BYTES)
+    header = json.dumps(entries).encode()
+    header += b" " * (-(8 + len(header)) % PAGE)
+    return torch.frombuffer(bytearray(len(header).to_bytes(8, "little") + header), dtype=torch.uint8)
+
+
+def _whole_pages(tensor: Tensor) -> Iterator[Tensor]:
+    """The bytes of a tensor, filled up with zeros: uint8 [n] with n a multiple of a page."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = len(flat) // PAGE * PAGE
+    yield flat[:whole]
+    yield torch.nn.functional.pad(flat[whole:], (0, (whole - len(flat)) % PAGE))
+
+
+def _sums(pages: Tensor) -> bytes:
+    """The sum of each page's words, modulo 2^64."""
+    return pages.view(torch.int64).view(-1, PAGE // 8).sum(1).numpy().tobytes()
+
+
+def _entry(code: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
+    return {"dtype": code, "shape": shape, "data_offsets": [start, end]}

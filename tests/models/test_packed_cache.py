@@ -1,0 +1,288 @@
+"""The cache of packed weights gives back what was written, or nothing; whatever goes wrong, the model still loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.models import packed_cache
+from quire.models.llama import LlamaForCausalLM
+from quire.models.packed_cache import PAGE, PackedCache, packed_key
+from quire.models.safetensors_file import SafetensorsFile
+from quire.models.weights import SINGLE_NAME, CheckpointWeights
+from tests.models.harness import load_tiny, logits_of, prepared_config
+
+ROOT = Path(__file__).parents[2]
+KEY = "0123456789abcdef" * 4
+PROMPT = [[5, 9, 100, 3, 77, 42, 42, 8, 1]]
+TENSORS = {
+    "a/weight": torch.arange(7, dtype=torch.bfloat16),
+    "b/packed.data": torch.arange(3 * PAGE, dtype=torch.int64).to(torch.uint8).view(3, 64, 64),
+    "b/packed.scales": torch.linspace(-1, 1, 2048).view(2, 1024),
+}
+QUANTIZATIONS: list[dict[str, Any]] = [
+    {},
+    {"quantization": "int8"},
+    {"quantization": "int4", "quantization_config": {"symmetric": False}},
+]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> PackedCache:
+    return PackedCache(tmp_path / "made" / "on demand", "tiny", KEY)
+
+
+def same(read: dict[str, Tensor] | None, written: dict[str, Tensor] = TENSORS) -> bool:
+    assert read is not None
+    assert read.keys() == written.keys()
+    return all(
+        read[name].dtype == written[name].dtype and torch.equal(read[name], written[name]) for name in read
+    )
+
+
+def only_file(directory: Path) -> Path:
+    (path,) = directory.iterdir()
+    return path
+
+
+def test_what_was_written_is_read(cache: PackedCache) -> None:
+    assert cache.read() is None
+    cache.write(TENSORS)
+    assert same(cache.read())
+    assert only_file(cache.path.parent) == cache.path
+
+
+def test_every_tensor_begins_a_page_of_a_safetensors_file(cache: PackedCache) -> None:
+    cache.write(TENSORS)
+    infos = SafetensorsFile(cache.path).tensors
+    assert [infos[name].start % PAGE for name in TENSORS] == [0, 0, 0]
+    others = load_file(cache.path)
+    assert same({name: others[name] for name in TENSORS})
+
+
+@given(position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_any_flipped_bit_is_seen(position: float, bit: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    cache = PackedCache(tmp_path_factory.mktemp("flipped"), "tiny", KEY)
+    cache.write(TENSORS)
+    content = bytearray(cache.path.read_bytes())
+    content[int(position * len(content))] ^= 1 << bit
+    cache.path.write_bytes(content)
+    assert cache.read() is None
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 100, PAGE, 3 * PAGE + 5, -1])
+def test_half_a_file_is_seen_and_replaced(
+    size: int, cache: PackedCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.write(TENSORS)
+    whole = cache.path.read_bytes()
+    cache.path.write_bytes(whole[:size])
+    assert cache.read() is None
+    assert "packed weights are made again" in caplog.text
+    cache.write(TENSORS)
+    assert cache.path.read_bytes() == whole
+
+
+def test_swapped_pages_are_seen(cache: PackedCache) -> None:
+    cache.write(TENSORS)
+    content = cache.path.read_bytes()
+    start = SafetensorsFile(cache.path).tensors["b/packed.scales"].start
+    first, second = content[start : start + PAGE], content[start + PAGE : start + 2 * PAGE]
+    assert first != second
+    cache.path.write_bytes(content.replace(first + second, second + first))
+    assert cache.read() is None
+
+
+def test_a_file_of_another_key_is_not_taken(cache: PackedCache) -> None:
+    cache.write(TENSORS)
+    other = PackedCache(cache.path.parent, "tiny", KEY[::-1])
+    cache.path.rename(other.path)
+    assert other.read() is None
+
+
+def test_a_file_that_is_no_cache_is_not_taken(cache: PackedCache, tiny_model: Callable[[str], Path]) -> None:
+    cache.write(TENSORS)
+    shutil.copyfile(tiny_model("llama") / SINGLE_NAME, cache.path)
+    assert cache.read() is None
+
+
+def test_a_directory_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    cache = PackedCache(tmp_path / "file", "tiny", KEY)
+    cache.write(TENSORS)
+    assert "packed weights are not kept" in caplog.text
+    assert cache.read() is None
+
+
+def test_a_directory_that_is_only_readable_is_read(
+    cache: PackedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.write(TENSORS)
+    open_file = Path.open
+
+    def read_only(path: Path, mode: str = "r", *args: Any) -> Any:
+        if mode != "rb":
+            raise OSError(30, "Read-only file system")
+        return open_file(path, mode, *args)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    other = PackedCache(cache.path.parent, "tiny", KEY[::-1])
+    other.write(TENSORS)
+    assert "packed weights are not kept" in caplog.text
+    assert "Read-only file system" in caplog.text
+    assert same(cache.read())
+    assert only_file(cache.path.parent) == cache.path
+
+
+def test_a_full_disk_leaves_nothing_behind(
+    cache: PackedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(pages: Tensor) -> bytes:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packed_cache, "_sums", full)
+    cache.write(TENSORS)
+    assert "No space left on device" in caplog.text
+    assert list(cache.path.parent.iterdir()) == []
+
+
+def test_racing_writers_and_readers_see_whole_files(cache: PackedCache) -> None:
+    def work(turn: int) -> bool:
+        if turn % 2:
+            cache.write(TENSORS)
+            return True
+        read = cache.read()
+        return read is None or same(read)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(40)))
+    assert only_file(cache.path.parent) == cache.path
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from quire.models.packed_cache import PackedCache
+from tests.models.test_packed_cache import KEY, TENSORS
+print("ready", flush=True)
+sys.stdin.read()
+for _ in range(30):
+    PackedCache(Path(sys.argv[1]), "tiny", KEY).write(TENSORS)
+"""
+
+
+def test_racing_processes_leave_one_whole_file(cache: PackedCache) -> None:
+    command = [sys.executable, "-c", WRITER, str(cache.path.parent)]
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(subprocess.Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE)) for _ in "12"
+        ]
+        streams = [(writer.stdin, writer.stdout) for writer in writers]
+        assert [output.readline() for _, output in streams if output is not None] == [b"ready\n"] * 2
+        for start in (start for start, _ in streams if start is not None):
+            start.close()
+        while any(writer.poll() is None for writer in writers):
+            read = cache.read()
+            assert read is None or same(read)
+        assert [writer.returncode for writer in writers] == [0, 0]
+    assert same(cache.read())
+    assert only_file(cache.path.parent) == cache.path
+
+
+def key_of(config: EngineConfig, layout: str = "panels-1") -> str:
+    with torch.device("meta"):
+        return packed_key(LlamaForCausalLM(config=config), layout)
+
+
+def test_the_key_follows_everything_that_decides_the_weights(
+    tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = Path(shutil.copytree(tiny_model("llama"), tmp_path / "llama"))
+    moved = Path(shutil.copytree(directory, tmp_path / "moved"))
+    config = prepared_config(directory)
+    keys = [key_of(config, layout) for layout in ("panels-1", "panels-2", "plain")]
+    for options in (*QUANTIZATIONS[1:], {"dtype": "bfloat16"}, {"load_format": "dummy"}):
+        keys.append(key_of(prepared_config(directory, **options)))
+    keys.append(
+        key_of(prepared_config(directory, quantization="int8", quantization_config={"mode": "precise"}))
+    )
+    keys.append(key_of(prepared_config(directory, load_format="dummy", seed=1)))
+    keys.append(key_of(prepared_config(moved)))
+    other_arch = dataclasses.replace(config.arch, hidden_act="gelu")
+    keys.append(key_of(dataclasses.replace(config, model_arch=other_arch)))
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_cache, "__version__", "0.0.0")
+        keys.append(key_of(config))
+    with monkeypatch.context() as patch:
+        merged = {"qkv_proj": ("v_proj", "k_proj", "q_proj")}
+        patch.setattr(LlamaForCausalLM, "merged", LlamaForCausalLM.merged | merged)
+        keys.append(key_of(config))
+    status = (directory / SINGLE_NAME).stat()
+    rewrite_in_place(directory / SINGLE_NAME, status.st_atime_ns, status.st_mtime_ns)
+    keys.append(key_of(config))
+    assert len(set(keys)) == len(keys)
+    assert keys[-1] == key_of(prepared_config(directory, max_num_seqs=3, seed=4))
+
+
+def rewrite_in_place(path: Path, *times_ns: int) -> None:
+    """New content of the same size, dated back to before it was written."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times_ns[0], times_ns[1]))
+
+
+@pytest.mark.parametrize("options", QUANTIZATIONS, ids=["float", "int8", "int4"])
+@pytest.mark.parametrize("name", ["llama-tied-bias", "gemma2", "opt", "gpt2"])
+def test_a_second_start_has_the_same_bits_and_reads_no_checkpoint(
+    name: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+    tiny_model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = {"packed_weights_cache": str(tmp_path), "dtype": "bfloat16", **options}
+    plain, first = (
+        load_tiny(tiny_model(name), dtype="bfloat16", **options),
+        load_tiny(tiny_model(name), **args),
+    )
+    monkeypatch.delattr(CheckpointWeights, "__init__")
+    second = load_tiny(tiny_model(name), **args)
+    expected = logits_of(plain, PROMPT, chunk_sizes=[4])[0]
+    for model in (first, second):
+        assert torch.equal(logits_of(model, PROMPT, chunk_sizes=[4])[0], expected)
+    for (_, one), (_, other) in zip(first.checkpoint_layers(), second.checkpoint_layers(), strict=True):
+        assert same(other.tensors(), one.tensors())
+
+
+def test_a_damaged_cache_is_made_again(
+    tmp_path: Path, tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    args = {"packed_weights_cache": str(tmp_path), "quantization": "int8"}
+    load_tiny(tiny_model("llama"), **args)
+    whole = only_file(tmp_path).read_bytes()
+    only_file(tmp_path).write_bytes(whole[: len(whole) // 2])
+    with caplog.at_level(logging.INFO):
+        load_tiny(tiny_model("llama"), **args)
+    assert "packed weights are made again" in caplog.text
+    assert only_file(tmp_path).read_bytes() == whole
