@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from quire.config import EngineConfig
-from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.device_pool import DevicePool
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -100,7 +100,7 @@ def run(num_running: int, policy: str) -> dict[str, float]:
 
 def block_costs(watch: Watch, num_blocks: int = 4096) -> dict[str, float]:
     """Taking blocks from a pool one by one, and giving them back."""
-    pool = BlockPool(num_blocks + 1)
+    pool = DevicePool(num_blocks + 1)
     taken = watch.microseconds(lambda: [pool.get_new_blocks(1) for _ in range(num_blocks)])
     freed = watch.microseconds(lambda: [pool.free([block]) for block in pool.blocks[1:]])
     return {"allocate, per block": taken / num_blocks, "free, per block": freed / num_blocks}
