@@ -1,0 +1,138 @@
+"""How far our logits are from float32, for every way of keeping weights and cache.
+
+    python benchmarks/accuracy.py [MODEL] [--num-sequences 8] [--num-tokens 64] [--json FILE]
+
+The reference is transformers in float32, with the weights that bfloat16 holds; the text is drawn from it, so that it is
+such as the model knows. Printed are, over all positions, the relative error of the logits,
+||ours - reference|| / ||reference||, the mean distance of the logprob of the token that comes next, and how often the
+likeliest token is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, set_seed
+
+from quire.config import DEMO_MODEL, EngineConfig
+from quire.engine.startup import prepare
+from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import KVCacheConfig
+from quire.layers.attention import allocate_kv_cache, bind_kv_cache, kv_cache_specs
+from quire.models.base import CausalLM
+from quire.models.checkpoint import resolve_model_dir
+from quire.models.loader import load_model
+
+PRECISE = {"quantization_config": {"mode": "precise"}}
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "bf16": {},
+    "bf16, int8 cache": {"kv_cache_dtype": "int8"},
+    "int8 precise": {"quantization": "int8", **PRECISE},
+    "int8 fast": {"quantization": "int8"},
+    "int8 fast, int8 cache": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "int4 precise": {"quantization": "int4", **PRECISE},
+    "int4 fast": {"quantization": "int4"},
+}
+"""Name -> arguments of the engine beside the weights' bfloat16."""
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """One mode against the reference."""
+
+    mode: str
+    relative_error: float
+    mean_logprob_distance: float
+    top1_agreement: float
+
+    def line(self) -> str:
+        """The result for people."""
+        numbers = (
+            f"{self.relative_error:16.2e} {self.mean_logprob_distance:18.5f} {self.top1_agreement:12.2%}"
+        )
+        return f"{self.mode:24}{numbers}"
+
+
+def reference(model: str, num_sequences: int, num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids [S, T] drawn from the model, and its float32 logits [S, T, V]."""
+    directory = resolve_model_dir(model, None, None)
+    exact = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).float().eval()
+    exact.generation_config.eos_token_id = None  # text goes on after an end
+    set_seed(seed)
+    first = torch.randint(3, exact.config.vocab_size, (num_sequences, 1))
+    sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    with torch.inference_mode():
+        ids = exact.generate(first, max_new_tokens=num_tokens - 1, pad_token_id=0, **sampling)
+        return ids, torch.stack([exact(row[None]).logits[0] for row in ids])
+
+
+@torch.inference_mode()
+def logits_of(model: CausalLM, ids: Tensor) -> Tensor:
+    """One sequence [T] -> float32 [T, V], through a cache of its own."""
+    num_tokens = len(ids)
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    specs = kv_cache_specs(model)
+    kv_config = KVCacheConfig(num_blocks, group_layers(specs, BLOCK_SIZE, hybrid=False), specs)
+    bind_kv_cache(model, kv_config, allocate_kv_cache(kv_config, torch.device("cpu")))
+    positions = torch.arange(num_tokens)
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
+        seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
+        block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
+        slot_mapping=positions,
+        max_query_len=num_tokens,
+        max_seq_len=num_tokens,
+    )
+    return model.compute_logits(model.forward(ids, positions, (metadata,)))
+
+
+def compare(mode: str, model: str, ids: Tensor, expected: Tensor) -> Accuracy:
+    """Load the model in a mode and hold its logits against the expected ones [S, T, V]."""
+    args = {"dtype": "bfloat16", "block_size": BLOCK_SIZE, **MODES[mode]}
+    loaded = load_model(prepare(EngineConfig.from_args(model=model, **args), "offline"))
+    ours = torch.stack([logits_of(loaded, row) for row in ids])
+    return Accuracy(
+        mode=mode,
+        relative_error=float((ours - expected).double().norm() / expected.double().norm()),
+        mean_logprob_distance=float((_next(ours, ids) - _next(expected, ids)).abs().mean()),
+        top1_agreement=float((ours.argmax(-1) == expected.argmax(-1)).double().mean()),
+    )
+
+
+def _next(logits: Tensor, ids: Tensor) -> Tensor:
+    """Logprobs of the tokens that follow: [S, T, V] and [S, T] -> [S, T - 1]."""
+    return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def measure(model: str, modes: Sequence[str], num_sequences: int, num_tokens: int) -> list[Accuracy]:
+    """Every mode on the same text."""
+    ids, expected = reference(model, num_sequences, num_tokens)
+    return [compare(mode, model, ids, expected) for mode in modes]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model", nargs="?", default=DEMO_MODEL)
+    parser.add_argument("--num-sequences", type=int, default=8)
+    parser.add_argument("--num-tokens", type=int, default=64, help="of each sequence")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = measure(args.model, list(MODES), args.num_sequences, args.num_tokens)
+    print(f"{'mode':24}{'relative error':>16} {'mean |d logprob|':>18} {'same top-1':>12}")
+    for result in results:
+        print(result.line())
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The model in the box stays near float32, in every way of keeping it."""
+
+from __future__ import annotations
+
+from benchmarks.accuracy import MODES, measure
+from quire.config import DEMO_MODEL
+
+BOUNDS = {
+    "bf16": (1e-3, 0.001, 0.995),
+    "bf16, int8 cache": (0.02, 0.05, 0.97),
+    "int8 precise": (0.03, 0.08, 0.95),
+    "int8 fast": (0.04, 0.1, 0.95),
+    "int8 fast, int8 cache": (0.04, 0.1, 0.95),
+    "int4 precise": (0.3, 0.8, 0.7),
+    "int4 fast": (0.3, 0.8, 0.7),
+}
+"""Largest relative error and distance of logprobs, and the least agreement."""
+
+
+def test_every_mode_keeps_its_bounds_on_the_model_in_the_box() -> None:
+    results = {result.mode: result for result in measure(DEMO_MODEL, list(MODES), 4, 48)}
+    assert results.keys() == BOUNDS.keys()
+    for mode, (error, distance, agreement) in BOUNDS.items():
+        found = results[mode]
+        assert found.relative_error <= error, found
+        assert found.mean_logprob_distance <= distance, found
+        assert found.top1_agreement >= agreement, found
