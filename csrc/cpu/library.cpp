@@ -7,6 +7,9 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#ifdef __linux__
+#include <sched.h>
+#endif
 
 namespace quire {
 
@@ -65,6 +68,26 @@ int64_t quire_cpu_max_threads() {
 #else
     return 1;
 #endif
+}
+
+int64_t quire_cpu_pin_threads(const int64_t* cpus, int64_t count) {
+    int64_t refused = 0;
+#if defined(_OPENMP) && defined(__linux__)
+#pragma omp parallel reduction(+ : refused)
+    {
+        const int64_t thread = omp_get_thread_num();
+        if (thread > 0 && thread < count) {
+            cpu_set_t own;
+            CPU_ZERO(&own);
+            CPU_SET(cpus[thread], &own);
+            refused += sched_setaffinity(0, sizeof own, &own) != 0;
+        }
+    }
+#else
+    refused = count - 1;
+    (void)cpus;
+#endif
+    return refused;
 }
 
 const char* quire_cpu_isa_name(int64_t index) {

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#define QUIRE_CPU_ABI_VERSION 4
+#define QUIRE_CPU_ABI_VERSION 5
 #define QUIRE_CPU_WEIGHT_LAYOUT "panels-2"
 #define QUIRE_CPU_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -33,6 +33,10 @@ QUIRE_CPU_EXPORT const char* quire_cpu_weight_layout();
 
 // Threads that a parallel kernel called from this thread would use.
 QUIRE_CPU_EXPORT int64_t quire_cpu_max_threads();
+
+// Keeps thread i of the calling thread's team on processor cpus[i], for 0 < i < count; the caller itself, whose children
+// would inherit it, stays free. Returns how many threads the system refused to pin.
+QUIRE_CPU_EXPORT int64_t quire_cpu_pin_threads(const int64_t* cpus, int64_t count);
 
 // Name of the i-th instruction set in the library, best first; null past the last.
 QUIRE_CPU_EXPORT const char* quire_cpu_isa_name(int64_t index);

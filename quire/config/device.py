@@ -19,6 +19,10 @@ class DeviceConfig(Config):
         choices=("auto", "cpu", "cuda", "xpu"),
     )
     cpu_threads: int = option(0, "Compute threads; 0: one per available physical core.", ge=0)
+    cpu_pin_threads: bool = option(
+        False,
+        "Keep each compute thread but the first on a core of its own: steadier on a machine that runs nothing else.",
+    )
     enforce_eager: bool = option(
         False, "Run every step kernel by kernel from Python: no CUDA graphs, and no tapes on a CPU."
     )

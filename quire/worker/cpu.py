@@ -13,12 +13,15 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import c_int64
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.kernels.cpu import library
 from quire.layers.attention import why_not_captured
 from quire.worker.block_copies import Moves, copy_on_host
 from quire.worker.devices import Mark
@@ -75,6 +78,8 @@ class CpuDevice:
         threads, reason = (asked, "as --cpu-threads says") if asked else self._default_threads()
         torch.set_num_threads(threads)
         logger.info("cpu_threads = %d: %s", threads, reason)
+        if config.device.cpu_pin_threads:
+            self._pin(threads)
 
     def available_bytes(self) -> int:
         """Memory that this process can still take without pushing anyone out, nor its own mapped weights."""
@@ -134,8 +139,32 @@ class CpuDevice:
             ), f"the control group allows {quota:g} processors of {cores} cores"
         return cores, "one per physical core that this process may use"
 
+    def _pin(self, num_threads: int) -> None:
+        """Keep this thread's team on cores of their own.
+
+        Raises:
+            ConfigError: there are too few cores, no C++ kernels, or the system does not let us.
+        """
+        cpus, loaded = self._cpus(), library.loaded()
+        if loaded is None or num_threads > len(cpus):
+            have = f"there are {len(cpus)}" if loaded is not None else library.status()
+            raise ConfigError(f"--cpu-pin-threads needs a core for each of {num_threads} threads; {have}")
+        own = cpus[:num_threads]
+        if loaded.pin_threads((c_int64 * num_threads)(*own), num_threads):
+            raise ConfigError(
+                f"--cpu-pin-threads: the system refuses to keep threads on processors {own[1:]}"
+            )
+        logger.info("compute threads other than the first are pinned to processors %s", own[1:])
+
     def _num_cores(self) -> int:
-        return len({self._core_of(cpu) for cpu in os.sched_getaffinity(0)})
+        return len(self._cpus())
+
+    def _cpus(self) -> list[int]:
+        """One processor of each physical core that this process may use."""
+        first_of_core: dict[str, int] = {}
+        for cpu in sorted(os.sched_getaffinity(0)):
+            first_of_core.setdefault(self._core_of(cpu), cpu)
+        return list(first_of_core.values())
 
     def _core_of(self, cpu: int) -> str:
         topology = self._root / f"sys/devices/system/cpu/cpu{cpu}/topology"

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from quire.errors import ConfigError
+from quire.kernels.cpu import library
 from quire.worker.cpu import CpuDevice
 from tests.worker.harness import tiny_config
 
@@ -144,3 +148,31 @@ def test_threads_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_machine_can_be_read() -> None:
     assert CpuDevice().available_bytes() > 0
+
+
+PINS = """
+import os, pathlib
+from quire.config import EngineConfig
+from quire.worker.cpu import CpuDevice
+CpuDevice().start(EngineConfig.from_args(cpu_threads=2, cpu_pin_threads=True))
+free = sorted(os.sched_getaffinity(0))
+tasks = [int(task.name) for task in pathlib.Path("/proc/self/task").iterdir()]
+print(len(free), [sorted(cpus) for task in tasks if len(cpus := os.sched_getaffinity(task)) == 1] == [free[1:2]])
+"""
+
+
+@pytest.mark.skipif(library.loaded() is None or os.cpu_count() == 1, reason="nothing to pin to")
+def test_threads_but_the_first_are_pinned() -> None:
+    """In a process of its own, because threads stay pinned."""
+    result = subprocess.run(
+        [sys.executable, "-c", PINS], capture_output=True, text=True, check=True, timeout=120
+    )
+    num_free, pinned = result.stdout.split()
+    assert (int(num_free), pinned) == (len(os.sched_getaffinity(0)), "True")
+
+
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
+def test_more_pinned_threads_than_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    with pytest.raises(ConfigError, match="needs a core for each of 4096 threads; there are"):
+        CpuDevice().start(tiny_config(cpu_threads=4096, cpu_pin_threads=True))

@@ -26,7 +26,7 @@ from quire.kernels import cpu
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 4, "panels-2"
+ABI_VERSION, WEIGHT_LAYOUT = 5, "panels-2"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 
@@ -108,6 +108,8 @@ class CpuLibrary:
     kernels: Mapping[str, Kernel]
     max_threads: Callable[[], int]
     """Threads a parallel kernel would use if called from this thread."""
+    pin_threads: Callable[[ctypes.Array[c_int64], int], int]
+    """Keeps thread i of this thread's team on processor i of an array, but for thread 0; counts the refusals."""
     play: Callable[[ctypes.Array[Call], int], int]
     """Runs recorded calls in order and counts those before the first that is refused."""
 
@@ -145,9 +147,12 @@ def open_library(path: Path, requested_isa: str) -> CpuLibrary:
     index, isa = _choose_isa(_supported_isas(handle), requested_isa)
     reason = "the best this CPU runs" if requested_isa == "auto" else f"QUIRE_CPU_ISA={requested_isa}"
     kernels = {name: _kernel(handle, index, name) for name in SIGNATURES}
-    handle.quire_cpu_max_threads.restype = handle.quire_cpu_play.restype = c_int64
+    for function in (handle.quire_cpu_max_threads, handle.quire_cpu_pin_threads, handle.quire_cpu_play):
+        function.restype = c_int64
+    handle.quire_cpu_pin_threads.argtypes = (ctypes.POINTER(c_int64), c_int64)
     handle.quire_cpu_play.argtypes = (ctypes.POINTER(Call), c_int64)
-    return CpuLibrary(isa, reason, kernels, handle.quire_cpu_max_threads, handle.quire_cpu_play)
+    pin_threads, play = handle.quire_cpu_pin_threads, handle.quire_cpu_play
+    return CpuLibrary(isa, reason, kernels, handle.quire_cpu_max_threads, pin_threads, play)
 
 
 def _missing() -> str:
