@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from quire.config import EngineConfig
+from quire.engine.interrupts import held_interrupts
 from quire.engine.messages import CoreFailed, CoreMessage, CoreRequest, Shutdown
 from quire.errors import EngineDeadError, StartupError
 
@@ -86,7 +87,8 @@ class InProcessClient(CoreClient):
         while not self._closed:
             answers += self._drain_inbox(self._core.has_work() or bool(answers))
             if self._core.has_work() and not self._closed:
-                answers.append(self._core.step())
+                with held_interrupts():
+                    answers.append(self._core.step())
             if answers:
                 break
         return answers
