@@ -88,7 +88,7 @@ def test_chat(server: FakeServer) -> None:
 
 def test_concurrency_is_bounded(server: FakeServer) -> None:
     def slow(body: dict[str, Any]) -> bytes:
-        time.sleep(0.02)
+        time.sleep(0.05)
         return complete(body)
 
     server.answers["/v1/completions"] = slow
