@@ -22,7 +22,8 @@ class Quire(PythonEngine):
     packages = ("quire", "torch")
     notes = (
         "`LLM(checkpoint, load_format='auto', enable_prefix_caching=False)`; int8 and int4 by `quantization=` with its "
-        "defaults: int8 with a scale per output, int4 in groups of 32, symmetric (4.5 bits, as Q4_0), head included."
+        "defaults: int8 with a scale per output, int4 in groups of 32, symmetric (4.5 bits, as Q4_0), but the head in "
+        "int8."
     )
 
     def __init__(self, folder: Path) -> None:
