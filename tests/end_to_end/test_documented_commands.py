@@ -22,6 +22,8 @@ SMALLER = (
     (r"--num-iters-warmup \S+", "--num-iters-warmup 0"),
     (r"--(random-)?(input|output)-len \S+", r"--\1\2-len 8"),
     (r"--request-rate \S+", "--request-rate 100"),
+    (r"(prefix_cache.py \w+)", r"\1 --num-rounds 1"),
+    (r"kv_waste.py", "kv_waste.py --num-requests 20"),
 )
 """The same command with less work."""
 CLIENTS = ("quire chat", "quire complete", "quire bench serve")
@@ -94,8 +96,12 @@ def record_run(file: Path) -> Path:
 @pytest.mark.parametrize("command", [c for c in console_commands() if not c.startswith("quire serve")])
 def test_console_command(command: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
     name, *arguments = shlex.split(adapt(command))
-    assert name == "quire", "an unknown kind of command: teach this test to run it"
-    output = quire(arguments, tmp_path)
+    assert name in ("quire", "python"), "an unknown kind of command: teach this test to run it"
+    if name == "python":
+        script, *options = arguments
+        output = run([sys.executable, str(ROOT / script), *options], tmp_path)
+    else:
+        output = quire(arguments, tmp_path)
     assert output.strip()
 
 
