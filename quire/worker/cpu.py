@@ -89,8 +89,10 @@ class CpuDevice:
     def rehearsal(self) -> Iterator[None]:
         """Forward passes that are set up within it are measured."""
         self._is_rehearsing = True
-        yield
-        self._is_rehearsing = False
+        try:
+            yield
+        finally:
+            self._is_rehearsing = False
 
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
         """Of what is free after loading and not kept for the swap space, which is the same memory."""

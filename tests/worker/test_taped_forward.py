@@ -24,24 +24,23 @@ FAMILIES = ("llama-tied-bias", "qwen3", "mistral", "phi3-window-partial", "gemma
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths of the tapes that the test records."""
-    lengths: list[int] = []
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[taped_forward.Tape]:
+    """The tapes that the test records."""
+    tapes: list[taped_forward.Tape] = []
 
     def record(*args: Any) -> taped_forward.Tape:
-        tape = original(*args)
-        lengths.append(len(args))
-        return tape
+        tapes.append(original(*args))
+        return tapes[-1]
 
     original = taped_forward.record
     monkeypatch.setattr(taped_forward, "record", record)
-    return lengths
+    return tapes
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_the_same_with_tapes(
-    family: str, tiny_model: Callable[[str], Path], recorded: list[int]
+    family: str, tiny_model: Callable[[str], Path], recorded: list[taped_forward.Tape]
 ) -> None:
     params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=n, logprobs=2) for n in (5, 9, 14, 3, 20)]
     prompts = [[token + 3 for token in range(length)] for length in (2, 30, 7, 17, 5)]
