@@ -1,10 +1,9 @@
 // Exact dot products of unsigned weights and signed 8-bit activations, for 16 outputs at once, a step of k at a time.
 //
 // All instruction sets make the same integers. A Dot names what a step of packed weights becomes in registers (Weights),
-// what its products are summed in over a chunk (Sum), how a chunk's activations lie for it (`encode`, kWords words a quad),
-// how many k a chunk has (few enough that no sum overflows), and from how many tiles of rows on weights are unpacked once
-// for all. A sum starts with the word that `start_word` makes of a chunk's activations: a factor times their sum, which
-// takes the weights' zero point out at no cost.
+// what its products are summed in over a chunk (Sum), how many k a chunk has (few enough that no sum overflows), and from
+// how many tiles of rows on weights are unpacked once for all. A sum starts with the word that `start_word` makes of a
+// chunk's activations: a factor times their sum, which takes the weights' zero point out at no cost.
 
 #pragma once
 
@@ -14,6 +13,9 @@ namespace quire { namespace QUIRE_ISA { namespace {
 
 // Values of k that share a scale of activations, and are summed as integers.
 constexpr int64_t kInt4Chunk = 32, kInt8Chunk = 64;
+
+// Most that the magnitudes of two activations, k and k + 1 with k even, come to where weights have eight bits.
+constexpr int64_t kInt8Pair = 128;
 
 constexpr int64_t kNever = INT64_MAX;
 
@@ -33,13 +35,12 @@ inline __m512i dot_quads(__m512i sum, __m512i weights, const int32_t* x) {
 
 struct Int8Dot {
     static constexpr int64_t kChunk = kInt8Chunk;
-    static constexpr int kQuads = 1, kWords = 1;
+    static constexpr int kQuads = 1;
     static constexpr int64_t kUnpackTiles = kNever;
     using Sum = Sums512;
     struct Weights { __m512i quads[kQuads]; };
 
     static Weights unpack(const uint8_t* step) { return {{_mm512_loadu_si512(step)}}; }
-    static void encode(const int8_t* values, int32_t* words) { __builtin_memcpy(words, values, kChunk); }
     static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) { sum.all = dot_quads(sum.all, w.quads[quad], x); }
     static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
     static Sum start(int32_t word) { return {_mm512_set1_epi32(word)}; }
@@ -48,7 +49,7 @@ struct Int8Dot {
 
 struct Int4Dot {
     static constexpr int64_t kChunk = kInt4Chunk;
-    static constexpr int kQuads = 2, kWords = 1;
+    static constexpr int kQuads = 2;
     static constexpr int64_t kUnpackTiles = kNever;
     using Sum = Sums512;
     struct Weights { __m512i quads[kQuads]; };
@@ -57,7 +58,6 @@ struct Int4Dot {
         const __m512i bytes = _mm512_loadu_si512(step), low = _mm512_set1_epi8(15);
         return {{_mm512_and_si512(bytes, low), _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low)}};
     }
-    static void encode(const int8_t* values, int32_t* words) { __builtin_memcpy(words, values, kChunk); }
     static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) { sum.all = dot_quads(sum.all, w.quads[quad], x); }
     static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
     static Sum start(int32_t word) { return {_mm512_set1_epi32(word)}; }
@@ -73,37 +73,25 @@ inline __m256i in_turn(__m256i sum) {
 }
 
 inline __m256i load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-inline void store_ints(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
 
-// Bytes times bytes do not fit the 16 bits that AVX2 adds pairs of them in. As 16-bit integers they do: the even and the
-// odd bytes of each quad.
+// Pairs of products fit the 16 bits that they are added in because pairs of activations are at most kInt8Pair.
 struct Int8Dot {
     static constexpr int64_t kChunk = kInt8Chunk;
-    static constexpr int kQuads = 1, kWords = 2;
-    static constexpr int64_t kUnpackTiles = 5;
+    static constexpr int kQuads = 1;
+    static constexpr int64_t kUnpackTiles = kNever;
     struct Sum { __m256i low, high; };
-    struct Weights { __m256i even[2], odd[2]; };
+    struct Weights { __m256i low[kQuads], high[kQuads]; };
 
-    static Weights unpack(const uint8_t* step) {
-        const __m256i low = load_ints(step), high = load_ints(step + 32), bytes = _mm256_set1_epi16(255);
-        return {{_mm256_and_si256(low, bytes), _mm256_and_si256(high, bytes)},
-                {_mm256_srli_epi16(low, 8), _mm256_srli_epi16(high, 8)}};
+    static_assert(255 * kInt8Pair <= INT16_MAX, "no saturation");
+
+    static Weights unpack(const uint8_t* step) { return {{load_ints(step)}, {load_ints(step + 32)}}; }
+    static __m256i quads(__m256i weights, __m256i values) {
+        return _mm256_madd_epi16(_mm256_maddubs_epi16(weights, values), _mm256_set1_epi16(1));
     }
-    static void encode(const int8_t* values, int32_t* words) {
-        for (int64_t i = 0; i < kChunk; i += 32, words += 16) {
-            const __m256i quads = load_ints(values + i);
-            const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(quads, 8), 8), odd = _mm256_srai_epi16(quads, 8);
-            const __m256i first = _mm256_unpacklo_epi32(even, odd), second = _mm256_unpackhi_epi32(even, odd);
-            store_ints(words, _mm256_permute2x128_si256(first, second, 0x20));
-            store_ints(words + 8, _mm256_permute2x128_si256(first, second, 0x31));
-        }
-    }
-    static void add(Sum& sum, const Weights& w, int, const int32_t* x) {
-        const __m256i even = _mm256_set1_epi32(x[0]), odd = _mm256_set1_epi32(x[1]);
-        sum.low = in_turn(_mm256_add_epi32(sum.low, _mm256_madd_epi16(w.even[0], even)));
-        sum.high = in_turn(_mm256_add_epi32(sum.high, _mm256_madd_epi16(w.even[1], even)));
-        sum.low = in_turn(_mm256_add_epi32(sum.low, _mm256_madd_epi16(w.odd[0], odd)));
-        sum.high = in_turn(_mm256_add_epi32(sum.high, _mm256_madd_epi16(w.odd[1], odd)));
+    static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) {
+        const __m256i values = _mm256_set1_epi32(*x);
+        sum.low = in_turn(_mm256_add_epi32(sum.low, quads(w.low[quad], values)));
+        sum.high = in_turn(_mm256_add_epi32(sum.high, quads(w.high[quad], values)));
     }
     static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
     static Sum start(int32_t word) { return {_mm256_set1_epi32(word), _mm256_set1_epi32(word)}; }
@@ -113,7 +101,7 @@ struct Int8Dot {
 // Sums stay in 16 bits for a chunk: 8 quads of at most 2 * 15 * 127 for each of two lanes.
 struct Int4Dot {
     static constexpr int64_t kChunk = kInt4Chunk;
-    static constexpr int kQuads = 2, kWords = 1;
+    static constexpr int kQuads = 2;
     static constexpr int64_t kUnpackTiles = 5;
     struct Sum { __m256i low, high; };
     struct Weights { __m256i low[kQuads], high[kQuads]; };
@@ -123,7 +111,6 @@ struct Int4Dot {
         return {{_mm256_and_si256(low, nibble), _mm256_and_si256(_mm256_srli_epi16(low, 4), nibble)},
                 {_mm256_and_si256(high, nibble), _mm256_and_si256(_mm256_srli_epi16(high, 4), nibble)}};
     }
-    static void encode(const int8_t* values, int32_t* words) { __builtin_memcpy(words, values, kChunk); }
     static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) {
         const __m256i values = _mm256_set1_epi32(*x);
         sum.low = in_turn(_mm256_add_epi16(sum.low, _mm256_maddubs_epi16(w.low[quad], values)));
@@ -172,8 +159,8 @@ inline Ints16 total_of(const SumsOfArrays& sum) {
 
 struct Int8Dot {
     static constexpr int64_t kChunk = kInt8Chunk;
-    static constexpr int kQuads = 1, kWords = 1;
-    static constexpr int64_t kUnpackTiles = 5;
+    static constexpr int kQuads = 1;
+    static constexpr int64_t kUnpackTiles = kNever;
     using Sum = SumsOfArrays;
     struct Weights { uint8_t bytes[kStepBytes]; };
 
@@ -182,7 +169,6 @@ struct Int8Dot {
         __builtin_memcpy(w.bytes, step, sizeof w.bytes);
         return w;
     }
-    static void encode(const int8_t* values, int32_t* words) { __builtin_memcpy(words, values, kChunk); }
     static void add(Sum& sum, const Weights& w, int, const int32_t* x) { dot_quads(sum, w.bytes, x); }
     static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
     static Sum start(int32_t word) { return start_of(word); }
@@ -191,7 +177,7 @@ struct Int8Dot {
 
 struct Int4Dot {
     static constexpr int64_t kChunk = kInt4Chunk;
-    static constexpr int kQuads = 2, kWords = 1;
+    static constexpr int kQuads = 2;
     static constexpr int64_t kUnpackTiles = 5;
     using Sum = SumsOfArrays;
     struct Weights { uint8_t bytes[kQuads][kStepBytes]; };
@@ -204,7 +190,6 @@ struct Int4Dot {
         }
         return w;
     }
-    static void encode(const int8_t* values, int32_t* words) { __builtin_memcpy(words, values, kChunk); }
     static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) { dot_quads(sum, w.bytes[quad], x); }
     static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
     static Sum start(int32_t word) { return start_of(word); }

@@ -15,11 +15,12 @@ namespace quire { namespace QUIRE_ISA { namespace {
 constexpr int64_t kBytesAhead = 4096;
 
 constexpr float kActivationMax = 127.0f;
+static_assert(kInt8Pair > static_cast<int64_t>(kActivationMax), "rounding two values adds up to 1 to their sum");
 
 // Activations below are 0: their scale's inverse would not be finite.
 constexpr float kActivationMin = 1e-30f;
 
-// A tile of R packed rows from some chunk on: words [quad][R][kWords], and per chunk the scale of each row, [chunk][R], and
+// A tile of R packed rows from some chunk on: words [quad][R] of four values each, and per chunk the scale of each row, [chunk][R], and
 // the sum of its activations, or what a chunk's sum starts with if one zero point serves all weights.
 struct PackedRows {
     const int32_t* words;
@@ -59,6 +60,8 @@ struct Groups {
     }
 };
 
+inline Vec swapped(Vec pairs) { return __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6); }
+
 template <class Dot>
 inline typename Dot::Weights weights_of(const uint8_t* panel, int64_t step) { return Dot::unpack(panel + step * kStepBytes); }
 template <class Dot>
@@ -82,9 +85,9 @@ inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W
                 const typename Dot::Weights& weights = weights_of<Dot>(w + p * panel_stride, chunk * kSteps + step);
 #pragma GCC unroll 2
                 for (int quad = 0; quad < Dot::kQuads; ++quad) {
-                    const int32_t* values = x.words + (step * Dot::kQuads + quad) * R * Dot::kWords;
+                    const int32_t* values = x.words + (step * Dot::kQuads + quad) * R;
 #pragma GCC unroll 12
-                    for (int r = 0; r < R; ++r) Dot::add(acc[r][p], weights, quad, values + r * Dot::kWords);
+                    for (int r = 0; r < R; ++r) Dot::add(acc[r][p], weights, quad, values + r);
                 }
             }
         }
@@ -98,7 +101,7 @@ inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W
                 store16(sum, fma(product, splat16(x.scales[r].value), load16(sum)));
             }
         }
-        x = {x.words + kSteps * Dot::kQuads * R * Dot::kWords, x.scales + R, x.sums + R};
+        x = {x.words + kSteps * Dot::kQuads * R, x.scales + R, x.sums + R};
     }
 }
 
@@ -109,6 +112,7 @@ struct Int8Panels {
     using Dot = Int8Dot;
     static constexpr bool kDirect = false;
     static constexpr int32_t kZero = kInt8Zero;
+    static constexpr bool kPairs = true;
     static constexpr bool kZeros = false;
 
     int64_t steps() const { return weight.steps(kInt8); }
@@ -135,6 +139,7 @@ struct Int4Panels {
     using Dot = Int4Dot;
     static constexpr bool kDirect = false;
     static constexpr int32_t kZero = kInt4Zero;
+    static constexpr bool kPairs = false;
     static constexpr bool kZeros = has_zeros;
 
     int64_t steps() const { return weight.steps(kInt4); }
@@ -168,7 +173,7 @@ struct IntKernel {
 
     static constexpr int kMostRows = kIntRows;
     static constexpr int64_t kChunkSteps = Dot::kChunk / (kQuad * Dot::kQuads);
-    static constexpr int64_t kChunkWords = Dot::kChunk / kQuad * Dot::kWords;
+    static constexpr int64_t kChunkWords = Dot::kChunk / kQuad;
     // Steps whose weights are unpacked together: 16 KiB of registers, half of a first-level cache.
     static constexpr int64_t kWideSteps = 16384 / static_cast<int64_t>(sizeof(typename Dot::Weights));
     static constexpr int64_t kBlockChunks = kWideSteps / kChunkSteps;
@@ -204,20 +209,17 @@ struct IntKernel {
         alignas(32) int8_t rounded[Dot::kChunk] = {};
         scales(tiling, start)[at].value = round_chunk(rounded, x, size);
         sums_of(tiling, start)[at] = Panels::kZeros ? sum_of(rounded, Dot::kChunk) : Dot::start_word(rounded, -Panels::kZero);
-        int32_t encoded[kChunkWords];
-        Dot::encode(rounded, encoded);
-        int32_t* out = words(start) + at / rows * kChunkWords * rows + at % rows * Dot::kWords;
-        for (int64_t i = 0; i < kChunkWords; i += Dot::kWords, out += rows * Dot::kWords) {
-            __builtin_memcpy(out, encoded + i, sizeof(int32_t) * Dot::kWords);
-        }
+        int32_t* out = words(start) + at / rows * kChunkWords * rows + at % rows;
+        for (int64_t i = 0; i < kChunkWords; ++i) __builtin_memcpy(out + i * rows, rounded + i * kQuad, kQuad);
     }
 
-    // Returns the scale; NaN if a value is not finite.
+    // Rounds to steps of the largest magnitude / 127, or that of a pair. Returns the scale; NaN if a value is not finite.
     static float round_chunk(int8_t* out, const Float32* x, int64_t size) {
         Vec most = {}, poison = {};
         for_each_vector(size, [&](int64_t i, auto lanes) {
             const Vec v = load(x + i, lanes);
-            most = larger(most, as_floats(as_bits(v) & 0x7fffffff));
+            const Vec magnitude = as_floats(as_bits(v) & 0x7fffffff);
+            most = larger(most, Panels::kPairs ? magnitude + swapped(magnitude) : magnitude);
             poison = poison + v * 0.0f;
         });
         if (!(sum(poison) == 0.0f)) return __builtin_nanf("");

@@ -352,14 +352,15 @@ def _seen_by(scheme: WeightScheme, x: Tensor) -> Tensor:
         return (x / scales).to(torch.float8_e4m3fn).float() * scales
     if scheme.kind == "float" or not scheme.fast:
         return x
-    chunk = packing.INT8_CHUNK if scheme.kind == "int8" else packing.INT4_CHUNK
+    chunk, together = (packing.INT8_CHUNK, 2) if scheme.kind == "int8" else (packing.INT4_CHUNK, 1)
     chunks = F.pad(x, (0, -x.shape[-1] % chunk)).unflatten(-1, (-1, chunk))
-    return _rounded(chunks).flatten(-2)[..., : x.shape[-1]]
+    return _rounded(chunks, together).flatten(-2)[..., : x.shape[-1]]
 
 
-def _rounded(x: Tensor) -> Tensor:
-    """Each row in 255 equal steps between plus and minus its largest magnitude; NaN if a value is not finite."""
-    largest = x.abs().amax(-1, keepdim=True)
+def _rounded(x: Tensor, together: int) -> Tensor:
+    """Each row in steps of a 127th of what the magnitudes of so many neighbours come to at most; NaN if a value is not
+    finite."""
+    largest = x.abs().unflatten(-1, (-1, together)).sum(-1).amax(-1, keepdim=True)
     # A number divided by a tensor would be its product with the reciprocal, which rounds differently.
     inverse = torch.full_like(largest, _ACTIVATION_MAX) / largest
     steps = (x * inverse).round() * (largest / _ACTIVATION_MAX)
