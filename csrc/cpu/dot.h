@@ -1,9 +1,10 @@
 // Exact dot products of unsigned weights and signed 8-bit activations, for 16 outputs at once, a step of k at a time.
 //
 // All instruction sets make the same integers. A Dot names what a step of packed weights becomes in registers (Weights),
-// what its products are summed in over a chunk (Sum), how many k a chunk has (few enough that no sum overflows), and from
-// how many tiles of rows on weights are unpacked once for all. A sum starts with the word that `start_word` makes of a
-// chunk's activations: a factor times their sum, which takes the weights' zero point out at no cost.
+// what its products are summed in over a part of a chunk (Sum), how many k a part has (few enough that no sum overflows, and
+// no more than share a scale of weights), and from how many tiles of rows on weights are unpacked once for all. A sum starts
+// with the word that `start_word` makes of a part's activations: a factor times their sum, which takes the weights' zero
+// point out at no cost.
 
 #pragma once
 
@@ -11,8 +12,8 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// Values of k that share a scale of activations, and are summed as integers.
-constexpr int64_t kInt4Chunk = 32, kInt8Chunk = 64;
+// Values of k that are summed as integers.
+constexpr int64_t kInt4Part = 32, kInt8Part = kChunk;
 
 // Most that the magnitudes of two activations, k and k + 1 with k even, come to where weights have eight bits.
 constexpr int64_t kInt8Pair = 128;
@@ -34,7 +35,7 @@ inline __m512i dot_quads(__m512i sum, __m512i weights, const int32_t* x) {
 }
 
 struct Int8Dot {
-    static constexpr int64_t kChunk = kInt8Chunk;
+    static constexpr int64_t kPart = kInt8Part;
     static constexpr int kQuads = 1;
     static constexpr int64_t kUnpackTiles = kNever;
     using Sum = Sums512;
@@ -42,13 +43,13 @@ struct Int8Dot {
 
     static Weights unpack(const uint8_t* step) { return {{_mm512_loadu_si512(step)}}; }
     static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) { sum.all = dot_quads(sum.all, w.quads[quad], x); }
-    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
+    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kPart); }
     static Sum start(int32_t word) { return {_mm512_set1_epi32(word)}; }
     static Ints16 total(const Sum& sum) { return {sum.all}; }
 };
 
 struct Int4Dot {
-    static constexpr int64_t kChunk = kInt4Chunk;
+    static constexpr int64_t kPart = kInt4Part;
     static constexpr int kQuads = 2;
     static constexpr int64_t kUnpackTiles = kNever;
     using Sum = Sums512;
@@ -59,7 +60,7 @@ struct Int4Dot {
         return {{_mm512_and_si512(bytes, low), _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low)}};
     }
     static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) { sum.all = dot_quads(sum.all, w.quads[quad], x); }
-    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
+    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kPart); }
     static Sum start(int32_t word) { return {_mm512_set1_epi32(word)}; }
     static Ints16 total(const Sum& sum) { return {sum.all}; }
 };
@@ -76,7 +77,7 @@ inline __m256i load_ints(const void* p) { return _mm256_loadu_si256(static_cast<
 
 // Pairs of products fit the 16 bits that they are added in because pairs of activations are at most kInt8Pair.
 struct Int8Dot {
-    static constexpr int64_t kChunk = kInt8Chunk;
+    static constexpr int64_t kPart = kInt8Part;
     static constexpr int kQuads = 1;
     static constexpr int64_t kUnpackTiles = kNever;
     struct Sum { __m256i low, high; };
@@ -93,14 +94,14 @@ struct Int8Dot {
         sum.low = in_turn(_mm256_add_epi32(sum.low, quads(w.low[quad], values)));
         sum.high = in_turn(_mm256_add_epi32(sum.high, quads(w.high[quad], values)));
     }
-    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
+    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kPart); }
     static Sum start(int32_t word) { return {_mm256_set1_epi32(word), _mm256_set1_epi32(word)}; }
     static Ints16 total(const Sum& sum) { return {reinterpret_cast<Ints>(sum.low), reinterpret_cast<Ints>(sum.high)}; }
 };
 
-// Sums stay in 16 bits for a chunk: 8 quads of at most 2 * 15 * 127 for each of two lanes.
+// Sums stay in 16 bits for a part: 8 quads of at most 2 * 15 * 127 for each of two lanes.
 struct Int4Dot {
-    static constexpr int64_t kChunk = kInt4Chunk;
+    static constexpr int64_t kPart = kInt4Part;
     static constexpr int kQuads = 2;
     static constexpr int64_t kUnpackTiles = 5;
     struct Sum { __m256i low, high; };
@@ -118,7 +119,7 @@ struct Int4Dot {
     }
     // For each lane the sum over its own half of every quad.
     static int32_t start_word(const int8_t* values, int32_t factor) {
-        static_assert(kChunk == 32, "a register");
+        static_assert(kPart == 32, "a register");
         const __m256i eight = _mm256_maddubs_epi16(_mm256_set1_epi8(1), load_ints(values));
         const __m128i four = _mm_add_epi16(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
         const __m128i two = _mm_add_epi16(four, _mm_srli_si128(four, 8)), one = _mm_add_epi16(two, _mm_srli_si128(two, 4));
@@ -158,7 +159,7 @@ inline Ints16 total_of(const SumsOfArrays& sum) {
 }
 
 struct Int8Dot {
-    static constexpr int64_t kChunk = kInt8Chunk;
+    static constexpr int64_t kPart = kInt8Part;
     static constexpr int kQuads = 1;
     static constexpr int64_t kUnpackTiles = kNever;
     using Sum = SumsOfArrays;
@@ -170,13 +171,13 @@ struct Int8Dot {
         return w;
     }
     static void add(Sum& sum, const Weights& w, int, const int32_t* x) { dot_quads(sum, w.bytes, x); }
-    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
+    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kPart); }
     static Sum start(int32_t word) { return start_of(word); }
     static Ints16 total(const Sum& sum) { return total_of(sum); }
 };
 
 struct Int4Dot {
-    static constexpr int64_t kChunk = kInt4Chunk;
+    static constexpr int64_t kPart = kInt4Part;
     static constexpr int kQuads = 2;
     static constexpr int64_t kUnpackTiles = 5;
     using Sum = SumsOfArrays;
@@ -191,7 +192,7 @@ struct Int4Dot {
         return w;
     }
     static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) { dot_quads(sum, w.bytes[quad], x); }
-    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kChunk); }
+    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kPart); }
     static Sum start(int32_t word) { return start_of(word); }
     static Ints16 total(const Sum& sum) { return total_of(sum); }
 };

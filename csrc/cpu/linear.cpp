@@ -7,7 +7,7 @@ namespace quire { namespace QUIRE_ISA { namespace {
 // What a block of packed activations takes: 4 bytes per value and, for integers, a scale per row.
 inline int64_t needed_scratch(const Linear& job) {
     const int64_t rows = job.rows < kBlockRows ? job.rows : kBlockRows;
-    return 4 * (kBlockRows + rows * (job.weight.groups() * job.weight.group + 1));
+    return 4 * (kBlockRows + rows * (job.weight.padded() + 1));
 }
 
 }  // namespace

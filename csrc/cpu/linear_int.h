@@ -1,7 +1,7 @@
 // Linear on integer weights, in the fast mode: activations are rounded to 8 bits, with a scale per row and chunk of k.
 //
-// A chunk's sum is an exact integer, from which the weights' zero point is taken out by the sum of the activations; chunks,
-// which lie at fixed k, are added in float32 in order.
+// A part of a chunk is summed as exact integers, from which the weights' zero point is taken out by the sum of the
+// activations; parts and chunks, which lie at fixed k, are added in float32 in order.
 
 #pragma once
 
@@ -14,14 +14,17 @@ namespace quire { namespace QUIRE_ISA { namespace {
 // into the next panel: no panel of int4 is long enough to be fetched while another is read beside it.
 constexpr int64_t kBytesAhead = 4096;
 
+// How near the fetched weights are kept: a whole block of them would push the one in use out of the first-level cache.
+enum Fetch : int { kLater = 2, kSoon = 3 };
+
 constexpr float kActivationMax = 127.0f;
 static_assert(kInt8Pair > static_cast<int64_t>(kActivationMax), "rounding two values adds up to 1 to their sum");
 
 // Activations below are 0: their scale's inverse would not be finite.
 constexpr float kActivationMin = 1e-30f;
 
-// A tile of R packed rows from some chunk on: words [quad][R] of four values each, and per chunk the scale of each row, [chunk][R], and
-// the sum of its activations, or what a chunk's sum starts with if one zero point serves all weights.
+// A tile of R packed rows from some chunk on: words [quad][R] of four values each; per chunk the scale of each row, [chunk][R];
+// and per part of a chunk the sum of its activations, or what its sum starts with if one zero point serves all weights.
 struct PackedRows {
     const int32_t* words;
     const Float32* scales;
@@ -32,30 +35,30 @@ struct PackedRows {
 struct NoGroups {
     static constexpr bool kZeros = false;
     NoGroups at(int64_t, int64_t) const { return {}; }
-    Lanes16 weighed(Ints16 sum, int32_t) const { return to_floats(sum); }
+    Lanes16 add(Lanes16, Ints16 sum, int32_t) const { return to_floats(sum); }
 };
 
-// Or a scale per group of 2^log_chunks chunks, and a zero point where the format stores them: [group][16], and `stride` from one
+// Or a scale per group of 2^log_parts parts, and a zero point where the format stores them: [group][16], and `stride` from one
 // panel to the next.
 template <bool has_zeros>
 struct Groups {
     static constexpr bool kZeros = has_zeros;
     const BFloat16* scales;
     const uint8_t* zeros;
-    int64_t stride, first_chunk;
-    int log_chunks;
+    int64_t stride, first_part;
+    int log_parts;
 
     struct Group {
         Lanes16 scale;
         Ints16 zero;
 
-        Lanes16 weighed(Ints16 sum, int32_t x_sum) const {
-            return to_floats(has_zeros ? sum - zero * splat16(x_sum) : sum) * scale;
+        Lanes16 add(Lanes16 before, Ints16 sum, int32_t x_sum) const {
+            return fma(to_floats(has_zeros ? sum - zero * splat16(x_sum) : sum), scale, before);
         }
     };
 
-    Group at(int64_t panel, int64_t chunk) const {
-        const int64_t at = panel * stride + ((first_chunk + chunk) >> log_chunks) * kPanel;
+    Group at(int64_t panel, int64_t part) const {
+        const int64_t at = panel * stride + ((first_part + part) >> log_parts) * kPanel;
         return {load16(scales + at), has_zeros ? load16(zeros + at) : Ints16{}};
     }
 };
@@ -67,41 +70,62 @@ inline typename Dot::Weights weights_of(const uint8_t* panel, int64_t step) { re
 template <class Dot>
 inline const typename Dot::Weights& weights_of(const typename Dot::Weights* panel, int64_t step) { return panel[step]; }
 
+// acc = starts + x . w over a part of k, whose weights begin at `first`, for P panels `panel_stride` elements apart. The
+// packed weights at `next` are fetched meanwhile.
+template <int R, int P, Fetch fetch, class Dot, class W>
+inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc)[R][P], const int32_t* starts,
+                                                         const int32_t* words, const W* w, int64_t panel_stride,
+                                                         int64_t first, const uint8_t* next) {
+    for (int p = 0; p < P; ++p) {
+        for (int r = 0; r < R; ++r) acc[r][p] = Dot::start(starts ? starts[r] : 0);
+    }
+    for (int64_t step = 0; step < Dot::kPart / (kQuad * Dot::kQuads); ++step) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) {
+            __builtin_prefetch(next + p * panel_stride + (first + step) * kStepBytes, 0, fetch);
+            const typename Dot::Weights& weights = weights_of<Dot>(w + p * panel_stride, first + step);
+#pragma GCC unroll 2
+            for (int quad = 0; quad < Dot::kQuads; ++quad) {
+#pragma GCC unroll 12
+                for (int r = 0; r < R; ++r) Dot::add(acc[r][p], weights, quad, words + quad * R + r);
+            }
+        }
+        words += Dot::kQuads * R;
+    }
+}
+
 // sums[R][stride] += scales * (x . (w - zero)), chunk after chunk, for P panels `panel_stride` elements apart. The packed
 // weights at `next` are fetched meanwhile.
-template <int R, int P, class Dot, class W, class Groups>
+template <int R, int P, Fetch fetch, class Dot, class W, class Groups>
 inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W* w, int64_t panel_stride, const Groups& groups,
                             int64_t chunks, const uint8_t* next) {
-    constexpr int kSteps = Dot::kChunk / (kQuad * Dot::kQuads);
+    constexpr int kParts = kChunk / Dot::kPart, kSteps = Dot::kPart / (kQuad * Dot::kQuads);
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        typename Dot::Sum acc[R][P];
-        for (int p = 0; p < P; ++p) {
-            for (int r = 0; r < R; ++r) acc[r][p] = Dot::start(Groups::kZeros ? 0 : x.sums[r]);
-        }
-        for (int step = 0; step < kSteps; ++step) {
+        Lanes16 products[R][P] = {};
+#pragma GCC unroll 2
+        for (int i = 0; i < kParts; ++i) {
+            const int64_t part = chunk * kParts + i;
+            typename Dot::Sum acc[R][P];
+            multiply_part<R, P, fetch, Dot>(acc, Groups::kZeros ? nullptr : x.sums, x.words, w, panel_stride, part * kSteps,
+                                            next);
 #pragma GCC unroll 4
             for (int p = 0; p < P; ++p) {
-                __builtin_prefetch(next + p * panel_stride + (chunk * kSteps + step) * kStepBytes);
-                const typename Dot::Weights& weights = weights_of<Dot>(w + p * panel_stride, chunk * kSteps + step);
-#pragma GCC unroll 2
-                for (int quad = 0; quad < Dot::kQuads; ++quad) {
-                    const int32_t* values = x.words + (step * Dot::kQuads + quad) * R;
+                const auto group = groups.at(p, part);
 #pragma GCC unroll 12
-                    for (int r = 0; r < R; ++r) Dot::add(acc[r][p], weights, quad, values + r);
+                for (int r = 0; r < R; ++r) {
+                    products[r][p] = group.add(products[r][p], Dot::total(acc[r][p]), x.sums[r]);
                 }
             }
+            x.words += kSteps * Dot::kQuads * R, x.sums += R;
         }
-#pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) {
-            const auto group = groups.at(p, chunk);
 #pragma GCC unroll 12
-            for (int r = 0; r < R; ++r) {
+        for (int r = 0; r < R; ++r) {
+            for (int p = 0; p < P; ++p) {
                 Float32* sum = sums + r * stride + p * kPanel;
-                const Lanes16 product = group.weighed(Dot::total(acc[r][p]), x.sums[r]);
-                store16(sum, fma(product, splat16(x.scales[r].value), load16(sum)));
+                store16(sum, fma(products[r][p], splat16(x.scales[r].value), load16(sum)));
             }
         }
-        x = {x.words + kSteps * Dot::kQuads * R, x.scales + R, x.sums + R};
+        x.scales += R;
     }
 }
 
@@ -145,10 +169,10 @@ struct Int4Panels {
     int64_t steps() const { return weight.steps(kInt4); }
     const uint8_t* panel(int64_t index) const { return static_cast<const uint8_t*>(weight.data) + index * steps() * kStepBytes; }
 
-    Groups<has_zeros> groups(int64_t index, int64_t first_chunk) const {
+    Groups<has_zeros> groups(int64_t index, int64_t first_part) const {
         const int64_t stride = weight.groups() * kPanel, at = index * stride;
-        return {static_cast<const BFloat16*>(weight.scales) + at, weight.zeros + at, stride, first_chunk,
-                __builtin_ctzll(weight.group / Dot::kChunk)};
+        return {static_cast<const BFloat16*>(weight.scales) + at, weight.zeros + at, stride, first_part,
+                __builtin_ctzll(weight.group / Dot::kPart)};
     }
 
     void widen(Float32* wide, int64_t index, int64_t start, int64_t count) const {
@@ -172,13 +196,13 @@ struct IntKernel {
     using Dot = typename Panels::Dot;
 
     static constexpr int kMostRows = kIntRows;
-    static constexpr int64_t kChunkSteps = Dot::kChunk / (kQuad * Dot::kQuads);
-    static constexpr int64_t kChunkWords = Dot::kChunk / kQuad;
+    static constexpr int64_t kChunkSteps = kChunk / (kQuad * Dot::kQuads), kChunkWords = kChunk / kQuad;
+    static constexpr int64_t kParts = kChunk / Dot::kPart;
     // Steps whose weights are unpacked together: 16 KiB of registers, half of a first-level cache.
     static constexpr int64_t kWideSteps = 16384 / static_cast<int64_t>(sizeof(typename Dot::Weights));
     static constexpr int64_t kBlockChunks = kWideSteps / kChunkSteps;
 
-    int64_t chunks() const { return job.weight.padded() / Dot::kChunk; }
+    int64_t chunks() const { return job.weight.padded() / kChunk; }
 
     // The scratch memory: words of all rows of the block, then their scales, then their sums; each tile is contiguous.
     int32_t* words(int64_t row) const { return static_cast<int32_t*>(job.scratch) + row * chunks() * kChunkWords; }
@@ -186,11 +210,11 @@ struct IntKernel {
         return reinterpret_cast<Float32*>(words(tiling.rows)) + row * chunks();
     }
     int32_t* sums_of(const Tiling& tiling, int64_t row) const {
-        return words(tiling.rows) + (tiling.rows + row) * chunks();
+        return words(tiling.rows) + (tiling.rows + row * kParts) * chunks();
     }
     PackedRows packed(const Tiling& tiling, int64_t tile, int64_t chunk) const {
         const int64_t start = tiling.start(tile), skip = chunk * tiling.size(tile);
-        return {words(start) + skip * kChunkWords, scales(tiling, start) + skip, sums_of(tiling, start) + skip};
+        return {words(start) + skip * kChunkWords, scales(tiling, start) + skip, sums_of(tiling, start) + skip * kParts};
     }
 
     void pack(int64_t first, const Tiling& tiling, int64_t tile) const {
@@ -198,18 +222,23 @@ struct IntKernel {
         for (int64_t r = 0; r < rows; ++r) {
             const Float32* x = job.x + (first + start + r) * inputs;
             for (int64_t chunk = 0; chunk < chunks(); ++chunk) {
-                const int64_t at = chunk * Dot::kChunk, left = inputs - at, size = left < Dot::kChunk ? left : Dot::kChunk;
+                const int64_t at = chunk * kChunk, left = inputs - at, size = left < kChunk ? left : kChunk;
                 pack_chunk(tiling, start, chunk * rows + r, rows, x + at, size);
             }
         }
     }
 
-    // Rounds `size` values of a row; `at` is where its scale stands among the tile's.
+    // Rounds a chunk of `size` values of a row; `at` is where its scale stands among the tile's.
     void pack_chunk(const Tiling& tiling, int64_t start, int64_t at, int64_t rows, const Float32* x, int64_t size) const {
-        alignas(32) int8_t rounded[Dot::kChunk] = {};
+        alignas(32) int8_t rounded[kChunk] = {};
         scales(tiling, start)[at].value = round_chunk(rounded, x, size);
-        sums_of(tiling, start)[at] = Panels::kZeros ? sum_of(rounded, Dot::kChunk) : Dot::start_word(rounded, -Panels::kZero);
-        int32_t* out = words(start) + at / rows * kChunkWords * rows + at % rows;
+        const int64_t chunk = at / rows, row = at % rows;
+        for (int64_t part = 0; part < kParts; ++part) {
+            const int8_t* values = rounded + part * Dot::kPart;
+            sums_of(tiling, start)[(chunk * kParts + part) * rows + row] =
+                Panels::kZeros ? sum_of(values, Dot::kPart) : Dot::start_word(values, -Panels::kZero);
+        }
+        int32_t* out = words(start) + chunk * kChunkWords * rows + row;
         for (int64_t i = 0; i < kChunkWords; ++i) __builtin_memcpy(out + i * rows, rounded + i * kQuad, kQuad);
     }
 
@@ -256,7 +285,7 @@ struct IntKernel {
         with_rows<kMostRows>(tiling.rows, [&](auto rows) {
             constexpr int R = decltype(rows)::value;
             for_panels<R, kMostRows, 1>(count, [&](auto width, int64_t p) {
-                multiply_chunks<R, decltype(width)::value, Dot>(
+                multiply_chunks<R, decltype(width)::value, kSoon, Dot>(
                     sums + p * kPanel, count * kPanel, packed(tiling, 0, 0), packed_weights(panel + p, 0),
                     panels.steps() * kStepBytes, panels.groups(panel + p, 0), chunks(),
                     packed_weights(panel + p, 0) + kBytesAhead);
@@ -264,7 +293,8 @@ struct IntKernel {
         });
     }
 
-    // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way there.
+    // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way to the
+    // second.
     void multiply_panel(Float32* sums, int64_t stride, const Tiling& tiling, int64_t panel) const {
         constexpr int64_t kBlockBytes = kWideSteps * kStepBytes;
         const bool unpacks = tiling.tiles >= Dot::kUnpackTiles;
@@ -278,9 +308,9 @@ struct IntKernel {
             for (int64_t tile = 0; tile < tiling.tiles; ++tile) {
                 with_rows<kMostRows>(tiling.size(tile), [&](auto rows) {
                     auto multiply = [&](const auto* weights) {
-                        multiply_chunks<decltype(rows)::value, 1, Dot>(
+                        multiply_chunks<decltype(rows)::value, 1, kLater, Dot>(
                             sums + tiling.start(tile) * stride, stride, packed(tiling, tile, chunk), weights, int64_t{0},
-                            panels.groups(panel, chunk), size, from + kBlockBytes);
+                            panels.groups(panel, chunk * kParts), size, from + kBlockBytes);
                     };
                     if (unpacks) multiply(unpacked);
                     else multiply(from);

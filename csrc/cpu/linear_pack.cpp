@@ -97,7 +97,7 @@ inline void pack_int4(uint8_t* out, BFloat16* scales, uint8_t* zeros, const T* r
         if (zeros) zeros[i] = 0;
     }
     for (int64_t j = 0; j < to.count(panel); ++j) {
-        for (int64_t group = 0; group < to.groups(); ++group) {
+        for (int64_t group = 0; group * to.group < to.inputs; ++group) {
             const int64_t start = group * to.group, left = to.inputs - start, n = left < to.group ? left : to.group;
             const T* x = rows + (to.row(panel) + j) * to.inputs + start;
             const Steps steps = steps_of(range_of(x, n), !zeros);

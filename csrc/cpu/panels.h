@@ -17,6 +17,9 @@ constexpr int64_t kPanel = 16;
 constexpr int64_t kQuad = 4;
 constexpr int64_t kStepBytes = kPanel * kQuad;
 
+// Values of k that share a scale of activations; integer panels hold whole chunks.
+constexpr int64_t kChunk = 64;
+
 // Formats of packed weights, by the codes that callers pass; the first three are those of DType.
 enum Format : int64_t { kInt8 = 3, kInt4 = 4 };
 
@@ -24,7 +27,8 @@ enum Format : int64_t { kInt8 = 3, kInt4 = 4 };
 constexpr int32_t kInt8Zero = 128, kInt4Zero = 8;
 
 // A packed matrix. Integer formats: int8 has a float32 scale per output; int4 has a bfloat16 scale, and an integer zero
-// point in 0..15, per output and group of k, [panel][group][16]. k is padded to a multiple of the group.
+// point in 0..15, per output and group of k, [panel][group][16]. k is padded to whole groups and chunks; floats, whose
+// group is 1, are not padded.
 struct Weight {
     const void* data;
     const void* scales;
@@ -33,8 +37,11 @@ struct Weight {
 
     int64_t half() const { return outputs / halves; }
     int64_t panels() const { return (half() + kPanel - 1) / kPanel * halves; }
-    int64_t groups() const { return (inputs + group - 1) / group; }
-    int64_t padded() const { return groups() * group; }
+    int64_t padded() const {
+        const int64_t unit = group == 1 || group > kChunk ? group : kChunk;
+        return (inputs + unit - 1) / unit * unit;
+    }
+    int64_t groups() const { return padded() / group; }
     // First row of a panel, and how many of its outputs exist.
     int64_t row(int64_t panel) const { return panel % halves * half() + panel / halves * kPanel; }
     int64_t count(int64_t panel) const {

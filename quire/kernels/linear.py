@@ -14,8 +14,8 @@ PANEL = 16
 """Outputs per panel."""
 QUAD = 4
 """Values of k that stand together in a panel of integers."""
-INT8_CHUNK, INT4_CHUNK = 64, 32
-"""Values of k whose activations share a scale in the fast mode."""
+CHUNK = 64
+"""Values of k whose activations share a scale in the fast mode; panels of integers hold whole chunks."""
 INT8_ZERO = 128
 """What an int8 weight's byte is larger by."""
 
@@ -31,8 +31,8 @@ class WeightScheme:
     output and `group_size` values of k. "fp8" (E4M3, on GPUs): a scale per output or, `per_tensor`, one for all;
     activations are rounded to E4M3 too, with a scale per token.
 
-    `fast` is for CPUs: integers are multiplied by activations rounded to 8 bits, with a scale per token and 64 (int8)
-    or 32 (int4) values of k (see `ops.packed_linear`); otherwise weights are widened and activations stay float32. `vendor` and `invariant` are
+    `fast` is for CPUs: integers are multiplied by activations rounded to 8 bits, with a scale per token and 64
+    values of k (see `ops.packed_linear`); otherwise weights are widened and activations stay float32. `vendor` and `invariant` are
     for GPUs: fp8 products may be the vendor's library's; a row's products have the same bits in every batch, which on
     a CPU is always so.
     """
@@ -55,7 +55,7 @@ class Native(NamedTuple):
     addresses: tuple[int, int, int]
     """Of data, scales and zeros; 0 = none."""
     sizes: tuple[int, int, int, int]
-    """Outputs, inputs, halves, and what k is padded to a multiple of."""
+    """Outputs, inputs, halves, and values of k that share a scale, 1 if there is none."""
     format: tuple[int, int]
     """Whether fast, and the code of the format."""
 
@@ -67,7 +67,7 @@ class PackedWeight:
     `halves` is 2 where the panels of the first and second half of N alternate (gate and up), else 1. With P
     panels and G groups, `data` is [P, K, 16] for floats, where bfloat16 keeps outputs j and j + 8 side by side;
     uint8 [P, K / 4, 16, 4] for int8, with zero point 128; and uint8 [P, K / 8, 16, 4] for int4, the first four of
-    eight k in the low nibbles and the others in the high ones. K is padded, to 64 or the group size. `scales` is
+    eight k in the low nibbles and the others in the high ones. K is padded to whole chunks and groups. `scales` is
     float32 [P, 16] for int8 and bfloat16 [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or None where every
     zero point is 8.
 

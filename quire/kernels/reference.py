@@ -266,9 +266,13 @@ def quantize_fp8(rows: Tensor, *, per_tensor: bool = False) -> tuple[Tensor, Ten
 
 
 def _pack_int8(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, None]:
-    q, scales = quantize_int8(F.pad(panels, (0, -panels.shape[-1] % packing.INT8_CHUNK)))
+    q, scales = quantize_int8(_whole_chunks(panels))
     shifted = (q + packing.INT8_ZERO).to(torch.uint8)
     return shifted.unflatten(-1, (-1, packing.QUAD)).transpose(1, 2), scales, None
+
+
+def _whole_chunks(rows: Tensor) -> Tensor:
+    return F.pad(rows, (0, -rows.shape[-1] % packing.CHUNK))
 
 
 def _unpack_int8(weight: PackedWeight) -> Tensor:
@@ -292,11 +296,17 @@ def quantize_int4(rows: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, T
 
 
 def _pack_int4(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Tensor | None]:
-    q, scales, zeros = quantize_int4(panels, scheme)
+    q, *of_groups = quantize_int4(panels, scheme)
+    q = _whole_chunks(q)
+    num_groups = q.shape[-1] // scheme.group_size
+    scales, zeros = (
+        None if part is None else F.pad(part, (0, num_groups - part.shape[-1])).transpose(1, 2).contiguous()
+        for part in of_groups
+    )
     low, high = q.unflatten(-1, (-1, 2, packing.QUAD)).unbind(-2)  # [P, 16, K / 8, 4]
     nibbles = (low | high << 4).transpose(1, 2)
-    kept = None if zeros is None else zeros.transpose(1, 2).contiguous()
-    return nibbles, scales.transpose(1, 2).contiguous(), kept
+    assert scales is not None
+    return nibbles, scales, zeros
 
 
 def _unpack_int4(weight: PackedWeight) -> Tensor:
@@ -352,9 +362,8 @@ def _seen_by(scheme: WeightScheme, x: Tensor) -> Tensor:
         return (x / scales).to(torch.float8_e4m3fn).float() * scales
     if scheme.kind == "float" or not scheme.fast:
         return x
-    chunk, together = (packing.INT8_CHUNK, 2) if scheme.kind == "int8" else (packing.INT4_CHUNK, 1)
-    chunks = F.pad(x, (0, -x.shape[-1] % chunk)).unflatten(-1, (-1, chunk))
-    return _rounded(chunks, together).flatten(-2)[..., : x.shape[-1]]
+    chunks = _whole_chunks(x).unflatten(-1, (-1, packing.CHUNK))
+    return _rounded(chunks, 2 if scheme.kind == "int8" else 1).flatten(-2)[..., : x.shape[-1]]
 
 
 def _rounded(x: Tensor, together: int) -> Tensor:

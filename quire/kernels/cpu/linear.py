@@ -14,7 +14,7 @@ from quire.kernels.cpu import library
 from quire.kernels.cpu.checks import check_array, check_index, dtype_code, say
 from quire.kernels.cpu.library import call, empty
 from quire.kernels.linear import (
-    INT8_CHUNK,
+    CHUNK,
     PANEL,
     QUAD,
     Native,
@@ -78,7 +78,7 @@ def packed_linear(
     wide = x.float().contiguous()
     rows = wide.numel() // inputs
     out = empty(wide, *lead, outputs)
-    scratch = _SCRATCH.of(_BLOCK_ROWS + min(rows, _BLOCK_ROWS) * (-(-inputs // group) * group + 1))
+    scratch = _SCRATCH.of(_BLOCK_ROWS + min(rows, _BLOCK_ROWS) * (_padded(inputs, group) + 1))
     bias_address = 0 if bias is None else bias.data_ptr()
     tensors = (out.data_ptr(), wide.data_ptr(), *addresses, bias_address, scratch.data_ptr())
     call("packed_linear", *tensors, scratch.nbytes, rows, *sizes, _ACTIVATIONS[activation], *kernel_format)
@@ -129,8 +129,14 @@ def _addresses(weight: PackedWeight) -> tuple[int, int, int]:
 
 
 def _group(scheme: WeightScheme) -> int:
-    """What k is padded to a multiple of."""
-    return {"float": 1, "int8": INT8_CHUNK, "int4": scheme.group_size}[scheme.kind]
+    """Values of k that share a scale, 1 if there is none."""
+    return {"float": 1, "int8": CHUNK, "int4": scheme.group_size}[scheme.kind]
+
+
+def _padded(inputs: int, group: int) -> int:
+    """k of whole groups and chunks."""
+    unit = group if group == 1 else max(group, CHUNK)
+    return -(-inputs // unit) * unit
 
 
 def _format(weight: PackedWeight) -> int:
@@ -151,12 +157,12 @@ def _shapes(scheme: WeightScheme, panels: int, inputs: int) -> list[tuple[int, .
     """Of data, scales and zeros, as far as the scheme has them."""
     if scheme.kind == "float":
         return [(panels, inputs, PANEL)]
+    padded = _padded(inputs, _group(scheme))
     if scheme.kind == "int8":
-        return [(panels, -(-inputs // INT8_CHUNK) * INT8_CHUNK // QUAD, PANEL, QUAD), (panels, PANEL)]
-    groups = -(-inputs // scheme.group_size)
-    scales = (panels, groups, PANEL)
+        return [(panels, padded // QUAD, PANEL, QUAD), (panels, PANEL)]
+    scales = (panels, padded // scheme.group_size, PANEL)
     return [
-        (panels, groups * scheme.group_size // (2 * QUAD), PANEL, QUAD),
+        (panels, padded // (2 * QUAD), PANEL, QUAD),
         scales,
         *([] if scheme.symmetric else [scales]),
     ]
