@@ -32,8 +32,8 @@ class WeightScheme:
     activations are rounded to E4M3 too, with a scale per token.
 
     `fast` is for CPUs: integers are multiplied by activations rounded to 8 bits, with a scale per token and 64
-    values of k (see `ops.packed_linear`); otherwise weights are widened and activations stay float32. `vendor` and `invariant` are
-    for GPUs: fp8 products may be the vendor's library's; a row's products have the same bits in every batch, which on
+    values of k (see `ops.packed_linear`); otherwise weights are widened and activations stay float32. `vendor` and
+    `invariant` are for GPUs: fp8 products may be the vendor's library's; a row's products have the same bits in every batch, which on
     a CPU is always so.
     """
 

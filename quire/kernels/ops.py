@@ -366,9 +366,10 @@ def packed_linear(
 ) -> Tensor:
     """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype.
 
-    On a CPU, an integer weight whose scheme is fast sees x in 8 bits: a row's values of 64 k are rounded to steps of their
-    largest magnitude / 127 (int4), or of what the magnitudes of a pair, k and k + 1 with k even, come to at most, / 127
-    (int8), so that a pair's products with eight bits fit into 16. An fp8 weight sees a row of x as E4M3 times its largest magnitude / 448.
+    On a CPU, an integer weight whose scheme is fast sees x in 8 bits: a row's values of 64 k are rounded to steps of
+    their largest magnitude / 127 (int4), or of what the magnitudes of a pair, k and k + 1 with k even, come to at
+    most, / 127 (int8), so that a pair's products with eight bits fit into 16. An fp8 weight sees a row of x as
+    E4M3 times its largest magnitude / 448.
     With an activation, which wants a weight in two halves, what `ops.silu_and_mul` makes of that: [..., N / 2].
     """
     return reference.packed_linear(x, weight, bias, activation)
