@@ -14,8 +14,9 @@ template <class T>
 inline void pack_floats(T* out, const T* rows, const Weight& to, int64_t panel) {
     const int64_t count = to.count(panel);
     const T* from = rows + to.row(panel) * to.inputs;
-    for (int64_t k = 0; k < to.inputs; ++k) {
-        for (int64_t j = 0; j < kPanel; ++j) out[k * kPanel + place(j, T{})] = j < count ? from[j * to.inputs + k] : T{};
+    for (int64_t k = 0; k < to.padded(); ++k) {
+        const bool inside = k < to.inputs;
+        for (int64_t j = 0; j < kPanel; ++j) out[place(k, j, T{})] = inside && j < count ? from[j * to.inputs + k] : T{};
     }
 }
 
@@ -126,19 +127,19 @@ inline int64_t pack_panel(const Weight& to, const T* rows, int64_t panel, int64_
                       zeros ? zeros + panel * groups * kPanel : nullptr, rows, to, panel);
             return 0;
         default:
-            pack_floats(static_cast<T*>(data) + panel * to.inputs * kPanel, rows, to, panel);
+            pack_floats(static_cast<T*>(data) + panel * to.padded() * kPanel, rows, to, panel);
             return 0;
     }
 }
 
 // Element k of one output; `lane` of `panel`.
 inline float element(const Weight& from, int64_t panel, int64_t lane, int64_t k, int64_t format) {
-    const int64_t at = (panel * from.inputs + k) * kPanel;
+    const int64_t start = panel * from.padded() * kPanel;
     const uint8_t* bytes = static_cast<const uint8_t*>(from.data) + panel * from.steps(format) * kStepBytes;
     switch (format) {
-        case kFloat32: return static_cast<const float*>(from.data)[at + lane];
-        case kBFloat16: return to_float(static_cast<const BFloat16*>(from.data)[at + place(lane, BFloat16{})]);
-        case kFloat16: return to_float(static_cast<const Float16*>(from.data)[at + lane]);
+        case kFloat32: return static_cast<const float*>(from.data)[start + place(k, lane, Float32{})];
+        case kBFloat16: return to_float(static_cast<const BFloat16*>(from.data)[start + place(k, lane, BFloat16{})]);
+        case kFloat16: return to_float(static_cast<const Float16*>(from.data)[start + place(k, lane, Float16{})]);
         case kInt8:
             return static_cast<float>(bytes[byte_of(k, lane, kInt8)] - kInt8Zero) *
                    static_cast<const float*>(from.scales)[panel * kPanel + lane];
