@@ -13,14 +13,14 @@ constexpr int64_t kWideBlock = 256;
 constexpr int64_t kWideTiles = 4;
 
 // Weights ahead of the ones in use that a panel is fetched.
-constexpr int64_t kAhead = 512;
+constexpr int64_t kAhead = 1024;
 
 // acc[R] += x[k][R] * w[k][16] for the values of k that stand together in a weight.
 template <int R, class Acc, class W>
 inline void add_products(Acc acc, const Float32* x, const W* w) {
     for (int64_t k = 0; k < kTogether<W>; ++k) {
         const Lanes16 weights = load_row(w, k);
-#pragma GCC unroll 12
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r) acc(r) = fma(splat16(x[k * R + r].value), weights, acc(r));
     }
 }
@@ -30,7 +30,7 @@ inline void add_products(Acc acc, const Float32* x, const W* w) {
 template <int R, class Acc>
 inline void add_products(Acc acc, const Pair* x, const BFloat16* w) {
     const Ints16 weights = load_words(w);
-#pragma GCC unroll 12
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) acc(r) = dot(x[r], weights, acc(r));
 }
 
@@ -87,7 +87,7 @@ struct FloatKernel {
 
     using X = typename Rows::X;
 
-    static constexpr int kMostRows = kFloatRows;
+    static constexpr int kMostRows = Rows::kMost;
 
     // What can be multiplied only as it lies is not widened.
     static constexpr bool kWidens = kTogether<X> == 1;

@@ -6,9 +6,10 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// In float32, as they are. `X` holds kTogether<X> values of k.
+// In float32, as they are. `X` holds kTogether<X> values of k; `kMost` rows have their sums in registers.
 struct Exact {
     using X = Float32;
+    static constexpr int kMost = kFloatRows;
     static constexpr bool kAsTheyAre = true;
 
     static void take(X* out, const Float32* x, int64_t count) {
@@ -19,6 +20,7 @@ struct Exact {
 // Rounded to bfloat16, and widened again.
 struct Rounded {
     using X = Float32;
+    static constexpr int kMost = kFloatRows;
     static constexpr bool kAsTheyAre = false;
 
     static void take(X* out, const Float32* x, int64_t count) {
@@ -38,6 +40,7 @@ constexpr int64_t kTogether<Pair> = 2;
 // Rounded to bfloat16, in pairs.
 struct Paired {
     using X = Pair;
+    static constexpr int kMost = 16;
     static constexpr bool kAsTheyAre = false;
 
     static void take(X* out, const Float32* x, int64_t count) {

@@ -7,6 +7,7 @@ vectorise over outputs and walk k in order, so that no sum depends on how many r
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -150,9 +150,7 @@ def _empty(weight: Tensor, scheme: WeightScheme, halves: int) -> PackedWeight:
     return PackedWeight(scheme, parts[0], scales, zeros, outputs, inputs, halves)
 
 
-def _shapes(
-    scheme: WeightScheme, panels: int, inputs: int, dtype: torch.dtype
-) -> list[tuple[int, ...]]:
+def _shapes(scheme: WeightScheme, panels: int, inputs: int, dtype: torch.dtype) -> list[tuple[int, ...]]:
     """Of data, scales and zeros, as far as the scheme has them; floats are of that dtype."""
     if scheme.kind == "float" and dtype is torch.bfloat16:
         return [(panels, -(-inputs // PAIR), PANEL, PAIR)]
