@@ -22,8 +22,8 @@ class KernelConfig(Config):
     )
     matmul_precision: str = option(
         "highest",
-        "Internal precision of products, by torch's names. On a CPU: highest keeps activations in float32; medium rounds "
-        "those that meet bfloat16 weights to bfloat16, up to twice as fast where the CPU has AVX512-BF16. On a GPU: that "
-        "of float32 models.",
+        "Precision within products, by torch's names. On a CPU: highest keeps activations in float32, medium "
+        "rounds those that meet bfloat16 weights to bfloat16, up to twice as fast with AVX512-BF16. On a GPU: "
+        "torch's, for float32 models.",
         choices=("highest", "medium"),
     )

@@ -120,8 +120,8 @@ def num_panels(outputs: int, halves: int) -> int:
 
 def pair_bfloat16(panels: Tensor) -> Tensor:
     """[P, K, 16] -> [P, K / 2, 16, 2], the second of two k first; K is padded with 0."""
-    pairs = F.pad(panels, (0, 0, 0, panels.shape[1] % PAIR)).unflatten(1, (-1, PAIR))
-    return pairs.flip(2).transpose(2, 3)
+    padded = F.pad(panels, (0, 0, 0, panels.shape[1] % PAIR))
+    return torch.unflatten(padded, 1, (-1, PAIR)).flip(2).transpose(2, 3)
 
 
 def unpair_bfloat16(pairs: Tensor) -> Tensor:
