@@ -14,9 +14,23 @@ template <class T>
 inline void pack_floats(T* out, const T* rows, const Weight& to, int64_t panel) {
     const int64_t count = to.count(panel);
     const T* from = rows + to.row(panel) * to.inputs;
-    for (int64_t k = 0; k < to.padded(); ++k) {
-        const bool inside = k < to.inputs;
-        for (int64_t j = 0; j < kPanel; ++j) out[place(k, j, T{})] = inside && j < count ? from[j * to.inputs + k] : T{};
+    for (int64_t k = 0; k < to.inputs; ++k) {
+        for (int64_t j = 0; j < kPanel; ++j) out[place(k, j, T{})] = j < count ? from[j * to.inputs + k] : T{};
+    }
+}
+
+// Row after row: a pair of k is a word, and the words of a panel stay in the first-level cache.
+inline void pack_floats(BFloat16* out, const BFloat16* rows, const Weight& to, int64_t panel) {
+    const int64_t pairs = to.inputs / 2, count = to.count(panel);
+    const auto put = [&](int64_t k, int64_t j, uint32_t word) { __builtin_memcpy(out + k * kPanel + 2 * j, &word, sizeof word); };
+    for (int64_t j = 0; j < kPanel; ++j) {
+        const BFloat16* row = rows + (to.row(panel) + j) * to.inputs;
+        for (int64_t pair = 0; pair < pairs; ++pair) {
+            uint32_t word = 0;
+            if (j < count) __builtin_memcpy(&word, row + 2 * pair, sizeof word);
+            put(2 * pair, j, word << 16 | word >> 16);
+        }
+        if (to.inputs % 2) put(2 * pairs, j, j < count ? static_cast<uint32_t>(row[2 * pairs].bits) << 16 : 0);
     }
 }
 
