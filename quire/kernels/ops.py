@@ -279,10 +279,17 @@ def rotary_and_write_kv(
     slot_mapping: Tensor,
     /,
     interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
-    """`rotary_embedding` on q and k, in place, then `write_kv`, in one pass and with the same bits."""
+    """`rotary_embedding` on q and k, in place, then `write_kv`, in one pass and with the same bits.
+
+    With norms, which both have or neither, the `rms_norm` of each head is what is rotated: weights [D] of one dtype,
+    q's or float32.
+    """
     reference.rotary_and_write_kv(
-        positions, q, k, v, cos_sin_cache, k_cache, v_cache, slot_mapping, interleaved
+        positions, q, k, v, cos_sin_cache, k_cache, v_cache, slot_mapping, interleaved, q_norm, k_norm, eps
     )
 
 

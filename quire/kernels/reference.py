@@ -97,7 +97,13 @@ def rotary_and_write_kv(
     v_cache: Tensor,
     slot_mapping: Tensor,
     interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
+    for heads, weight in ((q, q_norm), (k, k_norm)):
+        if weight is not None:
+            heads.copy_(rms_norm(heads, weight, eps))
     rotary_embedding(positions, q, k, cos_sin_cache, interleaved)
     write_kv(k, v, k_cache, v_cache, slot_mapping)
 

@@ -48,8 +48,12 @@ class LlamaAttention(Module):
             bias=arch.attention_out_bias,
             dtype=dtype,
         )
-        self.q_norm = rms_norm(config, arch.head_dim) if arch.qk_norm else None
-        self.k_norm = rms_norm(config, arch.head_dim) if arch.qk_norm else None
+        qk_norm = None
+        if arch.qk_norm:
+            self.q_norm, self.k_norm = qk_norm = (
+                rms_norm(config, arch.head_dim),
+                rms_norm(config, arch.head_dim),
+            )
         self.attn = Attention(
             config=config,
             name=f"{prefix}.attn",
@@ -60,12 +64,11 @@ class LlamaAttention(Module):
             sliding_window=arch.sliding_window if arch.layer_types[layer] == "sliding_attention" else None,
             soft_cap=arch.attn_logit_softcap,
             rotary=rotary,
+            qk_norm=qk_norm,
         )
 
     def forward(self, x: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         q, k, v = self.qkv_proj.heads(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(self.attn(q, k, v, metadata, positions))
 
 

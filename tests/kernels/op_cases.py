@@ -101,17 +101,20 @@ def rotary_and_write_kv(dtype: torch.dtype) -> Iterator[Arguments]:
         slots = torch.randperm(16 * 4)[:tokens]
         slots[1::3] = -1
         caches = randn_caches(16, heads, 4, size, dtype)
+        arguments = (
+            positions,
+            q,
+            k,
+            randn(tokens, heads, size, dtype=dtype),
+            cos_sin_cache,
+            *caches,
+            slots,
+        )
         for interleaved in (False, True):
-            arguments = (
-                positions,
-                q,
-                k,
-                randn(tokens, heads, size, dtype=dtype),
-                cos_sin_cache,
-                *caches,
-                slots,
-            )
             yield arguments, {"interleaved": interleaved}
+            for norm_dtype in {dtype, torch.float32}:
+                norms = {"q_norm": randn(size, dtype=norm_dtype), "k_norm": randn(size, dtype=norm_dtype)}
+                yield arguments, {"interleaved": interleaved, "eps": 1e-5, **norms}
 
 
 @cases

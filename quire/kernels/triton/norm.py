@@ -16,15 +16,20 @@ from quire.kernels.triton.launch import next_power_of_2, num_warps, rows_of
 
 
 @triton.jit
+def normed(value, weight, column, inside, n, eps):
+    """A row of n float32 numbers, 0 where not `inside`, by its root mean square and the weight."""
+    scale = 1.0 / tl.sqrt(tl.sum(value * value) / n + eps)
+    return value * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _rms_norm(out, x, weight, inner, outer_stride, inner_stride, n, eps, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     inside = column < n
     start = row // inner * outer_stride + row % inner * inner_stride
     value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(value * value) / n + eps)
-    result = value * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * n + column, result, mask=inside)
+    tl.store(out + row * n + column, normed(value, weight, column, inside, n, eps), mask=inside)
 
 
 @triton.jit
@@ -38,9 +43,7 @@ def _add_rms_norm(out, total, x, residual, weight, x_stride, residual_stride, n,
     stored = value.to(total.dtype.element_ty)
     tl.store(total + row * n + column, stored, mask=inside)
     value = stored.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(value * value) / n + eps)
-    result = value * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * n + column, result, mask=inside)
+    tl.store(out + row * n + column, normed(value, weight, column, inside, n, eps), mask=inside)
 
 
 @triton.jit
