@@ -31,8 +31,8 @@ class Attention(Module):
     """Causal attention of one decoder layer; its caches, laid out as `quire.kernels.ops` says, are bound after loading.
 
     `name` identifies the layer's cache and is unique in the model. `sliding_window` w lets a token see itself and the
-    w - 1 tokens before it; `soft_cap` c bounds scores to (-c, c). With `rotary`, queries and keys are rotated first; with
-    `qk_norm`, norms that the model owns, each of their heads is normed before that.
+    w - 1 tokens before it; `soft_cap` c bounds scores to (-c, c). With `rotary`, queries and keys are rotated first;
+    with `qk_norm`, norms that the model owns, each of their heads is normed before that.
 
     Raises:
         ConfigError: the attention backend that was asked for cannot do that here.

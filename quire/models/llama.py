@@ -88,6 +88,7 @@ class LlamaMLP(Module):
         self.down_proj = Linear(
             in_features=arch.intermediate_size, out_features=arch.hidden_size, bias=arch.mlp_bias, dtype=dtype
         )
+        self.down_proj.reads(self.gate_up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gate_up_proj(x))
@@ -108,6 +109,8 @@ class LlamaDecoderLayer(Module):
         )
         self.post_attention_layernorm = rms_norm(config, arch.hidden_size)
         self.mlp = LlamaMLP(config=config)
+        self.self_attn.qkv_proj.reads(self.input_layernorm)
+        self.mlp.gate_up_proj.reads(self.post_attention_layernorm)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: StepMetadata
