@@ -145,8 +145,8 @@ def rotary_and_write_kv(dtype: torch.dtype) -> Iterator[Arguments]:
         for interleaved in (False, True):
             yield arguments, {"interleaved": interleaved}
             for norm_dtype in {dtype, torch.float32}:
-                norms = {"q_norm": randn(size, dtype=norm_dtype), "k_norm": randn(size, dtype=norm_dtype)}
-                yield arguments, {"interleaved": interleaved, "eps": 1e-5, **norms}
+                norms = randn(size, dtype=norm_dtype), randn(size, dtype=norm_dtype)
+                yield (*arguments, interleaved, *norms, 1e-5), {}
 
 
 @cases
