@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-#define QUIRE_CPU_ABI_VERSION 5
-#define QUIRE_CPU_WEIGHT_LAYOUT "panels-3"
+#define QUIRE_CPU_ABI_VERSION 6
+#define QUIRE_CPU_WEIGHT_LAYOUT "panels-4"
 #define QUIRE_CPU_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace quire {

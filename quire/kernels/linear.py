@@ -1,4 +1,4 @@
-"""Packed weights: the layouts that the linear kernels read, and the ways to quantise into them.
+"""Packed weights and quantised activations: the layouts that the linear kernels read, and the ways to get there.
 
 Invariant: a matrix is packed once, while loading, and exists once. On a CPU, panels of 16 outputs let a kernel
 vectorise over outputs and walk k in order, so that no sum depends on how many rows are multiplied.
@@ -9,9 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 PANEL = 16
 """Outputs per panel."""
+PAIR = 2
+"""Values of k that stand together in a panel of bfloat16."""
 QUAD = 4
 """Values of k that stand together in a panel of integers."""
 CHUNK = 64
@@ -32,9 +35,9 @@ class WeightScheme:
     activations are rounded to E4M3 too, with a scale per token.
 
     `fast` is for CPUs: integers are multiplied by activations rounded to 8 bits, with a scale per token and 64
-    values of k (see `ops.packed_linear`); otherwise weights are widened and activations stay float32. `vendor` and
-    `invariant` are for GPUs: fp8 products may be the vendor's library's; a row's products have the same bits in every batch, which on
-    a CPU is always so.
+    values of k (see `ops.packed_linear`), and bfloat16 by activations rounded to bfloat16; otherwise weights are
+    widened and activations stay float32. `vendor` and `invariant` are for GPUs: fp8 products may be the vendor's library's; a
+    row's products have the same bits in every batch, which on a CPU is always so.
     """
 
     kind: Kind = "float"
@@ -46,7 +49,7 @@ class WeightScheme:
     invariant: bool = False
 
 
-FLOAT = WeightScheme()
+FLOAT = WeightScheme(fast=False)
 
 
 class Native(NamedTuple):
@@ -65,9 +68,9 @@ class PackedWeight:
     """A matrix [N, K] in panels; rows beyond N and k beyond K are 0.
 
     `halves` is 2 where the panels of the first and second half of N alternate (gate and up), else 1. With P
-    panels and G groups, `data` is [P, K, 16] for floats, where bfloat16 keeps outputs j and j + 8 side by side;
+    panels and G groups, `data` is [P, K, 16] for floats, but for bfloat16 [P, K / 2, 16, 2], the second of two k first;
     uint8 [P, K / 4, 16, 4] for int8, with zero point 128; and uint8 [P, K / 8, 16, 4] for int4, the first four of
-    eight k in the low nibbles and the others in the high ones. K is padded to whole chunks and groups. `scales` is
+    eight k in the low nibbles and the others in the high ones. K is padded, of integers to whole chunks and groups. `scales` is
     float32 [P, 16] for int8 and bfloat16 [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or None where every
     zero point is 8.
 
@@ -109,19 +112,46 @@ class PackedWeight:
         return sum(part.nbytes for part in self.tensors().values())
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Activations [T, K] as a weight in fp8 multiplies them: `values` in E4M3 and float32 `scales` [T, 1].
+
+    `dtype` is that of the activations which they stand for, and of what a product makes of them.
+    """
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, K]."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.values.device
+
+    def float(self) -> Tensor:
+        """What they stand for, in float32."""
+        return self.values.float() * self.scales
+
+
 def num_panels(outputs: int, halves: int) -> int:
     """Panels of a matrix; each half begins with a panel of its own."""
     return -(-(outputs // halves) // PANEL) * halves
 
 
-def interleave_bfloat16(panels: Tensor) -> Tensor:
-    """[..., 16] in order of outputs -> outputs j and j + 8 side by side."""
-    return torch.unflatten(panels, -1, (2, 8)).transpose(-1, -2).flatten(-2)
+def pair_bfloat16(panels: Tensor) -> Tensor:
+    """[P, K, 16] -> [P, K / 2, 16, 2], the second of two k first; K is padded with 0."""
+    padded = F.pad(panels, (0, 0, 0, panels.shape[1] % PAIR))
+    return torch.unflatten(padded, 1, (-1, PAIR)).flip(2).transpose(2, 3)
 
 
-def deinterleave_bfloat16(panels: Tensor) -> Tensor:
-    """The inverse of `interleave_bfloat16`."""
-    return torch.unflatten(panels, -1, (8, 2)).transpose(-1, -2).flatten(-2)
+def unpair_bfloat16(pairs: Tensor) -> Tensor:
+    """The inverse of `pair_bfloat16`, but for the padding."""
+    return pairs.transpose(2, 3).flip(2).flatten(1, 2)
 
 
 def to_panels(rows: Tensor, halves: int) -> Tensor:
