@@ -36,8 +36,8 @@ class WeightScheme:
 
     `fast` is for CPUs: integers are multiplied by activations rounded to 8 bits, with a scale per token and 64
     values of k (see `ops.packed_linear`), and bfloat16 by activations rounded to bfloat16; otherwise weights are
-    widened and activations stay float32. `vendor` and `invariant` are for GPUs: fp8 products may be the vendor's library's; a
-    row's products have the same bits in every batch, which on a CPU is always so.
+    widened and activations stay float32. `vendor` and `invariant` are for GPUs: fp8 products may be the
+    vendor's library's; a row's products have the same bits in every batch, which on a CPU is always so.
     """
 
     kind: Kind = "float"
@@ -70,8 +70,8 @@ class PackedWeight:
     `halves` is 2 where the panels of the first and second half of N alternate (gate and up), else 1. With P
     panels and G groups, `data` is [P, K, 16] for floats, but for bfloat16 [P, K / 2, 16, 2], the second of two k first;
     uint8 [P, K / 4, 16, 4] for int8, with zero point 128; and uint8 [P, K / 8, 16, 4] for int4, the first four of
-    eight k in the low nibbles and the others in the high ones. K is padded, of integers to whole chunks and groups. `scales` is
-    float32 [P, 16] for int8 and bfloat16 [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or None where every
+    eight k in the low nibbles and the others in the high ones. K is padded, of integers to whole chunks and
+    groups. `scales` is float32 [P, 16] for int8 and bfloat16 [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or None where every
     zero point is 8.
 
     So it is in the layout "panels", that of CPUs. In "rows", that of GPUs, outputs are apart: floats [N, K]; int8 or
