@@ -71,8 +71,8 @@ class PackedWeight:
     panels and G groups, `data` is [P, K, 16] for floats, but for bfloat16 [P, K / 2, 16, 2], the second of two k first;
     uint8 [P, K / 4, 16, 4] for int8, with zero point 128; and uint8 [P, K / 8, 16, 4] for int4, the first four of
     eight k in the low nibbles and the others in the high ones. K is padded, of integers to whole chunks and
-    groups. `scales` is float32 [P, 16] for int8 and bfloat16 [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or None where every
-    zero point is 8.
+    groups. `scales` is float32 [P, 16] for int8 and bfloat16 [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or
+    None where every zero point is 8.
 
     So it is in the layout "panels", that of CPUs. In "rows", that of GPUs, outputs are apart: floats [N, K]; int8 or
     E4M3 [N, K] with float32 scales [N]; int4 uint8 [N, G * group / 2], where byte i of a group has k = i in its low
