@@ -13,7 +13,7 @@ import torch
 from tests.worker.fake_gpu import POISON, FakeGpu  # isort: skip  (before the kernels)
 from quire.executor import uniproc
 from quire.kernels import cpu, ops, triton
-from quire.kernels.triton import attention
+from quire.kernels.triton import launch
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerOutput
 from quire.worker.devices import make_device
@@ -225,7 +225,7 @@ def test_an_engine_on_the_gpus_kernels_gives_the_hosts_tokens(
         expected, _ = serve(jobs, **args)
     monkeypatch.setattr(triton, "DEVICE_TYPES", ("cpu",))
     monkeypatch.setattr(cpu, "supports", lambda dtype: False)
-    monkeypatch.setattr(attention, "num_processors", lambda device: 4)
+    monkeypatch.setattr(launch, "num_processors", lambda device: 4)
     for op in ops.TABLE.values():
         monkeypatch.setattr(op, "_functions", {})
     got, _ = serve(jobs, **args, **overlapped(2))
