@@ -26,7 +26,9 @@ def checks(target: Target) -> Iterator[Check]:
         yield Check(f"V = {vocab}: sampled tokens", partial(_tokens, target, vocab), 1.0)
         yield Check(f"V = {vocab}: the same tokens in any number of splits", partial(_splits, target, vocab))
         # The 0.1 % point of chi-square with 64 degrees of freedom is 1.63 for each.
-        yield Check(f"V = {vocab}: draws are fair", partial(_fair, target, vocab), 4.0 if target.tiny else 1.63)
+        yield Check(
+            f"V = {vocab}: draws are fair", partial(_fair, target, vocab), 4.0 if target.tiny else 1.63
+        )
         yield Check(f"V = {vocab}: logprobs", partial(_logprobs, target, vocab), 1e-5)
         yield Check(f"V = {vocab}: rows that are not finite", partial(_non_finite, target, vocab))
         yield Check(f"V = {vocab}: a row's bits in any batch", partial(_alone, target, vocab))
@@ -61,7 +63,9 @@ def _fair(target: Target, vocab: int) -> float:
     """Chi-square of draws by many seeds, per degree of freedom, where the likeliest 64 tokens have most of the mass."""
     num_draws, num_bins = (60, 4) if target.tiny else (8192, 65)
     logits = torch.full((vocab,), -9.0, device=target.device)
-    logits[:: vocab // num_bins] = torch.linspace(0, 3, len(logits[:: vocab // num_bins]), device=target.device)
+    logits[:: vocab // num_bins] = torch.linspace(
+        0, 3, len(logits[:: vocab // num_bins]), device=target.device
+    )
     probabilities = logits.double().softmax(0)
     likely = probabilities.topk(num_bins - 1).indices
     expected = num_draws * torch.cat([probabilities[likely], 1 - probabilities[likely].sum(0, keepdim=True)])

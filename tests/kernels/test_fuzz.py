@@ -26,8 +26,8 @@ from tests.kernels.op_cases import (
     int8_caches,
     make_metadata,
     randn,
-    random_keys,
     randn_caches,
+    random_keys,
     tensors,
 )
 from tests.kernels.op_cases import settings as sampling_settings
@@ -212,9 +212,7 @@ def test_sampling(rows: int, vocab_size: int, spread: float, seed: int) -> None:
         logits = logits.round()
     keys = random_keys(rows)
     chosen, num_top = torch.randint(0, vocab_size, (rows,)), min(vocab_size, seed % 70)
-    agree(
-        "sample_tokens", torch.float32, logits, sampling_settings(rows, vocab_size), *keys, offset=offset
-    )
+    agree("sample_tokens", torch.float32, logits, sampling_settings(rows, vocab_size), *keys, offset=offset)
     agree("token_logprobs", torch.float32, logits, chosen, offset=offset, num_top=num_top)
     count = min(rows * vocab_size, seed % 50)
     penalties = torch.rand(count, dtype=torch.float64) + 0.5, torch.randn(count, dtype=torch.float64)

@@ -100,9 +100,7 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 def test_uniforms_have_the_bits_of_the_oracle() -> None:
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345])
     positions = torch.tensor([0, 1, 2**40, 7, 2**32, 2**32 - 1])
-    assert torch.equal(
-        sampling.uniforms(seeds, positions), reference_sampling.uniforms(seeds, positions)
-    )
+    assert torch.equal(sampling.uniforms(seeds, positions), reference_sampling.uniforms(seeds, positions))
 
 
 def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
@@ -167,7 +165,11 @@ def good() -> dict[str, Tensor]:
         (lambda: sample(settings=torch.zeros(2, 3).double()), ValueError, r"settings must be .*\[2, 4\]"),
         (lambda: sample(seeds=torch.zeros(2)), ValueError, "seeds must be"),
         (lambda: sample(positions=torch.zeros(3).long()), ValueError, "positions must be"),
-        (lambda: sample(**dict.fromkeys(("seeds", "positions"), torch.zeros(3).long())), ValueError, "numbers must be"),
+        (
+            lambda: sample(**dict.fromkeys(("seeds", "positions"), torch.zeros(3).long())),
+            ValueError,
+            "numbers must be",
+        ),
         (
             lambda: sampling.token_logprobs(torch.zeros(1, 5), torch.tensor([5]), 1),
             IndexError,

@@ -42,7 +42,9 @@ def _gumbel_of(out, seeds, positions, TILE: tl.constexpr):
 @triton.jit
 def _gumbel_of_words(out, high, low, TILE: tl.constexpr):
     index = tl.arange(0, TILE)
-    tl.store(out + index, noise._fraction(tl.load(high + index).to(tl.uint32), tl.load(low + index).to(tl.uint32)))
+    tl.store(
+        out + index, noise._fraction(tl.load(high + index).to(tl.uint32), tl.load(low + index).to(tl.uint32))
+    )
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
@@ -151,7 +153,9 @@ def test_draws_are_fair(limits: str, by_position: bool) -> None:
     counts = torch.bincount(chosen, minlength=7)
     assert not counts[expected == 0].any()
     difference = (counts - expected)[expected > 0]
-    assert (difference**2 / expected[expected > 0]).sum() < 22.5  # chi-square, 6 degrees of freedom, p = 0.001
+    assert (
+        difference**2 / expected[expected > 0]
+    ).sum() < 22.5  # chi-square, 6 degrees of freedom, p = 0.001
 
 
 def test_noise_of_neighbours_is_unrelated() -> None:
@@ -177,7 +181,9 @@ def test_equal_huge_logits_still_draw() -> None:
     """Noise is added in float64, so it counts beside logits of 1e8."""
     logits = torch.full((60, 2), 1e8)
     staged = torch.tensor([(1.0, -torch.inf, 2, 1.0)], dtype=torch.float64).repeat(60, 1)
-    chosen = sampling.sample_tokens(logits, staged, torch.arange(60), torch.zeros(60, dtype=torch.int64), NO_LIMITS)
+    chosen = sampling.sample_tokens(
+        logits, staged, torch.arange(60), torch.zeros(60, dtype=torch.int64), NO_LIMITS
+    )
     assert 15 < int(chosen.sum()) < 45
 
 

@@ -1,9 +1,9 @@
 """Where top-k and top-p end: the last logit of the prefix of the order of tokens that they keep.
 
-Found by radix selection on the bits of the scaled logits, most significant first, instead of by sorting (A. Alabi et al.,
-"Fast k-selection algorithms for graphics processing units", 2012). A pass counts what stands at or above 16 thresholds;
-the next one takes the last of them at which enough is kept, and refines it. The last pass of a search counts at the
-threshold itself, where equal logits may be kept in part, and just above it.
+Found by radix selection on the bits of the scaled logits, most significant first, instead of by sorting (A. Alabi et
+al., "Fast k-selection algorithms for graphics processing units", 2012). A pass counts what stands at or above 16
+thresholds; the next one takes the last of them at which enough is kept, and refines it. The last pass of a search
+counts at the threshold itself, where equal logits may be kept in part, and just above it.
 
 Invariant: masses are integers, in steps of 2**-40 of the first token's, as counts are; their sums are exact, so any
 number of programs may add them up in any order.
@@ -74,7 +74,7 @@ def is_cut(setting, n):
 
 @triton.jit
 def ties_kept(state, sums, setting, index):
-    """The threshold, the mass above it, and of how many ties at it are kept, the weight of each, and the mass wanted."""
+    """How many tokens at the threshold are kept, the mass above it, and the weight of each at it."""
     lane, place = tl.arange(0, WIDTH), sums + index * 2 * WIDTH
     counts, masses = tl.load(place + lane), tl.load(place + WIDTH + lane)
     num_at, num_above = tl.max(counts), tl.max(tl.where(lane == 1, counts, 0))
@@ -189,10 +189,9 @@ def search(
     """
     num_rows, num_splits = keys.shape
     passes = list(_passes(limits))
-    integers = {"dtype": torch.int64, "device": logits.device}
-    states = torch.empty(len(passes) + 1, num_rows, 2, **integers)
-    sums = torch.zeros(len(passes) + 1, num_rows, 2, WIDTH.value, **integers)
-    ties = torch.empty(num_rows, num_splits, **integers)
+    states = settings.new_empty((len(passes) + 1, num_rows, 2), dtype=torch.int64)
+    sums = settings.new_zeros((len(passes) + 1, num_rows, 2, WIDTH.value), dtype=torch.int64)
+    ties = settings.new_empty((num_rows, num_splits), dtype=torch.int64)
     before = 0
     for number, (begin, shift) in enumerate(passes):
         _count[(num_rows, num_splits)](

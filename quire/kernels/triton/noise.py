@@ -4,8 +4,8 @@ A Gumbel number is -ln(E), with E exponential, and E is -ln(1 - v), with v unifo
 noise, so small v, which is why v is what is precise: 64 random bits make a float32 of full precision down to 2**-65. A
 token with 2**-64 of the mass still has its chance, where 24 bits would end at 2**-24.
 
-Random bits: Philox4x32-10 of J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). One call of counter
-(position, pair) serves the two tokens of a pair.
+Random bits: Philox4x32-10 of J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). One call of
+counter (position, pair) serves the two tokens of a pair.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The choice of a token on a GPU, by the Gumbel-max trick.
 
 The largest of ln(p) + g, with Gumbel noise g for every token, is token i with probability p[i] (E. Gumbel, "Statistical
-theory of extreme values", 1954; C. Maddison et al., "A* sampling", 2014). No sum is needed, and a maximum is exact in any
-order. So a row is split over as many programs as keep the device busy, and the token does not depend on how. A greedy
-row is one without noise.
+theory of extreme values", 1954; C. Maddison et al., "A* sampling", 2014). No sum is needed, and a maximum is exact in
+any order. So a row is split over as many programs as keep the device busy, and the token does not depend on how. A
+greedy row is one without noise.
 
 Invariant: a row's token is a function of its own logits and settings, its seed and its position.
 """
@@ -69,7 +69,7 @@ def _race(
     """The first token of each split: by scaled logit plus noise, among those that the limits keep."""
     index, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, setting = logits + index * n, settings + index * 4
-    temperature, is_random = temperature_of(setting), tl.load(setting) != 0.0
+    temperature, is_random = temperature_of(setting), (tl.load(setting) != 0.0) & NOISE
     seed, position = tl.load(seeds + index), tl.load(positions + index)
     lowest, threshold, left = temperature * 0 + float("-inf"), index * 0, index * 0
     if LIMITED:
@@ -91,9 +91,8 @@ def _race(
             left -= tl.sum(tied)
             value = tl.where(kept, value, float("-inf"))
         key = value.to(tl.float64)
-        if NOISE:
-            if is_random:
-                key += gumbel(seed, position, start, TILE).to(tl.float64)
+        if is_random:
+            key += gumbel(seed, position, start, TILE).to(tl.float64)
         chosen = tl.where(key > best, column, chosen)
         best = tl.maximum(key, best)
     first = tl.max(best)
@@ -116,7 +115,7 @@ def _finish(out, keys, ids, num_splits, MAX_SPLITS: tl.constexpr):
 class _Splits(NamedTuple):
     """How rows are cut into splits."""
 
-    count: int
+    number: int
     tiles: int
     """Of each."""
 
@@ -147,17 +146,19 @@ def sample_in_splits(
     if not num_rows:
         return out
     splits = _splits(num_rows, vocab_size, num_splits)
-    grid, sizes = (num_rows, splits.count), {"TILE": TILE, "MAX_SPLITS": MAX_SPLITS}
+    grid, sizes = (num_rows, splits.number), {"TILE": TILE, "MAX_SPLITS": MAX_SPLITS}
     largest, keys = torch.empty(2, *grid, dtype=torch.float64, device=logits.device)
     ids = torch.empty(grid, dtype=torch.int32, device=logits.device)
     rows = (logits, settings, seeds, positions)
     found = Search(positions, positions, positions)  # is not looked at, but where there was a search
     if any(limits):
-        _race[grid](largest, ids, *rows, largest, *found, vocab_size, *splits, NOISE=False, LIMITED=False, **sizes)
+        _race[grid](
+            largest, ids, *rows, largest, *found, vocab_size, *splits, NOISE=False, LIMITED=False, **sizes
+        )
     if limits.top_k or limits.top_p:
         found = search(logits, settings, largest, splits.tiles * TILE, MAX_SPLITS, limits)
     _race[grid](
         keys, ids, *rows, largest, *found, vocab_size, *splits, NOISE=True, LIMITED=any(limits), **sizes
     )
-    _finish[(num_rows,)](out, keys, ids, splits.count, MAX_SPLITS=MAX_SPLITS)
+    _finish[(num_rows,)](out, keys, ids, splits.number, MAX_SPLITS=MAX_SPLITS)
     return out

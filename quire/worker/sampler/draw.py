@@ -69,5 +69,6 @@ class Draw(Feature[StagedDraw]):
 
     def choose(self, logits: Tensor, staged: StagedDraw | None) -> Tensor:
         """Logits [N, V] -> token ids [N] int64, -1 where no token is left."""
-        *rows, limits = staged or self._greedy_rows
-        return ops.sample_tokens(logits, *(part[: len(logits)] for part in rows), limits)
+        settings, seeds, positions, limits = staged or self._greedy_rows
+        count = len(logits)
+        return ops.sample_tokens(logits, settings[:count], seeds[:count], positions[:count], limits)
