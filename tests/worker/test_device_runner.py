@@ -13,6 +13,7 @@ import torch
 from tests.worker.fake_gpu import POISON, FakeGpu  # isort: skip  (before the kernels)
 from quire.executor import uniproc
 from quire.kernels import cpu, ops, triton
+from quire.kernels.reference_sampling import sample_by_gumbel
 from quire.kernels.triton import launch
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerOutput
@@ -220,8 +221,10 @@ def test_an_engine_on_the_gpus_kernels_gives_the_hosts_tokens(
         Job([5, 9, 11, 40, 7], SamplingParams(temperature=0, max_tokens=6, logprobs=1)),
         Job([8, 3, 4], SamplingParams(seed=4, max_tokens=5, top_p=0.9)),
     ]
+    draws = {(torch.device("cpu"), torch.float32): lambda *given: sample_by_gumbel(*given[:4])}
     with monkeypatch.context() as host:
         host.setattr(uniproc, "make_device", make_device)
+        host.setattr(ops.sample_tokens, "_functions", draws)  # the host, but for how a GPU draws
         expected, _ = serve(jobs, **args)
     monkeypatch.setattr(triton, "DEVICE_TYPES", ("cpu",))
     monkeypatch.setattr(cpu, "supports", lambda dtype: False)
