@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from quire.layers.linear import Linear
 from quire.models import loader
 from quire.models.base import CausalLM
 from quire.models.safetensors_file import SafetensorsFile
-from quire.models.staged_copy import NUM_BUFFERS, StagedCopy
+from quire.models.staged_copy import NUM_BUFFERS, GpuCopyStream, StagedCopy
 from quire.models.weights import SINGLE_NAME
 from tests.fixtures.tiny_models import TINY_MODELS
 from tests.models.harness import load_tiny
@@ -65,6 +67,47 @@ class LateCopy:
 
     def synchronize(self) -> None:
         self._stream.copy(self._number)
+
+
+class Recorder:
+    """Torch's module of a device, its streams and its events in one: it writes down what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def Stream(self, device: torch.device) -> Recorder:  # noqa: N802  (torch's name)
+        return self
+
+    def Event(self) -> Recorder:  # noqa: N802
+        return self
+
+    def current_stream(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(wait_stream=lambda stream: self.calls.append("compute waits for copies"))
+
+    def wait_stream(self, stream: object) -> None:
+        self.calls.append("copies wait for compute")
+
+    @contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        self.calls.append("copy {")
+        yield
+        self.calls.append("}")
+
+    def record(self, stream: object) -> None:
+        self.calls.append("event")
+
+
+def test_the_order_of_a_gpus_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Recorder()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    stream, target = GpuCopyStream(torch.device("cpu")), torch.zeros(3, dtype=torch.float16)
+    stream.begin()
+    stream.send(torch.arange(3.0), Slot(target, "normal", offset=1.0))
+    stream.end()
+    assert target.tolist() == [1.0, 2.0, 3.0]
+    assert module.calls == [
+        "copies wait for compute", "copy {", "event", "}", "compute waits for copies"
+    ]  # fmt: skip
 
 
 @pytest.fixture

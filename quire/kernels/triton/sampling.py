@@ -46,7 +46,10 @@ def _kept_ties(ties, index, split, num_splits, kept, MAX_SPLITS: tl.constexpr):
     return kept - tl.sum(earlier)
 
 
-@triton.jit(do_not_specialize=["num_splits", "tiles"])
+@triton.jit(
+    do_not_specialize=["num_splits", "tiles"],
+    do_not_specialize_on_alignment=["seeds", "positions", "state", "sums", "ties"],
+)
 def _race(
     keys,
     ids,

@@ -25,8 +25,8 @@ class StagedDraw(NamedTuple):
     """What `ops.sample_tokens` takes besides the logits, for all N rows of the step."""
 
     settings: Tensor
-    seeds: Tensor
-    positions: Tensor
+    keys: Tensor
+    """[2, N]: seeds and positions."""
     limits: Limits
 
 
@@ -40,9 +40,9 @@ class Draw(Feature[StagedDraw]):
         self._greedy = (0.0, -np.inf, float(vocab_size), 1.0)
         self._settings = np.tile(np.array(self._greedy), (batch.max_num_seqs, 1))
         self._seeds = np.zeros(batch.max_num_seqs, dtype=np.int64)
-        unused = torch.zeros(batch.max_num_seqs, dtype=torch.int64, device=device)
         greedy = torch.from_numpy(self._settings.copy()).to(device)
-        self._greedy_rows = StagedDraw(greedy, unused, unused, NO_LIMITS)
+        unused = torch.zeros(2, batch.max_num_seqs, dtype=torch.int64, device=device)
+        self._greedy_rows = StagedDraw(greedy, unused, NO_LIMITS)
 
     def wants(self, params: SamplingParams) -> bool:
         return not params.greedy
@@ -62,13 +62,12 @@ class Draw(Feature[StagedDraw]):
         settings, positions = self._settings[rows], self._batch.num_output_tokens(rows)
         return StagedDraw(
             torch.from_numpy(settings),
-            torch.from_numpy(self._seeds[rows]),
-            torch.from_numpy(positions),
-            limits=Limits(*(settings[:, 1:] != self._greedy[1:]).any(0).tolist()),
+            torch.from_numpy(np.stack((self._seeds[rows], positions))),
+            Limits(*(settings[:, 1:] != self._greedy[1:]).any(0).tolist()),
         )
 
     def choose(self, logits: Tensor, staged: StagedDraw | None) -> Tensor:
         """Logits [N, V] -> token ids [N] int64, -1 where no token is left."""
-        settings, seeds, positions, limits = staged or self._greedy_rows
-        count = len(logits)
-        return ops.sample_tokens(logits, settings[:count], seeds[:count], positions[:count], limits)
+        settings, keys, limits = staged or self._greedy_rows
+        seeds, positions = keys[:, : len(logits)]
+        return ops.sample_tokens(logits, settings[: len(logits)], seeds, positions, limits)
