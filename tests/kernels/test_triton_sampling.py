@@ -40,11 +40,11 @@ def _gumbel_of(out, seeds, positions, TILE: tl.constexpr):
 
 
 @triton.jit
-def _gumbel_of_words(out, high, low, TILE: tl.constexpr):
+def _ends(fractions, gumbels, high, low, TILE: tl.constexpr):
     index = tl.arange(0, TILE)
-    tl.store(
-        out + index, noise._fraction(tl.load(high + index).to(tl.uint32), tl.load(low + index).to(tl.uint32))
-    )
+    v = noise.fraction_of(tl.load(high + index).to(tl.uint32), tl.load(low + index).to(tl.uint32))
+    tl.store(fractions + index, v)
+    tl.store(gumbels + index, noise.gumbel_of(v))
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
@@ -57,11 +57,18 @@ def test_noise_has_the_bits_of_the_oracle(key: tuple[int, int]) -> None:
 
 
 def test_noise_is_finite_and_precise_at_the_ends() -> None:
-    out, ones = torch.empty(4), 2**32 - 1
-    high, low = torch.tensor([0, 0, ones, ones]), torch.tensor([0, 1, 0, ones])
-    _gumbel_of_words[(1,)](out, high, low, TILE=4)
+    """So that a token with 2**-64 of the mass can win; and where the series and the logarithm meet."""
+    ones = 2**32 - 1
+    words = torch.tensor(
+        [[0, 0], [0, 1], [2**26 - 1, ones], [2**26, 0], [2**31, 0], [ones, 0], [ones, ones], [3, 9]]
+    )
+    fractions, gumbels = torch.empty(2, 8)
+    _ends[(1,)](fractions, gumbels, *words.T.contiguous(), TILE=8)
     below_one = 1 - 2**-24
-    assert out.double().tolist() == [2**-65, 1.5 * 2**-64, below_one, below_one]
+    assert fractions[[0, 1, 5, 6]].double().tolist() == [2**-65, 1.5 * 2**-64, below_one, below_one]
+    expected = -torch.log(-torch.log1p(-fractions.double()))
+    torch.testing.assert_close(gumbels.double(), expected, rtol=1e-6, atol=1e-6)
+    assert gumbels[0] > 45
 
 
 def cases() -> Iterator[tuple[Tensor, ...]]:
@@ -166,15 +173,6 @@ def test_noise_of_neighbours_is_unrelated() -> None:
     assert np.abs(np.corrcoef(noise_of) - np.eye(9)).max() < 0.1
     for rows in noise_of:
         assert abs(np.corrcoef(rows[::2], rows[1::2])[0, 1]) < 0.1
-
-
-def test_a_token_of_tiny_probability_is_not_impossible() -> None:
-    """Where it wins: its noise is the largest that there is, 45, and that of the first is ordinary."""
-    assert -math.log(2.0**-65) > 45
-    logits = torch.tensor([[0.0, -40.0]])
-    drawn = -torch.log(torch.tensor(2.0**-65, dtype=torch.float64)) - 40.0
-    assert drawn > philox.gumbel(1, 1, 1)[0]
-    assert reference_sampling.sample_by_gumbel(logits, torch.tensor([OFF]).double(), *random_keys(1)) == 0
 
 
 def test_equal_huge_logits_still_draw() -> None:

@@ -17,7 +17,7 @@ BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 
 
 @triton.jit
-def _fraction(high, low):
+def fraction_of(high, low):
     """64 bits as a float32 in (0, 1): neither end, so that all that follows is finite."""
     fraction = high.to(tl.float32) * 2.0**-32 + (low.to(tl.float32) + 0.5) * 2.0**-64
     return tl.minimum(fraction, BELOW_ONE)
@@ -30,13 +30,18 @@ def fractions(seed, position, first, TILE: tl.constexpr):
     zero = pair * 0
     words = (position.to(tl.uint64) & 0xFFFFFFFF).to(tl.uint32), (position.to(tl.uint64) >> 32).to(tl.uint32)
     a, b, c, d = tl.philox(seed, zero + words[0], zero + words[1], pair, zero)
-    return tl.interleave(_fraction(a, b), _fraction(c, d))
+    return tl.interleave(fraction_of(a, b), fraction_of(c, d))
+
+
+@triton.jit
+def gumbel_of(v):
+    """-ln(-ln(1 - v))."""
+    # Near 0 the logarithm of 1 - v would lose what v has; the series has an error of v**5 / 5 there.
+    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * 0.25)))
+    return -tl.log(tl.where(v < 0.015625, series, -tl.log(1.0 - v)))
 
 
 @triton.jit
 def gumbel(seed, position, first, TILE: tl.constexpr):
     """Noise of the tokens from `first`, an even number, on: [TILE] float32 between -2.9 and 45.1."""
-    v = fractions(seed, position, first, TILE)
-    # Near 0 the logarithm of 1 - v would lose what v has; the series has an error of v**5 / 5 there.
-    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * 0.25)))
-    return -tl.log(tl.where(v < 0.015625, series, -tl.log(1.0 - v)))
+    return gumbel_of(fractions(seed, position, first, TILE))
