@@ -235,8 +235,9 @@ def _sampling(shape: Shape) -> Iterator[Launch]:
     yield "apply_penalties", lambda: tail.apply_penalties(logits, ids, numbers, numbers)
     limits = {"none": NO_LIMITS, "min_p": Limits(top_k=False, top_p=False), "all": ANY_LIMITS}
     for name, used in limits.items():
-        sample = partial(sampling.sample_tokens, logits, settings, ids, ids, used)
+        sample = partial(sampling.sample_tokens, logits, settings, empty(4, 2, dtype=torch.int64), used)
         yield f"sample_tokens, limits: {name}", sample
+    yield "sample_tokens, greedy", lambda: sampling.sample_tokens(logits, settings, None, NO_LIMITS)
     for num_top in (0, 5, 20):
         yield f"token_logprobs, {num_top}", partial(logprobs.token_logprobs, logits, ids, num_top)
 

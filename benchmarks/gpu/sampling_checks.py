@@ -42,7 +42,7 @@ def _inputs(target: Target, vocab: int) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
     rows = _rows(target)
     logits = 3 * randn(target, rows, vocab, dtype=torch.float32)
-    return logits, *(part.to(target.device) for part in (settings(rows, vocab), *random_keys(rows)))
+    return logits, *(part.to(target.device) for part in (settings(rows, vocab), random_keys(rows)))
 
 
 def _tokens(target: Target, vocab: int) -> float:
@@ -72,8 +72,11 @@ def _fair(target: Target, vocab: int) -> float:
     plain = torch.tensor([(1.0, -torch.inf, vocab, 1.0)], dtype=torch.float64, device=target.device)
     counts = torch.zeros(vocab, dtype=torch.float64, device=target.device)
     for part in torch.arange(num_draws, device=target.device).split(256):
-        rows = logits.repeat(len(part), 1), plain.repeat(len(part), 1), part, torch.full_like(part, 3)
-        counts += torch.bincount(triton_function("sample_tokens")(*rows, NO_LIMITS), minlength=vocab)
+        rows, keys = len(part), torch.stack([part, torch.full_like(part, 3)], dim=1)
+        drawn = triton_function("sample_tokens")(
+            logits.repeat(rows, 1), plain.repeat(rows, 1), keys, NO_LIMITS
+        )
+        counts += torch.bincount(drawn, minlength=vocab)
     found = torch.cat([counts[likely], num_draws - counts[likely].sum(0, keepdim=True)])
     return float(((found - expected) ** 2 / expected).sum()) / (num_bins - 1)
 
@@ -98,7 +101,7 @@ def _alone(target: Target, vocab: int) -> float:
     """Tokens and logprobs."""
     inputs = _inputs(target, vocab)
     sample, logprobs = triton_function("sample_tokens"), triton_function("token_logprobs")
-    chosen = torch.zeros_like(inputs[2])
+    chosen = torch.zeros(len(inputs[0]), dtype=torch.int64, device=target.device)
 
     def results(rows: slice) -> Tensor:
         part = [tensor[rows] for tensor in inputs]

@@ -75,13 +75,13 @@ def sampling_step(target: Target, kind: str, batch: int, vocab: int) -> float:
     asked = torch.tensor([(temperature, min_p, min(top_k, vocab), top_p)], dtype=torch.float64)
     settings = asked.repeat(batch, 1).to(target.device)
     logits = 3 * torch.randn(batch, vocab, device=target.device)
-    keys = torch.arange(batch, device=target.device)
+    keys = None if temperature == 0.0 else torch.arange(2 * batch, device=target.device).view(batch, 2)
     limits = Limits(min_p=False, top_k=top_k < vocab, top_p=top_p < 1.0)
 
     def run() -> None:
         for _ in range(_REPEATS):
             ops.clear_rows(logits, ops.non_finite_rows(logits))
-            ops.sample_tokens(logits, settings, keys, keys, limits)
+            ops.sample_tokens(logits, settings, keys, limits)
 
     run()
     return best_of(target, run, 3) / _REPEATS

@@ -413,8 +413,7 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
 def sample_tokens(
     logits: Tensor,
     settings: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
+    keys: Tensor | None,
     /,
     limits: Limits = ANY_LIMITS,
 ) -> Tensor:
@@ -427,17 +426,17 @@ def sample_tokens(
     that hold `top_p` of their mass (A. Holtzman et al., "The curious case of neural text degeneration", 2019;
     1 is off). `limits` says which of the three any row uses.
 
-    Of what is left a token is drawn by its probability, with random numbers that are a function of seeds and
-    positions [N] int64: Philox4x32-10 (J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). How is
-    the device's choice, and so is the token of a seed. A CPU draws by inverse transform, which takes one number: in the
-    order of ids, with c the cumulative weights in float64 and u of `philox.uniform`, the first token whose c exceeds
-    u * c[-1]. A GPU draws by the Gumbel-max trick, which takes one for each token but no sums: the token of the largest
-    logit plus `philox.gumbel`, of equal ones the lowest id.
+    Of what is left a token is drawn by its probability, with random numbers that are a function of keys [N, 2] int64,
+    a seed and a position for each row; None where all have temperature 0. Philox4x32-10: J. Salmon et al., "Parallel
+    random numbers: as easy as 1, 2, 3" (2011). How is the device's choice, and so is the token of a seed. A CPU draws by
+    inverse transform, which takes one number: in the order of ids, with c the cumulative weights in float64 and u of
+    `philox.uniform`, the first token whose c exceeds u * c[-1]. A GPU draws by the Gumbel-max trick, which takes one
+    for each token but no sums: the token of the largest logit plus `philox.gumbel`, of equal ones the lowest id.
 
     Implementations differ only where rounding (1e-6 of the total mass, or of a Gumbel number) decides on which side of
     a boundary something falls, and on tokens e**87 times less likely than the first, which may count as impossible.
     """
-    return reference_sampling.sample_tokens(logits, settings, seeds, positions)
+    return reference_sampling.sample_tokens(logits, settings, keys)
 
 
 @op(_cpu("sampling.token_logprobs"), _triton("logprobs.token_logprobs"))

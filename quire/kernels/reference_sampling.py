@@ -43,15 +43,17 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
     flat[indices] = (values - subtracted).clamp_(max=_MAX_LOGIT).float()
 
 
-def sample_tokens(logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def sample_tokens(logits: Tensor, settings: Tensor, keys: Tensor | None) -> Tensor:
+    if keys is None:
+        keys = torch.zeros(len(logits), 2, dtype=torch.int64, device=logits.device)
     if logits.is_cpu:
-        return sample_by_inversion(logits, settings, uniforms(seeds, positions))
-    return sample_by_gumbel(logits, settings, seeds, positions)
+        return sample_by_inversion(logits, settings, uniforms(keys))
+    return sample_by_gumbel(logits, settings, keys)
 
 
-def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """The numbers [N] float64 of inverse transform sampling."""
-    return torch.from_numpy(uniform(seeds.cpu().numpy(), positions.cpu().numpy())).to(seeds.device)
+def uniforms(keys: Tensor) -> Tensor:
+    """The numbers [N] float64 of inverse transform sampling, for seeds and positions [N, 2]."""
+    return torch.from_numpy(uniform(*keys.cpu().numpy().T)).to(keys.device)
 
 
 def sample_by_inversion(logits: Tensor, settings: Tensor, numbers: Tensor) -> Tensor:
@@ -59,13 +61,12 @@ def sample_by_inversion(logits: Tensor, settings: Tensor, numbers: Tensor) -> Te
     return _sample(logits, settings, lambda shaped, rows: _invert(shaped, numbers[rows]))
 
 
-def sample_by_gumbel(logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def sample_by_gumbel(logits: Tensor, settings: Tensor, keys: Tensor) -> Tensor:
     """`ops.sample_tokens` as on a GPU."""
 
     def draw(shaped: Tensor, rows: Tensor) -> Tensor:
-        pairs = zip(seeds[rows].tolist(), positions[rows].tolist(), strict=True)
-        noise = torch.from_numpy(np.stack([gumbel(*pair, shaped.shape[1]) for pair in pairs]))
-        return _first_of(shaped.double() + noise.to(shaped.device))
+        noise = np.stack([gumbel(seed, position, shaped.shape[1]) for seed, position in keys[rows].tolist()])
+        return _first_of(shaped.double() + torch.from_numpy(noise).to(shaped.device))
 
     return _sample(logits, settings, draw)
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from quire.layers.base import Slot
 from quire.models.safetensors_file import SafetensorsFile, TensorInfo
 
-BUFFER_BYTES = 32 << 20
-NUM_BUFFERS = 4
-MAX_THREADS = 4
+BUFFER_BYTES = 16 << 20
+NUM_BUFFERS = 8
+MAX_THREADS = 6
 
 
 class Copied(Protocol):

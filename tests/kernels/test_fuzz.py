@@ -212,7 +212,7 @@ def test_sampling(rows: int, vocab_size: int, spread: float, seed: int) -> None:
         logits = logits.round()
     keys = random_keys(rows)
     chosen, num_top = torch.randint(0, vocab_size, (rows,)), min(vocab_size, seed % 70)
-    agree("sample_tokens", torch.float32, logits, sampling_settings(rows, vocab_size), *keys, offset=offset)
+    agree("sample_tokens", torch.float32, logits, sampling_settings(rows, vocab_size), keys, offset=offset)
     agree("token_logprobs", torch.float32, logits, chosen, offset=offset, num_top=num_top)
     count = min(rows * vocab_size, seed % 50)
     penalties = torch.rand(count, dtype=torch.float64) + 0.5, torch.randn(count, dtype=torch.float64)
@@ -350,7 +350,7 @@ HUGE: dict[str, Callable[[], object]] = {
         PackedWeight(WeightScheme(), torch.empty(0, 8, 16), None, None, 2**62, 2**62),
     ),
     "sample_tokens": lambda: kernel("sample_tokens")(
-        torch.empty(0, 2**40), torch.empty(0, 4).double(), *[torch.empty(0).long()] * 2
+        torch.empty(0, 2**40), torch.empty(0, 4).double(), torch.empty(0, 2).long()
     ),
 }
 

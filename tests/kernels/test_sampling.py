@@ -51,7 +51,7 @@ def test_random_rows_draw_the_tokens_of_the_oracle(seed: int, vocab_size: int, s
     """Of any width and spread; where every u and top_p keeps off its boundary, which random numbers do."""
     torch.manual_seed(seed)
     logits = torch.randn(24, vocab_size) * spread
-    args = settings(24, vocab_size), *random_keys(24)
+    args = settings(24, vocab_size), random_keys(24)
     assert torch.equal(sampling.sample_tokens(logits, *args), ops.sample_tokens.oracle(logits.clone(), *args))
 
 
@@ -100,7 +100,8 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 def test_uniforms_have_the_bits_of_the_oracle() -> None:
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345])
     positions = torch.tensor([0, 1, 2**40, 7, 2**32, 2**32 - 1])
-    assert torch.equal(sampling.uniforms(seeds, positions), reference_sampling.uniforms(seeds, positions))
+    keys = torch.stack([seeds, positions], dim=1)
+    assert torch.equal(sampling.uniforms(keys), reference_sampling.uniforms(keys))
 
 
 def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
@@ -126,7 +127,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(
         torch.randn(40, 5003) * 3
     )  # enough elements for a parallel loop; an odd width moves every row's alignment
     assert x.numel() >= 1 << 16
-    args = x, torch.randint(0, 5003, (40,)), settings(40, 5003), *random_keys(40)
+    args = x, torch.randint(0, 5003, (40,)), settings(40, 5003), random_keys(40)
     torch.set_num_threads(1)
     alone = torch.cat([function(*(arg[row : row + 1].clone() for arg in args)) for row in range(40)])
     for threads in (1, 2, 3):
@@ -142,7 +143,7 @@ def test_logits_that_are_not_finite_stay_within_memory(bad: float) -> None:
         ids, _, _ = sampling.token_logprobs(x, torch.tensor([3, 69]), count)
         assert int(ids.min()) >= 0
         assert int(ids.max()) < 70
-    chosen = sampling.sample_tokens(x, settings(2, 70), *random_keys(2))
+    chosen = sampling.sample_tokens(x, settings(2, 70), random_keys(2))
     assert int(chosen.min()) >= -1
     assert int(chosen.max()) < 70
 
@@ -151,8 +152,7 @@ def good() -> dict[str, Tensor]:
     return {
         "logits": torch.zeros(2, 5),
         "settings": torch.tensor([OFF, OFF], dtype=torch.float64),
-        "seeds": torch.zeros(2, dtype=torch.int64),
-        "positions": torch.zeros(2, dtype=torch.int64),
+        "keys": torch.zeros(2, 2, dtype=torch.int64),
     }
 
 
@@ -163,13 +163,9 @@ def good() -> dict[str, Tensor]:
         (lambda: sample(logits=torch.zeros(2, 0)), ValueError, "contiguous"),
         (lambda: sample(logits=torch.zeros(5, 2).t()), ValueError, "contiguous"),
         (lambda: sample(settings=torch.zeros(2, 3).double()), ValueError, r"settings must be .*\[2, 4\]"),
-        (lambda: sample(seeds=torch.zeros(2)), ValueError, "seeds must be"),
-        (lambda: sample(positions=torch.zeros(3).long()), ValueError, "positions must be"),
-        (
-            lambda: sample(**dict.fromkeys(("seeds", "positions"), torch.zeros(3).long())),
-            ValueError,
-            "numbers must be",
-        ),
+        (lambda: sample(keys=torch.zeros(2, 2)), ValueError, r"keys must be .*\[2, 2\]"),
+        (lambda: sample(keys=torch.zeros(2).long()), ValueError, "keys must be"),
+        (lambda: sample(keys=torch.zeros(3, 2).long()), ValueError, "numbers must be"),
         (
             lambda: sampling.token_logprobs(torch.zeros(1, 5), torch.tensor([5]), 1),
             IndexError,

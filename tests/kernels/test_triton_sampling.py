@@ -73,11 +73,11 @@ def test_noise_is_finite_and_precise_at_the_ends() -> None:
 
 def cases() -> Iterator[tuple[Tensor, ...]]:
     for rows, vocab_size in [(0, 9), (2, 1), (5, 17), (2, 3001)]:
-        yield 3 * randn(rows, vocab_size), settings(rows, vocab_size), *random_keys(rows)
+        yield 3 * randn(rows, vocab_size), settings(rows, vocab_size), random_keys(rows)
         ties = randn(rows, vocab_size).mul_(2).round_()
         ties[ties == 3] = -torch.inf
-        yield ties, settings(rows, vocab_size), *random_keys(rows)
-    yield torch.full((2, 9), -torch.inf), settings(2, 9), *random_keys(2)
+        yield ties, settings(rows, vocab_size), random_keys(rows)
+    yield torch.full((2, 9), -torch.inf), settings(2, 9), random_keys(2)
 
 
 def test_tokens_are_those_of_the_oracle_in_any_number_of_splits() -> None:
@@ -97,7 +97,7 @@ def test_a_search_that_no_row_needs_is_left_out(used: int, monkeypatch: pytest.M
     if used:
         setting[::2, used] = (0.0, -1.5, 40.0, 0.7)[used]
     limits = [Limits(*(column == used for column in (1, 2, 3))), NO_LIMITS][used == 0]
-    case = (3 * randn(3, 301), setting, *random_keys(3))
+    case = (3 * randn(3, 301), setting, random_keys(3))
     launched: list[Limits] = []
     search = sampling.search
     monkeypatch.setattr(sampling, "search", lambda *args: (launched.append(args[-1]), search(*args))[1])
@@ -107,9 +107,15 @@ def test_a_search_that_no_row_needs_is_left_out(used: int, monkeypatch: pytest.M
     assert torch.equal(got, reference_sampling.sample_by_gumbel(*case))
 
 
+def test_greedy_rows_need_no_keys() -> None:
+    logits = torch.tensor([[-0.0, 0.0, -1.0], [1.0, 2.0, 2.0], [-torch.inf] * 3])
+    staged = torch.tensor([(0.0, -torch.inf, 3, 1.0)], dtype=torch.float64).repeat(3, 1)
+    assert sampling.sample_tokens(logits, staged, None, NO_LIMITS).tolist() == [0, 1, -1]
+
+
 def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
     torch.manual_seed(0)
-    case = (3 * randn(4, 301), settings(4, 301), *random_keys(4))
+    case = (3 * randn(4, 301), settings(4, 301), random_keys(4))
     alone = [sampling.sample_tokens(*(part[i : i + 1] for part in case)) for i in range(4)]
     assert torch.equal(torch.cat(alone), sampling.sample_tokens(*case))
 
@@ -121,10 +127,10 @@ def test_a_cut_in_a_crowd_of_equals_is_by_id(top_k: int) -> None:
     logits[:, 2222] = 1e-3
     kept = {2222, *range(top_k if top_k > 2222 else top_k - 1)}
     setting = torch.tensor([(1.0, -torch.inf, top_k, 1.0)], dtype=torch.float64).repeat(2, 1)
-    keys = torch.arange(2), torch.zeros(2, dtype=torch.int64)
-    chosen = sampling.sample_in_splits(logits, setting, *keys, ANY_LIMITS, 3)
+    keys = random_keys(2)
+    chosen = sampling.sample_in_splits(logits, setting, keys, ANY_LIMITS, 3)
     assert set(chosen.tolist()) <= kept
-    assert torch.equal(chosen, reference_sampling.sample_by_gumbel(logits, setting, *keys))
+    assert torch.equal(chosen, reference_sampling.sample_by_gumbel(logits, setting, keys))
 
 
 PROBABILITIES = torch.tensor([0.4, 0.2, 0.2, 0.1, 0.05, 0.03, 0.02])
@@ -145,15 +151,15 @@ def test_draws_are_fair(limits: str, by_position: bool) -> None:
     """Counts of many seeds, or positions, against the exact probabilities; a fixed set of draws."""
     setting, kept = LIMITED[limits]
     numbers, same = torch.arange(NUM_DRAWS), torch.full((NUM_DRAWS,), 5)
-    keys = (same, numbers) if by_position else (numbers, same)
+    keys = torch.stack((same, numbers) if by_position else (numbers, same), dim=1)
     order = torch.tensor([3, 0, 6, 1, 5, 2, 4])  # of ids, so that the likely ones are not the first
     staged = torch.tensor([setting], dtype=torch.float64).repeat(NUM_DRAWS, 1)
     staged[:, 2] = staged[:, 2].clamp(max=7)
     logits = PROBABILITIES.log()[order].repeat(NUM_DRAWS, 1) + 3.0
-    chosen = reference_sampling.sample_by_gumbel(logits.clone(), staged, *keys)
+    chosen = reference_sampling.sample_by_gumbel(logits.clone(), staged, keys)
     used = Limits(min_p="min_p" in limits, top_k="top_k" in limits, top_p="top_p" in limits)
     some = slice(0, 2 if used.top_k or used.top_p else 40)  # the interpreter takes its time
-    got = sampling.sample_tokens(logits[some], staged[some], *(key[some] for key in keys), used)
+    got = sampling.sample_tokens(logits[some], staged[some], keys[some], used)
     assert torch.equal(got, chosen[some])
     weights = PROBABILITIES**2 if kept is None else PROBABILITIES * torch.tensor(kept)
     expected = NUM_DRAWS * (weights / weights.sum())[order].double()
@@ -179,9 +185,8 @@ def test_equal_huge_logits_still_draw() -> None:
     """Noise is added in float64, so it counts beside logits of 1e8."""
     logits = torch.full((60, 2), 1e8)
     staged = torch.tensor([(1.0, -torch.inf, 2, 1.0)], dtype=torch.float64).repeat(60, 1)
-    chosen = sampling.sample_tokens(
-        logits, staged, torch.arange(60), torch.zeros(60, dtype=torch.int64), NO_LIMITS
-    )
+    keys = torch.stack([torch.arange(60), torch.zeros(60, dtype=torch.int64)], dim=1)
+    chosen = sampling.sample_tokens(logits, staged, keys, NO_LIMITS)
     assert 15 < int(chosen.sum()) < 45
 
 

@@ -32,18 +32,18 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
 
 
 def sample_tokens(
-    logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor, limits: Limits = ANY_LIMITS
+    logits: Tensor, settings: Tensor, keys: Tensor | None, limits: Limits = ANY_LIMITS
 ) -> Tensor:
     """By inverse transform; the kernel sees for itself which limits a row has."""
-    return sample_by_inversion(logits, settings, uniforms(seeds, positions))
+    numbers = settings.new_zeros(len(settings)) if keys is None else uniforms(keys)
+    return sample_by_inversion(logits, settings, numbers)
 
 
-def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """`philox.uniform` of tensors."""
-    count = seeds.shape[0] if seeds.dim() else 0
-    check_index("sample_tokens", "seeds", seeds, count)
-    check_index("sample_tokens", "positions", positions, count)
-    out = empty(seeds, count, dtype=torch.float64)
+def uniforms(keys: Tensor) -> Tensor:
+    """`philox.uniform` of seeds and positions [N, 2]."""
+    count = keys.shape[0] if keys.dim() else 0
+    check_array("sample_tokens", "keys", keys, torch.int64, (count, 2))
+    out, (seeds, positions) = empty(keys, count, dtype=torch.float64), keys.t().contiguous()
     call("philox_uniform", out.data_ptr(), seeds.data_ptr(), positions.data_ptr(), count)
     return out
 

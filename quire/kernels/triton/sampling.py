@@ -46,17 +46,13 @@ def _kept_ties(ties, index, split, num_splits, kept, MAX_SPLITS: tl.constexpr):
     return kept - tl.sum(earlier)
 
 
-@triton.jit(
-    do_not_specialize=["num_splits", "tiles"],
-    do_not_specialize_on_alignment=["seeds", "positions", "state", "sums", "ties"],
-)
+@triton.jit(do_not_specialize=["num_splits", "tiles"])
 def _race(
-    keys,
+    best_keys,
     ids,
     logits,
     settings,
-    seeds,
-    positions,
+    random_keys,
     largest_keys,
     state,
     sums,
@@ -73,7 +69,9 @@ def _race(
     index, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, setting = logits + index * n, settings + index * 4
     temperature, is_random = temperature_of(setting), (tl.load(setting) != 0.0) & NOISE
-    seed, position = tl.load(seeds + index), tl.load(positions + index)
+    seed, position = index, index
+    if NOISE:
+        seed, position = tl.load(random_keys + index * 2), tl.load(random_keys + index * 2 + 1)
     lowest, threshold, left = temperature * 0 + float("-inf"), index * 0, index * 0
     if LIMITED:
         lowest = largest_of(largest_keys, index, num_splits, MAX_SPLITS) + tl.load(setting + 1).to(tl.float32)
@@ -100,7 +98,7 @@ def _race(
         best = tl.maximum(key, best)
     first = tl.max(best)
     place = index * num_splits + split
-    tl.store(keys + place, first)
+    tl.store(best_keys + place, first)
     tl.store(ids + place, tl.min(tl.where(best == first, chosen, n)))
 
 
@@ -131,17 +129,15 @@ def _splits(num_rows: int, vocab_size: int, wanted: int) -> _Splits:
 
 
 def sample_tokens(
-    logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor, limits: Limits = ANY_LIMITS
+    logits: Tensor, settings: Tensor, keys: Tensor | None, limits: Limits = ANY_LIMITS
 ) -> Tensor:
     """See `ops.sample_tokens`."""
     programs = PROGRAMS_PER_PROCESSOR * launch.num_processors(logits.device)
-    return sample_in_splits(
-        logits, settings, seeds, positions, limits, triton.cdiv(programs, max(len(logits), 1))
-    )
+    return sample_in_splits(logits, settings, keys, limits, triton.cdiv(programs, max(len(logits), 1)))
 
 
 def sample_in_splits(
-    logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor, limits: Limits, num_splits: int
+    logits: Tensor, settings: Tensor, keys: Tensor | None, limits: Limits, num_splits: int
 ) -> Tensor:
     """`sample_tokens` with each row in about so many splits, which changes no token."""
     num_rows, vocab_size = logits.shape
@@ -150,10 +146,10 @@ def sample_in_splits(
         return out
     splits = _splits(num_rows, vocab_size, num_splits)
     grid, sizes = (num_rows, splits.number), {"TILE": TILE, "MAX_SPLITS": MAX_SPLITS}
-    largest, keys = torch.empty(2, *grid, dtype=torch.float64, device=logits.device)
+    largest, best = torch.empty(2, *grid, dtype=torch.float64, device=logits.device)
     ids = torch.empty(grid, dtype=torch.int32, device=logits.device)
-    rows = (logits, settings, seeds, positions)
-    found = Search(positions, positions, positions)  # is not looked at, but where there was a search
+    # Arguments that the variants of the kernel do not look at are `out`.
+    rows, found = (logits, settings, out if keys is None else keys), Search(out, out, out)
     if any(limits):
         _race[grid](
             largest, ids, *rows, largest, *found, vocab_size, *splits, NOISE=False, LIMITED=False, **sizes
@@ -161,7 +157,8 @@ def sample_in_splits(
     if limits.top_k or limits.top_p:
         found = search(logits, settings, largest, splits.tiles * TILE, MAX_SPLITS, limits)
     _race[grid](
-        keys, ids, *rows, largest, *found, vocab_size, *splits, NOISE=True, LIMITED=any(limits), **sizes
-    )
-    _finish[(num_rows,)](out, keys, ids, splits.number, MAX_SPLITS=MAX_SPLITS)
+        best, ids, *rows, largest, *found, vocab_size, *splits,
+        NOISE=keys is not None, LIMITED=any(limits), **sizes,
+    )  # fmt: skip
+    _finish[(num_rows,)](out, best, ids, splits.number, MAX_SPLITS=MAX_SPLITS)
     return out

@@ -25,8 +25,7 @@ class StagedDraw(NamedTuple):
     """What `ops.sample_tokens` takes besides the logits, for all N rows of the step."""
 
     settings: Tensor
-    keys: Tensor
-    """[2, N]: seeds and positions."""
+    keys: Tensor | None
     limits: Limits
 
 
@@ -41,8 +40,7 @@ class Draw(Feature[StagedDraw]):
         self._settings = np.tile(np.array(self._greedy), (batch.max_num_seqs, 1))
         self._seeds = np.zeros(batch.max_num_seqs, dtype=np.int64)
         greedy = torch.from_numpy(self._settings.copy()).to(device)
-        unused = torch.zeros(2, batch.max_num_seqs, dtype=torch.int64, device=device)
-        self._greedy_rows = StagedDraw(greedy, unused, NO_LIMITS)
+        self._greedy_rows = StagedDraw(greedy, None, NO_LIMITS)
 
     def wants(self, params: SamplingParams) -> bool:
         return not params.greedy
@@ -62,12 +60,11 @@ class Draw(Feature[StagedDraw]):
         settings, positions = self._settings[rows], self._batch.num_output_tokens(rows)
         return StagedDraw(
             torch.from_numpy(settings),
-            torch.from_numpy(np.stack((self._seeds[rows], positions))),
+            torch.from_numpy(np.stack((self._seeds[rows], positions), axis=1)),
             Limits(*(settings[:, 1:] != self._greedy[1:]).any(0).tolist()),
         )
 
     def choose(self, logits: Tensor, staged: StagedDraw | None) -> Tensor:
         """Logits [N, V] -> token ids [N] int64, -1 where no token is left."""
         settings, keys, limits = staged or self._greedy_rows
-        seeds, positions = keys[:, : len(logits)]
-        return ops.sample_tokens(logits, settings[: len(logits)], seeds, positions, limits)
+        return ops.sample_tokens(logits, settings[: len(logits)], keys, limits)
