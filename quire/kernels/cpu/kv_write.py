@@ -12,7 +12,8 @@ from quire.kernels.cpu.checks import (
     dtype_code,
     say,
 )
-from quire.kernels.cpu.library import call
+from quire.kernels.cpu.library import DTYPE_CODES, call
+from quire.kernels.cpu.norm import check_weight
 
 
 def rotary_embedding(
@@ -55,6 +56,9 @@ def rotary_and_write_kv(
     v_cache: Tensor,
     slot_mapping: Tensor,
     interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     op = "rotary_and_write_kv"
     code, dtype = dtype_code(op, "q", q), q.dtype
@@ -66,10 +70,11 @@ def rotary_and_write_kv(
     num_positions, rot_dim = _check_rotary(op, positions, queries, keys, cos_sin_cache)
     cache = _check_write(op, keys, values, k_cache, v_cache, slot_mapping)
     steps = (q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr())
-    addresses = (*steps, positions.data_ptr(), cos_sin_cache.data_ptr(), slot_mapping.data_ptr())
+    *norms, norm_code = _check_norms(op, q, k, q_norm, k_norm)
+    tables = (positions.data_ptr(), cos_sin_cache.data_ptr(), slot_mapping.data_ptr())
     layout = (*queries[1:4], *keys[1:4], values.token_stride, values.head_stride)
-    sizes = (cache.blocks, cache.block_size, keys.size, int(interleaved), code, cache.code)
-    refused = call(op, *addresses, keys.tokens, num_positions, rot_dim, *layout, *sizes)
+    sizes = (cache.blocks, cache.block_size, keys.size, int(interleaved), eps, code, cache.code, norm_code)
+    refused = call(op, *steps, *tables, *norms, keys.tokens, num_positions, rot_dim, *layout, *sizes)
     if refused:
         bounds = f"{num_positions} positions and {cache.blocks * cache.block_size} slots"
         raise IndexError(f"{op}: {refused} tokens are outside the {bounds} of the caches")
@@ -89,6 +94,22 @@ def _check_rotary(op: str, positions: Tensor, q: Heads, k: Heads, cache: Tensor)
     if not cache.is_cpu:
         raise ValueError(f"{op}: cos_sin_cache must be on the CPU, but is on {cache.device}")
     return num_positions, rot_dim
+
+
+def _check_norms(
+    op: str, q: Tensor, k: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+) -> tuple[int, int, int]:
+    """The addresses of the weights, 0 if there are none, and the code of their dtype."""
+    if q_norm is None and k_norm is None:
+        return 0, 0, DTYPE_CODES[q.dtype]
+    if q_norm is None or k_norm is None or q_norm.dtype is not k_norm.dtype or q.shape[2] != k.shape[2]:
+        norms = " and ".join("none" if norm is None else say(norm) for norm in (q_norm, k_norm))
+        raise ValueError(
+            f"{op}: norms of q and k must have one dtype, and their heads one size; they are {norms} "
+            f"for {say(q)} and {say(k)}"
+        )
+    check_weight(op, "q_norm", q, q_norm)
+    return q_norm.data_ptr(), k_norm.data_ptr(), check_weight(op, "k_norm", k, k_norm)
 
 
 def _check_write(op: str, k: Heads, v: Heads, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Cache:

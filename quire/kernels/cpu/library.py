@@ -26,7 +26,7 @@ from quire.kernels import cpu
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 5, "panels-2"
+ABI_VERSION, WEIGHT_LAYOUT = 6, "panels-2"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 
@@ -48,7 +48,7 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "gelu_and_mul": (_P, _P, _I, _I, _I, _I),
     "embedding": (_P, _P, _P, _I, _I, _I),
     "write_kv": (_P, _P, _P, _P, _P, *(_I,) * 11),
-    "rotary_and_write_kv": (*(_P,) * 8, *(_I,) * 17),
+    "rotary_and_write_kv": (*(_P,) * 10, *(_I,) * 15, _F, _I, _I, _I),
     "paged_attention": (*(_P,) * 8, *(_I,) * 11, _F, _F, _I, _I),
     "non_finite_rows": (_P, _P, _I, _I),
     "apply_penalties": (_P, _P, _P, _P, _I, _I),
