@@ -67,15 +67,24 @@ inline T unpack(const char* slot) {
     return static_cast<T>(value);
 }
 
+// Whether an argument is no address, or a multiple of `alignment`, a power of two.
+template <class T>
+inline bool is_aligned(const char* slot, int64_t alignment) {
+    return !std::is_pointer_v<T> || (unpack<int64_t>(slot) & (alignment - 1)) == 0;
+}
+
 // A kernel as a function of one packed argument, because Python pays for each argument of a foreign call.
 template <auto kernel> struct Packed;
 template <class... Args, int64_t (*kernel)(Args...)>
 struct Packed<kernel> {
-    static int64_t call(const char* slots) { return call(slots, std::index_sequence_for<Args...>{}); }
+    static int64_t call(const char* slots) {
+        return call(slots + 8, unpack<int64_t>(slots), std::index_sequence_for<Args...>{});
+    }
 
 private:
     template <size_t... i>
-    static int64_t call(const char* slots, std::index_sequence<i...>) {
+    static int64_t call(const char* slots, int64_t alignment, std::index_sequence<i...>) {
+        if (!(is_aligned<Args>(slots + 8 * i, alignment) && ...)) return kMisaligned;
         return kernel(unpack<Args>(slots + 8 * i)...);
     }
 };

@@ -52,8 +52,8 @@ FLOAT = WeightScheme()
 class Native(NamedTuple):
     """A packed weight as the C++ kernels are told of it."""
 
-    addresses: tuple[int, int, int]
-    """Of data, scales and zeros; 0 = none."""
+    tensors: tuple[Tensor, Tensor, Tensor]
+    """Data, scales and zeros; what is not there is empty."""
     sizes: tuple[int, int, int, int]
     """Outputs, inputs, halves, and what k is padded to a multiple of."""
     format: tuple[int, int]

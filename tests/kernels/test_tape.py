@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.cpu import library
+from quire.kernels.cpu import calls, library
 from quire.kernels.linear import WeightScheme
 
 if library.loaded() is None:
@@ -79,7 +79,7 @@ def test_scratch_memory_taken_by_others_meanwhile_does_not_matter() -> None:
 def test_what_may_depend_on_the_step_is_not_recorded(computes: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(RecordingError, match="aten"):
         record(lambda: computes(torch.ones(2, SIZE)), Arena())
-    assert library.recording.listener is None
+    assert calls.recording.listener is None
 
 
 def test_a_refused_call_ends_the_tape() -> None:

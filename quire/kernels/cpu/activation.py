@@ -4,8 +4,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from quire.kernels.cpu.calls import call, empty
 from quire.kernels.cpu.checks import dtype_code, say
-from quire.kernels.cpu.library import call, empty
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -25,5 +25,5 @@ def _activate(op: str, x: Tensor, *options: int) -> Tensor:
         raise ValueError(f"{op}: the last dimension must be even and positive; x is {say(x)}")
     x, size = x.contiguous(), width // 2
     out = empty(x, *outer, size)
-    call(op, out.data_ptr(), x.data_ptr(), out.numel() // size, size, *options, code)
+    call(op, (out, x), out.numel() // size, size, *options, code)
     return out

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.cpu.calls import NOTHING, call, empty
 from quire.kernels.cpu.checks import check_cache, check_heads, dtype_code, say
-from quire.kernels.cpu.library import call, empty
 
 
 def paged_attention(
@@ -31,18 +31,12 @@ def paged_attention(
     if (sliding_window is not None and sliding_window < 1) or (soft_cap is not None and not soft_cap > 0):
         raise ValueError(f"{op}: window {sliding_window} and soft cap {soft_cap} must be positive")
     starts, lengths, tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_tables
-    slopes = None if alibi_slopes is None else _slopes(alibi_slopes, q_heads)
+    slopes = NOTHING if alibi_slopes is None else _slopes(alibi_slopes, q_heads)
     requests, width = _check_batch(starts, lengths, tables)
     out = empty(q, tokens, q_heads, size)
-    batch = (
-        starts.data_ptr(),
-        lengths.data_ptr(),
-        tables.data_ptr(),
-        0 if slopes is None else slopes.data_ptr(),
-    )
-    addresses = (out.data_ptr(), q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), *batch)
+    tensors = (out, q, k_cache, v_cache, starts, lengths, tables, slopes)
     sizes = (tokens, requests, width, q_heads, *strides, cache.blocks, heads, cache.block_size, size)
-    refused = call(op, *addresses, *sizes, sliding_window or 0, scale, soft_cap or 0.0, code, cache.code)
+    refused = call(op, tensors, *sizes, sliding_window or 0, scale, soft_cap or 0.0, code, cache.code)
     if refused:
         raise IndexError(_bad_request(metadata, refused - 1, cache.blocks))
     return out

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu.calls import call
 from quire.kernels.cpu.checks import (
     Cache,
     Heads,
@@ -12,7 +13,6 @@ from quire.kernels.cpu.checks import (
     dtype_code,
     say,
 )
-from quire.kernels.cpu.library import call
 
 
 def rotary_embedding(
@@ -22,9 +22,8 @@ def rotary_embedding(
     code = dtype_code(op, "q", q)
     queries, keys = check_heads(op, "q", q, q.dtype), check_heads(op, "k", k, q.dtype)
     num_positions, rot_dim = _check_rotary(op, positions, queries, keys, cos_sin_cache)
-    addresses = (q.data_ptr(), k.data_ptr(), positions.data_ptr(), cos_sin_cache.data_ptr())
     sizes = (queries.tokens, num_positions, rot_dim, *queries[1:4], *keys[1:4])
-    refused = call(op, *addresses, *sizes, int(interleaved), code)
+    refused = call(op, (q, k, positions, cos_sin_cache), *sizes, int(interleaved), code)
     if refused:
         raise IndexError(f"{op}: {refused} positions are outside the cache of {num_positions} positions")
     return q, k
@@ -35,10 +34,10 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     code = dtype_code(op, "k", k)
     keys, values = check_heads(op, "k", k, k.dtype), check_heads(op, "v", v, k.dtype)
     cache = _check_write(op, keys, values, k_cache, v_cache, slot_mapping)
-    addresses = (k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr())
+    tensors = (k, v, k_cache, v_cache, slot_mapping)
     strides = (keys.token_stride, keys.head_stride, values.token_stride, values.head_stride)
     sizes = (cache.blocks, cache.block_size, keys.size)
-    refused = call(op, *addresses, keys.tokens, keys.heads, *strides, *sizes, code, cache.code)
+    refused = call(op, tensors, keys.tokens, keys.heads, *strides, *sizes, code, cache.code)
     if refused:
         raise IndexError(
             f"{op}: {refused} slots are outside the cache of {cache.blocks * cache.block_size} slots"
@@ -65,11 +64,10 @@ def rotary_and_write_kv(
     )
     num_positions, rot_dim = _check_rotary(op, positions, queries, keys, cos_sin_cache)
     cache = _check_write(op, keys, values, k_cache, v_cache, slot_mapping)
-    steps = (q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr())
-    addresses = (*steps, positions.data_ptr(), cos_sin_cache.data_ptr(), slot_mapping.data_ptr())
+    tensors = (q, k, v, k_cache, v_cache, positions, cos_sin_cache, slot_mapping)
     layout = (*queries[1:4], *keys[1:4], values.token_stride, values.head_stride)
     sizes = (cache.blocks, cache.block_size, keys.size, int(interleaved), code, cache.code)
-    refused = call(op, *addresses, keys.tokens, num_positions, rot_dim, *layout, *sizes)
+    refused = call(op, tensors, keys.tokens, num_positions, rot_dim, *layout, *sizes)
     if refused:
         bounds = f"{num_positions} positions and {cache.blocks * cache.block_size} slots"
         raise IndexError(f"{op}: {refused} tokens are outside the {bounds} of the caches")
