@@ -14,13 +14,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks.gpu import imports
 from benchmarks.gpu.rows import TITLES, Row
-
-if TYPE_CHECKING:
-    pass
 
 PACKAGES = (*imports.ENGINE, "safetensors")
 

@@ -64,20 +64,47 @@ def test_scratch_memory_taken_by_others_meanwhile_does_not_matter() -> None:
     assert torch.equal(tape.result, layers(place))
 
 
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda x: x.to(torch.float32),
+        lambda x: x.float(),
+        lambda x: x.to(torch.bfloat16).float(),
+        lambda x: x.t().contiguous().t().float(),
+        lambda x: x.clone().contiguous().float(),
+        lambda x: x.view(-1, SIZE).unflatten(1, (2, -1)).flatten(1).float(),
+    ],
+)
+def test_conversions_and_copies_are_played_too(convert: Callable[[Tensor], Tensor], inference: bool) -> None:
+    """In inference mode torch hands on `to` as a whole, and calls it a view."""
+    place = torch.randn(3, SIZE, dtype=torch.bfloat16)
+    with torch.inference_mode(inference):
+        tape = record(lambda: layer(convert(place)), Arena())
+        for _ in range(3):
+            place.copy_(torch.randn(3, SIZE))
+            assert tape.play()
+            assert torch.equal(tape.result, layer(place.float()))
+
+
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(
     "computes",
     [
         lambda x: x @ x.T,
-        lambda x: x.clone(),
+        lambda x: x.sqrt(),
         lambda x: x[torch.tensor([0])],
         lambda x: x.add_(1),
         lambda x: x * x.sum().item(),
         lambda x: ops.rms_norm.oracle(x, SCALE, 1e-6),
-        lambda x: x.double(),
+        lambda x: x.t().reshape(-1),
+        lambda x: x.t().flatten(),
     ],
 )
-def test_what_may_depend_on_the_step_is_not_recorded(computes: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(RecordingError, match="aten"):
+def test_what_may_depend_on_the_step_is_not_recorded(
+    computes: Callable[[Tensor], Tensor], inference: bool
+) -> None:
+    with torch.inference_mode(inference), pytest.raises(RecordingError, match="aten"):
         record(lambda: computes(torch.ones(2, SIZE)), Arena())
     assert calls.recording.listener is None
 

@@ -38,15 +38,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[taped_forward.Tape]:
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_the_same_with_tapes(
-    family: str, tiny_model: Callable[[str], Path], recorded: list[taped_forward.Tape]
+    family: str, dtype: str, tiny_model: Callable[[str], Path], recorded: list[taped_forward.Tape]
 ) -> None:
     params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=n, logprobs=2) for n in (5, 9, 14, 3, 20)]
     prompts = [[token + 3 for token in range(length)] for length in (2, 30, 7, 17, 5)]
     outputs = []
     for eager in (True, False):
-        llm = LLM(str(tiny_model(family)), max_model_len=64, max_num_seqs=4, enforce_eager=eager)
+        llm = LLM(str(tiny_model(family)), dtype=dtype, max_model_len=64, max_num_seqs=4, enforce_eager=eager)
         outputs.append([one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)])
         assert bool(recorded) is not eager
     for plain, taped in zip(*outputs, strict=True):

@@ -125,6 +125,16 @@ _ELEMENTWISE: Mapping[Any, Callable[..., Tensor]] = {
 }
 """What torch may compute between kernels: too little to be worth a kernel, and the same for every step."""
 
+_COPIES = frozenset(
+    {
+        torch.ops.aten._to_copy.default,
+        torch.ops.aten.clone.default,
+        torch.ops.aten.contiguous.default,
+        torch.ops.aten.to.dtype,
+    }
+)
+"""What copies a tensor, or in inference mode may do so though torch calls it a view."""
+
 
 class _Recorder(TorchDispatchMode):
     """Puts new tensors into an arena, lets views pass, and refuses what may depend on the step."""
@@ -150,11 +160,26 @@ class _Recorder(TorchDispatchMode):
             return self._arena.empty(tuple(shape), options.get("dtype") or like.dtype)
         if func is torch.ops.aten.empty.memory_format:
             return self._arena.empty(tuple(args[0]), options.get("dtype") or torch.get_default_dtype())
+        if func in _COPIES:
+            return self._copy(args[0], func(*args, **options))
         if func.is_view:
-            return func(*args, **options)
+            return _seen(func, args[0], func(*args, **options))
         if func in _ELEMENTWISE:
             return self._elementwise(_ELEMENTWISE[func], args, options)
         raise RecordingError(f"{func} runs between the kernels")
+
+    def _copy(self, source: Tensor, value: Tensor) -> Tensor:
+        if _share_memory(source, value):
+            return value
+        out = self._arena.empty(tuple(value.shape), value.dtype)
+
+        def again() -> bool:
+            out.copy_(source)
+            return True
+
+        again()
+        self.parts.append(again)
+        return out
 
     def _elementwise(
         self, function: Callable[..., Tensor], args: tuple[Any, ...], options: dict[str, Any]
@@ -169,3 +194,15 @@ class _Recorder(TorchDispatchMode):
         again()
         self.parts.append(again)
         return out
+
+
+def _seen(func: Any, source: Tensor, views: Tensor | Sequence[Tensor]) -> Any:
+    """Views of a tensor, if that is what they are: in inference mode torch also takes for one what may copy."""
+    for view in [views] if isinstance(views, Tensor) else views:
+        if not _share_memory(source, view):
+            raise RecordingError(f"{func} makes a copy between the kernels")
+    return views
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
