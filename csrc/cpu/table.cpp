@@ -13,6 +13,7 @@ int64_t rms_norm(void* out, const void* x, const void* weight, int64_t outer, in
 int64_t fused_add_rms_norm(void* out, void* total, const void* x, const void* residual, const void* weight,
                            int64_t rows, int64_t n, float eps, int64_t dtype, int64_t weight_dtype);
 int64_t silu_and_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t dtype);
+int64_t activate(void* out, const void* x, int64_t size, int64_t function, int64_t dtype);
 int64_t rotary_embedding(void* q, void* k, const int64_t* positions, const void* cos_sin, int64_t tokens,
                          int64_t num_positions, int64_t rot_dim, int64_t q_heads, int64_t q_token_stride,
                          int64_t q_head_stride, int64_t k_heads, int64_t k_token_stride, int64_t k_head_stride,
@@ -97,6 +98,7 @@ extern const Kernel kernels[];
 const Kernel kernels[] = {
     QUIRE_ROW(rms_norm),
     QUIRE_ROW(fused_add_rms_norm),
+    QUIRE_ROW(activate),
     QUIRE_ROW(silu_and_mul),
     QUIRE_ROW(rotary_embedding),
     QUIRE_ROW(pack_weight),

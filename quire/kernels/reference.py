@@ -3,6 +3,8 @@
 Invariant: arithmetic is float32 whatever the input dtype, rounded once at the end.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -39,6 +41,21 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     wide_bias = None if bias is None else bias.float()
     return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
+
+
+Function = Literal["relu", "silu", "gelu", "gelu_tanh"]
+"""An activation; the last is the approximation of the one before through tanh."""
+
+_FUNCTIONS: dict[Function, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def activate(x: Tensor, function: Function) -> Tensor:
+    return _FUNCTIONS[function](x.float()).to(x.dtype)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

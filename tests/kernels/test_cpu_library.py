@@ -231,6 +231,7 @@ def test_a_strided_view_has_the_same_bits_as_its_copy() -> None:
             "residual is",
         ),
         (lambda: activation.silu_and_mul(torch.ones(2, 5)), ValueError, "must be even"),
+        (lambda: activation.activate(torch.ones(2), "elu"), ValueError, "one of relu, .* it is 'elu'"),  # type: ignore[arg-type]
         (lambda: rotary(positions=torch.zeros(2)), ValueError, "positions must be contiguous int64"),
         (
             lambda: rotary(positions=torch.tensor([0, 9])),

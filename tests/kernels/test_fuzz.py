@@ -126,6 +126,8 @@ def test_norms_activations_and_tables(
     agree("fused_add_rms_norm", dtype, x, residual, weight, 1e-5, offset=offset)
     agree("layer_norm", dtype, x, weight, weight.flip(0) if seed % 2 else None, 1e-5, offset=offset)
     gated = randn(rows, 2 * size, dtype=dtype)
+    function = ("relu", "silu", "gelu", "gelu_tanh")[seed % 4]
+    agree("activate", dtype, x, offset=offset, function=function)
     agree("silu_and_mul", dtype, gated, offset=offset)
     agree("gelu_and_mul", dtype, gated, offset=offset, approximate=("none", "tanh")[seed % 2])
     agree("embedding", dtype, torch.randint(0, 13, (rows,)), randn(13, size, dtype=dtype), offset=offset)

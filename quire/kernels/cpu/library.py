@@ -35,6 +35,7 @@ _I, _F = "q", "d"
 SIGNATURES: Mapping[str, tuple[str, str]] = {
     "rms_norm": ("out x weight", 5 * _I + _F + 2 * _I),
     "fused_add_rms_norm": ("out total x residual weight", 2 * _I + _F + 2 * _I),
+    "activate": ("out x", 3 * _I),
     "silu_and_mul": ("out x", 3 * _I),
     "rotary_embedding": ("q k positions cos_sin_cache", 11 * _I),
     "pack_weight": ("data scales zeros weight", 6 * _I),

@@ -1,4 +1,4 @@
-"""Gated activations: `act(first half) * second half` of each row."""
+"""Activations of each element, and gated ones: `act(first half) * second half` of each row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.reference import Function
+
 TILE = 1024
+
+
+@triton.jit
+def _activated(x, KIND: tl.constexpr):
+    if KIND == "relu":
+        x = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
+    elif KIND == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    elif KIND == "gelu":
+        x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    else:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        # tanh(y) = 1 - 2 / (e^2y + 1), which is right at both ends
+        x = 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
+    return x
+
+
+@triton.jit
+def _elements(out, x, n, KIND: tl.constexpr, TILE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    value = tl.load(x + place, mask=place < n, other=0.0).to(tl.float32)
+    tl.store(out + place, _activated(value, KIND), mask=place < n)
 
 
 @triton.jit
@@ -19,15 +43,7 @@ def _gate(out, x, row_stride, n, KIND: tl.constexpr, TILE: tl.constexpr):
     inside = column < n
     gate = tl.load(x + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * row_stride + n + column, mask=inside, other=0.0).to(tl.float32)
-    if KIND == "silu":
-        gate = gate / (1.0 + tl.exp(-gate))
-    elif KIND == "gelu":
-        gate = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
-    else:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        # tanh(y) = 1 - 2 / (e^2y + 1), which is right at both ends
-        gate = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
-    tl.store(out + row * n + column, gate * up, mask=inside)
+    tl.store(out + row * n + column, _activated(gate, KIND) * up, mask=inside)
 
 
 def _launch(x: Tensor, kind: str) -> Tensor:
@@ -36,6 +52,15 @@ def _launch(x: Tensor, kind: str) -> Tensor:
     if out.numel():
         flat = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
         _gate[(len(flat), triton.cdiv(n, TILE))](out, flat, flat.stride(0), n, KIND=kind, TILE=TILE)
+    return out
+
+
+def activate(x: Tensor, function: Function) -> Tensor:
+    """See `ops.activate`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if out.numel():
+        _elements[(triton.cdiv(out.numel(), TILE),)](out, x, out.numel(), KIND=function, TILE=TILE)
     return out
 
 
