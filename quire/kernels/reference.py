@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import linear as packing
+from quire.kernels.attention_features import check_features
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.linear import PackedWeight, WeightScheme
 
@@ -152,6 +153,7 @@ def paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
+    check_features(q, sliding_window, soft_cap, alibi_slopes)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for rows, requests, query_len, seq_len in _groups(metadata, k_cache):
         keys, values = gather_blocks(k_cache, v_cache, metadata.block_tables[requests], seq_len)

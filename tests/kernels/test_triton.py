@@ -133,6 +133,16 @@ def test_attention(shape: str, feature: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "feature", [{"sliding_window": 0}, {"soft_cap": 0.0}, {"alibi_slopes": torch.ones(3)}]
+)
+def test_attention_refuses_features_that_mean_nothing(feature: dict[str, Any]) -> None:
+    metadata = make_metadata([(1, 9)], block_size=8, num_blocks=16)
+    args = (randn(1, 4, 24), *randn_caches(16, 2, 8, 24, torch.float32), metadata, 24**-0.5)
+    with pytest.raises(ValueError, match=f"{next(iter(feature))} must be"):
+        attention.invariant_paged_attention(*args, **feature)
+
+
 @pytest.mark.parametrize("shape", ["split decode", "decode", "invariant decode"])
 @pytest.mark.parametrize("feature", ["plain", "window"])
 def test_decode_attention_with_padding(shape: str, feature: str) -> None:
