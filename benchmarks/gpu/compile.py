@@ -137,6 +137,11 @@ def _rowwise(shape: Shape) -> Iterator[Launch]:
     yield f"{shape.name}: silu_and_mul", lambda: activation.silu_and_mul(gated)
     yield f"{shape.name}: gelu_and_mul", lambda: activation.gelu_and_mul(gated)
     yield f"{shape.name}: gelu_and_mul, tanh", lambda: activation.gelu_and_mul(gated, "tanh")
+    yield f"{shape.name}: rms_norm_fp8", lambda: norm.rms_norm_fp8(x, weight, 1e-6)
+    yield f"{shape.name}: fused_add_rms_norm_fp8", lambda: norm.fused_add_rms_norm_fp8(x, x, weight, 1e-6)
+    yield f"{shape.name}: silu_and_mul_fp8", lambda: activation.silu_and_mul_fp8(gated)
+    yield f"{shape.name}: gelu_and_mul_fp8", lambda: activation.gelu_and_mul_fp8(gated)
+    yield f"{shape.name}: gelu_and_mul_fp8, tanh", lambda: activation.gelu_and_mul_fp8(gated, "tanh")
     yield f"{shape.name}: embedding", lambda: embedding.embedding(ids, empty(shape.vocab, shape.hidden))
     pairs, blocks = empty(3, 2, dtype=torch.int64), empty(9, 2, 16, 64)
     yield f"{shape.name}: copy_blocks", lambda: copies.copy_blocks(blocks, blocks, pairs)
@@ -166,10 +171,12 @@ def _attention(shape: Shape, cache_dtype: torch.dtype = torch.bfloat16) -> Itera
         parts = [shape.heads * shape.head_size, *[shape.kv_heads * shape.head_size] * 2]
         views = [part.unflatten(1, (-1, shape.head_size)) for part in empty(5, shape.qkv).split(parts, 1)]
         positions, table = empty(5, dtype=torch.int64), empty(4096, shape.head_size, dtype=torch.float32)
-        rotary.rotary_and_write_kv(positions, *views, table, keys, values, positions)
+        norms, args = [empty(shape.head_size)] * 2, (positions, *views, table, keys, values, positions)
+        rotary.rotary_and_write_kv(*args)
+        rotary.rotary_and_write_kv(*args, False, *norms, 1e-6)
         rotary.write_kv(*views[1:], keys, values, positions)
 
-    yield f"{name}: rotary_and_write_kv", write
+    yield f"{name}: rotary_and_write_kv, without and with norms", write
     batches = {"prompts": [700, 30], "short chunks": [3, 1], "decode": [1], "decode, 256": [1] * 256}
     for what, query_lens in batches.items():
         for kind in ("paged_attention", "invariant_paged_attention"):

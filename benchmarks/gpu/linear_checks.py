@@ -15,6 +15,7 @@ from benchmarks.gpu.target import Target
 from quire.kernels import reference
 from quire.kernels.linear import PackedWeight, WeightScheme
 from quire.kernels.triton import linear
+from quire.kernels.triton.quantize import quantize_rows
 
 SCHEMES = {
     "int8": WeightScheme("int8", fast=False),
@@ -49,6 +50,9 @@ def checks(target: Target) -> Iterator[Check]:
         for matrix in ("qkv", "down"):
             run = partial(_invariant, target, first, matrix, scheme)
             yield Check(name_of(first, f"{name} linear, {matrix}, batch-invariant bits", main), run)
+    for name in ("fp8", "fp8 by Triton"):
+        run = partial(_quantised_rows, target, first, SCHEMES[name])
+        yield Check(name_of(first, f"{name} linear, rows that come quantised, bits", main), run)
     run = partial(_matrix, target, first, "o", INVARIANT["float"], main)
     yield Check(name_of(first, "batch-invariant linear", main), run, LIMITS[main])
     yield Check(name_of(first, "int8 embedding", main), partial(_embedding, target, first), 1e-6)
@@ -83,6 +87,12 @@ def _invariant(target: Target, shape: Shape, matrix: str, scheme: WeightScheme) 
     whole = linear.packed_linear(x, packed)
     parts = [(0, 1), (3, 11), (0, rows // 2), (rows // 2, rows)]
     return sum(differs(linear.packed_linear(x[start:end], packed), whole[start:end]) for start, end in parts)
+
+
+def _quantised_rows(target: Target, shape: Shape, scheme: WeightScheme) -> float:
+    packed = _packed(target, shape, "qkv", scheme, target.main_dtype)
+    x = randn(target, 33, packed.inputs, dtype=target.main_dtype)
+    return differs(linear.packed_linear(quantize_rows(x), packed), linear.packed_linear(x, packed))
 
 
 def _embedding(target: Target, shape: Shape) -> float:

@@ -1,6 +1,7 @@
-// Storing a step's keys and values in their slots, and the same with the rotation of queries and keys before it.
+// Storing a step's keys and values in their slots, and the same with norms and rotation of queries and keys before it.
 
 #include "kv_cache.h"
+#include "norm.h"
 #include "rotary.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
@@ -74,6 +75,25 @@ inline void write_token(const Heads& k, const Heads& v, const Caches& caches, in
     }
 }
 
+// The norm of each head before it is rotated; a null weight is none.
+struct HeadNorm {
+    const void* weight;
+    int64_t dtype, size;
+    float eps;
+};
+
+template <class T>
+inline void norm_token(const Heads& heads, int64_t token, const HeadNorm& norm) {
+    if (!norm.weight) return;
+    T* x = static_cast<T*>(heads.data) + token * heads.token_stride;
+    with_dtype(norm.dtype, [&](auto w) {
+        for (int64_t head = 0; head < heads.count; ++head)
+            norm_row(x + head * heads.head_stride, x + head * heads.head_stride,
+                     static_cast<const decltype(w)*>(norm.weight), norm.size, norm.eps);
+        return int64_t{0};
+    });
+}
+
 // Calls body(T{}, C{}) with the element types of a step's tensors and of the cache.
 template <class Body>
 inline int64_t with_dtypes(int64_t dtype, int64_t cache_dtype, Body body) {
@@ -102,14 +122,17 @@ int64_t write_kv(void* k, void* v, void* k_cache, void* v_cache, const int64_t* 
 
 // Returns how many tokens have a position or a slot out of range; of those nothing is changed.
 int64_t rotary_and_write_kv(void* q, void* k, void* v, void* k_cache, void* v_cache, const int64_t* positions,
-                            const void* cos_sin, const int64_t* slots, int64_t tokens, int64_t num_positions,
-                            int64_t rot_dim, int64_t q_heads, int64_t q_token_stride, int64_t q_head_stride,
-                            int64_t heads, int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
-                            int64_t v_head_stride, int64_t num_blocks, int64_t block_size, int64_t head_size,
-                            int64_t interleaved, int64_t dtype, int64_t cache_dtype) {
+                            const void* cos_sin, const int64_t* slots, const void* q_norm, const void* k_norm,
+                            int64_t tokens, int64_t num_positions, int64_t rot_dim, int64_t q_heads,
+                            int64_t q_token_stride, int64_t q_head_stride, int64_t heads, int64_t k_token_stride,
+                            int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride, int64_t num_blocks,
+                            int64_t block_size, int64_t head_size, int64_t interleaved, float eps, int64_t dtype,
+                            int64_t cache_dtype, int64_t norm_dtype) {
     const Heads queries{q, q_heads, q_token_stride, q_head_stride};
     const Heads keys{k, heads, k_token_stride, k_head_stride}, values{v, heads, v_token_stride, v_head_stride};
     const Caches caches{k_cache, v_cache, {num_blocks, heads, block_size, head_size}};
+    const HeadNorm query_norm{q_norm, norm_dtype, head_size, eps}, key_norm{k_norm, norm_dtype, head_size, eps};
+    if (with_dtype(norm_dtype, [](auto) { return int64_t{0}; }) != 0) return -1;
     return with_dtypes(dtype, cache_dtype, [&](auto t, auto c) {
         using T = decltype(t);
         int64_t refused = 0;
@@ -121,6 +144,8 @@ int64_t rotary_and_write_kv(void* q, void* k, void* v, void* k_cache, void* v_ca
                 ++refused;
                 continue;
             }
+            norm_token<T>(queries, token, query_norm);
+            norm_token<T>(keys, token, key_norm);
             const Float32* cos = static_cast<const Float32*>(cos_sin) + position * rot_dim;
             rotate_token<T>(queries, token, cos, rot_dim / 2, interleaved != 0);
             rotate_token<T>(keys, token, cos, rot_dim / 2, interleaved != 0);

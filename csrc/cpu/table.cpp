@@ -35,11 +35,12 @@ int64_t write_kv(void* k, void* v, void* k_cache, void* v_cache, const int64_t* 
                  int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride,
                  int64_t num_blocks, int64_t block_size, int64_t head_size, int64_t dtype, int64_t cache_dtype);
 int64_t rotary_and_write_kv(void* q, void* k, void* v, void* k_cache, void* v_cache, const int64_t* positions,
-                            const void* cos_sin, const int64_t* slots, int64_t tokens, int64_t num_positions,
-                            int64_t rot_dim, int64_t q_heads, int64_t q_token_stride, int64_t q_head_stride,
-                            int64_t heads, int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
-                            int64_t v_head_stride, int64_t num_blocks, int64_t block_size, int64_t head_size,
-                            int64_t interleaved, int64_t dtype, int64_t cache_dtype);
+                            const void* cos_sin, const int64_t* slots, const void* q_norm, const void* k_norm,
+                            int64_t tokens, int64_t num_positions, int64_t rot_dim, int64_t q_heads,
+                            int64_t q_token_stride, int64_t q_head_stride, int64_t heads, int64_t k_token_stride,
+                            int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride, int64_t num_blocks,
+                            int64_t block_size, int64_t head_size, int64_t interleaved, float eps, int64_t dtype,
+                            int64_t cache_dtype, int64_t norm_dtype);
 int64_t paged_attention(void* out, const void* q, const void* k_cache, const void* v_cache, const int32_t* starts,
                         const int32_t* lengths, const int32_t* tables, const float* slopes, int64_t tokens,
                         int64_t requests, int64_t table_width, int64_t q_heads, int64_t token_stride,

@@ -1,4 +1,4 @@
-"""Packed weights: the layouts that the linear kernels read, and the ways to quantise into them.
+"""Packed weights and quantised activations: the layouts that the linear kernels read, and the ways to get there.
 
 Invariant: a matrix is packed once, while loading, and exists once. On a CPU, panels of 16 outputs let a kernel
 vectorise over outputs and walk k in order, so that no sum depends on how many rows are multiplied.
@@ -107,6 +107,32 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Memory of the matrix."""
         return sum(part.nbytes for part in self.tensors().values())
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Activations [T, K] as a weight in fp8 multiplies them: `values` in E4M3 and float32 `scales` [T, 1].
+
+    `dtype` is that of the activations which they stand for, and of what a product makes of them.
+    """
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, K]."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.values.device
+
+    def float(self) -> Tensor:
+        """What they stand for, in float32."""
+        return self.values.float() * self.scales
 
 
 def num_panels(outputs: int, halves: int) -> int:

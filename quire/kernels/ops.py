@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.kernels import cpu, reference, reference_sampling, triton
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kernels.linear import PackedWeight, WeightScheme
+from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -185,7 +185,7 @@ def _not_plain(_weight: Tensor, scheme: WeightScheme, _halves: int = 1) -> bool:
     return scheme.kind != "float" or scheme.invariant
 
 
-def _in_rows(_x: Tensor, weight: PackedWeight, *_args: Any, **_options: Any) -> bool:
+def _in_rows(_x: Any, weight: PackedWeight, *_args: Any, **_options: Any) -> bool:
     """Whether a packed weight is in the layout of GPUs."""
     return weight.layout == "rows"
 
@@ -238,6 +238,36 @@ def gelu_and_mul(x: Tensor, /, approximate: Literal["none", "tanh"] = "none") ->
     return reference.gelu_and_mul(x, approximate)
 
 
+# What feeds a weight in fp8, and nothing else, rounds its rows for it. It gives, bit for bit, what `packed_linear`
+# makes of the result of the op without the suffix.
+
+
+@op(_triton("norm.rms_norm_fp8"))
+def rms_norm_fp8(x: Tensor, weight: Tensor, /, eps: float) -> QuantizedRows:
+    """`rms_norm` in E4M3: x [T, H]."""
+    return reference.rms_norm_fp8(x, weight, eps)
+
+
+@op(_triton("norm.fused_add_rms_norm_fp8"))
+def fused_add_rms_norm_fp8(
+    x: Tensor, residual: Tensor, weight: Tensor, /, eps: float
+) -> tuple[QuantizedRows, Tensor]:
+    """`fused_add_rms_norm` with the norm in E4M3: x, residual [T, H]; the sum is of x's dtype."""
+    return reference.fused_add_rms_norm_fp8(x, residual, weight, eps)
+
+
+@op(_triton("activation.silu_and_mul_fp8"))
+def silu_and_mul_fp8(x: Tensor, /) -> QuantizedRows:
+    """`silu_and_mul` in E4M3: x [T, 2 * I] -> [T, I]."""
+    return reference.silu_and_mul_fp8(x)
+
+
+@op(_triton("activation.gelu_and_mul_fp8"))
+def gelu_and_mul_fp8(x: Tensor, /, approximate: Literal["none", "tanh"] = "none") -> QuantizedRows:
+    """`gelu_and_mul` in E4M3: x [T, 2 * I] -> [T, I]."""
+    return reference.gelu_and_mul_fp8(x, approximate)
+
+
 @op(_cpu("kv_write.rotary_embedding"), _triton("rotary.rotary_embedding"), key=1)
 def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, /, interleaved: bool = False
@@ -285,10 +315,17 @@ def rotary_and_write_kv(
     slot_mapping: Tensor,
     /,
     interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
-    """`rotary_embedding` on q and k, in place, then `write_kv`, in one pass and with the same bits."""
+    """`rotary_embedding` on q and k, in place, then `write_kv`, in one pass and with the same bits.
+
+    With norms, which both have or neither, the `rms_norm` of each head is what is rotated: weights [D] of one dtype,
+    q's or float32.
+    """
     reference.rotary_and_write_kv(
-        positions, q, k, v, cos_sin_cache, k_cache, v_cache, slot_mapping, interleaved
+        positions, q, k, v, cos_sin_cache, k_cache, v_cache, slot_mapping, interleaved, q_norm, k_norm, eps
     )
 
 
@@ -364,7 +401,7 @@ def pack_weight(weight: Tensor, /, scheme: WeightScheme, halves: int = 1) -> Pac
 
 @op(_cpu("linear.packed_linear"), _triton("linear.packed_linear", _in_rows))
 def packed_linear(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     weight: PackedWeight,
     /,
     bias: Tensor | None = None,
@@ -373,7 +410,8 @@ def packed_linear(
     """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype.
 
     On a CPU, an integer weight whose scheme is fast sees x in 8 bits: each row's values of 64 (int8) or 32 (int4) k in
-    255 steps of their largest magnitude. An fp8 weight sees a row of x as E4M3 times its largest magnitude / 448.
+    255 steps of their largest magnitude. An fp8 weight sees a row of x as E4M3 times its largest magnitude / 448, and
+    takes x [T, K] in that form, too.
     With an activation, which wants a weight in two halves, what `ops.silu_and_mul` makes of that: [..., N / 2].
     """
     return reference.packed_linear(x, weight, bias, activation)

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels import linear as packing
 from quire.kernels.attention_features import check_features
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kernels.linear import PackedWeight, WeightScheme
+from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
 
 # Bounds the float32 copy of gathered keys that batched decode attention makes (elements, 128 MiB).
 _GATHER_ELEMENTS = 1 << 25
@@ -37,6 +37,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = (x.float() + residual.float()).to(x.dtype)
     return rms_norm(total, weight, eps), total
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
+    return quantize_rows(rms_norm(x, weight, eps))
+
+
+def fused_add_rms_norm_fp8(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[QuantizedRows, Tensor]:
+    normed, total = fused_add_rms_norm(x, residual, weight, eps)
+    return quantize_rows(normed), total
+
+
+def quantize_rows(x: Tensor) -> QuantizedRows:
+    wide = x.float()
+    scales = (wide.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=FP8_MIN_SCALE)
+    return QuantizedRows((wide / scales).to(torch.float8_e4m3fn), scales, x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -67,6 +84,14 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def gelu_and_mul(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     return (F.gelu(gate, approximate=approximate) * up).to(x.dtype)
+
+
+def silu_and_mul_fp8(x: Tensor) -> QuantizedRows:
+    return quantize_rows(silu_and_mul(x))
+
+
+def gelu_and_mul_fp8(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> QuantizedRows:
+    return quantize_rows(gelu_and_mul(x, approximate))
 
 
 def rotary_embedding(
@@ -115,7 +140,13 @@ def rotary_and_write_kv(
     v_cache: Tensor,
     slot_mapping: Tensor,
     interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
+    for heads, weight in ((q, q_norm), (k, k_norm)):
+        if weight is not None:
+            heads.copy_(rms_norm(heads, weight, eps))
     rotary_embedding(positions, q, k, cos_sin_cache, interleaved)
     write_kv(k, v, k_cache, v_cache, slot_mapping)
 
@@ -358,21 +389,20 @@ _UNPACK: dict[str, Any] = {"float": _unpack_float, "int8": _unpack_int8, "int4":
 
 
 def packed_linear(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, activation: str | None = None
+    x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
-    out = linear(_seen_by(weight.scheme, x.float()), unpack_weight(weight), bias)
+    out = linear(_seen_by(weight.scheme, x), unpack_weight(weight), bias)
     return (silu_and_mul(out) if activation == "silu_and_mul" else out).to(x.dtype)
 
 
-def _seen_by(scheme: WeightScheme, x: Tensor) -> Tensor:
-    """Activations as a weight of that scheme sees them."""
-    if scheme.kind == "fp8":
-        scales = (x.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=FP8_MIN_SCALE)
-        return (x / scales).to(torch.float8_e4m3fn).float() * scales
+def _seen_by(scheme: WeightScheme, x: Tensor | QuantizedRows) -> Tensor:
+    """Activations as a weight of that scheme sees them, in float32."""
+    if isinstance(x, QuantizedRows) or scheme.kind == "fp8":
+        return (x if isinstance(x, QuantizedRows) else quantize_rows(x)).float()
     if scheme.kind == "float" or not scheme.fast:
-        return x
+        return x.float()
     chunk = packing.INT8_CHUNK if scheme.kind == "int8" else packing.INT4_CHUNK
-    chunks = F.pad(x, (0, -x.shape[-1] % chunk)).unflatten(-1, (-1, chunk))
+    chunks = F.pad(x.float(), (0, -x.shape[-1] % chunk)).unflatten(-1, (-1, chunk))
     return _rounded(chunks).flatten(-2)[..., : x.shape[-1]]
 
 

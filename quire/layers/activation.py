@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from quire.kernels import ops
+from quire.kernels.linear import QuantizedRows
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -19,6 +20,14 @@ GATED: dict[str, Activation] = {
     "gelu_pytorch_tanh": partial(ops.gelu_and_mul, approximate="tanh"),
 }
 """act(first half) * second half: [T, 2 * I] -> [T, I]."""
+
+GATED_FP8: dict[str, Callable[[Tensor], QuantizedRows]] = {
+    "silu": ops.silu_and_mul_fp8,
+    "gelu": partial(ops.gelu_and_mul_fp8, approximate="none"),
+    "gelu_new": partial(ops.gelu_and_mul_fp8, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(ops.gelu_and_mul_fp8, approximate="tanh"),
+}
+"""The same for a linear layer in fp8."""
 
 PLAIN: dict[str, Activation] = {
     "relu": partial(ops.activate, function="relu"),

@@ -23,6 +23,7 @@ from quire.kv_cache.spec import (
     SlidingWindowSpec,
 )
 from quire.layers.base import DTYPES, Module, activation_dtype, device_type
+from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 
 
@@ -30,7 +31,8 @@ class Attention(Module):
     """Causal attention of one decoder layer; its caches, laid out as `quire.kernels.ops` says, are bound after loading.
 
     `name` identifies the layer's cache and is unique in the model. `sliding_window` w lets a token see itself and the
-    w - 1 tokens before it; `soft_cap` c bounds scores to (-c, c). With `rotary`, queries and keys are rotated first.
+    w - 1 tokens before it; `soft_cap` c bounds scores to (-c, c). With `rotary`, queries and keys are rotated first;
+    with `qk_norm`, norms that the model owns, each of their heads is normed before that.
 
     Raises:
         ConfigError: the attention backend that was asked for cannot do that here.
@@ -48,6 +50,7 @@ class Attention(Module):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         rotary: RotaryEmbedding | None = None,
+        qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -57,7 +60,9 @@ class Attention(Module):
         self.scale = scale
         self.sliding_window = sliding_window
         self.soft_cap = soft_cap
+        assert rotary is not None or qk_norm is None, "heads are normed where they are rotated"
         self.rotary = rotary
+        self.qk_norm = qk_norm
         self.block_size = config.cache.block_size
         self.kv_dtype = kv_cache_dtype(config)
         needs = AttentionNeeds(
@@ -78,7 +83,7 @@ class Attention(Module):
     ) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]; k and v are in the cache afterwards.
 
-        `positions` [T] are wanted by a layer with a rotary embedding, which rotates q and k in place.
+        `positions` [T] are wanted by a layer with a rotary embedding, which norms and rotates q and k in place.
         """
         own = metadata[self.group_id]
         self._write(q, k, v, own.slot_mapping, positions)
@@ -98,8 +103,12 @@ class Attention(Module):
             ops.write_kv(k, v, self.k_cache, self.v_cache, slots)
             return
         assert positions is not None, "a rotary embedding needs positions"
-        table = self.rotary.cos_sin_cache
-        ops.rotary_and_write_kv(positions, q, k, v, table, self.k_cache, self.v_cache, slots)
+        args = (positions, q, k, v, self.rotary.cos_sin_cache, self.k_cache, self.v_cache, slots)
+        if self.qk_norm is None:
+            ops.rotary_and_write_kv(*args)
+        else:
+            q_norm, k_norm = self.qk_norm
+            ops.rotary_and_write_kv(*args, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps)
 
     def bind(self, group_id: int, spec: AttentionSpec, tensor: Tensor) -> None:
         """Take the metadata of this group, and as cache a tensor, keys first, whose blocks are 1 or more of ours."""

@@ -5,7 +5,7 @@ Invariant: a layer knows its own parameters and no file; the loader knows files 
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,13 @@ class Layer(Module):
         """Instead of filling and finishing: hold what `tensors` of such a layer, finished by `scheme`, returned."""
         for name, tensor in tensors.items():
             setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+
+
+class RowSource(Protocol):
+    """A layer whose output may be read by a single linear layer alone."""
+
+    def quantize_rows(self) -> None:
+        """From now on give `QuantizedRows` instead of a tensor."""
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

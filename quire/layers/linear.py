@@ -3,16 +3,17 @@
 Shapes: T tokens, K input features, N output features, Hq/Hkv query and key-value heads, D head size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quire.kernels import ops
-from quire.kernels.linear import WeightScheme
-from quire.layers.activation import GATED
-from quire.layers.base import Slot, parameter
+from quire.kernels.linear import QuantizedRows, WeightScheme
+from quire.layers.activation import GATED, GATED_FP8
+from quire.layers.base import RowSource, Slot, parameter
 from quire.layers.matrix import MatrixLayer
 
 
@@ -38,16 +39,27 @@ class Linear(MatrixLayer):
         self.bias = parameter(out_features, dtype=dtype) if bias else None
         self.merged = tuple(merged)
         self.transposed = transposed
+        self._quantize_x: Callable[[], None] | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def reads(self, source: RowSource) -> None:
+        """Say that x is what `source` makes, and that nobody else reads it.
+
+        If the weight is kept in fp8, x comes quantised then, and the product needs no pass over it before.
+        """
+        self._quantize_x = source.quantize_rows
+
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         """x [T, K] -> [T, N]."""
         if self.packed is not None:
             return ops.packed_linear(x, self.packed, self.bias)
         assert self.weight is not None
+        assert isinstance(x, Tensor), "only a packed weight has its x quantised"
         return ops.linear(x, self.weight, self.bias)
 
     def finish_loading(self, scheme: WeightScheme) -> None:
         self.pack(scheme)
+        if self._quantize_x is not None and self.packed is not None and self.packed.scheme.kind == "fp8":
+            self._quantize_x()
         if self.bias is not None and self.packed is not None:
             self.bias = nn.Parameter(self.bias.float(), requires_grad=False)
 
@@ -93,9 +105,9 @@ class QKVLinear(Linear):
         self.head_dim = head_dim
         self.head_counts = (num_heads, num_kv_heads, num_kv_heads)
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x: Tensor | QuantizedRows) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, K] -> views q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] of one [T, N]."""
-        heads = self(x).view(len(x), -1, self.head_dim)
+        heads = self(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = torch.split_with_sizes(heads, self.head_counts, 1)
         return q, k, v
 
@@ -113,13 +125,16 @@ class GateUpLinear(Linear):
             dtype=dtype,
             merged=(intermediate_size, intermediate_size),
         )
-        self.fused = activation == "silu"
-        self.activation = GATED[activation]
+        self.activation = activation
+        self._gate: Callable[[Tensor], Tensor | QuantizedRows] = GATED[activation]
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None or not self.fused:
-            return self.activation(super().forward(x))
+    def forward(self, x: Tensor | QuantizedRows) -> Any:
+        if self.packed is None or self._gate is not ops.silu_and_mul:
+            return self._gate(super().forward(x))
         return ops.packed_linear(x, self.packed, self.bias, "silu_and_mul")
 
+    def quantize_rows(self) -> None:
+        self._gate = GATED_FP8[self.activation]
+
     def halves(self) -> int:
-        return 2 if self.fused else 1
+        return 2 if self.activation == "silu" else 1

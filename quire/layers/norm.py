@@ -3,12 +3,14 @@
 Shapes: x [..., H], residual [T, H], H hidden size (or head size, for norms of q and k).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.kernels import ops
+from quire.kernels.linear import QuantizedRows
 from quire.layers.base import Layer, Slot, parameter
 
 
@@ -24,15 +26,20 @@ class RMSNorm(Layer):
         self.weight = parameter(size, dtype=torch.float32 if offset else dtype)
         self.eps = eps
         self.offset = offset
+        self._norm: Callable[..., Any] = ops.rms_norm
+        self._add_and_norm: Callable[..., Any] = ops.fused_add_rms_norm
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor) -> Tensor | QuantizedRows:
+        return self._norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Any, Tensor]:
         """`(norm(x + residual), x + residual)`; the first layer has no residual yet, and its x becomes one."""
         if residual is None:
-            return self(x), x
-        return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
+            return self.forward(x), x
+        return self._add_and_norm(x, residual, self.weight, self.eps)
+
+    def quantize_rows(self) -> None:
+        self._norm, self._add_and_norm = ops.rms_norm_fp8, ops.fused_add_rms_norm_fp8
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield f"{names[0]}.weight", Slot(self.weight, "ones", self.offset)

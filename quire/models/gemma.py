@@ -36,6 +36,8 @@ class GemmaDecoderLayer(Module):
         self.pre_feedforward_layernorm = rms_norm(config, size)
         self.mlp = LlamaMLP(config=config)
         self.post_feedforward_layernorm = rms_norm(config, size)
+        self.self_attn.qkv_proj.reads(self.input_layernorm)
+        self.mlp.gate_up_proj.reads(self.pre_feedforward_layernorm)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: StepMetadata

@@ -48,8 +48,12 @@ class LlamaAttention(Module):
             bias=arch.attention_out_bias,
             dtype=dtype,
         )
-        self.q_norm = rms_norm(config, arch.head_dim) if arch.qk_norm else None
-        self.k_norm = rms_norm(config, arch.head_dim) if arch.qk_norm else None
+        qk_norm = None
+        if arch.qk_norm:
+            self.q_norm, self.k_norm = qk_norm = (
+                rms_norm(config, arch.head_dim),
+                rms_norm(config, arch.head_dim),
+            )
         self.attn = Attention(
             config=config,
             name=f"{prefix}.attn",
@@ -60,12 +64,11 @@ class LlamaAttention(Module):
             sliding_window=arch.sliding_window if arch.layer_types[layer] == "sliding_attention" else None,
             soft_cap=arch.attn_logit_softcap,
             rotary=rotary,
+            qk_norm=qk_norm,
         )
 
     def forward(self, x: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         q, k, v = self.qkv_proj.heads(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(self.attn(q, k, v, metadata, positions))
 
 
@@ -85,6 +88,7 @@ class LlamaMLP(Module):
         self.down_proj = Linear(
             in_features=arch.intermediate_size, out_features=arch.hidden_size, bias=arch.mlp_bias, dtype=dtype
         )
+        self.down_proj.reads(self.gate_up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gate_up_proj(x))
@@ -105,6 +109,8 @@ class LlamaDecoderLayer(Module):
         )
         self.post_attention_layernorm = rms_norm(config, arch.hidden_size)
         self.mlp = LlamaMLP(config=config)
+        self.self_attn.qkv_proj.reads(self.input_layernorm)
+        self.mlp.gate_up_proj.reads(self.post_attention_layernorm)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: StepMetadata

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kernels.linear import PackedWeight, WeightScheme
+from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
 
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3), torch.float16: (2e-3, 1e-3)}
+E4M3_STEP = (0.126, 2.0**-9)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {}
@@ -75,6 +76,37 @@ def gelu_and_mul(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 @cases
+def rms_norm_fp8(dtype: torch.dtype) -> Iterator[Arguments]:
+    for args, _ in rms_norm(dtype):
+        if args[0].dim() == 2:
+            yield args, {}
+    zeros = torch.zeros(2, 40, dtype=dtype)
+    yield (zeros, randn(40, dtype=dtype), 1e-6), {}
+    yield (randn(4, 80, dtype=dtype)[:, 3:40], randn(37, dtype=dtype), 1e-6), {}
+
+
+@cases
+def fused_add_rms_norm_fp8(dtype: torch.dtype) -> Iterator[Arguments]:
+    for args, _ in fused_add_rms_norm(dtype):
+        if args[0].dim() == 2:
+            yield args, {}
+
+
+@cases
+def silu_and_mul_fp8(dtype: torch.dtype) -> Iterator[Arguments]:
+    for shape in [(0, 64), (1, 2), (1, 64), (5, 154), (17, 2 * 4099)]:
+        yield (5 * randn(*shape, dtype=dtype),), {}
+    yield (randn(4, 90, dtype=dtype)[:, 10:],), {}
+
+
+@cases
+def gelu_and_mul_fp8(dtype: torch.dtype) -> Iterator[Arguments]:
+    for args, options in gelu_and_mul(dtype):
+        if args[0].dim() == 2:
+            yield args, options
+
+
+@cases
 def rotary_embedding(dtype: torch.dtype) -> Iterator[Arguments]:
     for tokens, q_heads, k_heads, size, rot_dim in [
         (0, 4, 2, 16, 16),
@@ -111,17 +143,20 @@ def rotary_and_write_kv(dtype: torch.dtype) -> Iterator[Arguments]:
         slots = torch.randperm(16 * 4)[:tokens]
         slots[1::3] = -1
         caches = randn_caches(16, heads, 4, size, dtype)
+        arguments = (
+            positions,
+            q,
+            k,
+            randn(tokens, heads, size, dtype=dtype),
+            cos_sin_cache,
+            *caches,
+            slots,
+        )
         for interleaved in (False, True):
-            arguments = (
-                positions,
-                q,
-                k,
-                randn(tokens, heads, size, dtype=dtype),
-                cos_sin_cache,
-                *caches,
-                slots,
-            )
             yield arguments, {"interleaved": interleaved}
+            for norm_dtype in {dtype, torch.float32}:
+                norms = randn(size, dtype=norm_dtype), randn(size, dtype=norm_dtype)
+                yield (*arguments, interleaved, *norms, 1e-5), {}
 
 
 @cases
@@ -276,14 +311,22 @@ def compare(
 ) -> None:
     """Both functions on clones of each case's arguments: equal results, equal effects on the arguments."""
     torch.manual_seed(0)
-    rtol, atol = TOLERANCES[dtype]
     for args, kwargs in CASES[op.name](dtype):
         ours, theirs = move((args, kwargs), device), move((args, kwargs), device)
         if accepts is not None and not accepts(*ours[0], **ours[1]):
             continue
         results = function(*ours[0], **ours[1]), op.oracle(*theirs[0], **theirs[1])
         for got, want in zip(tensors((results[0], ours)), tensors((results[1], theirs)), strict=True):
-            torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
+            close(got, want, dtype)
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Equal but for what rounding to `dtype` explains; numbers in E4M3 may be a step apart."""
+    assert got.dtype == want.dtype
+    rtol, atol = TOLERANCES[dtype]
+    if want.dtype == torch.float8_e4m3fn:
+        got, want, (rtol, atol) = got.float(), want.float(), E4M3_STEP
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def move(value: Any, device: str) -> Any:
@@ -307,6 +350,8 @@ def tensors(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, PackedWeight):
         value = (value.data, value.scales, value.zeros)
+    if isinstance(value, QuantizedRows):
+        value = (value.values, value.scales)
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
     return [tensor for item in items for tensor in tensors(item)]
 

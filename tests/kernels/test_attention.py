@@ -19,7 +19,7 @@ from tests.kernels.op_cases import TOLERANCES, int8_caches
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
 
-from quire.kernels.cpu import attention, embedding, kv_write
+from quire.kernels.cpu import attention, embedding, kv_write, norm
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 FEATURES: dict[str, dict[str, Any]] = {
@@ -327,8 +327,9 @@ def test_a_vector_that_is_not_finite_is_cached_in_int8_as_nan(value: float) -> N
 
 @pytest.mark.parametrize("cache_dtype", [*FLOATS, torch.int8], ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotating_and_writing_at_once_has_the_bits_of_both(
-    cache_dtype: torch.dtype, interleaved: bool, restore_threads: None
+@pytest.mark.parametrize("norms", [None, "of the heads' dtype", "in float32"])
+def test_norming_rotating_and_writing_at_once_has_the_bits_of_each(
+    cache_dtype: torch.dtype, interleaved: bool, norms: str | None, restore_threads: None
 ) -> None:
     for dtype, threads, tokens in itertools.product(FLOATS, (1, 2), (0, 1, 200)):
         torch.set_num_threads(threads)
@@ -336,13 +337,36 @@ def test_rotating_and_writing_at_once_has_the_bits_of_both(
         q, k, v = torch.randn(tokens, 10, 96).to(dtype).split([6, 2, 2], 1)
         positions, slots = torch.randint(0, 50, (tokens,)), torch.randperm(40 * 16)[:tokens]
         table, separate, fused = torch.randn(50, 64), poisoned(40, shape), poisoned(40, shape)
-        q2, k2 = kv_write.rotary_embedding(positions, q.clone(), k.clone(), table, interleaved)
+        q2, k2, options = q.clone(), k.clone(), {}
+        if norms is not None:
+            weights = torch.randn(2, 96).to(torch.float32 if norms == "in float32" else dtype)
+            q2, k2 = (norm.rms_norm(x, w, 1e-6) for x, w in zip((q, k), weights, strict=True))
+            options = {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-6}
+        kv_write.rotary_embedding(positions, q2, k2, table, interleaved)
         kv_write.write_kv(k2, v, *separate, slots)
-        kv_write.rotary_and_write_kv(positions, q, k, v, table, *fused, slots, interleaved)
+        kv_write.rotary_and_write_kv(positions, q, k, v, table, *fused, slots, interleaved, **options)
         assert torch.equal(q, q2)
         assert torch.equal(k, k2)
         for got, want in zip(fused, separate, strict=True):
             assert torch.equal(got.view(torch.int8), want.view(torch.int8))
+
+
+def test_norms_of_heads_come_in_pairs() -> None:
+    cache, x, weight = Cache(Shape(), [20]), torch.ones(1, 2, 64), torch.ones(64)
+    index, table = torch.tensor([0]), torch.ones(1, 64)
+
+    def run(**norms: Tensor) -> None:
+        kv_write.rotary_and_write_kv(
+            index, x.clone(), x.clone(), x, table, cache.k, cache.v, index, eps=1e-6, **norms
+        )
+
+    run(q_norm=weight, k_norm=weight)
+    with pytest.raises(ValueError, match=r"one dtype.* they are float32 \[64\] and none for"):
+        run(q_norm=weight)
+    with pytest.raises(ValueError, match=r"float32 \[64\] and float16 \[64\] for"):
+        run(q_norm=weight, k_norm=weight.half())
+    with pytest.raises(ValueError, match=r"k_norm must be contiguous of shape \[64\]"):
+        run(q_norm=weight, k_norm=weight[:32])
 
 
 def attend(**changed: Any) -> Tensor:

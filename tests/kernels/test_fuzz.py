@@ -166,6 +166,8 @@ def test_keys_and_values_on_their_way_to_the_cache(
     ):  # where a rounding may go the other way, by a step; test_attention compares bits
         both = (rotary[0], q, k, v, rotary[1], *caches, slots)
         agree("rotary_and_write_kv", dtype, *both, interleaved, offset=seed % 3)
+        norms = randn(2, size, dtype=(dtype, torch.float32)[seed % 2])
+        agree("rotary_and_write_kv", dtype, *both, interleaved, *norms, 1e-5, offset=seed % 3)
 
 
 @fuzz

@@ -60,30 +60,42 @@ def test_rowwise(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("norm_weights", [None, "of the heads' dtype", "in float32"])
 @pytest.mark.parametrize(("heads", "size", "rot_dim"), [((3, 1), 20, 6), ((4, 2), 16, 16)])
-def test_rotary_and_write(
-    heads: tuple[int, int], size: int, rot_dim: int, interleaved: bool, dtype: torch.dtype
+def test_norms_rotary_and_write(
+    heads: tuple[int, int],
+    size: int,
+    rot_dim: int,
+    norm_weights: str | None,
+    interleaved: bool,
+    dtype: torch.dtype,
 ) -> None:
+    """Near the oracle, and with the bits of one kernel after the other."""
     torch.manual_seed(0)
     qkv = randn(5, (heads[0] + 2 * heads[1]) * size, dtype=dtype)
     slots, positions, table = torch.tensor([7, -1, 0, 22, 9]), torch.randint(0, 50, (5,)), randn(50, rot_dim)
     caches = randn_caches(6, heads[1], 4, size, dtype)
+    norm_dtype = torch.float32 if norm_weights == "in float32" else dtype
+    norms = () if norm_weights is None else (*randn(2, size, dtype=norm_dtype), 1e-5)
 
     def run(op: Callable[..., None]) -> list[Tensor]:
         q, k, v = qkv.clone().split([heads[0] * size, heads[1] * size, heads[1] * size], 1)
         views = [part.unflatten(1, (-1, size)) for part in (q, k, v)]
         written = [cache.clone() for cache in caches]
-        op(positions, *views, table, *written, slots, interleaved)
+        op(positions, *views, table, *written, slots, interleaved, *norms)
         return [*views, *written]
 
-    for got, want in zip(run(rotary.rotary_and_write_kv), run(reference.rotary_and_write_kv), strict=True):
+    def one_by_one(positions: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor, *rest: Any) -> None:
+        k_cache, v_cache, slots, interleaved, *norms = rest
+        for heads, weight in zip((q, k), norms[:2], strict=False):
+            heads.copy_(norm.rms_norm(heads, weight, norms[2]))
+        rotary.rotary_embedding(positions, q, k, table, interleaved)
+        rotary.write_kv(k, v, k_cache, v_cache, slots)
+
+    fused = run(rotary.rotary_and_write_kv)
+    for got, want in zip(fused, run(reference.rotary_and_write_kv), strict=True):
         torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
-    q, k = (
-        part.unflatten(1, (-1, size))
-        for part in qkv[:, : sum(heads) * size].split([heads[0] * size, heads[1] * size], 1)
-    )
-    rotated = rotary.rotary_embedding(positions, q.clone(), k.clone(), table, interleaved)
-    assert all(map(torch.equal, rotated, run(rotary.rotary_and_write_kv)[:2]))
+    assert all(map(torch.equal, fused, run(one_by_one)))
 
 
 BATCHES = {

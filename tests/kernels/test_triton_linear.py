@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.errors import ConfigError
 from quire.kernels import ops, reference
 from quire.kernels.linear import PackedWeight, WeightScheme
-from quire.kernels.triton import fp8, linear, matmul, widen
+from quire.kernels.triton import fp8, linear, matmul, quantize, widen
 from tests.kernels.op_cases import randn
 
 DTYPES = [torch.float32, torch.float16]
@@ -127,17 +127,18 @@ def test_an_invariant_weight_gives_a_row_the_same_bits_in_any_batch(
         assert torch.equal(linear.packed_linear(x[start:end], packed, bias), whole[start:end]), (start, end)
 
 
-def test_fp8_scales_and_codes() -> None:
+@pytest.mark.parametrize("vendor", [True, False])
+def test_rows_that_come_quantised_give_the_same_product(vendor: bool) -> None:
     torch.manual_seed(0)
-    x = randn(9, 70)
-    x[4] = 0.0
-    codes, scales = fp8.quantize_rows(x)
-    assert torch.equal(scales, (x.abs().amax(1, keepdim=True) / 448.0).clamp(min=1e-12))
-    # The interpreter drops the carry where rounding reaches a power of two; everything else must be torch's rounding.
-    expected = (x / scales).to(torch.float8_e4m3fn).float()
-    differs = codes.float() != expected
-    mantissa, _ = expected[differs].frexp()
-    assert (mantissa.abs() == 0.5).all()
+    x, bias = randn(70, 64, dtype=torch.float16), randn(48)
+    packed = linear.pack_weight(matrix(48, 64), WeightScheme("fp8", vendor=vendor))
+    for rows in (0, 1, 70):
+        for gate in (None, "silu_and_mul"):
+            args = (packed, bias, gate)
+            got = linear.packed_linear(quantize.quantize_rows(x[:rows]), *args)
+            assert torch.equal(got, linear.packed_linear(x[:rows], *args))
+            want = reference.packed_linear(reference.quantize_rows(x[:rows]), *args)
+            assert torch.equal(want, reference.packed_linear(x[:rows], *args))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

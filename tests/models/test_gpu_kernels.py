@@ -10,7 +10,8 @@ from torch import Tensor
 from tests.kernels import triton_interpreter
 
 pytest.importorskip("triton", reason="no Triton for this platform")
-from quire.kernels.triton import attention
+from quire.kernels.linear import QuantizedRows
+from quire.kernels.triton import attention, linear, quantize
 from quire.layers.attention import attention_backends
 from quire.layers.linear import Linear
 from quire.models.base import CausalLM
@@ -31,13 +32,20 @@ def logits(model: CausalLM, *chunk_sizes: int, prompts: list[list[int]] = PROMPT
 
 @pytest.mark.parametrize(
     ("name", "quantization"),
-    [("qwen2", None), ("opt", None), ("qwen2", "int8"), ("gemma2", "int4")],
+    [
+        ("qwen2", None),
+        ("opt", None),
+        ("qwen3", None),
+        ("gemma3", None),
+        ("qwen2", "int8"),
+        ("gemma2", "int4"),
+    ],
 )
 def test_logits_are_those_of_the_oracle(
     name: str, quantization: str | None, tiny_model: Callable[[str], Path]
 ) -> None:
-    """Between them: tied table, biases, windows, soft caps, learned positions, layer norms, integer weights and a
-    tied table in int4."""
+    """Between them: tied table, also in int4, biases, windows, soft caps, learned positions, layer norms, norms of
+    heads with and without an offset, and integer weights."""
     options = {"quantization": quantization, "quantization_config": {"head": "int4"} if quantization else {}}
     model = load_tiny(tiny_model(name), **options)
     assert attention_backends(model) == {"triton": True}
@@ -51,7 +59,7 @@ def test_logits_are_those_of_the_oracle(
         torch.testing.assert_close(ours, theirs, rtol=0.0, atol=2e-4)
 
 
-@pytest.mark.parametrize(("name", "quantization"), [("qwen2", None), ("gemma2", "int4")])
+@pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("gemma2", "int4"), ("qwen2", "fp8")])
 def test_batch_invariant_logits_have_the_same_bits_however_they_are_computed(
     name: str, quantization: str | None, tiny_model: Callable[[str], Path]
 ) -> None:
@@ -76,3 +84,48 @@ def test_fp8_logits_are_near(tiny_model: Callable[[str], Path]) -> None:
     models = [load_tiny(tiny_model("qwen2"), quantization=kind) for kind in ("fp8", None)]
     for ours, theirs in zip(*(logits(model, 64) for model in models), strict=True):
         assert torch.nn.functional.cosine_similarity(ours, theirs).mean() > 0.9
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the activations that were quantised in a pass of their own."""
+    shapes: list[tuple[int, ...]] = []
+
+    def quantize_rows(x: Tensor) -> QuantizedRows:
+        shapes.append(tuple(x.shape))
+        return quantize.quantize_rows(x)
+
+    monkeypatch.setattr(linear, "quantize_rows", quantize_rows)
+    return shapes
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_fp8_logits_have_the_bits_of_a_quantising_pass_before_every_product(
+    name: str,
+    tiny_model: Callable[[str], Path],
+    passes: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+
+    def load() -> CausalLM:
+        return load_tiny(tiny_model(name), quantization="fp8", load_format="dummy", hf_overrides=one_layer)
+
+    fused = load()
+    got = logits(fused, 64)
+    assert passes == [(39, fused.config.arch.num_heads * fused.config.arch.head_dim)], "before o_proj"
+    passes.clear()
+    monkeypatch.setattr(Linear, "reads", lambda self, source: None)
+    assert all(map(torch.equal, logits(load(), 64), got))
+    assert len(passes) == 4
+
+
+def test_only_what_feeds_a_weight_in_fp8_is_quantised(
+    tiny_model: Callable[[str], Path], passes: list[tuple[int, ...]]
+) -> None:
+    ignored = {
+        "ignore": ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj", "model.layers.2"]
+    }
+    model = load_tiny(tiny_model("qwen2"), quantization="fp8", quantization_config=ignored)
+    logits(model, 64)
+    assert len(passes) == 2, "before o_proj of the first two layers"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.calls import call
+from quire.kernels.cpu.calls import NOTHING, call
 from quire.kernels.cpu.checks import (
     Cache,
     Heads,
@@ -13,6 +13,8 @@ from quire.kernels.cpu.checks import (
     dtype_code,
     say,
 )
+from quire.kernels.cpu.library import DTYPE_CODES
+from quire.kernels.cpu.norm import check_weight
 
 
 def rotary_embedding(
@@ -54,6 +56,9 @@ def rotary_and_write_kv(
     v_cache: Tensor,
     slot_mapping: Tensor,
     interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     op = "rotary_and_write_kv"
     code, dtype = dtype_code(op, "q", q), q.dtype
@@ -64,9 +69,11 @@ def rotary_and_write_kv(
     )
     num_positions, rot_dim = _check_rotary(op, positions, queries, keys, cos_sin_cache)
     cache = _check_write(op, keys, values, k_cache, v_cache, slot_mapping)
-    tensors = (q, k, v, k_cache, v_cache, positions, cos_sin_cache, slot_mapping)
+    norm_code = _check_norms(op, q, k, q_norm, k_norm)
+    norms = (NOTHING if q_norm is None else q_norm, NOTHING if k_norm is None else k_norm)
+    tensors = (q, k, v, k_cache, v_cache, positions, cos_sin_cache, slot_mapping, *norms)
     layout = (*queries[1:4], *keys[1:4], values.token_stride, values.head_stride)
-    sizes = (cache.blocks, cache.block_size, keys.size, int(interleaved), code, cache.code)
+    sizes = (cache.blocks, cache.block_size, keys.size, int(interleaved), eps, code, cache.code, norm_code)
     refused = call(op, tensors, keys.tokens, num_positions, rot_dim, *layout, *sizes)
     if refused:
         bounds = f"{num_positions} positions and {cache.blocks * cache.block_size} slots"
@@ -87,6 +94,20 @@ def _check_rotary(op: str, positions: Tensor, q: Heads, k: Heads, cache: Tensor)
     if not cache.is_cpu:
         raise ValueError(f"{op}: cos_sin_cache must be on the CPU, but is on {cache.device}")
     return num_positions, rot_dim
+
+
+def _check_norms(op: str, q: Tensor, k: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> int:
+    """The code of the weights' dtype; if there are none, of q's."""
+    if q_norm is None and k_norm is None:
+        return DTYPE_CODES[q.dtype]
+    if q_norm is None or k_norm is None or q_norm.dtype is not k_norm.dtype or q.shape[2] != k.shape[2]:
+        norms = " and ".join("none" if norm is None else say(norm) for norm in (q_norm, k_norm))
+        raise ValueError(
+            f"{op}: norms of q and k must have one dtype, and their heads one size; they are {norms} "
+            f"for {say(q)} and {say(k)}"
+        )
+    check_weight(op, "q_norm", q, q_norm)
+    return check_weight(op, "k_norm", k, k_norm)
 
 
 def _check_write(op: str, k: Heads, v: Heads, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Cache:

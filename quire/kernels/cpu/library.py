@@ -22,7 +22,7 @@ from quire.kernels import cpu
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 6, "panels-2"
+ABI_VERSION, WEIGHT_LAYOUT = 7, "panels-2"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 
@@ -45,7 +45,10 @@ SIGNATURES: Mapping[str, tuple[str, str]] = {
     "gelu_and_mul": ("out x", 4 * _I),
     "embedding": ("out ids weight", 3 * _I),
     "write_kv": ("k v k_cache v_cache slot_mapping", 11 * _I),
-    "rotary_and_write_kv": ("q k v k_cache v_cache positions cos_sin_cache slot_mapping", 17 * _I),
+    "rotary_and_write_kv": (
+        "q k v k_cache v_cache positions cos_sin_cache slot_mapping q_norm k_norm",
+        15 * _I + _F + 3 * _I,
+    ),
     "paged_attention": (
         "out q k_cache v_cache query_start_loc seq_lens block_tables alibi_slopes",
         11 * _I + 2 * _F + 2 * _I,

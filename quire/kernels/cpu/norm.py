@@ -10,7 +10,7 @@ from quire.kernels.cpu.library import DTYPE_CODES
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     code = dtype_code("rms_norm", "x", x)
-    weight_code = _check_weight("rms_norm", "weight", x, weight)
+    weight_code = check_weight("rms_norm", "weight", x, weight)
     x, *layout = _rows(x)
     out = empty(x, *x.shape)
     call("rms_norm", (out, x, weight), *layout, x.shape[-1], eps, code, weight_code)
@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     code = dtype_code("fused_add_rms_norm", "x", x)
-    weight_code = _check_weight("fused_add_rms_norm", "weight", x, weight)
+    weight_code = check_weight("fused_add_rms_norm", "weight", x, weight)
     shape = x.shape
     if residual.shape != shape or residual.dtype is not x.dtype or not residual.is_cpu:
         raise ValueError(f"fused_add_rms_norm: residual is {say(residual)} but x is {say(x)}")
@@ -32,8 +32,8 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     code = dtype_code("layer_norm", "x", x)
-    weight_code = _check_weight("layer_norm", "weight", x, weight)
-    if bias is not None and _check_weight("layer_norm", "bias", x, bias) != weight_code:
+    weight_code = check_weight("layer_norm", "weight", x, weight)
+    if bias is not None and check_weight("layer_norm", "bias", x, bias) != weight_code:
         raise TypeError(f"layer_norm: bias must be {weight.dtype} as weight is; it is {bias.dtype}")
     x, *layout = _rows(x)
     out = empty(x, *x.shape)
@@ -42,7 +42,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return out
 
 
-def _check_weight(op: str, name: str, x: Tensor, weight: Tensor) -> int:
+def check_weight(op: str, name: str, x: Tensor, weight: Tensor) -> int:
     """The code of the weight's dtype."""
     if weight.shape != x.shape[-1:] or not weight.numel() or not weight.is_contiguous() or not weight.is_cpu:
         raise ValueError(f"{op}: {name} must be contiguous of shape [{x.shape[-1]}]; it is {say(weight)}")

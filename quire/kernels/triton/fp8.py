@@ -1,10 +1,9 @@
 """FP8 linear layers (W8A8): weights and activations in E4M3, multiplied here or by the vendor's library.
 
-P. Micikevicius et al., "FP8 formats for deep learning" (2022). Activations are scaled per token, on the fly;
-weights per output, or all by one number, once while loading.
+P. Micikevicius et al., "FP8 formats for deep learning" (2022). Activations come with a scale per token, weights with
+one per output or one for all.
 
-Invariant: a scale comes from the row (or the weight) it belongs to alone; the tile of `fp8_linear` follows from the
-weight.
+Invariant: the tile of `fp8_linear` follows from the weight.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels.reference import FP8_MAX, FP8_MIN_SCALE
-from quire.kernels.triton.launch import next_power_of_2, num_warps
+from quire.kernels.linear import QuantizedRows
 from quire.kernels.triton.matmul import outputs_per_tile
 
-FP8 = torch.float8_e4m3fn
 CAPABILITY = (8, 9)
 """The first NVIDIA architecture that multiplies E4M3."""
 BLOCK_M, BLOCK_K = 64, 128
@@ -38,17 +35,6 @@ def check_device(device: torch.device) -> None:
                 f"--quantization fp8 needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or later; "
                 f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
             )
-
-
-@triton.jit
-def _quantize(out, scales, x, row_stride, n, limit, least, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, TILE)
-    inside = column < n
-    value = tl.load(x + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value)) / limit, least)
-    tl.store(scales + row, scale)
-    tl.store(out + row * n + column, (value / scale).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -75,35 +61,14 @@ def _multiply(
     tl.store(place, sums.to(out.dtype.element_ty), mask=row_used[:, None] & output_used[None, :])
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K] -> E4M3 [M, K] and float32 scales [M, 1]."""
-    out = torch.empty(x.shape, dtype=FP8, device=x.device)
-    scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
-    if out.numel():
-        tile = next_power_of_2(x.shape[1])
-        _quantize[(len(x),)](
-            out,
-            scales,
-            x,
-            x.stride(0),
-            x.shape[1],
-            FP8_MAX,
-            FP8_MIN_SCALE,
-            TILE=tile,
-            num_warps=num_warps(tile),
-        )
-    return out, scales
-
-
-def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def fp8_linear(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """x [M, K], E4M3 weight [N, K] with float32 scales [N] -> [M, N] of x's dtype; a row's bits in every batch."""
-    codes, row_scales = quantize_rows(x)
-    rows, (outputs, inputs) = len(x), weight.shape
+    (rows, inputs), outputs = x.shape, len(weight)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if out.numel():
         block_n = outputs_per_tile(outputs)
         _multiply[(triton.cdiv(outputs, block_n), triton.cdiv(rows, BLOCK_M))](
-            out, codes, row_scales, weight, scales, bias, rows, outputs, inputs,
+            out, x.values, x.scales, weight, scales, bias, rows, outputs, inputs,
             HAS_BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K, num_warps=4, num_stages=3,
         )  # fmt: skip
     return out
@@ -114,15 +79,14 @@ def vendor_takes(outputs: int, inputs: int) -> bool:
     return outputs % 16 == 0 and inputs % 16 == 0
 
 
-def vendor_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def vendor_linear(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """`fp8_linear` by `torch._scaled_mm`; the result is rounded to bfloat16 on the way."""
-    if not len(x):
+    if not x.shape[0]:
         return torch.empty(0, len(weight), dtype=x.dtype, device=x.device)
-    codes, row_scales = quantize_rows(x)
     out = torch._scaled_mm(
-        codes,
+        x.values,
         weight.t(),
-        scale_a=row_scales,
+        scale_a=x.scales,
         scale_b=scales.view(1, -1),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,

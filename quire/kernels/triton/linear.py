@@ -12,7 +12,7 @@ added in order. Where a scheme is invariant, so is the number of rows in a tile,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels import reference
-from quire.kernels.linear import PackedWeight, WeightScheme
+from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.triton import fp8
 from quire.kernels.triton.activation import silu_and_mul
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.launch import next_power_of_2
 from quire.kernels.triton.matmul import invariant_linear
+from quire.kernels.triton.quantize import quantize_rows
 from quire.kernels.triton.widen import widened
 
 BLOCK_N = 64
@@ -160,13 +161,14 @@ _PACK: dict[str, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
 
 
 def packed_linear(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     weight: PackedWeight,
     bias: Tensor | None = None,
     activation: Literal["silu_and_mul"] | None = None,
 ) -> Tensor:
     """See `ops.packed_linear`; but for fp8, activations keep their dtype."""
-    out = _LINEAR[weight.scheme.kind](x.flatten(0, -2), weight, bias)
+    rows = x if isinstance(x, QuantizedRows) else x.flatten(0, -2)
+    out = _LINEAR[weight.scheme.kind](rows, weight, bias)
     out = out.view(*x.shape[:-1], weight.outputs)
     return silu_and_mul(out) if activation == "silu_and_mul" else out
 
@@ -182,12 +184,13 @@ def _float_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tenso
     return invariant_linear(x, weight.data, bias)
 
 
-def _fp8_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def _fp8_linear(x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     assert weight.scales is not None
+    rows = x if isinstance(x, QuantizedRows) else quantize_rows(x)
     scheme = weight.scheme
     vendor = scheme.vendor and not scheme.invariant and fp8.vendor_takes(weight.outputs, weight.inputs)
     multiply = fp8.vendor_linear if vendor else fp8.fp8_linear
-    return multiply(x, weight.data, weight.scales, bias)
+    return multiply(rows, weight.data, weight.scales, bias)
 
 
 def _integer_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -208,7 +211,7 @@ def _integer_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Ten
     return out
 
 
-_LINEAR: dict[str, Callable[[Tensor, PackedWeight, Tensor | None], Tensor]] = {
+_LINEAR: dict[str, Callable[[Any, PackedWeight, Tensor | None], Tensor]] = {
     "float": _float_linear,
     "int8": _integer_linear,
     "int4": _integer_linear,

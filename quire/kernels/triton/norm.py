@@ -12,23 +12,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.linear import QuantizedRows
 from quire.kernels.triton.launch import next_power_of_2, num_warps, rows_of
+from quire.kernels.triton.quantize import empty_rows, store_quantized
 
 
 @triton.jit
-def _rms_norm(out, x, weight, inner, outer_stride, inner_stride, n, eps, TILE: tl.constexpr):
+def normed(value, weight, column, inside, n, eps):
+    """A row of n float32 numbers, 0 where not `inside`, by its root mean square and the weight."""
+    scale = 1.0 / tl.sqrt(tl.sum(value * value) / n + eps)
+    return value * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rms_norm(
+    out, scales, x, weight, inner, outer_stride, inner_stride, n, eps, QUANTIZE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     inside = column < n
     start = row // inner * outer_stride + row % inner * inner_stride
     value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(value * value) / n + eps)
-    result = value * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * n + column, result, mask=inside)
+    result = normed(value, weight, column, inside, n, eps)
+    if QUANTIZE:
+        store_quantized(out, scales, row, column, n, result.to(x.dtype.element_ty))
+    else:
+        tl.store(out + row * n + column, result, mask=inside)
 
 
 @triton.jit
-def _add_rms_norm(out, total, x, residual, weight, x_stride, residual_stride, n, eps, TILE: tl.constexpr):
+def _add_rms_norm(
+    out, scales, total, x, residual, weight, x_stride, residual_stride, n, eps,
+    QUANTIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     inside = column < n
@@ -38,9 +54,11 @@ def _add_rms_norm(out, total, x, residual, weight, x_stride, residual_stride, n,
     stored = value.to(total.dtype.element_ty)
     tl.store(total + row * n + column, stored, mask=inside)
     value = stored.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(value * value) / n + eps)
-    result = value * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * n + column, result, mask=inside)
+    result = normed(value, weight, column, inside, n, eps)
+    if QUANTIZE:
+        store_quantized(out, scales, row, column, n, result.to(x.dtype.element_ty))
+    else:
+        tl.store(out + row * n + column, result, mask=inside)
 
 
 @triton.jit
@@ -72,28 +90,55 @@ def _layer_norm(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `ops.rms_norm`."""
-    outer, inner, outer_stride, inner_stride = rows_of(x)
-    out, n = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[-1]
-    if out.numel():
-        tile = next_power_of_2(n)
-        _rms_norm[(outer * inner,)](
-            out, x, weight, inner, outer_stride, inner_stride, n, eps, TILE=tile, num_warps=num_warps(tile)
-        )
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(out, None, x, weight, eps)
     return out
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
+    """See `ops.rms_norm_fp8`."""
+    out = empty_rows(x, x.shape[1])
+    _launch(out.values, out.scales, x, weight, eps)
+    return out
+
+
+def _launch(out: Tensor, scales: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> None:
+    outer, inner, outer_stride, inner_stride = rows_of(x)
+    if out.numel():
+        tile = next_power_of_2(x.shape[-1])
+        _rms_norm[(outer * inner,)](
+            out, scales, x, weight, inner, outer_stride, inner_stride, x.shape[-1], eps,
+            QUANTIZE=scales is not None, TILE=tile, num_warps=num_warps(tile),
+        )  # fmt: skip
 
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `ops.fused_add_rms_norm`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total, n = torch.empty_like(out), x.shape[-1]
+    return out, _launch_add(out, None, x, residual, weight, eps)
+
+
+def fused_add_rms_norm_fp8(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[QuantizedRows, Tensor]:
+    """See `ops.fused_add_rms_norm_fp8`."""
+    out = empty_rows(x, x.shape[1])
+    return out, _launch_add(out.values, out.scales, x, residual, weight, eps)
+
+
+def _launch_add(
+    out: Tensor, scales: Tensor | None, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """Returns the sum of x and the residual."""
+    total, n = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[-1]
     if out.numel():
         tile = next_power_of_2(n)
         flat, added = x.flatten(0, -2), residual.flatten(0, -2)
         _add_rms_norm[(len(flat),)](
-            out, total, flat, added, weight, flat.stride(0), added.stride(0), n, eps, TILE=tile,
-            num_warps=num_warps(tile),
+            out, scales, total, flat, added, weight, flat.stride(0), added.stride(0), n, eps,
+            QUANTIZE=scales is not None, TILE=tile, num_warps=num_warps(tile),
         )  # fmt: skip
-    return out, total
+    return total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

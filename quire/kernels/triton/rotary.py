@@ -1,4 +1,4 @@
-"""Rotary embedding and the write of keys and values into the cache, alone and in one pass.
+"""Norms of heads, rotary embedding and the write of keys and values into the cache, alone and in one pass.
 
 J. Su et al., "RoFormer: Enhanced transformer with rotary position embedding" (2021).
 
@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.reference import FP8_MAX
-from quire.kernels.triton.launch import next_power_of_2
+from quire.kernels.triton.launch import next_power_of_2, num_warps
+from quire.kernels.triton.norm import normed
 
 
 @triton.jit
@@ -41,25 +42,42 @@ def _stored(value, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def _turned(
+    x, row, norm, position, table, rot_dim, head_size, eps,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Norm, if it is to be, and rotate the head behind `x + row`, in place."""
+    if NORM:
+        dim = tl.arange(0, SIZE)
+        inside = dim < head_size
+        value = tl.load(x + row + dim, mask=inside, other=0.0).to(tl.float32)
+        tl.store(x + row + dim, normed(value, norm, dim, inside, head_size, eps), mask=inside)
+        # What other threads of this program have stored is read next; it is rounded as a norm by itself would be.
+        tl.debug_barrier()
+    _rotated(x, row, position, table, rot_dim, INTERLEAVED, HALF)
+
+
+@triton.jit
 def _rotary_and_write_kv(
-    q, k, v, positions, table, k_cache, v_cache, slots,
-    rot_dim, q_heads, head_size, block_size,
+    q, k, v, q_norm, k_norm, positions, table, k_cache, v_cache, slots,
+    rot_dim, q_heads, head_size, block_size, eps,
     q_token, q_head, k_token, k_head, v_token, v_head,
     kc_block, kc_head, kc_dim, kc_slot, vc_block, vc_head, vc_dim, vc_slot,
-    ROTATE: tl.constexpr, WRITE: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
-    LIMIT: tl.constexpr,
+    NORM: tl.constexpr, ROTATE: tl.constexpr, WRITE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HALF: tl.constexpr, SIZE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if head < q_heads:
         if ROTATE:
-            row = token * q_token + head * q_head
-            _rotated(q, row, tl.load(positions + token), table, rot_dim, INTERLEAVED, HALF)
+            row, position = token * q_token + head * q_head, tl.load(positions + token)
+            _turned(q, row, q_norm, position, table, rot_dim, head_size, eps, NORM, INTERLEAVED, HALF, SIZE)
     else:
         head -= q_heads
         row = token * k_token + head * k_head
         if ROTATE:
-            _rotated(k, row, tl.load(positions + token), table, rot_dim, INTERLEAVED, HALF)
-            # What other threads of this program have stored is read below.
+            position = tl.load(positions + token)
+            _turned(k, row, k_norm, position, table, rot_dim, head_size, eps, NORM, INTERLEAVED, HALF, SIZE)
+            # As above.
             tl.debug_barrier()
         if WRITE:
             slot = tl.load(slots + token)
@@ -100,10 +118,14 @@ def rotary_and_write_kv(
     v_cache: Tensor,
     slot_mapping: Tensor,
     interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """See `ops.rotary_and_write_kv`."""
     if len(positions):
-        _launch(q, k, v, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, interleaved)
+        norms = (q_norm, k_norm, eps)
+        _launch(q, k, v, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, interleaved, norms)
 
 
 def _launch(
@@ -116,18 +138,21 @@ def _launch(
     v_cache: Tensor | None,
     slots: Tensor | None,
     interleaved: bool,
+    norms: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0),
 ) -> None:
+    q_norm, k_norm, eps = norms
     rot_dim = 0 if table is None else table.shape[1]
     q_heads, head_size = 0 if q is None else q.shape[1], k.shape[2]
+    size = next_power_of_2(head_size)
     is_fp8 = k_cache is not None and k_cache.dtype.itemsize == 1
     _rotary_and_write_kv[(len(k), q_heads + k.shape[1])](
-        q, k, v, positions, table, k_cache, v_cache, slots,
-        rot_dim, q_heads, head_size, 0 if k_cache is None else k_cache.shape[3],
+        q, k, v, q_norm, k_norm, positions, table, k_cache, v_cache, slots,
+        rot_dim, q_heads, head_size, 0 if k_cache is None else k_cache.shape[3], eps,
         *_strides(q, 2), *_strides(k, 2), *_strides(v, 2),
         *_strides(k_cache, 4), *_value_strides(v_cache),
-        ROTATE=table is not None, WRITE=slots is not None, INTERLEAVED=interleaved,
-        HALF=next_power_of_2(max(rot_dim // 2, 1)), SIZE=next_power_of_2(head_size),
-        LIMIT=FP8_MAX if is_fp8 else 0.0, num_warps=1,
+        NORM=q_norm is not None, ROTATE=table is not None, WRITE=slots is not None, INTERLEAVED=interleaved,
+        HALF=next_power_of_2(max(rot_dim // 2, 1)), SIZE=size,
+        LIMIT=FP8_MAX if is_fp8 else 0.0, num_warps=num_warps(size),
     )  # fmt: skip
 
 
