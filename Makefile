@@ -5,7 +5,7 @@ PORT   ?= 8000
 HOST   ?=
 MODEL  ?=
 ARGS   ?=
-ISAS   ?= portable;avx2;avx512
+ISAS   ?= portable;avx2;avx512;avx512bf16
 TESTS  ?= tests/kernels
 
 VENV   := .venv
@@ -28,7 +28,7 @@ help:
 	@echo 'make serve     serve a model: PORT=$(PORT) HOST= MODEL= (the model in the box if empty) ARGS='
 	@echo 'make lint      ruff, mypy and the import contracts'
 	@echo 'make test      install, lint, and every quick test'
-	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan: ISAS="portable;avx2;avx512" TESTS='
+	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan: ISAS="portable;avx2;avx512;avx512bf16" TESTS='
 	@echo 'make soak      the long randomised tests'
 	@echo 'make gpu-check kernels, models and engines on a GPU against their oracles; make gpu-bench: their speed'
 	@echo 'make clean     remove the environment, builds and caches'

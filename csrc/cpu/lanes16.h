@@ -28,6 +28,12 @@ inline Ints16 bits_of(Ints16 v, int64_t shift, int32_t mask) {
     return {_mm512_and_si512(_mm512_srli_epi32(v.all, static_cast<unsigned>(shift)), _mm512_set1_epi32(mask))};
 }
 
+// The bfloat16 in each word's high, or low, half.
+inline Lanes16 high_halves(Ints16 v) {
+    return {reinterpret_cast<__m512>(_mm512_and_si512(v.all, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000))))};
+}
+inline Lanes16 low_halves(Ints16 v) { return {reinterpret_cast<__m512>(_mm512_slli_epi32(v.all, 16))}; }
+
 inline Lanes16 load16(const Float32* p) { return {_mm512_loadu_ps(p)}; }
 inline void store16(Float32* p, Lanes16 v) { _mm512_storeu_ps(p, v.all); }
 inline Lanes16 load16(const Float16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
@@ -65,6 +71,13 @@ inline Ints16 load_words(const void* p) {
 }
 inline Ints16 bits_of(Ints16 v, int64_t shift, int32_t mask) {
     return {v.low >> static_cast<int32_t>(shift) & mask, v.high >> static_cast<int32_t>(shift) & mask};
+}
+
+inline Lanes16 high_halves(Ints16 v) {
+    return {as_floats(reinterpret_cast<Bits>(v.low) & 0xffff0000), as_floats(reinterpret_cast<Bits>(v.high) & 0xffff0000)};
+}
+inline Lanes16 low_halves(Ints16 v) {
+    return {as_floats(reinterpret_cast<Bits>(v.low) << 16), as_floats(reinterpret_cast<Bits>(v.high) << 16)};
 }
 
 template <class T>

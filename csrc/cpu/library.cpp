@@ -13,6 +13,7 @@
 
 namespace quire {
 
+namespace avx512bf16 { extern const Kernel kernels[]; }
 namespace avx512 { extern const Kernel kernels[]; }
 namespace avx2 { extern const Kernel kernels[]; }
 namespace portable { extern const Kernel kernels[]; }
@@ -31,6 +32,8 @@ bool has_avx2() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 }
+
+[[maybe_unused]] bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 struct InstructionSet {
@@ -40,6 +43,9 @@ struct InstructionSet {
 };
 
 const InstructionSet instruction_sets[] = {
+#ifdef QUIRE_WITH_AVX512BF16
+    {"avx512bf16", has_avx512bf16, avx512bf16::kernels},
+#endif
 #ifdef QUIRE_WITH_AVX512
     {"avx512", has_avx512, avx512::kernels},
 #endif

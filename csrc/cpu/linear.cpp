@@ -22,7 +22,10 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
     if (scratch_bytes < needed_scratch(job)) return -2;
     switch (format) {
         case kFloat32: run_float(job, FloatPanels<Float32>{job.weight}); return 0;
-        case kBFloat16: run_float(job, FloatPanels<BFloat16>{job.weight}); return 0;
+        case kBFloat16:
+            if (fast) run_float<Paired>(job, FloatPanels<BFloat16>{job.weight});
+            else run_float(job, FloatPanels<BFloat16>{job.weight});
+            return 0;
         case kFloat16: run_float(job, FloatPanels<Float16>{job.weight}); return 0;
         case kInt8: run_int(job, Int8Panels{job.weight}, fast != 0); return 0;
         case kInt4:

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "linear.h"
+#include "linear_rows.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
@@ -13,25 +13,44 @@ constexpr int64_t kWideBlock = 256;
 constexpr int64_t kWideTiles = 4;
 
 // Weights ahead of the ones in use that a panel is fetched.
-constexpr int64_t kAhead = 512;
+constexpr int64_t kAhead = 1024;
+
+// acc[R] += x[k][R] * w[k][16] for the values of k that stand together in a weight.
+template <int R, class Acc, class W>
+inline void add_products(Acc acc, const Float32* x, const W* w) {
+    for (int64_t k = 0; k < kTogether<W>; ++k) {
+        const Lanes16 weights = load_row(w, k);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) acc(r) = fma(splat16(x[k * R + r].value), weights, acc(r));
+    }
+}
+
+#ifdef __AVX512BF16__
+
+template <int R, class Acc>
+inline void add_products(Acc acc, const Pair* x, const BFloat16* w) {
+    const Ints16 weights = load_words(w);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) acc(r) = dot(x[r], weights, acc(r));
+}
+
+#endif
 
 // sums[R][stride] += x[k][R] * w[k][16], for P panels `panel_stride` elements apart; weights that are
 // `ahead` elements further on are fetched.
-template <int R, int P, class W>
-inline void multiply_tile(Float32* sums, int64_t stride, const Float32* x, const W* w, int64_t panel_stride, int64_t count,
+template <int R, int P, class X, class W>
+inline void multiply_tile(Float32* sums, int64_t stride, const X* x, const W* w, int64_t panel_stride, int64_t count,
                           int64_t ahead, bool fresh) {
     Lanes16 acc[R][P];
     for (int r = 0; r < R; ++r) {
         for (int p = 0; p < P; ++p) acc[r][p] = fresh ? splat16(0.0f) : load16(sums + r * stride + p * kPanel);
     }
-    for (int64_t k = 0; k < count; ++k) {
+    for (int64_t k = 0; k < count; k += kTogether<W>) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) {
             const W* row = w + p * panel_stride + k * kPanel;
             __builtin_prefetch(row + ahead);
-            const Lanes16 weights = load_row(row);
-#pragma GCC unroll 12
-            for (int r = 0; r < R; ++r) acc[r][p] = fma(splat16(x[k * R + r].value), weights, acc[r][p]);
+            add_products<R>([&](int r) -> Lanes16& { return acc[r][p]; }, x + k / kTogether<X> * R, row);
         }
     }
     for (int r = 0; r < R; ++r) {
@@ -46,35 +65,59 @@ struct FloatPanels {
 
     static constexpr bool kDirect = true;
 
-    const W* panel(int64_t index) const { return static_cast<const W*>(weight.data) + index * weight.inputs * kPanel; }
+    int64_t depth() const { return weight.padded(); }
+
+    const W* panel(int64_t index) const { return static_cast<const W*>(weight.data) + index * depth() * kPanel; }
 
     void widen(Float32* wide, int64_t index, int64_t start, int64_t count) const {
         const W* from = panel(index) + start * kPanel;
-        for (int64_t k = 0; k < count; ++k) store16(wide + k * kPanel, load_row(from + k * kPanel));
+        for (int64_t k = 0; k < count; ++k) {
+            const int64_t index = k % kTogether<W>;
+            store16(wide + k * kPanel, load_row(from + (k - index) * kPanel, index));
+        }
     }
 
     void scale(Float32*, int64_t) const {}
 };
 
-template <class Panels>
+template <class Panels, class Rows>
 struct FloatKernel {
     const Linear& job;
     Panels panels;
 
-    static constexpr int kMostRows = kFloatRows;
+    using X = typename Rows::X;
 
-    Float32* packed(int64_t row) const { return static_cast<Float32*>(job.scratch) + row * job.weight.inputs; }
+    static constexpr int kMostRows = Rows::kMost;
+
+    // What can be multiplied only as it lies is not widened.
+    static constexpr bool kWidens = kTogether<X> == 1;
+
+    const X* packed(int64_t row) const { return static_cast<const X*>(job.scratch) + row * panels.depth() / kTogether<X>; }
 
     // One row is its own tile.
-    bool in_place() const { return job.rows == 1; }
+    bool in_place() const { return Rows::kAsTheyAre && job.rows == 1 && job.weight.inputs == panels.depth(); }
+
+    const X* activations(int64_t row) const {
+        if constexpr (Rows::kAsTheyAre) {
+            if (in_place()) return job.x;
+        }
+        return packed(row);
+    }
 
     void pack(int64_t first, const Tiling& tiling, int64_t tile) const {
         if (in_place()) return;
         const int64_t rows = tiling.size(tile), inputs = job.weight.inputs;
-        Float32* out = packed(tiling.start(tile));
+        X* out = const_cast<X*>(packed(tiling.start(tile)));
         for (int64_t r = 0; r < rows; ++r) {
             const Float32* x = job.x + (first + tiling.start(tile) + r) * inputs;
-            for (int64_t k = 0; k < inputs; ++k) out[k * rows + r] = x[k];
+            for (int64_t start = 0; start < panels.depth(); start += kWideBlock) {
+                X values[kWideBlock] = {};
+                const int64_t left = inputs - start, wanted = panels.depth() - start;
+                Rows::take(values, x + start, left < kWideBlock ? left : kWideBlock);
+                const int64_t count = (wanted < kWideBlock ? wanted : kWideBlock) / kTogether<X>;
+                X* to = out + start / kTogether<X> * rows + r;
+                for (int64_t k = 0; k < count; ++k) to[k * rows] = values[k];
+            }
         }
     }
 
@@ -92,12 +135,12 @@ struct FloatKernel {
     // All rows are one tile: panels are read side by side.
     void multiply_tile_of_rows(Float32* sums, const Tiling& tiling, int64_t panel, int64_t count) const {
         if constexpr (Panels::kDirect) {
+            const int64_t depth = panels.depth();
             with_rows<kMostRows>(tiling.rows, [&](auto rows) {
                 constexpr int R = decltype(rows)::value;
                 for_panels<R, kMostRows, 4>(count, [&](auto width, int64_t p) {
-                    multiply_tile<R, decltype(width)::value>(sums + p * kPanel, count * kPanel, in_place() ? job.x : packed(0),
-                                                             panels.panel(panel + p), job.weight.inputs * kPanel,
-                                                             job.weight.inputs, kAhead, true);
+                    multiply_tile<R, decltype(width)::value>(sums + p * kPanel, count * kPanel, activations(0),
+                                                             panels.panel(panel + p), depth * kPanel, depth, kAhead, true);
                 });
             });
         }
@@ -105,31 +148,35 @@ struct FloatKernel {
 
     // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way there.
     void multiply_panel(Float32* sums, int64_t stride, const Tiling& tiling, int64_t panel) const {
-        alignas(64) Float32 wide[kWideBlock * kPanel];
-        const int64_t inputs = job.weight.inputs;
-        const bool widens = !Panels::kDirect || tiling.tiles >= kWideTiles;
-        for (int64_t start = 0; start < inputs; start += kWideBlock) {
-            const int64_t size = inputs - start < kWideBlock ? inputs - start : kWideBlock;
-            if (widens) panels.widen(wide, panel, start, size);
-            for (int64_t tile = 0; tile < tiling.tiles; ++tile) {
-                const int64_t row = tiling.start(tile);
-                with_rows<kMostRows>(tiling.size(tile), [&](auto rows) {
+        alignas(64) Float32 wide[kWidens ? kWideBlock * kPanel : 1];
+        const int64_t depth = panels.depth();
+        const bool widens = kWidens && (!Panels::kDirect || tiling.tiles >= kWideTiles);
+        for (int64_t start = 0; start < depth; start += kWideBlock) {
+            const int64_t size = depth - start < kWideBlock ? depth - start : kWideBlock;
+            if constexpr (kWidens) {
+                if (widens) panels.widen(wide, panel, start, size);
+            }
+            for (int64_t index = 0; index < tiling.tiles; ++index) {
+                const int64_t row = tiling.start(index);
+                with_rows<kMostRows>(tiling.size(index), [&](auto rows) {
                     constexpr int R = decltype(rows)::value;
-                    const Float32* x = (in_place() ? job.x : packed(row)) + start * R;
+                    const X* x = activations(row) + start / kTogether<X> * R;
                     auto multiply = [&](const auto* weights, int64_t ahead) {
                         multiply_tile<R, 1>(sums + row * stride, stride, x, weights, int64_t{0}, size, ahead, start == 0);
                     };
-                    if (widens) multiply(wide, 0);
-                    else if constexpr (Panels::kDirect) multiply(panels.panel(panel) + start * kPanel, kWideBlock * kPanel);
+                    if constexpr (kWidens) {
+                        if (widens) return multiply(wide, 0);
+                    }
+                    if constexpr (Panels::kDirect) multiply(panels.panel(panel) + start * kPanel, kWideBlock * kPanel);
                 });
             }
         }
     }
 };
 
-template <class Panels>
+template <class Rows = Exact, class Panels>
 inline void run_float(const Linear& job, Panels panels) {
-    run(job, FloatKernel<Panels>{job, panels});
+    run(job, FloatKernel<Panels, Rows>{job, panels});
 }
 
 }}}  // namespace quire::QUIRE_ISA

@@ -111,6 +111,7 @@ struct Int8Panels {
     static constexpr int32_t kZero = kInt8Zero;
     static constexpr bool kZeros = false;
 
+    int64_t depth() const { return weight.inputs; }
     int64_t steps() const { return weight.steps(kInt8); }
     const uint8_t* panel(int64_t index) const { return static_cast<const uint8_t*>(weight.data) + index * steps() * kStepBytes; }
     NoGroups groups(int64_t, int64_t) const { return {}; }
@@ -137,6 +138,7 @@ struct Int4Panels {
     static constexpr int32_t kZero = kInt4Zero;
     static constexpr bool kZeros = has_zeros;
 
+    int64_t depth() const { return weight.inputs; }
     int64_t steps() const { return weight.steps(kInt4); }
     const uint8_t* panel(int64_t index) const { return static_cast<const uint8_t*>(weight.data) + index * steps() * kStepBytes; }
 

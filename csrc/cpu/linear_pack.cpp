@@ -15,7 +15,22 @@ inline void pack_floats(T* out, const T* rows, const Weight& to, int64_t panel) 
     const int64_t count = to.count(panel);
     const T* from = rows + to.row(panel) * to.inputs;
     for (int64_t k = 0; k < to.inputs; ++k) {
-        for (int64_t j = 0; j < kPanel; ++j) out[k * kPanel + place(j, T{})] = j < count ? from[j * to.inputs + k] : T{};
+        for (int64_t j = 0; j < kPanel; ++j) out[place(k, j, T{})] = j < count ? from[j * to.inputs + k] : T{};
+    }
+}
+
+// Row after row: a pair of k is a word, and the words of a panel stay in the first-level cache.
+inline void pack_floats(BFloat16* out, const BFloat16* rows, const Weight& to, int64_t panel) {
+    const int64_t pairs = to.inputs / 2, count = to.count(panel);
+    const auto put = [&](int64_t k, int64_t j, uint32_t word) { __builtin_memcpy(out + k * kPanel + 2 * j, &word, sizeof word); };
+    for (int64_t j = 0; j < kPanel; ++j) {
+        const BFloat16* row = rows + (to.row(panel) + j) * to.inputs;
+        for (int64_t pair = 0; pair < pairs; ++pair) {
+            uint32_t word = 0;
+            if (j < count) __builtin_memcpy(&word, row + 2 * pair, sizeof word);
+            put(2 * pair, j, word << 16 | word >> 16);
+        }
+        if (to.inputs % 2) put(2 * pairs, j, j < count ? static_cast<uint32_t>(row[2 * pairs].bits) << 16 : 0);
     }
 }
 
@@ -111,11 +126,17 @@ inline void pack_int4(uint8_t* out, BFloat16* scales, uint8_t* zeros, const T* r
     }
 }
 
+// Of a panel in that format.
+inline int64_t panel_bytes(const Weight& weight, int64_t format) {
+    if (format == kInt8 || format == kInt4) return weight.steps(format) * kStepBytes;
+    return weight.padded() * kPanel * (format == kFloat32 ? 4 : 2);
+}
+
 template <class T>
 inline int64_t pack_panel(const Weight& to, const T* rows, int64_t panel, int64_t format) {
     void *data = const_cast<void*>(to.data), *scales = const_cast<void*>(to.scales);
     uint8_t* zeros = const_cast<uint8_t*>(to.zeros);
-    const int64_t groups = to.groups(), bytes = to.steps(format) * kStepBytes;
+    const int64_t groups = to.groups(), bytes = panel_bytes(to, format);
     switch (format) {
         case kInt8:
             pack_int8(static_cast<uint8_t*>(data) + panel * bytes, static_cast<float*>(scales) + panel * kPanel, rows, to,
@@ -126,19 +147,19 @@ inline int64_t pack_panel(const Weight& to, const T* rows, int64_t panel, int64_
                       zeros ? zeros + panel * groups * kPanel : nullptr, rows, to, panel);
             return 0;
         default:
-            pack_floats(static_cast<T*>(data) + panel * to.inputs * kPanel, rows, to, panel);
+            pack_floats(reinterpret_cast<T*>(static_cast<uint8_t*>(data) + panel * bytes), rows, to, panel);
             return 0;
     }
 }
 
 // Element k of one output; `lane` of `panel`.
 inline float element(const Weight& from, int64_t panel, int64_t lane, int64_t k, int64_t format) {
-    const int64_t at = (panel * from.inputs + k) * kPanel;
+    const int64_t start = panel * from.padded() * kPanel;
     const uint8_t* bytes = static_cast<const uint8_t*>(from.data) + panel * from.steps(format) * kStepBytes;
     switch (format) {
-        case kFloat32: return static_cast<const float*>(from.data)[at + lane];
-        case kBFloat16: return to_float(static_cast<const BFloat16*>(from.data)[at + place(lane, BFloat16{})]);
-        case kFloat16: return to_float(static_cast<const Float16*>(from.data)[at + lane]);
+        case kFloat32: return static_cast<const float*>(from.data)[start + place(k, lane, Float32{})];
+        case kBFloat16: return to_float(static_cast<const BFloat16*>(from.data)[start + place(k, lane, BFloat16{})]);
+        case kFloat16: return to_float(static_cast<const Float16*>(from.data)[start + place(k, lane, Float16{})]);
         case kInt8:
             return static_cast<float>(bytes[byte_of(k, lane, kInt8)] - kInt8Zero) *
                    static_cast<const float*>(from.scales)[panel * kPanel + lane];
@@ -171,6 +192,7 @@ int64_t pack_weight(void* data, void* scales, void* zeros, const void* rows, int
     return with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
         const Weight to = {data, scales, static_cast<uint8_t*>(zeros), outputs, inputs, halves, group};
+        prefer_huge_pages(data, to.panels() * panel_bytes(to, format));
 #pragma omp parallel for schedule(static)
         for (int64_t panel = 0; panel < to.panels(); ++panel) {
             pack_panel(to, static_cast<const T*>(rows), panel, format);

@@ -1,6 +1,7 @@
 // Packed weights: how a matrix [N, K] lies in memory so that every kernel can vectorise over outputs.
 //
-// A panel holds 16 outputs. Float panels are [K][16]; integer panels walk k in quads, because four bytes of k are what one
+// A panel holds 16 outputs. Float panels are [K][16], and of bfloat16 [K / 2][16][2], the second of two k first; integer
+// panels walk k in quads, because four bytes of k are what one
 // dot-product instruction eats per output. A step is 64 bytes: one quad of int8, [16][4], or two of int4, the first in the
 // low nibbles and the second in the high ones. Integers are stored without sign, with a zero point. Rows beyond N and k
 // beyond K hold anything finite: activations are 0 there. A matrix in two halves (gate and up of an MLP) alternates their
@@ -52,33 +53,25 @@ inline int64_t byte_of(int64_t k, int64_t j, int64_t format) {
 }
 inline int64_t shift_of(int64_t k) { return k / kQuad % 2 * 4; }
 
-// A row of 16 weights. bfloat16 has output j beside output j + 8, where a shift and a mask widen both.
+// Values of k that stand together in a panel of floats. Two bfloat16 are what one instruction multiplies and adds, the one
+// in the high half first; wherever there is none, a shift and a mask widen them.
+template <class W>
+constexpr int64_t kTogether = 1;
+template <>
+constexpr int64_t kTogether<BFloat16> = 2;
+
+// Where lane j's value of k stands in a panel of floats.
+template <class W>
+inline int64_t place(int64_t k, int64_t j, W) { return k * kPanel + j; }
+inline int64_t place(int64_t k, int64_t j, BFloat16) { return (k / 2 * kPanel + j) * 2 + 1 - k % 2; }
+
+// Sixteen weights of k: the values of k that stand together begin at p, and `index` says which of them.
 template <class T>
-inline Lanes16 load_row(const T* p) { return load16(p); }
+inline Lanes16 load_row(const T* p, int64_t) { return load16(p); }
 
-#ifdef __AVX512BW__
-
-inline Lanes16 load_row(const BFloat16* p) {
-    const __m512i order = _mm512_set_epi16(15, 0, 13, 0, 11, 0, 9, 0, 7, 0, 5, 0, 3, 0, 1, 0, 14, 0, 12, 0, 10, 0, 8, 0, 6, 0, 4,
-                                           0, 2, 0, 0, 0);
-    const __m512i row = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    return {reinterpret_cast<__m512>(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, order, row))};
+inline Lanes16 load_row(const BFloat16* p, int64_t index) {
+    return index == 0 ? high_halves(load_words(p)) : low_halves(load_words(p));
 }
-
-#else
-
-inline Lanes16 load_row(const BFloat16* p) {
-    Bits b;
-    __builtin_memcpy(&b, p, sizeof b);
-    return {as_floats(b << 16), as_floats(b & 0xffff0000)};
-}
-
-#endif
-
-// Where output j of a panel stands in a row of 16.
-inline int64_t place(int64_t j, Float32) { return j; }
-inline int64_t place(int64_t j, BFloat16) { return j % kLanes * 2 + j / kLanes; }
-inline int64_t place(int64_t j, Float16) { return j; }
 
 inline float to_float(Float32 x) { return x.value; }
 template <class T>

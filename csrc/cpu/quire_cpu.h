@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #define QUIRE_CPU_ABI_VERSION 7
-#define QUIRE_CPU_WEIGHT_LAYOUT "panels-2"
+#define QUIRE_CPU_WEIGHT_LAYOUT "panels-3"
 #define QUIRE_CPU_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace quire {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 
 import torch
@@ -136,6 +136,7 @@ def _linear_case(name: str, copies: list[PackedWeight], rows: int) -> Case:
 WEIGHTS = {
     "float32": (FLOAT, torch.float32),
     "bfloat16": (FLOAT, torch.bfloat16),
+    "bfloat16-medium": (replace(FLOAT, fast=True), torch.bfloat16),
     "float16": (FLOAT, torch.float16),
     "int8": (WeightScheme("int8"), torch.bfloat16),
     "int8-precise": (WeightScheme("int8", fast=False), torch.bfloat16),

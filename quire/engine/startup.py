@@ -69,6 +69,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.quantization.check(config.device.device)
     config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
     _check_batch_invariant(config)
+    _check_matmul_precision(config)
     return config
 
 
@@ -185,3 +186,12 @@ def _check_batch_invariant(config: EngineConfig) -> None:
     logger.info(
         "batch_invariant: changes nothing, on a CPU a request has the same bits in every batch anyway"
     )
+
+
+def _check_matmul_precision(config: EngineConfig) -> None:
+    """What was asked for and does nothing is said."""
+    dtype = config.model.dtype
+    if config.kernels.matmul_precision != "highest" and config.device.device == "cpu" and dtype != "bfloat16":
+        logger.warning(
+            "matmul_precision: changes nothing, on a CPU %s weights meet activations in float32", dtype
+        )

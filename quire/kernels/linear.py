@@ -9,9 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 PANEL = 16
 """Outputs per panel."""
+PAIR = 2
+"""Values of k that stand together in a panel of bfloat16."""
 QUAD = 4
 """Values of k that stand together in a panel of integers."""
 INT8_CHUNK, INT4_CHUNK = 64, 32
@@ -32,7 +35,8 @@ class WeightScheme:
     activations are rounded to E4M3 too, with a scale per token.
 
     `fast` is for CPUs: integers are multiplied by activations rounded to 8 bits, with a scale per token and 64 (int8)
-    or 32 (int4) values of k; otherwise weights are widened and activations stay float32. `vendor` and `invariant` are
+    or 32 (int4) values of k, and bfloat16 by activations rounded to bfloat16; otherwise weights are widened and
+    activations stay float32. `vendor` and `invariant` are
     for GPUs: fp8 products may be the vendor's library's; a row's products have the same bits in every batch, which on
     a CPU is always so.
     """
@@ -46,7 +50,7 @@ class WeightScheme:
     invariant: bool = False
 
 
-FLOAT = WeightScheme()
+FLOAT = WeightScheme(fast=False)
 
 
 class Native(NamedTuple):
@@ -65,9 +69,9 @@ class PackedWeight:
     """A matrix [N, K] in panels; rows beyond N and k beyond K are 0.
 
     `halves` is 2 where the panels of the first and second half of N alternate (gate and up), else 1. With P
-    panels and G groups, `data` is [P, K, 16] for floats, where bfloat16 keeps outputs j and j + 8 side by side;
+    panels and G groups, `data` is [P, K, 16] for floats, but for bfloat16 [P, K / 2, 16, 2], the second of two k first;
     uint8 [P, K / 4, 16, 4] for int8, with zero point 128; and uint8 [P, K / 8, 16, 4] for int4, the first four of
-    eight k in the low nibbles and the others in the high ones. K is padded, to 64 or the group size. `scales` is
+    eight k in the low nibbles and the others in the high ones. K is padded, to 2, 64 or the group size. `scales` is
     float32 [P, 16] for int8 and bfloat16 [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or None where every
     zero point is 8.
 
@@ -140,14 +144,15 @@ def num_panels(outputs: int, halves: int) -> int:
     return -(-(outputs // halves) // PANEL) * halves
 
 
-def interleave_bfloat16(panels: Tensor) -> Tensor:
-    """[..., 16] in order of outputs -> outputs j and j + 8 side by side."""
-    return torch.unflatten(panels, -1, (2, 8)).transpose(-1, -2).flatten(-2)
+def pair_bfloat16(panels: Tensor) -> Tensor:
+    """[P, K, 16] -> [P, K / 2, 16, 2], the second of two k first; K is padded with 0."""
+    padded = F.pad(panels, (0, 0, 0, panels.shape[1] % PAIR))
+    return torch.unflatten(padded, 1, (-1, PAIR)).flip(2).transpose(2, 3)
 
 
-def deinterleave_bfloat16(panels: Tensor) -> Tensor:
-    """The inverse of `interleave_bfloat16`."""
-    return torch.unflatten(panels, -1, (8, 2)).transpose(-1, -2).flatten(-2)
+def unpair_bfloat16(pairs: Tensor) -> Tensor:
+    """The inverse of `pair_bfloat16`, but for the padding."""
+    return pairs.transpose(2, 3).flip(2).flatten(1, 2)
 
 
 def to_panels(rows: Tensor, halves: int) -> Tensor:

@@ -290,12 +290,12 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
 
 def _pack_float(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, None, None]:
     panels = panels.transpose(1, 2)
-    return packing.interleave_bfloat16(panels) if panels.dtype == torch.bfloat16 else panels, None, None
+    return packing.pair_bfloat16(panels) if panels.dtype == torch.bfloat16 else panels, None, None
 
 
 def _unpack_float(weight: PackedWeight) -> Tensor:
     data = weight.data
-    return (packing.deinterleave_bfloat16(data) if data.dtype == torch.bfloat16 else data).transpose(1, 2)
+    return (packing.unpair_bfloat16(data) if data.dtype == torch.bfloat16 else data).transpose(1, 2)
 
 
 def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -391,16 +391,19 @@ _UNPACK: dict[str, Any] = {"float": _unpack_float, "int8": _unpack_int8, "int4":
 def packed_linear(
     x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
-    out = linear(_seen_by(weight.scheme, x), unpack_weight(weight), bias)
+    out = linear(_seen_by(weight, x), unpack_weight(weight), bias)
     return (silu_and_mul(out) if activation == "silu_and_mul" else out).to(x.dtype)
 
 
-def _seen_by(scheme: WeightScheme, x: Tensor | QuantizedRows) -> Tensor:
-    """Activations as a weight of that scheme sees them, in float32."""
+def _seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
+    """Activations as a weight sees them, in float32."""
+    scheme = weight.scheme
     if isinstance(x, QuantizedRows) or scheme.kind == "fp8":
         return (x if isinstance(x, QuantizedRows) else quantize_rows(x)).float()
-    if scheme.kind == "float" or not scheme.fast:
+    if not scheme.fast:
         return x.float()
+    if scheme.kind == "float":
+        return (x.bfloat16() if weight.data.dtype == torch.bfloat16 else x).float()
     chunk = packing.INT8_CHUNK if scheme.kind == "int8" else packing.INT4_CHUNK
     chunks = F.pad(x.float(), (0, -x.shape[-1] % chunk)).unflatten(-1, (-1, chunk))
     return _rounded(chunks).flatten(-2)[..., : x.shape[-1]]

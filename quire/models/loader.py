@@ -145,7 +145,8 @@ class _Staging:
 def _schemes(model: CausalLM, config: EngineConfig) -> list[WeightScheme]:
     """How each of the model's layers keeps its weight; a merged layer is left alone if one of its parts is."""
     asked = config.quantization
-    plain = WeightScheme(invariant=config.kernels.batch_invariant)
+    kernels = config.kernels
+    plain = WeightScheme(fast=kernels.matmul_precision == "medium", invariant=kernels.batch_invariant)
     if asked.quantization is None:
         return [plain for _ in model.checkpoint_layers()]
     quantized = replace(

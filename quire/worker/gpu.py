@@ -72,6 +72,7 @@ class GpuDevice:
                 f"--device {self._type}: torch finds no such device; --device cpu is always there"
             )
         self._module.set_device(self.torch_device)
+        torch.set_float32_matmul_precision(config.kernels.matmul_precision)
         free, total = self._module.mem_get_info()
         name = self._module.get_device_name()
         logger.info("%s: %s, %.0f of %.0f MiB free", self._type, name, free / MIB, total / MIB)

@@ -28,6 +28,7 @@ NUM_BLOCKS = {"mistral": 9, "phi3-window-partial": 9, "gemma2": 26, "gemma3": 17
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16-medium": {"dtype": "bfloat16", "matmul_precision": "medium"},
     "float16": {"dtype": "float16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int8-precise": {"quantization": "int8", "quantization_config": {"mode": "precise"}},

@@ -35,6 +35,15 @@ def test_batch_invariance_is_refused_where_only_the_torch_reference_runs(
         prepared(batch_invariant=True)
 
 
+@pytest.mark.parametrize(("dtype", "matters"), [("bfloat16", True), ("float32", False), ("float16", False)])
+def test_a_precision_of_products_that_changes_nothing_is_said(
+    dtype: str, matters: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared(dtype=dtype)
+    assert prepared(dtype=dtype, matmul_precision="medium").kernels.matmul_precision == "medium"
+    assert ("matmul_precision: changes nothing" in caplog.text) is not matters
+
+
 def test_fp8_weights_are_refused_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match="--quantization fp8 needs a GPU"):
         prepared(quantization="fp8")

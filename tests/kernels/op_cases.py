@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import FLOAT, PackedWeight, QuantizedRows, WeightScheme
 
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3), torch.float16: (2e-3, 1e-3)}
 E4M3_STEP = (0.126, 2.0**-9)
@@ -192,8 +192,8 @@ def linear(dtype: torch.dtype) -> Iterator[Arguments]:
         )
 
 
-SCHEMES = [
-    WeightScheme(),
+FLOATS = [FLOAT, replace(FLOAT, fast=True)]
+INTEGERS = [
     *(WeightScheme("int8", fast=fast) for fast in (True, False)),
     *(
         WeightScheme("int4", group_size, symmetric, fast)
@@ -202,6 +202,7 @@ SCHEMES = [
         for fast in (True, False)
     ),
 ]
+SCHEMES = [*FLOATS, *INTEGERS]
 
 
 @cases

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quire.kernels import ops, reference
 from quire.kernels.cpu import library
-from quire.kernels.linear import PackedWeight, WeightScheme, num_panels
-from tests.kernels.op_cases import SCHEMES
+from quire.kernels.linear import FLOAT, PackedWeight, WeightScheme, num_panels
+from tests.kernels.op_cases import FLOATS, INTEGERS, SCHEMES
 
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
@@ -23,8 +23,8 @@ from quire.kernels.cpu import linear as binding
 ROWS = (0, 1, 2, 3, 5, 6, 7, 8, 9, 16, 17, 31, 33, 64, 65, 130, 193, 400)
 SHAPES = ((33, 45), (16, 896), (50, 1031), (1, 1))
 FORMATS = [
-    *((WeightScheme(), dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
-    *((scheme, torch.bfloat16) for scheme in SCHEMES[1:]),
+    *((FLOAT, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    *((scheme, torch.bfloat16) for scheme in (*FLOATS[1:], *INTEGERS)),
 ]
 every_format = pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=str)
 
@@ -97,7 +97,7 @@ def test_packing_equals_the_oracle_s(scheme: WeightScheme, dtype: torch.dtype, h
         assert torch.equal(reference.unpack_weight(ours), rows)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES[1:], ids=str)
+@pytest.mark.parametrize("scheme", INTEGERS, ids=str)
 def test_rounding_moves_a_weight_by_half_a_step_at_most(scheme: WeightScheme) -> None:
     rows = random_weight(40, 256)
     error = (reference.unpack_weight(binding.pack_weight(rows, scheme)) - rows).abs()
@@ -137,7 +137,7 @@ def test_what_is_not_finite_stays_in_its_row_and_shows(scheme: WeightScheme, bad
     assert torch.equal(spoilt.isfinite(), torch.arange(20)[None] != 7)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES[1:], ids=str)
+@pytest.mark.parametrize("scheme", INTEGERS, ids=str)
 def test_the_largest_integers_do_not_overflow(scheme: WeightScheme) -> None:
     weight = binding.pack_weight(torch.ones(16, 2048), scheme)
     x = torch.ones(7, 2048)
@@ -149,7 +149,7 @@ def test_the_largest_integers_do_not_overflow(scheme: WeightScheme) -> None:
 @pytest.mark.parametrize(
     ("scheme", "bits"),
     [
-        (WeightScheme(), 16),
+        (FLOAT, 16),
         (WeightScheme("int8"), 8.1),
         (WeightScheme("int4", 32), 4.5),
         (WeightScheme("int4", 128, False), 4.2),
@@ -171,7 +171,7 @@ def test_rows_of_a_packed_table(scheme: WeightScheme, dtype: torch.dtype) -> Non
 
 
 def test_activations_may_be_of_any_float_type_and_shape() -> None:
-    weight = binding.pack_weight(random_weight(20, 16), WeightScheme())
+    weight = binding.pack_weight(random_weight(20, 16), FLOAT)
     x = random_rows(12, 16)
     for dtype in (torch.bfloat16, torch.float16):
         out = binding.packed_linear(x.to(dtype).view(3, 4, 16), weight)
@@ -218,7 +218,7 @@ def test_every_instruction_set_has_the_same_bits_for_any_rows() -> None:
 
 def packed(**changed: object) -> PackedWeight:
     parts = {
-        "scheme": WeightScheme(),
+        "scheme": FLOAT,
         "data": torch.zeros(num_panels(20, 1), 8, 16),
         "scales": None,
         "zeros": None,
@@ -254,4 +254,4 @@ def test_wrong_arguments_are_clear_errors() -> None:
     with pytest.raises(ValueError, match="activation 'silu_and_mul' with a weight in 1 parts"):
         binding.packed_linear(torch.ones(2, 8), good, None, "silu_and_mul")
     with pytest.raises(ValueError, match="weight must be"):
-        binding.pack_weight(torch.ones(3, 4), WeightScheme(), 2)
+        binding.pack_weight(torch.ones(3, 4), FLOAT, 2)

@@ -35,7 +35,7 @@ names them.
 
 ENVIRONMENT = {
     "QUIRE_API_KEY": "The server's key if `--api-key` is not given; the clients send it.",
-    "QUIRE_CPU_ISA": "Instruction set of the C++ kernels: auto (default), avx512, avx2, portable; see `quire doctor`.",
+    "QUIRE_CPU_ISA": "Instruction set of the C++ kernels: auto (default) or one that `quire doctor` lists.",
     "QUIRE_CPU_LIBRARY": "Another build of the C++ kernels to load, such as the one of `make sanitize`.",
     "QUIRE_DEBUG": "1: mistakes and start-up failures end in a traceback instead of one sentence.",
     "QUIRE_DEBUG_KERNELS": "1: C++ kernels find their outputs filled with NaN, so that what one leaves out shows.",

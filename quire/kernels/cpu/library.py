@@ -22,7 +22,7 @@ from quire.kernels import cpu
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 7, "panels-2"
+ABI_VERSION, WEIGHT_LAYOUT = 7, "panels-3"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 

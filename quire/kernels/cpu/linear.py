@@ -15,6 +15,7 @@ from quire.kernels.cpu.calls import NOTHING, call, empty, recording
 from quire.kernels.cpu.checks import check_array, check_index, dtype_code, say
 from quire.kernels.linear import (
     INT8_CHUNK,
+    PAIR,
     PANEL,
     QUAD,
     Native,
@@ -52,15 +53,8 @@ def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> Packed
     packed = _empty(weight, scheme, halves)
     _check_packed("pack_weight", packed)
     weight = weight.contiguous()
-    call(
-        "pack_weight",
-        (*_tensors(packed), weight),
-        *weight.shape,
-        halves,
-        _group(scheme),
-        code,
-        _format(packed),
-    )
+    tensors = (*_tensors(packed), weight)
+    call("pack_weight", tensors, *weight.shape, halves, _group(packed), code, _format(packed))
     return packed
 
 
@@ -123,7 +117,7 @@ _SCRATCH = _Scratch()
 def _checked(op: str, weight: PackedWeight) -> Native:
     """What kernels are told of a weight: a packed weight never changes, so it is checked once."""
     _check_packed(op, weight)
-    sizes = (weight.outputs, weight.inputs, weight.halves, _group(weight.scheme))
+    sizes = (weight.outputs, weight.inputs, weight.halves, _group(weight))
     native = Native(_tensors(weight), sizes, (int(weight.scheme.fast), _format(weight)))
     object.__setattr__(weight, "native", native)
     return native
@@ -134,9 +128,11 @@ def _tensors(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     return weight.data, scales, zeros
 
 
-def _group(scheme: WeightScheme) -> int:
+def _group(weight: PackedWeight) -> int:
     """What k is padded to a multiple of."""
-    return {"float": 1, "int8": INT8_CHUNK, "int4": scheme.group_size}[scheme.kind]
+    scheme = weight.scheme
+    floats = PAIR if weight.data.dtype is torch.bfloat16 else 1
+    return {"float": floats, "int8": INT8_CHUNK, "int4": scheme.group_size}[scheme.kind]
 
 
 def _format(weight: PackedWeight) -> int:
@@ -146,15 +142,17 @@ def _format(weight: PackedWeight) -> int:
 
 def _empty(weight: Tensor, scheme: WeightScheme, halves: int) -> PackedWeight:
     outputs, inputs = weight.shape
-    shapes = _shapes(scheme, num_panels(outputs, halves), inputs)
+    shapes = _shapes(scheme, num_panels(outputs, halves), inputs, weight.dtype)
     dtypes = (weight.dtype,) if scheme.kind == "float" else _DTYPES[scheme.kind]
     parts = [empty(weight, *shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
     scales, zeros = (*parts[1:], None, None)[:2]
     return PackedWeight(scheme, parts[0], scales, zeros, outputs, inputs, halves)
 
 
-def _shapes(scheme: WeightScheme, panels: int, inputs: int) -> list[tuple[int, ...]]:
-    """Of data, scales and zeros, as far as the scheme has them."""
+def _shapes(scheme: WeightScheme, panels: int, inputs: int, dtype: torch.dtype) -> list[tuple[int, ...]]:
+    """Of data, scales and zeros, as far as the scheme has them; floats are of that dtype."""
+    if scheme.kind == "float" and dtype is torch.bfloat16:
+        return [(panels, -(-inputs // PAIR), PANEL, PAIR)]
     if scheme.kind == "float":
         return [(panels, inputs, PANEL)]
     if scheme.kind == "int8":
@@ -176,7 +174,7 @@ def _check_packed(op: str, weight: PackedWeight) -> None:
     scheme = weight.scheme
     if scheme.kind == "int4" and scheme.group_size not in GROUP_SIZES:
         raise ValueError(f"{op}: group_size must be one of {GROUP_SIZES}; it is {scheme.group_size}")
-    expected = _shapes(scheme, num_panels(weight.outputs, weight.halves), weight.inputs)
+    expected = _shapes(scheme, num_panels(weight.outputs, weight.halves), weight.inputs, weight.data.dtype)
     parts = [part for part in (weight.data, weight.scales, weight.zeros) if part is not None]
     if [tuple(part.shape) for part in parts] != expected or weight.outputs % weight.halves:
         shapes = [list(part.shape) for part in parts]
