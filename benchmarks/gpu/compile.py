@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -231,16 +232,22 @@ def _packed(scheme: WeightScheme, outputs: int, inputs: int) -> PackedWeight:
 
 
 def _sampling(shape: Shape) -> Iterator[Launch]:
-    from quire.kernels.triton import sampling
+    from quire.kernels.limits import ANY_LIMITS, NO_LIMITS, Limits
+    from quire.kernels.triton import logits as tail
+    from quire.kernels.triton import logprobs, sampling
 
     logits, ids = empty(4, shape.vocab, dtype=torch.float32), empty(4, dtype=torch.int64)
     numbers, settings = empty(4, dtype=torch.float64), empty(4, 4, dtype=torch.float64)
-    yield "non_finite_rows", lambda: sampling.non_finite_rows(logits)
-    yield "clear_rows", lambda: sampling.clear_rows(logits, empty(4, dtype=torch.bool))
-    yield "apply_penalties", lambda: sampling.apply_penalties(logits, ids, numbers, numbers)
-    yield "philox_uniform", lambda: sampling.philox_uniform(ids, ids)
-    yield "sample_tokens", lambda: sampling.sample_tokens(logits, settings, numbers)
-    yield "token_logprobs", lambda: sampling.token_logprobs(logits, ids, 5)
+    yield "non_finite_rows", lambda: tail.non_finite_rows(logits)
+    yield "clear_rows", lambda: tail.clear_rows(logits, empty(4, dtype=torch.bool))
+    yield "apply_penalties", lambda: tail.apply_penalties(logits, ids, numbers, numbers)
+    limits = {"none": NO_LIMITS, "min_p": Limits(top_k=False, top_p=False), "all": ANY_LIMITS}
+    for name, used in limits.items():
+        sample = partial(sampling.sample_tokens, logits, settings, empty(4, 2, dtype=torch.int64), used)
+        yield f"sample_tokens, limits: {name}", sample
+    yield "sample_tokens, greedy", lambda: sampling.sample_tokens(logits, settings, None, NO_LIMITS)
+    for num_top in (0, 5, 20):
+        yield f"token_logprobs, {num_top}", partial(logprobs.token_logprobs, logits, ids, num_top)
 
 
 def _batch() -> Iterator[Launch]:
@@ -270,9 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if absent:
         print(imports.advice(absent), file=sys.stderr)
         return 2
-    from quire.kernels.triton import attention
+    from quire.kernels.triton import launch
 
-    attention.num_processors = lambda device: NUM_PROCESSORS  # type: ignore[assignment]
+    launch.num_processors = lambda device: NUM_PROCESSORS  # type: ignore[assignment]
     compiler = Compiler(ARCHITECTURES[args.arch])
     compile_all(list(all_launches(every_shape=not args.quick)), compiler)
     print(f"{len(compiler.lines)} kernels compiled for {args.arch}, {len(compiler.failures)} failures")

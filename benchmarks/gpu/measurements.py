@@ -85,6 +85,7 @@ def measurements(bench: Bench) -> list[Measurement]:
     return [
         Measurement("8B", partial(_main_table, bench)),
         Measurement("0.5B", partial(_small_model, bench)),
+        Measurement("sampling", partial(_sampling, bench)),
         Measurement("start", partial(_start, bench)),
         *(Measurement(name, partial(_variant, bench, name, *what)) for name, what in variants.items()),
     ]
@@ -149,6 +150,18 @@ def _small_model(bench: Bench) -> Iterator[Row]:
     shape = bench.small
     with bench.engine(shape) as running:
         yield _decode_row(bench, running, shape, 1, bench.sizes.context // 8, 0, Goal("at most", 1.3))
+
+
+def _sampling(bench: Bench) -> Iterator[Row]:
+    """Beside reading the logits once."""
+    vocab = bench.small.vocab
+    for batch in (1, bench.sizes.batches[1]):
+        limit = batch * vocab * 4 / bench.limits.bytes_per_s
+        for kind in speed.SAMPLING:
+            seconds = speed.sampling_step(bench.target, kind, batch, vocab)
+            yield Row(f"V = {vocab}, batch {batch}: {kind}", "us", 1e6 * seconds, 1e6 * limit)
+        seconds = speed.logprobs_step(bench.target, 5, batch, vocab)
+        yield Row(f"V = {vocab}, batch {batch}: 5 logprobs", "us", 1e6 * seconds, 1e6 * limit)
 
 
 def _start(bench: Bench) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""How fast an engine decodes, computes prompts and serves a full load.
+"""How fast an engine decodes, computes prompts and serves a full load, and how fast tokens are chosen.
 
 Invariant: requests are random tokens, all different, so no prefix is found in the cache.
 """
@@ -10,6 +10,10 @@ import time
 import torch
 
 from benchmarks.gpu.engine import Engine, Generated, greedy
+from benchmarks.gpu.limits import best_of
+from benchmarks.gpu.target import Target
+from quire.kernels import ops
+from quire.kernels.limits import Limits
 
 WARM_UP_STEPS = 10
 """Steps before the clock starts: the overlapped loop fills, clocks rise."""
@@ -52,6 +56,48 @@ def output_rate(engine: Engine, prompts: list[list[int]], num_tokens: int) -> fl
     started = time.perf_counter()
     engine.generate(prompts, greedy(num_tokens))
     return len(prompts) * num_tokens / (time.perf_counter() - started)
+
+
+SAMPLING = {
+    "greedy": (0.0, -torch.inf, torch.inf, 1.0),
+    "random": (1.0, -torch.inf, torch.inf, 1.0),
+    "top_p": (1.0, -torch.inf, torch.inf, 0.95),
+    "top_k, top_p": (1.0, -torch.inf, 20.0, 0.8),
+}
+"""Temperature, ln(min_p), top_k and top_p of a way to choose tokens."""
+_REPEATS = 20
+"""Calls in a row, so that launching one hides behind the one before, as in the overlapped loop."""
+
+
+def sampling_step(target: Target, kind: str, batch: int, vocab: int) -> float:
+    """Seconds in which tokens are chosen from so many rows of logits, finite ones as a check included."""
+    temperature, min_p, top_k, top_p = SAMPLING[kind]
+    asked = torch.tensor([(temperature, min_p, min(top_k, vocab), top_p)], dtype=torch.float64)
+    settings = asked.repeat(batch, 1).to(target.device)
+    logits = 3 * torch.randn(batch, vocab, device=target.device)
+    keys = None if temperature == 0.0 else torch.arange(2 * batch, device=target.device).view(batch, 2)
+    limits = Limits(min_p=False, top_k=top_k < vocab, top_p=top_p < 1.0)
+
+    def run() -> None:
+        for _ in range(_REPEATS):
+            ops.clear_rows(logits, ops.non_finite_rows(logits))
+            ops.sample_tokens(logits, settings, keys, limits)
+
+    run()
+    return best_of(target, run, 3) / _REPEATS
+
+
+def logprobs_step(target: Target, num_top: int, batch: int, vocab: int) -> float:
+    """Seconds in which logprobs of so many rows of logits are made."""
+    logits = 3 * torch.randn(batch, vocab, device=target.device)
+    chosen = torch.arange(batch, device=target.device) % vocab
+
+    def run() -> None:
+        for _ in range(_REPEATS):
+            ops.token_logprobs(logits, chosen, num_top)
+
+    run()
+    return best_of(target, run, 3) / _REPEATS
 
 
 def _tokens(engine: Engine, wanted: int) -> int:

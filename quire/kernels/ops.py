@@ -22,6 +22,7 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.kernels import cpu, reference, reference_sampling, triton
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.limits import ANY_LIMITS, Limits
 from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
 
 P = ParamSpec("P")
@@ -430,19 +431,19 @@ def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
 # logit first and, of equal logits, the lower id first. A row's results depend on that row alone.
 
 
-@op(_cpu("sampling.non_finite_rows"), _triton("sampling.non_finite_rows"))
+@op(_cpu("sampling.non_finite_rows"), _triton("logits.non_finite_rows"))
 def non_finite_rows(logits: Tensor, /) -> Tensor:
     """Which rows hold a NaN or an infinity: [N, V] -> [N] bool."""
     return reference_sampling.non_finite_rows(logits)
 
 
-@op(_triton("sampling.clear_rows"))
+@op(_triton("logits.clear_rows"))
 def clear_rows(logits: Tensor, cleared: Tensor, /) -> None:
     """Set the rows [N, V] that `cleared` [N] bool names to 0, in place; on a GPU nobody waits to see which they are."""
     reference_sampling.clear_rows(logits, cleared)
 
 
-@op(_cpu("sampling.apply_penalties"), _triton("sampling.apply_penalties"))
+@op(_cpu("sampling.apply_penalties"), _triton("logits.apply_penalties"))
 def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor, /) -> None:
     """Change some logits in place, in float64: x -> (x / r if x > 0 else x * r) - s, held to float32's maximum.
 
@@ -452,21 +453,14 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
     reference_sampling.apply_penalties(logits, indices, repetition, subtracted)
 
 
-@op(
-    _cpu("sampling.philox_uniform", any_dtype=True),
-    _triton("sampling.philox_uniform", any_dtype=True),
-)
-def philox_uniform(seeds: Tensor, positions: Tensor, /) -> Tensor:
-    """One number in [0, 1) for each (seed, position), both [N] int64: [N] float64, multiples of 2**-52.
-
-    Philox4x32-10 (J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), the same bits in
-    every implementation.
-    """
-    return reference_sampling.philox_uniform(seeds, positions)
-
-
 @op(_cpu("sampling.sample_tokens"), _triton("sampling.sample_tokens"))
-def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor, /) -> Tensor:
+def sample_tokens(
+    logits: Tensor,
+    settings: Tensor,
+    keys: Tensor | None,
+    /,
+    limits: Limits = ANY_LIMITS,
+) -> Tensor:
     """The choice of one token per row: logits [N, V] -> ids [N] int64, -1 for a row whose logits are all -inf.
 
     settings [N, 4] float64: temperature, ln(min_p), top_k, top_p. Temperature 0 takes the first token of the
@@ -474,16 +468,22 @@ def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor, /) -> Tens
     dropped (N. Nguyen et al., "Turning up the heat", 2024; -inf is off); the `top_k` first tokens are kept
     (A. Fan et al., "Hierarchical neural story generation", 2018; V is off) and of those the fewest first ones
     that hold `top_p` of their mass (A. Holtzman et al., "The curious case of neural text degeneration", 2019;
-    1 is off). Then inverse transform sampling in the order of ids: with c the cumulative weights in float64
-    and u of uniforms [N] float64 in [0, 1), the first token whose c exceeds u * c[-1].
+    1 is off). `limits` says which of the three any row uses.
 
-    Implementations differ only where rounding (1e-6 of the total mass) decides on which side of a boundary
-    top_p or u falls, and on tokens e**87 times less likely than the first, which may count as impossible.
+    Of what is left a token is drawn by its probability, with random numbers that are a function of keys [N, 2] int64,
+    a seed and a position for each row; None where all have temperature 0. Philox4x32-10: J. Salmon et al., "Parallel
+    random numbers: as easy as 1, 2, 3" (2011). How is the device's choice, and so is the token of a seed. A CPU draws
+    by inverse transform, which takes one number: in the order of ids, with c the cumulative weights in float64 and u
+    of `philox.uniform`, the first token whose c exceeds u * c[-1]. A GPU draws by the Gumbel-max trick, which takes one
+    for each token but no sums: the token of the largest logit plus `philox.gumbel`, of equal ones the lowest id.
+
+    Implementations differ only where rounding (1e-6 of the total mass, or of a Gumbel number) decides on which side of
+    a boundary something falls, and on tokens e**87 times less likely than the first, which may count as impossible.
     """
-    return reference_sampling.sample_tokens(logits, settings, uniforms)
+    return reference_sampling.sample_tokens(logits, settings, keys)
 
 
-@op(_cpu("sampling.token_logprobs"), _triton("sampling.token_logprobs"))
+@op(_cpu("sampling.token_logprobs"), _triton("logprobs.token_logprobs"))
 def token_logprobs(logits: Tensor, chosen: Tensor, /, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-softmax of finite logits for the chosen token and the first `num_top` <= V of the order.
 

@@ -4,10 +4,13 @@ Invariant: floating-point work is row by row (softmax, cumulative sums), never a
 whole batch whose vector lanes would depend on a row's place in it.
 """
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.philox import uniform
+from quire.kernels.philox import gumbel, uniform
 from quire.kernels.token_order import ids_of, order_keys, rank_of
 
 # Rows are sampled so many at a time that the allocator recycles the float64 and int64 copies of their logits (elements,
@@ -40,24 +43,56 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
     flat[indices] = (values - subtracted).clamp_(max=_MAX_LOGIT).float()
 
 
-def philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    return torch.from_numpy(uniform(seeds.cpu().numpy(), positions.cpu().numpy())).to(seeds.device)
+def sample_tokens(logits: Tensor, settings: Tensor, keys: Tensor | None) -> Tensor:
+    if keys is None:
+        keys = torch.zeros(len(logits), 2, dtype=torch.int64, device=logits.device)
+    if logits.is_cpu:
+        return sample_by_inversion(logits, settings, uniforms(keys))
+    return sample_by_gumbel(logits, settings, keys)
 
 
-def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor) -> Tensor:
+def uniforms(keys: Tensor) -> Tensor:
+    """The numbers [N] float64 of inverse transform sampling, for seeds and positions [N, 2]."""
+    return torch.from_numpy(uniform(*keys.cpu().numpy().T)).to(keys.device)
+
+
+def sample_by_inversion(logits: Tensor, settings: Tensor, numbers: Tensor) -> Tensor:
+    """`ops.sample_tokens` as on a CPU, from numbers [N] float64 in [0, 1)."""
+    return _sample(logits, settings, lambda shaped, rows: _invert(shaped, numbers[rows]))
+
+
+def sample_by_gumbel(logits: Tensor, settings: Tensor, keys: Tensor) -> Tensor:
+    """`ops.sample_tokens` as on a GPU."""
+
+    def draw(shaped: Tensor, rows: Tensor) -> Tensor:
+        noise = np.stack([gumbel(seed, position, shaped.shape[1]) for seed, position in keys[rows].tolist()])
+        return _first_of(shaped.double() + torch.from_numpy(noise).to(shaped.device))
+
+    return _sample(logits, settings, draw)
+
+
+Draw = Callable[[Tensor, Tensor], Tensor]
+"""(logits [U, V] of the distributions, their rows [U]) -> tokens [U]."""
+
+
+def _sample(logits: Tensor, settings: Tensor, draw: Draw) -> Tensor:
     size = max(1, _SLICE_ELEMENTS // logits.shape[1])
-    parts = [slice(start, start + size) for start in range(0, max(len(logits), 1), size)]
-    return torch.cat([_sample_slice(logits[part], settings[part], uniforms[part]) for part in parts])
+    starts = range(0, max(len(logits), 1), size)
+    return torch.cat([_sample_slice(logits, settings, draw, slice(start, start + size)) for start in starts])
 
 
-def _sample_slice(logits: Tensor, settings: Tensor, uniforms: Tensor) -> Tensor:
-    # numpy's argmax is vectorized and torch's is not: a tenth of the time. Both take the lowest index of
-    # equals.
-    chosen = torch.from_numpy(logits.cpu().numpy().argmax(axis=1)).to(logits.device)
+def _sample_slice(logits: Tensor, settings: Tensor, draw: Draw, part: slice) -> Tensor:
+    logits, settings = logits[part], settings[part]
+    chosen = _first_of(logits)
     random = (settings[:, 0] != 0.0).nonzero().squeeze(1)
     if len(random):
-        chosen[random] = _draw(_shaped(logits[random], settings[random]), uniforms[random])
+        chosen[random] = draw(_shaped(logits[random], settings[random]), random + part.start)
     return torch.where(logits.amax(1) == -torch.inf, -1, chosen)
+
+
+def _first_of(values: Tensor) -> Tensor:
+    # numpy's argmax is vectorized and torch's is not: a tenth of the time. It takes the lowest index of equals.
+    return torch.from_numpy(values.cpu().numpy().argmax(axis=1)).to(values.device)
 
 
 def _shaped(logits: Tensor, settings: Tensor) -> Tensor:
@@ -104,9 +139,9 @@ def _last_kept_key(keys: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor, wi
     return last
 
 
-def _draw(logits: Tensor, uniforms: Tensor) -> Tensor:
+def _invert(logits: Tensor, numbers: Tensor) -> Tensor:
     cumulative = logits.softmax(1, dtype=torch.float64).cumsum_(1)
-    targets = uniforms[:, None] * cumulative[:, -1:]
+    targets = numbers[:, None] * cumulative[:, -1:]
     chosen = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
     # Only a row without any token left (all NaN) gets past the end.
     return torch.where(chosen < logits.shape[1], chosen, -1)

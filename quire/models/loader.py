@@ -24,7 +24,8 @@ from quire.layers.base import Layer, device_type, model_dtype
 from quire.models.base import CausalLM
 from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.registry import ModelRegistry
-from quire.models.weights import CheckpointWeights, RandomWeights, Weights
+from quire.models.staged_copy import GpuCopyStream, StagedCopy
+from quire.models.weights import CheckpointWeights, MappedCopy, RandomWeights, TensorReader, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,7 @@ def _fill(model: CausalLM, schemes: list[WeightScheme], config: EngineConfig) ->
             raise ModelLoadError(
                 f"not enough memory for the weights ({num_bytes / 2**30:.1f} GiB)"
             ) from error
-        for name, slot in layer.slots(names):
-            weights.fill(name, slot)
+        weights.fill(layer.slots(names))
         layer.finish_loading(scheme)
         weights.end_layer()
     model.to(device)  # what is computed and not loaded, such as tables of angles, was made on the host
@@ -111,7 +111,13 @@ def _weights(model: CausalLM, config: EngineConfig) -> Weights:
     if config.load.load_format == "dummy":
         return RandomWeights(config.model.seed)
     show_progress = config.observability.enable_progress
-    return CheckpointWeights(model, Path(config.model_dir), show_progress=show_progress)
+    reader = tensor_reader(torch.device(device_type(config)))
+    return CheckpointWeights(model, Path(config.model_dir), reader, show_progress=show_progress)
+
+
+def tensor_reader(device: torch.device) -> TensorReader:
+    """The fastest way from a file to a device."""
+    return MappedCopy() if device.type == "cpu" else StagedCopy(GpuCopyStream(device))
 
 
 class _Staging:

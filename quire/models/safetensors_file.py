@@ -1,4 +1,4 @@
-"""Reads one safetensors file through a memory map.
+"""Reads one safetensors file, through a memory map or past it.
 
 Format: 8 bytes with the little-endian header size, a JSON header {name: {dtype, shape, data_offsets}}, then the data,
 which the tensors cover without gap or overlap.
@@ -8,6 +8,8 @@ Invariant: the whole header is checked before any tensor is handed out, so no te
 import json
 import math
 import mmap
+import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -59,13 +61,14 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                header = self._read_header(file.read(8), size, file)
-                # A private writable map: torch wants writable memory, and nothing ever reaches the file.
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._file = path.open("rb")
+            weakref.finalize(self, self._file.close)
+            size = path.stat().st_size
+            header = self._read_header(self._file.read(8), size, self._file)
+            # A private writable map: torch wants writable memory, and nothing ever reaches the file.
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
-            raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+            raise self._unreadable(error) from error
         data_start = size - self._data_size
         infos = [
             self._info(name, entry, data_start) for name, entry in header.items() if name != "__metadata__"
@@ -83,6 +86,22 @@ class SafetensorsFile:
     def raw(self, start: int, end: int) -> Tensor:
         """Part of the file, header included: uint8 [end - start]."""
         return torch.frombuffer(self._map, dtype=torch.uint8, count=end - start, offset=start)
+
+    def read_into(self, start: int, memory: Tensor) -> None:
+        """Fill memory, uint8, from a byte of the file on, past the map; several threads may do so at once.
+
+        Raises:
+            ModelLoadError: the file has been cut short since it was checked, or cannot be read.
+        """
+        rest = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy 2 on Python 3.11
+        while len(rest):
+            try:
+                count = os.preadv(self._file.fileno(), [rest], start)
+            except OSError as error:
+                raise self._unreadable(error) from error
+            if count == 0:
+                raise self._error(f"truncated: it ends before byte {start + len(rest)}")
+            start, rest = start + count, rest[count:]
 
     def release(self, info: TensorInfo) -> None:
         """Let the system have the memory of a tensor back; if it is read again, it is read from the file."""
@@ -136,6 +155,9 @@ class SafetensorsFile:
             position = info.end
         if position != size:
             raise self._error(f"{size - position} bytes after the last tensor belong to none")
+
+    def _unreadable(self, error: OSError) -> ModelLoadError:
+        return ModelLoadError(f"{self.path}: cannot be read: {error.strerror}")
 
     def _error(self, problem: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {problem}")

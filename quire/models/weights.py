@@ -6,6 +6,7 @@ one tensor; this is settled from the files' headers before the first byte of dat
 
 import hashlib
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -28,11 +29,32 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 class Weights(Protocol):
     """Where a model's tensors come from."""
 
-    def fill(self, name: str, slot: Slot) -> None:
-        """Put the tensor of that name into its slot; called once for each name."""
+    def fill(self, slots: Iterable[tuple[str, Slot]]) -> None:
+        """Put the tensors of a layer, by name, into their slots: what the device computes from now on finds them."""
 
     def end_layer(self) -> None:
         """Called when a layer has been filled and holds on to none of the tensors."""
+
+
+class TensorReader(Protocol):
+    """How tensors of files get to where the model is."""
+
+    def fill(self, parts: Iterable[tuple[SafetensorsFile, TensorInfo, Slot]]) -> None:
+        """As `Weights.fill`."""
+
+    def close(self) -> None:
+        """There is nothing more to fill."""
+
+
+class MappedCopy:
+    """Fills slots on the host straight from the mapped file."""
+
+    def fill(self, parts: Iterable[tuple[SafetensorsFile, TensorInfo, Slot]]) -> None:
+        for file, info, slot in parts:
+            slot.fill(file.tensor(info))
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +75,21 @@ class CheckpointWeights:
             wrong shape or dtype. The message names file and tensor.
     """
 
-    def __init__(self, model: CausalLM, model_dir: Path, *, show_progress: bool) -> None:
+    def __init__(
+        self, model: CausalLM, model_dir: Path, reader: TensorReader, *, show_progress: bool
+    ) -> None:
         files = [SafetensorsFile(path) for path in weight_files(model_dir)]
         self._sources = _plan(model, files, model_dir)
         hidden = not (show_progress and sys.stderr.isatty())
         total = sum(source.num_bytes for source in self._sources.values())
         self._progress = tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden)
+        self._reader = reader
         self._in_use: list[_Source] = []
 
-    def fill(self, name: str, slot: Slot) -> None:
-        source = self._sources.pop(name)
-        slot.fill(source.file.tensor(source.info))
-        self._in_use.append(source)
+    def fill(self, slots: Iterable[tuple[str, Slot]]) -> None:
+        parts = [(self._sources.pop(name), slot) for name, slot in slots]
+        self._in_use += [source for source, _ in parts]
+        self._reader.fill((source.file, source.info, slot) for source, slot in parts)
 
     def end_layer(self) -> None:
         for source in self._in_use:
@@ -73,6 +98,7 @@ class CheckpointWeights:
         self._in_use.clear()
         if not self._sources:
             self._progress.close()
+            self._reader.close()
 
 
 class RandomWeights:
@@ -81,11 +107,14 @@ class RandomWeights:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def fill(self, name: str, slot: Slot) -> None:
-        if slot.init == "normal":
-            slot.target.normal_(0.0, 0.02, generator=_generator(f"{self._seed}:{name}", slot.target.device))
-        else:
-            slot.target.fill_(1.0 if slot.init == "ones" else 0.0)
+    def fill(self, slots: Iterable[tuple[str, Slot]]) -> None:
+        for name, slot in slots:
+            if slot.init == "normal":
+                slot.target.normal_(
+                    0.0, 0.02, generator=_generator(f"{self._seed}:{name}", slot.target.device)
+                )
+            else:
+                slot.target.fill_(1.0 if slot.init == "ones" else 0.0)
 
     def end_layer(self) -> None:
         pass

@@ -55,7 +55,7 @@ class DevicePipeline:
         return self._model.forward(inputs.input_ids, inputs.positions, inputs.metadata)
 
     def keep(self, codes: list[Tensor]) -> None:
-        self._rows.keep(torch.cat(codes))
+        self._rows.keep(codes[0] if len(codes) == 1 else torch.cat(codes))
 
     def prepare(self) -> None:
         """Capture all graphs, unless each is to wait until it is needed."""

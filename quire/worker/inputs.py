@@ -51,6 +51,11 @@ class StepLayout:
         return self.num_tokens == len(self.rows)
 
     @property
+    def is_all_sampled(self) -> bool:
+        """Whether every token is the last of a request that samples, as in most steps that only decode."""
+        return self.num_tokens == len(self.sampling)
+
+    @property
     def logits_indices(self) -> NDArray[np.int64]:
         """[N] index, in the flat inputs, of the last token of each request that samples."""
         return self.query_start_loc[1:][self.sampling] - 1

@@ -164,7 +164,11 @@ class ModelRunner:
     def _sample_part(
         self, inputs: StepInputs, hidden: Tensor, rows: NDArray[np.int64], part: slice
     ) -> Sampled:
-        last = hidden.index_select(0, inputs.logits_indices[part])
+        layout = inputs.layout
+        if layout.is_all_sampled:  # then nothing has to be gathered
+            last = hidden[: layout.num_tokens][part]
+        else:
+            last = hidden.index_select(0, inputs.logits_indices[part])
         logits = self._model.compute_logits(last).contiguous()
         if logits.shape[1] != self._vocab_size:
             raise EngineError(f"the model gave {logits.shape[1]} logits for {self._vocab_size} tokens")

@@ -266,19 +266,15 @@ def apply_penalties(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 @cases
-def philox_uniform(dtype: torch.dtype) -> Iterator[Arguments]:
-    for count in (0, 1, 50):
-        yield (torch.randint(-(2**63), 2**63 - 1, (count,)), torch.randint(0, 2**40, (count,))), {}
-
-
-@cases
 def sample_tokens(dtype: torch.dtype) -> Iterator[Arguments]:
     for rows, vocab_size in [(0, 9), (5, 1), (40, 17), (40, 1003), (8, 20_011)]:
-        yield (3 * randn(rows, vocab_size), settings(rows, vocab_size), uniforms(rows)), {}
+        yield (3 * randn(rows, vocab_size), settings(rows, vocab_size), random_keys(rows)), {}
         ties = randn(rows, vocab_size).mul_(2).round_()
         ties[ties == 3] = -torch.inf
-        yield (ties, settings(rows, vocab_size), uniforms(rows)), {}
-    yield (torch.full((2, 9), -torch.inf), settings(2, 9), uniforms(2)), {}
+        yield (ties, settings(rows, vocab_size), random_keys(rows)), {}
+    yield (torch.full((2, 9), -torch.inf), settings(2, 9), random_keys(2)), {}
+    greedy = torch.tensor([(0.0, -torch.inf, 9, 1.0)], dtype=torch.float64).repeat(3, 1)
+    yield (randn(3, 9), greedy, None), {}
 
 
 def settings(rows: int, vocab_size: int) -> Tensor:
@@ -290,8 +286,10 @@ def settings(rows: int, vocab_size: int) -> Tensor:
     return torch.stack(picked, dim=1)
 
 
-def uniforms(rows: int) -> Tensor:
-    return torch.rand(rows, dtype=torch.float64)
+def random_keys(rows: int) -> Tensor:
+    """Seeds of any 64 bits, and positions: [rows, 2]."""
+    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 2**40, (rows,))
+    return torch.stack([seeds, positions], dim=1)
 
 
 @cases

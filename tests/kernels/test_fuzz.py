@@ -29,12 +29,15 @@ from tests.kernels.op_cases import (
     make_metadata,
     randn,
     randn_caches,
+    random_keys,
     tensors,
 )
 from tests.kernels.op_cases import settings as sampling_settings
 
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
+
+from quire.kernels.cpu.sampling import sample_by_inversion
 
 fuzz = settings(max_examples=40, derandomize=True, deadline=None)
 dtypes = st.sampled_from((torch.float32, torch.bfloat16, torch.float16))
@@ -213,17 +216,14 @@ def test_sampling(rows: int, vocab_size: int, spread: float, seed: int) -> None:
     logits, offset = spread * randn(rows, vocab_size), seed % 3
     if seed % 2:
         logits = logits.round()
-    uniforms = torch.rand(rows, dtype=torch.float64)
+    keys = random_keys(rows)
     chosen, num_top = torch.randint(0, vocab_size, (rows,)), min(vocab_size, seed % 70)
-    agree(
-        "sample_tokens", torch.float32, logits, sampling_settings(rows, vocab_size), uniforms, offset=offset
-    )
+    agree("sample_tokens", torch.float32, logits, sampling_settings(rows, vocab_size), keys, offset=offset)
     agree("token_logprobs", torch.float32, logits, chosen, offset=offset, num_top=num_top)
     count = min(rows * vocab_size, seed % 50)
     penalties = torch.rand(count, dtype=torch.float64) + 0.5, torch.randn(count, dtype=torch.float64)
     indices = torch.randperm(rows * vocab_size)[:count]
     agree("apply_penalties", torch.float32, logits, indices, *penalties, offset=offset)
-    agree("philox_uniform", torch.float32, indices, indices.flip(0), offset=offset)
     if logits.numel():
         logits.view(-1)[seed % logits.numel()] = (torch.nan, torch.inf, 1.0)[seed % 3]
     agree("non_finite_rows", torch.float32, logits, offset=offset)
@@ -239,13 +239,13 @@ def test_settings_that_mean_nothing_are_refused_or_choose_a_token(
 ) -> None:
     torch.manual_seed(seed)
     row = torch.tensor([values[:4]], dtype=torch.float64)
-    uniform = torch.tensor(values[4:], dtype=torch.float64)
+    number = torch.tensor(values[4:], dtype=torch.float64)
     if 0.0 <= row[0, 0] <= 1e38 and 1.0 <= row[0, 2] <= 2.0**61:
-        (token,) = kernel("sample_tokens")(randn(1, vocab_size), row, uniform).tolist()
+        (token,) = sample_by_inversion(randn(1, vocab_size), row, number).tolist()
         assert -1 <= token < vocab_size
     else:
         with pytest.raises(ValueError, match="1 rows of settings"):
-            kernel("sample_tokens")(randn(1, vocab_size), row, uniform)
+            sample_by_inversion(randn(1, vocab_size), row, number)
 
 
 MUTATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -400,7 +400,7 @@ HUGE: dict[str, Callable[[], object]] = {
         PackedWeight(WeightScheme(), torch.empty(0, 8, 16), None, None, 2**62, 2**62),
     ),
     "sample_tokens": lambda: kernel("sample_tokens")(
-        torch.empty(0, 2**40), torch.empty(0, 4).double(), torch.empty(0).double()
+        torch.empty(0, 2**40), torch.empty(0, 4).double(), torch.empty(0, 2).long()
     ),
 }
 

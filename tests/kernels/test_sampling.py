@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels import ops, reference_sampling
 from quire.kernels.cpu import library
-from tests.kernels.op_cases import settings, uniforms
+from tests.kernels.op_cases import random_keys, settings
 
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
@@ -34,7 +34,8 @@ def one(logits: list[float], *, u: float = 0.5, setting: tuple[float, ...] = OFF
     setting = (temperature, log_min_p, min(top_k, len(logits)), top_p)
     staged = torch.tensor([setting], dtype=torch.float64), torch.tensor([u], dtype=torch.float64)
     results = [
-        op(torch.tensor([logits]), *staged) for op in (sampling.sample_tokens, ops.sample_tokens.oracle)
+        module.sample_by_inversion(torch.tensor([logits]), *staged)
+        for module in (sampling, reference_sampling)
     ]
     assert torch.equal(*results)
     return int(results[0])
@@ -50,7 +51,7 @@ def test_random_rows_draw_the_tokens_of_the_oracle(seed: int, vocab_size: int, s
     """Of any width and spread; where every u and top_p keeps off its boundary, which random numbers do."""
     torch.manual_seed(seed)
     logits = torch.randn(24, vocab_size) * spread
-    args = settings(24, vocab_size), uniforms(24)
+    args = settings(24, vocab_size), random_keys(24)
     assert torch.equal(sampling.sample_tokens(logits, *args), ops.sample_tokens.oracle(logits.clone(), *args))
 
 
@@ -62,7 +63,8 @@ def test_a_cut_in_a_crowd_of_equals_is_by_id() -> None:
         kept = {4321, *range(top_k if top_k > 4321 else top_k - 1)}
         setting = torch.tensor([(1.0, -torch.inf, top_k, 1.0)], dtype=torch.float64)
         draws = torch.linspace(0, 1 - 1e-9, 300, dtype=torch.float64)
-        chosen = sampling.sample_tokens(logits.expand(300, -1).contiguous(), setting.repeat(300, 1), draws)
+        rows = logits.expand(300, -1).contiguous()
+        chosen = sampling.sample_by_inversion(rows, setting.repeat(300, 1), draws)
         assert set(chosen.tolist()) <= kept
         assert int(chosen.max()) == max(kept)
 
@@ -98,9 +100,8 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 def test_uniforms_have_the_bits_of_the_oracle() -> None:
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345])
     positions = torch.tensor([0, 1, 2**40, 7, 2**32, 2**32 - 1])
-    assert torch.equal(
-        sampling.philox_uniform(seeds, positions), reference_sampling.philox_uniform(seeds, positions)
-    )
+    keys = torch.stack([seeds, positions], dim=1)
+    assert torch.equal(sampling.uniforms(keys), reference_sampling.uniforms(keys))
 
 
 def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
@@ -126,7 +127,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(
         torch.randn(40, 5003) * 3
     )  # enough elements for a parallel loop; an odd width moves every row's alignment
     assert x.numel() >= 1 << 16
-    args = x, torch.randint(0, 5003, (40,)), settings(40, 5003), uniforms(40)
+    args = x, torch.randint(0, 5003, (40,)), settings(40, 5003), random_keys(40)
     torch.set_num_threads(1)
     alone = torch.cat([function(*(arg[row : row + 1].clone() for arg in args)) for row in range(40)])
     for threads in (1, 2, 3):
@@ -142,7 +143,7 @@ def test_logits_that_are_not_finite_stay_within_memory(bad: float) -> None:
         ids, _, _ = sampling.token_logprobs(x, torch.tensor([3, 69]), count)
         assert int(ids.min()) >= 0
         assert int(ids.max()) < 70
-    chosen = sampling.sample_tokens(x, settings(2, 70), uniforms(2))
+    chosen = sampling.sample_tokens(x, settings(2, 70), random_keys(2))
     assert int(chosen.min()) >= -1
     assert int(chosen.max()) < 70
 
@@ -151,7 +152,7 @@ def good() -> dict[str, Tensor]:
     return {
         "logits": torch.zeros(2, 5),
         "settings": torch.tensor([OFF, OFF], dtype=torch.float64),
-        "uniforms": torch.zeros(2, dtype=torch.float64),
+        "keys": torch.zeros(2, 2, dtype=torch.int64),
     }
 
 
@@ -162,7 +163,9 @@ def good() -> dict[str, Tensor]:
         (lambda: sample(logits=torch.zeros(2, 0)), ValueError, "contiguous"),
         (lambda: sample(logits=torch.zeros(5, 2).t()), ValueError, "contiguous"),
         (lambda: sample(settings=torch.zeros(2, 3).double()), ValueError, r"settings must be .*\[2, 4\]"),
-        (lambda: sample(uniforms=torch.zeros(2)), ValueError, "uniforms must be"),
+        (lambda: sample(keys=torch.zeros(2, 2)), ValueError, r"keys must be .*\[2, 2\]"),
+        (lambda: sample(keys=torch.zeros(2).long()), ValueError, "keys must be"),
+        (lambda: sample(keys=torch.zeros(3, 2).long()), ValueError, "numbers must be"),
         (
             lambda: sampling.token_logprobs(torch.zeros(1, 5), torch.tensor([5]), 1),
             IndexError,
@@ -181,7 +184,6 @@ def good() -> dict[str, Tensor]:
         (lambda: penalties(torch.tensor([10])), IndexError, "outside the 10 logits"),
         (lambda: penalties(torch.tensor([-1])), IndexError, "outside the 10 logits"),
         (lambda: penalties(torch.tensor([1, 2])), ValueError, "repetition must be"),
-        (lambda: sampling.philox_uniform(torch.zeros(2), torch.zeros(2)), ValueError, "seeds must be"),
     ],
 )
 def test_wrong_arguments_are_clear_errors(

@@ -1,11 +1,11 @@
 """The Triton kernels against the oracle of each op, in Triton's interpreter: small shapes, all branches.
 
-float32 and float16 only: the interpreter's `tl.dot` on bfloat16 is wrong. Linears have a file of their own.
+float32 and float16 only: the interpreter's `tl.dot` on bfloat16 is wrong. Linears and sampling have files of their own.
 """
 
 # mypy: disable-error-code="arg-type"
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,9 +24,8 @@ from quire.kernels.triton import (
     embedding,
     norm,
     rotary,
-    sampling,
 )
-from tests.kernels.op_cases import compare, make_metadata, randn, randn_caches, settings, uniforms
+from tests.kernels.op_cases import compare, make_metadata, randn, randn_caches
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are meant
 DTYPES = [torch.float32, torch.float16]
@@ -41,8 +40,6 @@ ROWWISE: dict[str, Callable[..., Any]] = {
     "gelu_and_mul": activation.gelu_and_mul,
     "write_kv": rotary.write_kv,
     "embedding": embedding.embedding,
-    "apply_penalties": sampling.apply_penalties,
-    "philox_uniform": sampling.philox_uniform,
 }
 """Ops whose own cases are small enough for an interpreter."""
 
@@ -233,48 +230,3 @@ def test_copy_blocks() -> None:
     assert torch.equal(target[7], source[1])
     assert torch.equal(target[0], source[3])
     assert not target[1:7].any()
-
-
-def sampling_cases() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    for rows, vocab_size in [(0, 9), (3, 1), (10, 17), (6, 3001)]:
-        yield 3 * randn(rows, vocab_size), settings(rows, vocab_size), uniforms(rows)
-        ties = randn(rows, vocab_size).mul_(2).round_()
-        ties[ties == 3] = -torch.inf
-        yield ties, settings(rows, vocab_size), uniforms(rows)
-    yield torch.full((2, 9), -torch.inf), settings(2, 9), uniforms(2)
-
-
-def test_sample_tokens() -> None:
-    torch.manual_seed(0)
-    for logits, setting, uniform in sampling_cases():
-        want = ops.sample_tokens.oracle(logits.clone(), setting, uniform)
-        assert torch.equal(sampling.sample_tokens(logits, setting, uniform), want)
-
-
-def test_non_finite_rows() -> None:
-    logits = randn(5, 2100)
-    logits[1, 2099], logits[2, 0], logits[4, 7] = torch.nan, -torch.inf, torch.inf
-    assert sampling.non_finite_rows(logits).tolist() == [False, True, True, False, True]
-    assert not sampling.non_finite_rows(torch.full((1, 3), 3e38)).any()
-
-
-@pytest.mark.parametrize("num_top", [0, 1, 5, 17])
-def test_token_logprobs(num_top: int) -> None:
-    torch.manual_seed(0)
-    for logits in (3 * randn(4, 17), randn(4, 17).mul_(2).round_(), randn(0, 17)):
-        chosen = torch.randint(0, 17, (len(logits),))
-        ids, logprobs, ranks = sampling.token_logprobs(logits, chosen, num_top)
-        want = ops.token_logprobs.oracle(logits, chosen, num_top)
-        assert torch.equal(ids, want[0])
-        assert torch.equal(ranks, want[2])
-        torch.testing.assert_close(logprobs, want[1], rtol=2e-5, atol=2e-5)
-
-
-def test_a_rows_sample_does_not_depend_on_its_neighbours() -> None:
-    torch.manual_seed(0)
-    logits, setting, uniform = 3 * randn(6, 301), settings(6, 301), uniforms(6)
-    whole = sampling.sample_tokens(logits, setting, uniform)
-    alone = [
-        sampling.sample_tokens(*(part[i : i + 1] for part in (logits, setting, uniform))) for i in range(6)
-    ]
-    assert torch.equal(torch.cat(alone), whole)

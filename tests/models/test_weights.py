@@ -217,7 +217,7 @@ def test_dummy_weights_need_only_a_config(name: str, copy_of: Callable[[str], Pa
 def test_dummy_weights_depend_on_seed_and_name() -> None:
     def filled(seed: int, name: str) -> Tensor:
         slot = Slot(torch.empty(64, 64), "normal")
-        RandomWeights(seed).fill(name, slot)
+        RandomWeights(seed).fill([(name, slot)])
         return slot.target
 
     assert torch.equal(filled(0, "a"), filled(0, "a"))

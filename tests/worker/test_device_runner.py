@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.worker.fake_gpu import POISON, FakeGpu  # isort: skip  (before the kernels)
 from quire.executor import uniproc
 from quire.kernels import cpu, ops, triton
-from quire.kernels.triton import attention
+from quire.kernels.limits import Limits
+from quire.kernels.reference_sampling import sample_by_gumbel
+from quire.kernels.triton import launch
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerOutput
 from quire.worker.devices import make_device
@@ -205,6 +208,11 @@ def test_an_engine_equals_the_hosts(
     assert facts(got) == facts(expected)
 
 
+def sample_as_on_a_gpu(logits: Tensor, settings: Tensor, keys: Tensor | None, limits: Limits) -> Tensor:
+    keys = torch.zeros(len(logits), 2, dtype=torch.int64) if keys is None else keys
+    return sample_by_gumbel(logits, settings, keys)
+
+
 @pytest.mark.soak
 def test_an_engine_on_the_gpus_kernels_gives_the_hosts_tokens(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, on_fake_gpu: list[FakeGpu]
@@ -220,12 +228,14 @@ def test_an_engine_on_the_gpus_kernels_gives_the_hosts_tokens(
         Job([5, 9, 11, 40, 7], SamplingParams(temperature=0, max_tokens=6, logprobs=1)),
         Job([8, 3, 4], SamplingParams(seed=4, max_tokens=5, top_p=0.9)),
     ]
+    draws = {(torch.device("cpu"), torch.float32): sample_as_on_a_gpu}
     with monkeypatch.context() as host:
         host.setattr(uniproc, "make_device", make_device)
+        host.setattr(ops.sample_tokens, "_functions", draws)  # the host, but for how a GPU draws
         expected, _ = serve(jobs, **args)
     monkeypatch.setattr(triton, "DEVICE_TYPES", ("cpu",))
     monkeypatch.setattr(cpu, "supports", lambda dtype: False)
-    monkeypatch.setattr(attention, "num_processors", lambda device: 4)
+    monkeypatch.setattr(launch, "num_processors", lambda device: 4)
     for op in ops.TABLE.values():
         monkeypatch.setattr(op, "_functions", {})
     got, _ = serve(jobs, **args, **overlapped(2))

@@ -56,7 +56,7 @@ SIGNATURES: Mapping[str, tuple[str, str]] = {
     "non_finite_rows": ("out logits", 2 * _I),
     "apply_penalties": ("logits indices repetition subtracted", 2 * _I),
     "philox_uniform": ("out seeds positions", _I),
-    "sample_tokens": ("out logits settings uniforms", 2 * _I),
+    "sample_tokens": ("out logits settings numbers", 2 * _I),
     "token_logprobs": ("ids logprobs ranks logits chosen", 3 * _I),
     "peak_fma": ("out", _I),
     "read_memory": ("out data", _I),

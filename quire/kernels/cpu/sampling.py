@@ -5,6 +5,7 @@ from torch import Tensor
 
 from quire.kernels.cpu.calls import call, empty
 from quire.kernels.cpu.checks import check_array, check_index, say
+from quire.kernels.limits import ANY_LIMITS, Limits
 
 # Token ids are 32-bit inside the kernels, with room for a vector past the last one.
 _MAX_VOCAB_SIZE = 2**31 - 16
@@ -29,22 +30,31 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
         raise IndexError(f"{op}: {refused} indices are outside the {logits.numel()} logits")
 
 
-def philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    count = seeds.shape[0] if seeds.dim() else 0
-    check_index("philox_uniform", "seeds", seeds, count)
-    check_index("philox_uniform", "positions", positions, count)
-    out = empty(seeds, count, dtype=torch.float64)
+def sample_tokens(
+    logits: Tensor, settings: Tensor, keys: Tensor | None, limits: Limits = ANY_LIMITS
+) -> Tensor:
+    """By inverse transform; the kernel sees for itself which limits a row has."""
+    numbers = settings.new_zeros(len(settings)) if keys is None else uniforms(keys)
+    return sample_by_inversion(logits, settings, numbers)
+
+
+def uniforms(keys: Tensor) -> Tensor:
+    """`philox.uniform` of seeds and positions [N, 2]."""
+    count = keys.shape[0] if keys.dim() else 0
+    check_array("sample_tokens", "keys", keys, torch.int64, (count, 2))
+    out, (seeds, positions) = empty(keys, count, dtype=torch.float64), keys.t().contiguous()
     call("philox_uniform", (out, seeds, positions), count)
     return out
 
 
-def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor) -> Tensor:
+def sample_by_inversion(logits: Tensor, settings: Tensor, numbers: Tensor) -> Tensor:
+    """`sample_tokens` from numbers [N] float64 in [0, 1)."""
     op = "sample_tokens"
     rows, vocab_size = _check_logits(op, logits)
     check_array(op, "settings", settings, torch.float64, (rows, 4))
-    check_array(op, "uniforms", uniforms, torch.float64, (rows,))
+    check_array(op, "numbers", numbers, torch.float64, (rows,))
     out = empty(logits, rows, dtype=torch.int64)
-    refused = call(op, (out, logits, settings, uniforms), rows, vocab_size)
+    refused = call(op, (out, logits, settings, numbers), rows, vocab_size)
     if refused:
         raise ValueError(f"{op}: {refused} rows of settings have a temperature below 0 or a top_k below 1")
     return out

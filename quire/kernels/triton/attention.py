@@ -12,7 +12,6 @@ the longest sequence that may be, and not on the lengths, so that it can be reco
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from quire.kernels.attention_features import check_features
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.triton import launch
 from quire.kernels.triton.launch import next_power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -305,7 +305,7 @@ def paged_attention(
     group = q.shape[1] // kv_heads
     if is_decode(q, metadata):
         programs = max(num_requests * kv_heads, 1)
-        shape = decode_shape(group, programs, num_processors(q.device))
+        shape = decode_shape(group, programs, launch.num_processors(q.device))
     else:
         shape = prefill_shape(group, q.shape[2], metadata.max_query_len)
     return attend(q, k_cache, v_cache, metadata, scale, shape, sliding_window, soft_cap, alibi_slopes)
@@ -330,13 +330,6 @@ def invariant_paged_attention(
 def is_decode(q: Tensor, metadata: AttentionMetadata) -> bool:
     """Whether row r is the only one of request r, for all of them."""
     return metadata.max_query_len == 1 and len(metadata.seq_lens) == len(q)
-
-
-@cache
-def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU."""
-    count: int = torch.get_device_module(device).get_device_properties(device).multi_processor_count
-    return count
 
 
 def attend(

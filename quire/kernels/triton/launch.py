@@ -1,4 +1,4 @@
-"""What all launches share: sizes of tiles, and rows of tensors that are views.
+"""What all launches share: sizes of tiles, how many programs keep a device busy, and rows of tensors that are views.
 
 Invariant: a tile's size depends on properties of the model only, so that how an element is reduced never depends on
 the batch.
@@ -6,6 +6,9 @@ the batch.
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 from torch import Tensor
 
 
@@ -17,6 +20,16 @@ def next_power_of_2(n: int) -> int:
 def num_warps(tile: int) -> int:
     """Warps for a program that works on `tile` elements at a time: 8 elements a thread, 1 to 16 warps."""
     return min(max(tile // 256, 1), 16)
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU, or what its vendor calls them; 1 for the host, in Triton's interpreter."""
+    if device.type == "cpu":
+        return 1
+    properties = torch.get_device_module(device).get_device_properties(device)
+    count: int = getattr(properties, "multi_processor_count", 0) or properties.max_compute_units
+    return count
 
 
 def rows_of(x: Tensor) -> tuple[int, int, int, int]:

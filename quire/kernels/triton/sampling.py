@@ -1,326 +1,164 @@
-"""The sampling tail on a GPU: one program per row of logits, which is read from the cache a few times and never copied.
+"""The choice of a token on a GPU, by the Gumbel-max trick.
 
-Top-k and top-p keep a prefix of the order of tokens, so what is looked for is the last logit of that prefix. It is
-found by bisection on its bits, several thresholds to a pass, instead of by sorting. Random numbers: J. Salmon et
-al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+The largest of ln(p) + g, with Gumbel noise g for every token, is token i with probability p[i] (E. Gumbel, "Statistical
+theory of extreme values", 1954; C. Maddison et al., "A* sampling", 2014). No sum is needed, and a maximum is exact in
+any order. So a row is split over as many programs as keep the device busy, and the token does not depend on how. A
+greedy row is one without noise.
 
-Invariant: a row's results depend on that row alone; sums run over tiles in order.
+Invariant: a row's token is a function of its own logits and settings, its seed and its position.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels import reference_sampling
+from quire.kernels.limits import ANY_LIMITS, Limits
+from quire.kernels.triton import launch
+from quire.kernels.triton.cut import (
+    FIRST_BIT,
+    Search,
+    is_cut,
+    largest_of,
+    scaled,
+    search,
+    temperature_of,
+    ties_kept,
+)
+from quire.kernels.triton.noise import gumbel
+from quire.kernels.triton.token_order import ordered_bits
 
-TILE = 2048
-MAX_TOP = 64
-"""Most top tokens that are found by as many passes over a row; beyond, sorting is cheaper."""
-
-MAX_LOGIT = tl.constexpr(3.4028234663852886e38)
-LEAST_BITS = tl.constexpr(-(2**31))
-NO_KEY = tl.constexpr(-(2**63))
-
-
-@triton.jit
-def _non_finite(out, logits, n, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    found = tl.zeros([TILE], tl.int32)
-    for start in range(0, n, TILE):
-        column = start + tl.arange(0, TILE)
-        value = tl.load(logits + row * n + column, mask=column < n, other=0.0)
-        # NaN and infinity are what differs from itself times 0.
-        found |= (value * 0.0 != 0.0).to(tl.int32)
-    tl.store(out + row, tl.max(found) > 0)
+TILE = 1024
+MAX_SPLITS = 256
+PROGRAMS_PER_PROCESSOR = 8
+"""Of 4 warps each: enough loads in flight to keep the memory busy."""
 
 
 @triton.jit
-def _clear(logits, cleared, n, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(cleared + row):
-        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        tl.store(logits + row * n + column, 0.0, mask=column < n)
+def _kept_ties(ties, index, split, num_splits, kept, MAX_SPLITS: tl.constexpr):
+    """Of the ties that are kept, those that earlier splits leave."""
+    other = tl.arange(0, MAX_SPLITS)
+    earlier = tl.load(ties + index * num_splits + other, mask=other < split, other=0)
+    return kept - tl.sum(earlier)
 
 
-@triton.jit
-def _penalise(logits, indices, repetition, subtracted, count, TILE: tl.constexpr):
-    entry = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = entry < count
-    place = logits + tl.load(indices + entry, mask=inside, other=0)
-    value = tl.load(place, mask=inside, other=0.0).to(tl.float64)
-    factor = tl.load(repetition + entry, mask=inside, other=1.0)
-    value = tl.where(value > 0, value / factor, value * factor)
-    value -= tl.load(subtracted + entry, mask=inside, other=0.0)
-    tl.store(place, tl.minimum(value, MAX_LOGIT).to(tl.float32), mask=inside)
-
-
-@triton.jit
-def _ordered_bits(value):
-    """A float's bits as an int32 that sorts as it does."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)  # + 0.0 makes -0.0 and 0.0 equal
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _keys(value, column, n):
-    """The order of tokens as one number: the higher logit first and, of equal ones, the lower id."""
-    key = (_ordered_bits(value).to(tl.int64) << 32) + (n - 1 - column)
-    return tl.where(column < n, key, NO_KEY)
-
-
-@triton.jit
-def _scaled(row, column, n, temperature):
-    """Logits of a tile divided by the temperature; -inf outside the row."""
-    value = tl.load(row + column, mask=column < n, other=float("-inf"))
-    return tl.minimum(value / temperature, MAX_LOGIT)
-
-
-@triton.jit
-def _weights(value, largest, lowest):
-    """Weights relative to the most likely token, and 0 for what min_p drops."""
-    return tl.where(value >= lowest, tl.exp(value - largest), 0.0).to(tl.float64)
-
-
-@triton.jit
-def _above(row, n, temperature, largest, lowest, bits, TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """Number and mass of the tokens whose ordered bits exceed each of `bits` [WIDTH]."""
-    count = tl.zeros([WIDTH], tl.int64)
-    mass = tl.zeros([WIDTH], tl.float64)
-    for start in range(0, n, TILE):
-        column = start + tl.arange(0, TILE)
-        value = _scaled(row, column, n, temperature)
-        value = tl.where(value >= lowest, value, float("-inf"))
-        exceeds = _ordered_bits(value).to(tl.int64)[:, None] > bits[None, :]
-        count += tl.sum(exceeds.to(tl.int64), 0)
-        mass += tl.sum(tl.where(exceeds, _weights(value, largest, lowest)[:, None], 0.0), 0)
-    return count, mass
-
-
-@triton.jit
-def _last_kept(
-    row,
+@triton.jit(do_not_specialize=["num_splits", "tiles"])
+def _race(
+    best_keys,
+    ids,
+    logits,
+    settings,
+    random_keys,
+    largest_keys,
+    state,
+    sums,
+    ties,
     n,
-    temperature,
-    largest,
-    lowest,
-    low,
-    high,
-    max_count,
-    max_mass,
+    num_splits,
+    tiles,
+    NOISE: tl.constexpr,
+    LIMITED: tl.constexpr,
     TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
-    """The least ordered bits in [low, high] above which stand fewer than `max_count` tokens and less than `max_mass`.
-
-    Holds for `high`. Each pass leaves a WIDTH-th part of the range.
-    """
-    index = tl.arange(0, WIDTH).to(tl.int64)
-    while low < high:
-        bits = low + (high - low) * index // WIDTH
-        count, mass = _above(row, n, temperature, largest, lowest, bits, TILE, WIDTH)
-        holds = (count < max_count) & (mass < max_mass)
-        # Those that hold are the last ones.
-        first = WIDTH - tl.sum(holds.to(tl.int64))
-        new_high = tl.min(tl.where(index == first, bits, high))
-        low = tl.max(tl.where(index < first, bits + 1, low))
-        high = new_high
-    return low
-
-
-@triton.jit
-def _at(row, n, temperature, largest, lowest, bits, TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """Number and mass of the tokens above some ordered bits; number (1 if none) and weight of those at them."""
-    threshold = bits - tl.arange(0, WIDTH).to(tl.int64)
-    counts, masses = _above(row, n, temperature, largest, lowest, threshold, TILE, WIDTH)
-    # Thresholds fall, so the first is the least of all sums, and the second is found by its index.
-    second = tl.arange(0, WIDTH) == 1
-    count, mass = tl.min(counts), tl.min(masses)
-    num_tied = tl.maximum(tl.sum(tl.where(second, counts, 0)) - count, 1)
-    weight = (tl.sum(tl.where(second, masses, 0.0)) - mass) / num_tied
-    return count, mass, num_tied, weight
-
-
-@triton.jit
-def _cut(row, n, temperature, largest, lowest, high, top_k, top_p, TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """Where top_k and top_p end: the ordered bits of the last logit kept, and how many of its ties are kept."""
-    infinity = top_p * 0 + float("inf")
-    low = high * 0 + LEAST_BITS
-    low = _last_kept(row, n, temperature, largest, lowest, low, high, top_k, infinity, TILE, WIDTH)
-    count, mass, num_tied, weight = _at(row, n, temperature, largest, lowest, low, TILE, WIDTH)
-    mass += weight * tl.minimum(top_k - count, num_tied)
-    # top_p = 1 keeps everything, also what is lost in the rounding of the sum.
-    wanted = tl.where(top_p < 1.0, top_p * mass, infinity)
-    low = _last_kept(row, n, temperature, largest, lowest, low, high, top_k, wanted, TILE, WIDTH)
-    count, mass, num_tied, weight = _at(row, n, temperature, largest, lowest, low, TILE, WIDTH)
-    # A tie is kept while what stands before it, lower ids among them, is short of both limits.
-    enough = tl.where(weight > 0, tl.ceil((wanted - mass) / weight), infinity)
-    return low, tl.minimum(top_k - count, tl.minimum(enough, n * 1.0).to(tl.int64))
-
-
-@triton.jit
-def _sample(
-    out, logits, settings, uniforms, n, TILE: tl.constexpr, SEARCH_TILE: tl.constexpr, WIDTH: tl.constexpr
-):
-    index = tl.program_id(0).to(tl.int64)
+    """The first token of each split: by scaled logit plus noise, among those that the limits keep."""
+    index, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, setting = logits + index * n, settings + index * 4
-    asked = tl.load(setting).to(tl.float32)
-    temperature = tl.where(asked == 0.0, 1.0, asked)
-    best = tl.full([TILE], NO_KEY, tl.int64)
-    for start in range(0, n, TILE):
+    temperature, is_random = temperature_of(setting), (tl.load(setting) != 0.0) & NOISE
+    seed, position = index, index
+    if NOISE:
+        seed, position = tl.load(random_keys + index * 2), tl.load(random_keys + index * 2 + 1)
+    lowest, threshold, left = temperature * 0 + float("-inf"), index * 0, index * 0
+    if LIMITED:
+        lowest = largest_of(largest_keys, index, num_splits, MAX_SPLITS) + tl.load(setting + 1).to(tl.float32)
+        if is_cut(setting, n):
+            threshold = tl.load(state + index * 2)
+            kept, _, _ = ties_kept(state, sums, setting, index)
+            left = _kept_ties(ties, index, split, num_splits, kept, MAX_SPLITS)
+    threshold = (threshold - FIRST_BIT).to(tl.int32)
+    best, chosen = tl.full([TILE], float("-inf"), tl.float64), tl.full([TILE], n, tl.int32)
+    for tile in range(tiles):
+        start = (split * tiles + tile) * TILE
         column = start + tl.arange(0, TILE)
-        best = tl.maximum(best, _keys(_scaled(row, column, n, temperature), column, n))
-    key = tl.max(best)
-    chosen, high = n - 1 - (key & 0xFFFFFFFF), key >> 32
-    largest = tl.minimum(tl.load(row + chosen) / temperature, MAX_LOGIT)
-    if largest == float("-inf"):
-        chosen = chosen * 0 - 1
-    elif asked != 0.0:
-        lowest = largest + tl.load(setting + 1).to(tl.float32)
-        top_k, top_p = tl.load(setting + 2).to(tl.int64), tl.load(setting + 3)
-        last, ties = high * 0 + LEAST_BITS, high * 0 + n
-        if (top_k < n) | (top_p < 1.0):
-            last, ties = _cut(row, n, temperature, largest, lowest, high, top_k, top_p, SEARCH_TILE, WIDTH)
-        uniform = tl.load(uniforms + index)
-        chosen = _draw(row, n, temperature, largest, lowest, last, ties, uniform, TILE)
-    tl.store(out + index, chosen)
+        value = scaled(row, column, n, temperature)
+        if LIMITED:
+            bits = ordered_bits(value)
+            tied = (bits == threshold).to(tl.int32)
+            kept = (value >= lowest) & ((bits > threshold) | ((tied == 1) & (tl.cumsum(tied) <= left)))
+            left -= tl.sum(tied)
+            value = tl.where(kept, value, float("-inf"))
+        key = value.to(tl.float64)
+        if is_random:
+            key += gumbel(seed, position, start, TILE).to(tl.float64)
+        chosen = tl.where(key > best, column, chosen)
+        best = tl.maximum(key, best)
+    first = tl.max(best)
+    place = index * num_splits + split
+    tl.store(best_keys + place, first)
+    tl.store(ids + place, tl.min(tl.where(best == first, chosen, n)))
 
 
-@triton.jit
-def _kept_weights(row, start, n, temperature, largest, lowest, last, ties, seen, TILE: tl.constexpr):
-    """Weights of a tile, 0 for what is cut; `seen` ties stand before it. Returns them and the ties in it."""
-    column = start + tl.arange(0, TILE)
-    value = _scaled(row, column, n, temperature)
-    bits = _ordered_bits(value).to(tl.int64)
-    tied = (bits == last).to(tl.int64)
-    kept = (bits > last) | ((tied == 1) & (seen + tl.cumsum(tied) <= ties))
-    return tl.where(kept, _weights(value, largest, lowest), 0.0), tl.sum(tied)
+@triton.jit(do_not_specialize=["num_splits"])
+def _finish(out, keys, ids, num_splits, MAX_SPLITS: tl.constexpr):
+    """The first of the splits' tokens; -1 where all are impossible."""
+    index, split = tl.program_id(0).to(tl.int64), tl.arange(0, MAX_SPLITS)
+    place, inside = index * num_splits + split, split < num_splits
+    key = tl.load(keys + place, mask=inside, other=float("-inf"))
+    best = tl.max(key)
+    chosen = tl.load(ids + place, mask=inside & (key == best), other=0x7FFFFFFF)
+    tl.store(out + index, tl.where(best == float("-inf"), -1, tl.min(chosen)).to(tl.int64))
 
 
-@triton.jit
-def _draw(row, n, temperature, largest, lowest, last, ties, uniform, TILE: tl.constexpr):
-    """Inverse transform sampling among what is kept, in the order of ids."""
-    total, seen = uniform * 0, ties * 0
-    for start in range(0, n, TILE):
-        weight, tied = _kept_weights(row, start, n, temperature, largest, lowest, last, ties, seen, TILE)
-        total = tl.max(total + tl.cumsum(weight))
-        seen += tied
-    target = uniform * total
-    running, seen, chosen = uniform * 0, ties * 0, ties * 0 + n
-    for start in range(0, n, TILE):
-        weight, tied = _kept_weights(row, start, n, temperature, largest, lowest, last, ties, seen, TILE)
-        cumulative = running + tl.cumsum(weight)
-        column = (start + tl.arange(0, TILE)).to(tl.int64)
-        chosen = tl.minimum(chosen, tl.min(tl.where((cumulative > target) & (weight > 0), column, n)))
-        running = tl.max(cumulative)
-        seen += tied
-    return tl.where(chosen < n, chosen, -1)
+class _Splits(NamedTuple):
+    """How rows are cut into splits."""
+
+    number: int
+    tiles: int
+    """Of each."""
 
 
-@triton.jit
-def _philox(out, seeds, positions, count, TILE: tl.constexpr):
-    index = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = index < count
-    seed = tl.load(seeds + index, mask=inside, other=0).to(tl.uint64)
-    position = tl.load(positions + index, mask=inside, other=0).to(tl.uint64)
-    low: tl.constexpr = 0xFFFFFFFF
-    key0, key1 = seed & low, seed >> 32
-    c0, c1 = position & low, position >> 32
-    c2, c3 = c0 * 0, c0 * 0
-    for _ in tl.static_range(10):
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c2 = (second >> 32) ^ c1 ^ key0, (first >> 32) ^ c3 ^ key1
-        c1, c3 = second & low, first & low
-        key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
-    bits = (c0 << 20) | (c1 >> 12)
-    tl.store(out + index, bits.to(tl.int64).to(tl.float64) * 2.220446049250313e-16, mask=inside)
+def _splits(num_rows: int, vocab_size: int, wanted: int) -> _Splits:
+    """About `wanted` for each row, as many as there are tiles at most."""
+    num_tiles = triton.cdiv(vocab_size, TILE)
+    tiles = triton.cdiv(num_tiles, max(min(wanted, num_tiles, MAX_SPLITS), 1))
+    return _Splits(triton.cdiv(num_tiles, tiles), tiles)
 
 
-@triton.jit
-def _logprobs(ids, logprobs, ranks, logits, chosen, n, num_top, TILE: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64)
-    row = logits + index * n
-    token = tl.load(chosen + index)
-    token_key = (_ordered_bits(tl.load(row + token)).to(tl.int64) << 32) + (n - 1 - token)
-    best, rank = tl.full([TILE], NO_KEY, tl.int64), tl.zeros([TILE], tl.int64)
-    for start in range(0, n, TILE):
-        column = start + tl.arange(0, TILE)
-        key = _keys(tl.load(row + column, mask=column < n, other=float("-inf")), column, n)
-        best = tl.maximum(best, key)
-        rank += (key > token_key).to(tl.int64)
-    key = tl.max(best)
-    largest = tl.load(row + (n - 1 - (key & 0xFFFFFFFF)))
-    total = tl.zeros([TILE], tl.float32)
-    for start in range(0, n, TILE):
-        column = start + tl.arange(0, TILE)
-        total += tl.exp(tl.load(row + column, mask=column < n, other=float("-inf")) - largest)
-    norm = largest + tl.log(tl.sum(total))
-    place = index * (num_top + 1)
-    tl.store(ranks + index, tl.sum(rank) + 1)
-    tl.store(ids + place, token)
-    tl.store(logprobs + place, tl.load(row + token) - norm)
-    for top in range(num_top):
-        found = n - 1 - (key & 0xFFFFFFFF)
-        tl.store(ids + place + 1 + top, found)
-        tl.store(logprobs + place + 1 + top, tl.load(row + found) - norm)
-        best = tl.full([TILE], NO_KEY, tl.int64)
-        for start in range(0, n, TILE):
-            column = start + tl.arange(0, TILE)
-            other = _keys(tl.load(row + column, mask=column < n, other=float("-inf")), column, n)
-            best = tl.maximum(best, tl.where(other < key, other, NO_KEY))
-        key = tl.max(best)
-
-
-def non_finite_rows(logits: Tensor) -> Tensor:
-    """See `ops.non_finite_rows`."""
-    out = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
-    if len(logits):
-        _non_finite[(len(logits),)](out, logits, logits.shape[1], TILE=TILE)
-    return out
-
-
-def clear_rows(logits: Tensor, cleared: Tensor) -> None:
-    """See `ops.clear_rows`."""
-    num_rows, n = logits.shape
-    if num_rows:
-        _clear[(num_rows, triton.cdiv(n, 8 * TILE))](logits, cleared, n, TILE=8 * TILE, num_warps=8)
-
-
-def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor) -> None:
-    """See `ops.apply_penalties`; indices are made by the sampler and not looked at again."""
-    if len(indices):
-        grid = (triton.cdiv(len(indices), 256),)
-        _penalise[grid](logits, indices, repetition, subtracted, len(indices), TILE=256)
-
-
-def philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """See `ops.philox_uniform`."""
-    out = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
-    if len(seeds):
-        _philox[(triton.cdiv(len(seeds), 128),)](out, seeds, positions, len(seeds), TILE=128)
-    return out
-
-
-def sample_tokens(logits: Tensor, settings: Tensor, uniforms: Tensor) -> Tensor:
+def sample_tokens(
+    logits: Tensor, settings: Tensor, keys: Tensor | None, limits: Limits = ANY_LIMITS
+) -> Tensor:
     """See `ops.sample_tokens`."""
-    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    if len(logits):
-        _sample[(len(logits),)](
-            out, logits, settings, uniforms, logits.shape[1], TILE=TILE, SEARCH_TILE=512, WIDTH=8, num_warps=8
+    programs = PROGRAMS_PER_PROCESSOR * launch.num_processors(logits.device)
+    return sample_in_splits(logits, settings, keys, limits, triton.cdiv(programs, max(len(logits), 1)))
+
+
+def sample_in_splits(
+    logits: Tensor, settings: Tensor, keys: Tensor | None, limits: Limits, num_splits: int
+) -> Tensor:
+    """`sample_tokens` with each row in about so many splits, which changes no token."""
+    num_rows, vocab_size = logits.shape
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if not num_rows:
+        return out
+    splits = _splits(num_rows, vocab_size, num_splits)
+    grid, sizes = (num_rows, splits.number), {"TILE": TILE, "MAX_SPLITS": MAX_SPLITS}
+    largest, best = torch.empty(2, *grid, dtype=torch.float64, device=logits.device)
+    ids = torch.empty(grid, dtype=torch.int32, device=logits.device)
+    # Arguments that the variants of the kernel do not look at are `out`.
+    rows, found = (logits, settings, out if keys is None else keys), Search(out, out, out)
+    if any(limits):
+        _race[grid](
+            largest, ids, *rows, largest, *found, vocab_size, *splits, NOISE=False, LIMITED=False, **sizes
         )
+    if limits.top_k or limits.top_p:
+        found = search(logits, settings, largest, splits.tiles * TILE, MAX_SPLITS, limits)
+    _race[grid](
+        best, ids, *rows, largest, *found, vocab_size, *splits,
+        NOISE=keys is not None, LIMITED=any(limits), **sizes,
+    )  # fmt: skip
+    _finish[(num_rows,)](out, best, ids, splits.number, MAX_SPLITS=MAX_SPLITS)
     return out
-
-
-def token_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `ops.token_logprobs`."""
-    if num_top > MAX_TOP:
-        return reference_sampling.token_logprobs(logits, chosen, num_top)
-    shape, device = (len(logits), 1 + num_top), logits.device
-    ids = torch.empty(shape, dtype=torch.int64, device=device)
-    logprobs = torch.empty(shape, dtype=torch.float32, device=device)
-    ranks = torch.empty(len(logits), dtype=torch.int64, device=device)
-    if len(logits):
-        _logprobs[(len(logits),)](ids, logprobs, ranks, logits, chosen, logits.shape[1], num_top, TILE=TILE)
-    return ids, logprobs, ranks

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels import ops
+from quire.kernels.limits import NO_LIMITS, Limits
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.worker.input_batch import InputBatch
@@ -24,7 +25,8 @@ class StagedDraw(NamedTuple):
     """What `ops.sample_tokens` takes besides the logits, for all N rows of the step."""
 
     settings: Tensor
-    uniforms: Tensor
+    keys: Tensor | None
+    limits: Limits
 
 
 class Draw(Feature[StagedDraw]):
@@ -37,8 +39,8 @@ class Draw(Feature[StagedDraw]):
         self._greedy = (0.0, -np.inf, float(vocab_size), 1.0)
         self._settings = np.tile(np.array(self._greedy), (batch.max_num_seqs, 1))
         self._seeds = np.zeros(batch.max_num_seqs, dtype=np.int64)
-        uniforms = torch.zeros(batch.max_num_seqs, dtype=torch.float64, device=device)
-        self._greedy_rows = StagedDraw(torch.from_numpy(self._settings.copy()).to(device), uniforms)
+        greedy = torch.from_numpy(self._settings.copy()).to(device)
+        self._greedy_rows = StagedDraw(greedy, None, NO_LIMITS)
 
     def wants(self, params: SamplingParams) -> bool:
         return not params.greedy
@@ -55,12 +57,14 @@ class Draw(Feature[StagedDraw]):
         self._settings[row] = self._greedy
 
     def _stage(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> StagedDraw:
-        # Greedy rows too get a number: making it without need is cheaper than picking the others.
-        positions = self._batch.num_output_tokens(rows)
-        uniforms = ops.philox_uniform(torch.from_numpy(self._seeds[rows]), torch.from_numpy(positions))
-        return StagedDraw(torch.from_numpy(self._settings[rows]), uniforms)
+        settings, positions = self._settings[rows], self._batch.num_output_tokens(rows)
+        return StagedDraw(
+            torch.from_numpy(settings),
+            torch.from_numpy(np.stack((self._seeds[rows], positions), axis=1)),
+            Limits(*(settings[:, 1:] != self._greedy[1:]).any(0).tolist()),
+        )
 
     def choose(self, logits: Tensor, staged: StagedDraw | None) -> Tensor:
         """Logits [N, V] -> token ids [N] int64, -1 where no token is left."""
-        settings, uniforms = staged or self._greedy_rows
-        return ops.sample_tokens(logits, settings[: len(logits)], uniforms[: len(logits)])
+        settings, keys, limits = staged or self._greedy_rows
+        return ops.sample_tokens(logits, settings[: len(logits)], keys, limits)

@@ -1,0 +1,68 @@
+"""What happens to logits before a token is chosen: broken rows are found and cleared, penalties are taken.
+
+Invariant: rows are split over programs, and no result depends on how.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.token_order import MAX_LOGIT
+
+TILE = 8192
+
+
+@triton.jit
+def _non_finite(out, logits, n, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    value = tl.load(logits + row * n + column, mask=column < n, other=0.0)
+    # NaN and infinity are what differs from itself times 0. Whoever finds one writes the same.
+    found = tl.max((value * 0.0 != 0.0).to(tl.int32)) > 0
+    tl.store(out + row, found, mask=found)
+
+
+@triton.jit
+def _clear(logits, cleared, n, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(cleared + row):
+        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        tl.store(logits + row * n + column, 0.0, mask=column < n)
+
+
+@triton.jit
+def _penalise(logits, indices, repetition, subtracted, count, TILE: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = entry < count
+    place = logits + tl.load(indices + entry, mask=inside, other=0)
+    value = tl.load(place, mask=inside, other=0.0).to(tl.float64)
+    factor = tl.load(repetition + entry, mask=inside, other=1.0)
+    value = tl.where(value > 0, value / factor, value * factor)
+    value -= tl.load(subtracted + entry, mask=inside, other=0.0)
+    tl.store(place, tl.minimum(value, MAX_LOGIT).to(tl.float32), mask=inside)
+
+
+def non_finite_rows(logits: Tensor) -> Tensor:
+    """See `ops.non_finite_rows`."""
+    num_rows, n = logits.shape
+    out = torch.zeros(num_rows, dtype=torch.bool, device=logits.device)
+    if num_rows:
+        _non_finite[(num_rows, triton.cdiv(n, TILE))](out, logits, n, TILE=TILE, num_warps=8)
+    return out
+
+
+def clear_rows(logits: Tensor, cleared: Tensor) -> None:
+    """See `ops.clear_rows`."""
+    num_rows, n = logits.shape
+    if num_rows:
+        _clear[(num_rows, triton.cdiv(n, 2 * TILE))](logits, cleared, n, TILE=2 * TILE, num_warps=8)
+
+
+def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor) -> None:
+    """See `ops.apply_penalties`; indices are made by the sampler and not looked at again."""
+    if len(indices):
+        grid = (triton.cdiv(len(indices), 256),)
+        _penalise[grid](logits, indices, repetition, subtracted, len(indices), TILE=256)

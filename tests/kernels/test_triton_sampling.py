@@ -1,0 +1,232 @@
+"""The sampling tail of GPUs in Triton's interpreter: the oracle's choices, the same bits in any split, fair draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels import triton_interpreter  # noqa: F401
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+import triton
+import triton.language as tl
+
+from quire.kernels import ops, philox, reference_sampling
+from quire.kernels.limits import ANY_LIMITS, NO_LIMITS, Limits
+from quire.kernels.triton import logits as logits_kernels
+from quire.kernels.triton import logprobs, noise, sampling
+from tests.kernels.op_cases import compare, randn, random_keys, settings
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are meant
+OFF = (1.0, -torch.inf, 1e9, 1.0)
+KEYS = [(0, 0), (1, 2**40), (-1, 7), (2**63 - 1, 2**32), (-(2**63), 2**32 - 1)]
+
+
+@triton.jit
+def _fractions_of(out, seeds, positions, TILE: tl.constexpr):
+    for tile in tl.static_range(2):
+        v = noise.fractions(tl.load(seeds), tl.load(positions), tile * TILE, TILE)
+        tl.store(out + tile * TILE + tl.arange(0, TILE), v)
+
+
+@triton.jit
+def _gumbel_of(out, seeds, positions, TILE: tl.constexpr):
+    tl.store(out + tl.arange(0, TILE), noise.gumbel(tl.load(seeds), tl.load(positions), 0, TILE))
+
+
+@triton.jit
+def _ends(fractions, gumbels, high, low, TILE: tl.constexpr):
+    index = tl.arange(0, TILE)
+    v = noise.fraction_of(tl.load(high + index).to(tl.uint32), tl.load(low + index).to(tl.uint32))
+    tl.store(fractions + index, v)
+    tl.store(gumbels + index, noise.gumbel_of(v))
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_noise_has_the_bits_of_the_oracle(key: tuple[int, int]) -> None:
+    out, key_tensors = torch.empty(128), [torch.tensor([value]) for value in key]
+    _fractions_of[(1,)](out, *key_tensors, TILE=64)
+    assert torch.equal(out, torch.from_numpy(philox.fractions(*key, 128)))
+    _gumbel_of[(1,)](out, *key_tensors, TILE=128)
+    torch.testing.assert_close(out.double(), torch.from_numpy(philox.gumbel(*key, 128)), rtol=2e-6, atol=2e-6)
+
+
+def test_noise_is_finite_and_precise_at_the_ends() -> None:
+    """So that a token with 2**-64 of the mass can win; and where the series and the logarithm meet."""
+    ones = 2**32 - 1
+    words = torch.tensor(
+        [[0, 0], [0, 1], [2**26 - 1, ones], [2**26, 0], [2**31, 0], [ones, 0], [ones, ones], [3, 9]]
+    )
+    fractions, gumbels = torch.empty(2, 8)
+    _ends[(1,)](fractions, gumbels, *words.T.contiguous(), TILE=8)
+    below_one = 1 - 2**-24
+    assert fractions[[0, 1, 5, 6]].double().tolist() == [2**-65, 1.5 * 2**-64, below_one, below_one]
+    expected = -torch.log(-torch.log1p(-fractions.double()))
+    torch.testing.assert_close(gumbels.double(), expected, rtol=1e-6, atol=1e-6)
+    assert gumbels[0] > 45
+
+
+def cases() -> Iterator[tuple[Tensor, ...]]:
+    for rows, vocab_size in [(0, 9), (2, 1), (5, 17), (2, 3001)]:
+        yield 3 * randn(rows, vocab_size), settings(rows, vocab_size), random_keys(rows)
+        ties = randn(rows, vocab_size).mul_(2).round_()
+        ties[ties == 3] = -torch.inf
+        yield ties, settings(rows, vocab_size), random_keys(rows)
+    yield torch.full((2, 9), -torch.inf), settings(2, 9), random_keys(2)
+
+
+def test_tokens_are_those_of_the_oracle_in_any_number_of_splits() -> None:
+    """Greedy and random rows, with all limits and none."""
+    torch.manual_seed(0)
+    for case in cases():
+        want = reference_sampling.sample_by_gumbel(case[0].clone(), *case[1:])
+        for num_splits in (1, 3) if case[0].shape[1] > sampling.TILE else (1,):
+            assert torch.equal(sampling.sample_in_splits(*case, ANY_LIMITS, num_splits), want)
+
+
+@pytest.mark.parametrize("used", range(4))
+def test_a_search_that_no_row_needs_is_left_out(used: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    setting = torch.tensor(OFF, dtype=torch.float64).repeat(3, 1)
+    setting[:, 2] = 301
+    if used:
+        setting[::2, used] = (0.0, -1.5, 40.0, 0.7)[used]
+    limits = [Limits(*(column == used for column in (1, 2, 3))), NO_LIMITS][used == 0]
+    case = (3 * randn(3, 301), setting, random_keys(3))
+    launched: list[Limits] = []
+    search = sampling.search
+    monkeypatch.setattr(sampling, "search", lambda *args: (launched.append(args[-1]), search(*args))[1])
+    got = sampling.sample_tokens(*case, limits)
+    assert len(launched) == (used in (2, 3))
+    assert torch.equal(got, sampling.sample_tokens(*case, ANY_LIMITS))
+    assert torch.equal(got, reference_sampling.sample_by_gumbel(*case))
+
+
+def test_greedy_rows_need_no_keys() -> None:
+    logits = torch.tensor([[-0.0, 0.0, -1.0], [1.0, 2.0, 2.0], [-torch.inf] * 3])
+    staged = torch.tensor([(0.0, -torch.inf, 3, 1.0)], dtype=torch.float64).repeat(3, 1)
+    assert sampling.sample_tokens(logits, staged, None, NO_LIMITS).tolist() == [0, 1, -1]
+
+
+def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
+    torch.manual_seed(0)
+    case = (3 * randn(4, 301), settings(4, 301), random_keys(4))
+    alone = [sampling.sample_tokens(*(part[i : i + 1] for part in case)) for i in range(4)]
+    assert torch.equal(torch.cat(alone), sampling.sample_tokens(*case))
+
+
+@pytest.mark.parametrize("top_k", [1, 1500, 2222])
+def test_a_cut_in_a_crowd_of_equals_is_by_id(top_k: int) -> None:
+    """Ties stand in several splits; those of the lowest ids are kept."""
+    logits = torch.zeros(2, 3001)
+    logits[:, 2222] = 1e-3
+    kept = {2222, *range(top_k if top_k > 2222 else top_k - 1)}
+    setting = torch.tensor([(1.0, -torch.inf, top_k, 1.0)], dtype=torch.float64).repeat(2, 1)
+    keys = random_keys(2)
+    chosen = sampling.sample_in_splits(logits, setting, keys, ANY_LIMITS, 3)
+    assert set(chosen.tolist()) <= kept
+    assert torch.equal(chosen, reference_sampling.sample_by_gumbel(logits, setting, keys))
+
+
+PROBABILITIES = torch.tensor([0.4, 0.2, 0.2, 0.1, 0.05, 0.03, 0.02])
+LIMITED = {
+    "plain": (OFF, [1, 1, 1, 1, 1, 1, 1]),
+    "temperature": ((0.5, *OFF[1:]), None),
+    "top_k": ((1.0, -torch.inf, 2, 1.0), [1, 1, 0, 0, 0, 0, 0]),
+    "top_p": ((1.0, -torch.inf, 7, 0.77), [1, 1, 1, 0, 0, 0, 0]),
+    "top_k and top_p": ((1.0, -torch.inf, 4, 0.9), [1, 1, 1, 1, 0, 0, 0]),
+    "min_p": ((1.0, math.log(0.12), 7, 1.0), [1, 1, 1, 1, 1, 0, 0]),
+}
+NUM_DRAWS = 4000
+
+
+@pytest.mark.parametrize("limits", list(LIMITED))
+@pytest.mark.parametrize("by_position", [False, True])
+def test_draws_are_fair(limits: str, by_position: bool) -> None:
+    """Counts of many seeds, or positions, against the exact probabilities; a fixed set of draws."""
+    setting, kept = LIMITED[limits]
+    numbers, same = torch.arange(NUM_DRAWS), torch.full((NUM_DRAWS,), 5)
+    keys = torch.stack((same, numbers) if by_position else (numbers, same), dim=1)
+    order = torch.tensor([3, 0, 6, 1, 5, 2, 4])  # of ids, so that the likely ones are not the first
+    staged = torch.tensor([setting], dtype=torch.float64).repeat(NUM_DRAWS, 1)
+    staged[:, 2] = staged[:, 2].clamp(max=7)
+    logits = PROBABILITIES.log()[order].repeat(NUM_DRAWS, 1) + 3.0
+    chosen = reference_sampling.sample_by_gumbel(logits.clone(), staged, keys)
+    used = Limits(min_p="min_p" in limits, top_k="top_k" in limits, top_p="top_p" in limits)
+    some = slice(0, 2 if used.top_k or used.top_p else 40)  # the interpreter takes its time
+    got = sampling.sample_tokens(logits[some], staged[some], keys[some], used)
+    assert torch.equal(got, chosen[some])
+    weights = PROBABILITIES**2 if kept is None else PROBABILITIES * torch.tensor(kept)
+    expected = NUM_DRAWS * (weights / weights.sum())[order].double()
+    counts = torch.bincount(chosen, minlength=7)
+    assert not counts[expected == 0].any()
+    difference = (counts - expected)[expected > 0]
+    assert (
+        difference**2 / expected[expected > 0]
+    ).sum() < 22.5  # chi-square, 6 degrees of freedom, p = 0.001
+
+
+def test_noise_of_neighbours_is_unrelated() -> None:
+    """Of tokens in a pair, of positions, and of seeds."""
+    noise_of = np.stack([philox.gumbel(seed, position, 2000) for seed in range(3) for position in range(3)])
+    assert abs(noise_of.mean() - 0.5772) < 0.03
+    assert abs(noise_of.var() - math.pi**2 / 6) < 0.08
+    assert np.abs(np.corrcoef(noise_of) - np.eye(9)).max() < 0.1
+    for rows in noise_of:
+        assert abs(np.corrcoef(rows[::2], rows[1::2])[0, 1]) < 0.1
+
+
+def test_equal_huge_logits_still_draw() -> None:
+    """Noise is added in float64, so it counts beside logits of 1e8."""
+    logits = torch.full((60, 2), 1e8)
+    staged = torch.tensor([(1.0, -torch.inf, 2, 1.0)], dtype=torch.float64).repeat(60, 1)
+    keys = torch.stack([torch.arange(60), torch.zeros(60, dtype=torch.int64)], dim=1)
+    chosen = sampling.sample_tokens(logits, staged, keys, NO_LIMITS)
+    assert 15 < int(chosen.sum()) < 45
+
+
+def test_penalties() -> None:
+    compare(ops.apply_penalties, logits_kernels.apply_penalties, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("vocab_size", [2100, 20_011])
+def test_non_finite_rows(vocab_size: int) -> None:
+    logits = randn(5, vocab_size)
+    logits[1, -1], logits[2, 0], logits[4, 7] = torch.nan, -torch.inf, torch.inf
+    assert logits_kernels.non_finite_rows(logits).tolist() == [False, True, True, False, True]
+    assert not logits_kernels.non_finite_rows(torch.full((1, 3), 3e38)).any()
+    logits_kernels.clear_rows(logits, torch.tensor([False, True, True, False, True]))
+    assert logits.isfinite().all()
+    assert logits[0].any()
+    assert not logits[[1, 2, 4]].any()
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 17])
+@pytest.mark.parametrize("piece", [8, 4096])
+def test_token_logprobs(num_top: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "PIECE", piece)
+    torch.manual_seed(0)
+    for logits in (3 * randn(4, 17), randn(4, 17).mul_(2).round_(), randn(0, 17)):
+        chosen = torch.randint(0, 17, (len(logits),))
+        ids, values, ranks = logprobs.token_logprobs(logits, chosen, num_top)
+        want = ops.token_logprobs.oracle(logits, chosen, num_top)
+        assert torch.equal(ids, want[0])
+        assert torch.equal(ranks, want[2])
+        torch.testing.assert_close(values, want[1], rtol=2e-5, atol=2e-5)
+
+
+def test_logprobs_of_a_large_vocabulary_have_the_same_bits_in_any_batch() -> None:
+    torch.manual_seed(0)
+    logits, chosen = 3 * randn(3, 20_011), torch.tensor([7, 20_010, 4096])
+    together = logprobs.token_logprobs(logits, chosen, 2)
+    want = ops.token_logprobs.oracle(logits, chosen, 2)
+    torch.testing.assert_close(together[1], want[1], rtol=2e-5, atol=2e-5)
+    for row in range(3):
+        alone = logprobs.token_logprobs(logits[row : row + 1], chosen[row : row + 1], 2)
+        for ours, theirs in zip(alone, together, strict=True):
+            assert torch.equal(ours[0], theirs[row])
