@@ -41,6 +41,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "int8 fast, int8 cache": {"quantization": "int8", "kv_cache_dtype": "int8"},
     "int4 precise": {"quantization": "int4", **PRECISE},
     "int4 fast": {"quantization": "int4"},
+    "int4 fast, int4 head": {"quantization": "int4", "quantization_config": {"head": "int4"}},
 }
 """Name -> arguments of the engine beside the weights' bfloat16."""
 BLOCK_SIZE = 16

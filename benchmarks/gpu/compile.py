@@ -134,6 +134,7 @@ def _rowwise(shape: Shape) -> Iterator[Launch]:
     yield f"{shape.name}: rms_norm", lambda: norm.rms_norm(x, weight, 1e-6)
     yield f"{shape.name}: fused_add_rms_norm", lambda: norm.fused_add_rms_norm(x, x, weight, 1e-6)
     yield f"{shape.name}: layer_norm", lambda: norm.layer_norm(x, weight, weight, 1e-6)
+    yield f"{shape.name}: activate, relu", lambda: activation.activate(gated, "relu")
     yield f"{shape.name}: silu_and_mul", lambda: activation.silu_and_mul(gated)
     yield f"{shape.name}: gelu_and_mul", lambda: activation.gelu_and_mul(gated)
     yield f"{shape.name}: gelu_and_mul, tanh", lambda: activation.gelu_and_mul(gated, "tanh")

@@ -1,4 +1,4 @@
-// Gated activations. Elements are independent, so any split over threads gives the same bits.
+// Activations, plain and gated. Elements are independent, so any split over threads gives the same bits.
 
 #include "kernels.h"
 
@@ -23,6 +23,26 @@ inline Vec gelu(Vec x) {
     return x < 0.0f ? x * tail : x * (1.0f - tail);
 }
 
+inline Vec relu(Vec x) { return x < 0.0f ? Vec{} : x; }
+
+// What `activate` computes, by the codes that callers pass.
+enum Function : int64_t { kRelu = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3 };
+
+template <class Activation>
+inline int64_t activate_all(void* out, const void* x, int64_t size, int64_t dtype, Activation activation) {
+    return with_dtype(dtype, [&](auto t) {
+        using T = decltype(t);
+#pragma omp parallel for schedule(static) if (size >= kParallelElements)
+        for (int64_t start = 0; start < size; start += kTile) {
+            const T* from = static_cast<const T*>(x) + start;
+            T* to = static_cast<T*>(out) + start;
+            for_each_vector(size - start < kTile ? size - start : kTile,
+                            [&](int64_t i, auto lanes) { store(to + i, activation(load(from + i, lanes)), lanes); });
+        }
+        return int64_t{0};
+    });
+}
+
 // activation(first half) * second half of each row.
 template <class Activation>
 inline int64_t activate_and_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t dtype, Activation activation) {
@@ -43,6 +63,16 @@ inline int64_t activate_and_mul(void* out, const void* x, int64_t rows, int64_t 
 }
 
 }  // namespace
+
+int64_t activate(void* out, const void* x, int64_t size, int64_t function, int64_t dtype) {
+    switch (function) {
+        case kRelu: return activate_all(out, x, size, dtype, [](Vec v) { return relu(v); });
+        case kSilu: return activate_all(out, x, size, dtype, [](Vec v) { return silu(v); });
+        case kGelu: return activate_all(out, x, size, dtype, [](Vec v) { return gelu(v); });
+        case kGeluTanh: return activate_all(out, x, size, dtype, [](Vec v) { return gelu_tanh(v); });
+        default: return -1;
+    }
+}
 
 int64_t silu_and_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t dtype) {
     return activate_and_mul(out, x, rows, n, dtype, [](Vec v) { return silu(v); });

@@ -36,7 +36,7 @@ int64_t peak_fma(void* out, int64_t iterations) {
 
 // Reads a buffer of a multiple of 256 bytes once, a contiguous share per thread; returns the bytes read.
 int64_t read_memory(void* out, const void* data, int64_t bytes) {
-    const Bits* words = static_cast<const Bits*>(data);
+    const char* start = static_cast<const char*>(data);
     const int64_t lines = bytes / 256;
     uint32_t total = 0;
 #pragma omp parallel reduction(^ : total)
@@ -45,7 +45,11 @@ int64_t read_memory(void* out, const void* data, int64_t bytes) {
 #pragma omp for schedule(static)
         for (int64_t line = 0; line < lines; ++line) {
 #pragma GCC unroll 8
-            for (int j = 0; j < 8; ++j) sums[j] ^= words[line * 8 + j];
+            for (int j = 0; j < 8; ++j) {
+                Bits words;
+                __builtin_memcpy(&words, start + (line * 8 + j) * 32, sizeof words);
+                sums[j] ^= words;
+            }
         }
         for (int j = 0; j < 8; ++j) total ^= sums[j][0] ^ sums[j][7];
     }

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#define QUIRE_CPU_ABI_VERSION 6
+#define QUIRE_CPU_ABI_VERSION 7
 #define QUIRE_CPU_WEIGHT_LAYOUT "panels-4"
 #define QUIRE_CPU_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -17,8 +17,12 @@ namespace quire {
 // Element types, by the codes that callers pass.
 enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
-// A row of an instruction set's function table; a null name ends the table. The argument points to the kernel's arguments
-// one after the other, eight bytes each: addresses and int64_t as they are, floats as doubles.
+// What a kernel returns when an address is not aligned as the caller said.
+constexpr int64_t kMisaligned = -3;
+
+// A row of an instruction set's function table; a null name ends the table. The argument points to what all addresses are
+// a multiple of, an int64_t, and the kernel's arguments one after the other, eight bytes each: addresses and int64_t as
+// they are, floats as doubles.
 struct Kernel {
     const char* name;
     int64_t (*function)(const char* arguments);

@@ -13,6 +13,7 @@ int64_t rms_norm(void* out, const void* x, const void* weight, int64_t outer, in
 int64_t fused_add_rms_norm(void* out, void* total, const void* x, const void* residual, const void* weight,
                            int64_t rows, int64_t n, float eps, int64_t dtype, int64_t weight_dtype);
 int64_t silu_and_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t dtype);
+int64_t activate(void* out, const void* x, int64_t size, int64_t function, int64_t dtype);
 int64_t rotary_embedding(void* q, void* k, const int64_t* positions, const void* cos_sin, int64_t tokens,
                          int64_t num_positions, int64_t rot_dim, int64_t q_heads, int64_t q_token_stride,
                          int64_t q_head_stride, int64_t k_heads, int64_t k_token_stride, int64_t k_head_stride,
@@ -68,15 +69,24 @@ inline T unpack(const char* slot) {
     return static_cast<T>(value);
 }
 
+// Whether an argument is no address, or a multiple of `alignment`, a power of two.
+template <class T>
+inline bool is_aligned(const char* slot, int64_t alignment) {
+    return !std::is_pointer_v<T> || (unpack<int64_t>(slot) & (alignment - 1)) == 0;
+}
+
 // A kernel as a function of one packed argument, because Python pays for each argument of a foreign call.
 template <auto kernel> struct Packed;
 template <class... Args, int64_t (*kernel)(Args...)>
 struct Packed<kernel> {
-    static int64_t call(const char* slots) { return call(slots, std::index_sequence_for<Args...>{}); }
+    static int64_t call(const char* slots) {
+        return call(slots + 8, unpack<int64_t>(slots), std::index_sequence_for<Args...>{});
+    }
 
 private:
     template <size_t... i>
-    static int64_t call(const char* slots, std::index_sequence<i...>) {
+    static int64_t call(const char* slots, int64_t alignment, std::index_sequence<i...>) {
+        if (!(is_aligned<Args>(slots + 8 * i, alignment) && ...)) return kMisaligned;
         return kernel(unpack<Args>(slots + 8 * i)...);
     }
 };
@@ -89,6 +99,7 @@ extern const Kernel kernels[];
 const Kernel kernels[] = {
     QUIRE_ROW(rms_norm),
     QUIRE_ROW(fused_add_rms_norm),
+    QUIRE_ROW(activate),
     QUIRE_ROW(silu_and_mul),
     QUIRE_ROW(rotary_embedding),
     QUIRE_ROW(pack_weight),

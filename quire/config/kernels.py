@@ -22,8 +22,6 @@ class KernelConfig(Config):
     )
     matmul_precision: str = option(
         "highest",
-        "Precision within products, by torch's names. On a CPU: highest keeps activations in float32, medium "
-        "rounds those that meet bfloat16 weights to bfloat16, up to twice as fast with AVX512-BF16. On a GPU: "
-        "torch's, for float32 models.",
+        "Precision within products, as torch names it; on a CPU medium rounds activations that meet bfloat16 weights.",
         choices=("highest", "medium"),
     )

@@ -15,13 +15,15 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "mode": ("fast", "precise"),
     "scale": ("row", "tensor"),
     "gemm": ("vendor", "triton"),
+    "head": ("int8", "int4"),
 }
 _KEYS_OF: Mapping[str | None, tuple[str, ...]] = {
     None: (),
-    "int8": ("mode", "ignore"),
-    "int4": ("mode", "ignore", "group_size", "symmetric"),
-    "fp8": ("scale", "gemm", "ignore"),
+    "int8": ("mode", "head", "ignore"),
+    "int4": ("mode", "head", "ignore"),
+    "fp8": ("scale", "gemm", "head", "ignore"),
 }
+_INT4_KEYS = ("group_size", "symmetric")
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class QuantizationConfig(Config):
     )
     quantization_config: dict[str, Any] = option(
         {},
-        "JSON object with group_size, symmetric (int4), mode (fast, precise; CPU), scale (row, tensor), gemm (vendor, "
-        "triton; fp8), ignore (names).",
+        "JSON: group_size, symmetric (int4), mode (fast, precise; CPU), scale (row, tensor), gemm (vendor, "
+        "triton; fp8), head (int8, int4), ignore.",
     )
 
     def __post_init__(self) -> None:
@@ -70,7 +72,8 @@ class QuantizationConfig(Config):
 
     def _used_keys(self, device: str) -> set[str]:
         cpu_only = {"mode"} if device != "cpu" else set()
-        return set(_KEYS_OF[self.quantization]) - cpu_only
+        int4 = _INT4_KEYS if "int4" in (self.quantization, self.head) else ()
+        return {*_KEYS_OF[self.quantization], *int4} - cpu_only
 
     @property
     def group_size(self) -> int:
@@ -96,6 +99,11 @@ class QuantizationConfig(Config):
     def vendor(self) -> bool:
         """Whether fp8 products are the vendor's library's where it takes them."""
         return bool(self.quantization_config.get("gemm", "vendor") == "vendor")
+
+    @property
+    def head(self) -> str:
+        """How the output head, and with it a table that is looked up as well, is kept: coarser costs accuracy."""
+        return str(self.quantization_config.get("head", "int8"))
 
     @property
     def ignore(self) -> tuple[str, ...]:

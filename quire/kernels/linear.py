@@ -55,8 +55,8 @@ FLOAT = WeightScheme(fast=False)
 class Native(NamedTuple):
     """A packed weight as the C++ kernels are told of it."""
 
-    addresses: tuple[int, int, int]
-    """Of data, scales and zeros; 0 = none."""
+    tensors: tuple[Tensor, Tensor, Tensor]
+    """Data, scales and zeros; what is not there is empty."""
     sizes: tuple[int, int, int, int]
     """Outputs, inputs, halves, and values of k that share a scale, 1 if there is none."""
     format: tuple[int, int]

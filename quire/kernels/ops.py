@@ -221,6 +221,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, /, eps: float) ->
     return reference.layer_norm(x, weight, bias, eps)
 
 
+@op(_cpu("activation.activate"), _triton("activation.activate"))
+def activate(x: Tensor, /, function: reference.Function) -> Tensor:
+    """relu, silu, gelu or gelu_tanh of each element: x [..., I], returned in x's dtype and shape."""
+    return reference.activate(x, function)
+
+
 @op(_cpu("activation.silu_and_mul"), _triton("activation.silu_and_mul"))
 def silu_and_mul(x: Tensor, /) -> Tensor:
     """`silu(first half) * second half`: x [..., 2 * I] -> [..., I] of x's dtype."""

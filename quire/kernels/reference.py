@@ -3,6 +3,8 @@
 Invariant: arithmetic is float32 whatever the input dtype, rounded once at the end.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import linear as packing
+from quire.kernels.attention_features import check_features
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
 
@@ -56,6 +59,21 @@ def quantize_rows(x: Tensor) -> QuantizedRows:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     wide_bias = None if bias is None else bias.float()
     return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
+
+
+Function = Literal["relu", "silu", "gelu", "gelu_tanh"]
+"""An activation; the last is the approximation of the one before through tanh."""
+
+_FUNCTIONS: dict[Function, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def activate(x: Tensor, function: Function) -> Tensor:
+    return _FUNCTIONS[function](x.float()).to(x.dtype)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -166,6 +184,7 @@ def paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
+    check_features(q, sliding_window, soft_cap, alibi_slopes)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for rows, requests, query_len, seq_len in _groups(metadata, k_cache):
         keys, values = gather_blocks(k_cache, v_cache, metadata.block_tables[requests], seq_len)

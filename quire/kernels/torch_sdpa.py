@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.attention_features import check_features
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.reference import gather_blocks
 
@@ -30,6 +31,7 @@ def paged_attention(
     Raises:
         NotImplementedError: with a soft cap, which torch's attention does not have.
     """
+    check_features(q, sliding_window, soft_cap, alibi_slopes)
     if soft_cap is not None:
         raise NotImplementedError("scaled_dot_product_attention has no soft cap")
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)

@@ -6,7 +6,6 @@ Invariant: the tables hold exactly the names that `quire.models.hf_config` lets 
 from collections.abc import Callable
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import ops
@@ -31,10 +30,10 @@ GATED_FP8: dict[str, Callable[[Tensor], QuantizedRows]] = {
 """The same for a linear layer in fp8."""
 
 PLAIN: dict[str, Activation] = {
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": partial(ops.activate, function="relu"),
+    "silu": partial(ops.activate, function="silu"),
+    "gelu": partial(ops.activate, function="gelu"),
+    "gelu_new": partial(ops.activate, function="gelu_tanh"),
+    "gelu_pytorch_tanh": partial(ops.activate, function="gelu_tanh"),
 }
 """Element by element: [T, I] -> [T, I]."""

@@ -4,7 +4,6 @@ Shapes: T tokens, N tokens whose logits are wanted, V vocabulary rows, H hidden 
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,10 +58,6 @@ class VocabEmbedding(MatrixLayer):
 
     def replaced(self, device_type: str, scheme: WeightScheme) -> Collection[str]:
         return super().replaced(device_type, scheme) if self.is_head else ()
-
-    def kept(self, scheme: WeightScheme) -> WeightScheme:
-        """int4 and fp8 are too coarse for a vocabulary, above all for one that is looked up as well: int8 then."""
-        return replace(scheme, kind="int8") if scheme.kind in ("int4", "fp8") else scheme
 
     def _rows(self, ids: Tensor) -> Tensor:
         if self.packed is not None:

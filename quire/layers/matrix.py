@@ -34,21 +34,21 @@ class MatrixLayer(Layer):
         super().restore(plain, scheme)
         if parts:
             assert self.weight is not None, "a layer is restored once"
-            self.packed = PackedWeight.of(self.kept(scheme), self.weight.shape, self.halves(), parts)
+            self.packed = PackedWeight.of(scheme, self.weight.shape, self.halves(), parts)
             self.weight = None
 
     def pack(self, scheme: WeightScheme) -> None:
         """Bring the weight into the one form in which it is kept."""
         assert self.weight is not None, "a layer is finished once"
-        weight, kept = self.weight, self.kept(scheme)
+        weight = self.weight
         if self.replaced(weight.device.type, scheme):
-            self.weight, self.packed = None, ops.pack_weight(weight.data, kept, self.halves())
-        elif kept.kind != "float":
-            self.adopt(reference.unpack_weight(ops.pack_weight(weight.data, kept)))
+            self.weight, self.packed = None, ops.pack_weight(weight.data, scheme, self.halves())
+        elif scheme.kind != "float":
+            self.adopt(reference.unpack_weight(ops.pack_weight(weight.data, scheme)))
 
     def replaced(self, device_type: str, scheme: WeightScheme) -> Collection[str]:
         assert self.weight is not None, "asked before the layer is finished"
-        takes = ops.pack_weight.takes(device_type, self.weight, self.kept(scheme), self.halves())
+        takes = ops.pack_weight.takes(device_type, self.weight, scheme, self.halves())
         return ("weight",) if takes else ()
 
     def adopt(self, weight: Tensor) -> None:
@@ -66,7 +66,3 @@ class MatrixLayer(Layer):
     def halves(self) -> int:
         """In how many parts the outputs are packed."""
         return 1
-
-    def kept(self, scheme: WeightScheme) -> WeightScheme:
-        """How this layer keeps its weight if it is to be kept by `scheme`."""
-        return scheme

@@ -164,13 +164,19 @@ def _schemes(model: CausalLM, config: EngineConfig) -> list[WeightScheme]:
         per_tensor=asked.per_tensor,
         vendor=asked.vendor,
     )
+    head = replace(quantized, kind=_KINDS[asked.head])
     unmatched = set(asked.ignore)
     schemes = []
     for names, layer in model.checkpoint_layers():
-        names = [*names, "lm_head"] if layer is model.lm_head else names
+        is_head = layer is model.lm_head
+        names = [*names, "lm_head"] if is_head else names
         hits = {pattern for pattern in asked.ignore for name in names if fnmatchcase(name, pattern + "*")}
+        if hits and is_head and "head" in asked.quantization_config:
+            raise ConfigError(
+                f"--quantization-config: head is {asked.head!r}, but ignore leaves it alone by {min(hits)!r}"
+            )
         unmatched -= hits
-        schemes.append(plain if hits else quantized)
+        schemes.append(plain if hits else head if is_head else quantized)
     if unmatched:
         raise ConfigError(
             f"--quantization-config: ignore names {sorted(unmatched)[0]!r}, which no layer bears"

@@ -12,7 +12,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_int64
 from pathlib import Path
 
@@ -69,7 +69,6 @@ class CpuDevice:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
-        self._is_rehearsing = False
         self._forward_peak = ForwardPeak()
 
     def start(self, config: EngineConfig) -> None:
@@ -85,14 +84,9 @@ class CpuDevice:
         """Memory that this process can still take without pushing anyone out, nor its own mapped weights."""
         return max(0, min([self._host_available(), *self._group_available()]) - self._mapped())
 
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Forward passes that are set up within it are measured."""
-        self._is_rehearsing = True
-        try:
-            yield
-        finally:
-            self._is_rehearsing = False
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """The pipeline of a rehearsal measures its forward passes itself."""
+        return nullcontext()
 
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
         """Of what is free after loading and not kept for the swap space, which is the same memory."""
@@ -122,9 +116,11 @@ class CpuDevice:
     def mark(self) -> Mark:
         return HostMark()
 
-    def pipeline(self, model: LanguageModel, batch: InputBatch, config: EngineConfig) -> Pipeline:
+    def pipeline(
+        self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
+    ) -> Pipeline:
         """Steps that only decode are played from tapes, unless --enforce-eager."""
-        if self._is_rehearsing:
+        if is_rehearsal:
             return HostPipeline(batch, self._forward_peak.measured(eager_forward(model)))
         if config.device.enforce_eager or why_not_captured(model) is not None:
             return HostPipeline(batch, eager_forward(model))

@@ -77,8 +77,13 @@ class Device(Protocol):
     def mark(self) -> Mark:
         """A mark behind everything handed over so far."""
 
-    def pipeline(self, model: LanguageModel, batch: InputBatch, config: EngineConfig) -> Pipeline:
-        """How this device makes a step's inputs and runs the model on them."""
+    def pipeline(
+        self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
+    ) -> Pipeline:
+        """How this device makes a step's inputs and runs the model on them.
+
+        Of a rehearsal, what its steps take may be measured on the way.
+        """
 
 
 _DEVICES = {

@@ -118,7 +118,9 @@ class GpuDevice:
     def mark(self) -> Mark:
         return GpuMark(self._module.Event(enable_timing=True))
 
-    def pipeline(self, model: LanguageModel, batch: InputBatch, config: EngineConfig) -> Pipeline:
+    def pipeline(
+        self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
+    ) -> Pipeline:
         return DevicePipeline(model, batch, config, self, self._capturer(model))
 
     def _capturer(self, model: LanguageModel) -> Capturer | None:

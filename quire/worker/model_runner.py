@@ -38,10 +38,17 @@ class ModelRunner:
         config: prepared.
         kv_config: the cache that was allocated.
         device: where the model and its cache are.
+        is_rehearsal: its steps are run to see what memory steps take.
     """
 
     def __init__(
-        self, model: LanguageModel, config: EngineConfig, kv_config: KVCacheConfig, device: Device
+        self,
+        model: LanguageModel,
+        config: EngineConfig,
+        kv_config: KVCacheConfig,
+        device: Device,
+        *,
+        is_rehearsal: bool = False,
     ) -> None:
         max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
         tables = tuple(
@@ -60,7 +67,7 @@ class ModelRunner:
         self._vocab_size = config.arch.vocab_size
         self._slice_size = max(1, device.logits_elements // self._vocab_size)
         self.batch = InputBatch(max_num_seqs, max_model_len, tables)
-        self._pipeline = device.pipeline(model, self.batch, config)
+        self._pipeline = device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal)
         self._sampler = Sampler(self.batch, self._vocab_size, device)
         self._prompt_logprobs = PromptLogprobs(self.batch, model.compute_logits, self._slice_size, device)
         self._unusable: dict[str, str] = {}

@@ -116,7 +116,7 @@ class Worker:
         cache = KVCacheConfig(rehearsal.num_blocks, (one_group,), specs)
         self._bind_cache(cache)
         with device.rehearsal():
-            runner = ModelRunner(self._loaded(), self._config, cache, device)
+            runner = ModelRunner(self._loaded(), self._config, cache, device, is_rehearsal=True)
         for plan in rehearsal.plans():
             started = time.perf_counter()
             with device.rehearsal():

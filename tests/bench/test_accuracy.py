@@ -14,6 +14,7 @@ BOUNDS = {
     "int8 fast, int8 cache": (0.04, 0.1, 0.95),
     "int4 precise": (0.3, 0.8, 0.7),
     "int4 fast": (0.3, 0.8, 0.7),
+    "int4 fast, int4 head": (0.4, 1.0, 0.6),
 }
 """Largest relative error and distance of logprobs, and the least agreement."""
 

@@ -32,10 +32,11 @@ def test_every_key_is_read() -> None:
     [
         (
             {"groupsize": 32},
-            "unknown key 'groupsize'; known are group_size, symmetric, mode, scale, gemm, ignore",
+            "unknown key 'groupsize'; known are group_size, symmetric, mode, scale, gemm, head, ignore",
         ),
         ({"group_size": 48}, "group_size must be one of 32, 64, 128, got 48"),
         ({"symmetric": 1}, "symmetric must be one of True, False, got 1"),
+        ({"head": "none"}, "head must be one of int8, int4, got 'none'"),
         ({"mode": "slow"}, "mode must be one of fast, precise, got 'slow'"),
         ({"ignore": "lm_head"}, "ignore must be a list of names, got 'lm_head'"),
         ({"ignore": [""]}, "ignore must be a list of names"),
@@ -52,6 +53,16 @@ def test_keys_without_effect_are_refused() -> None:
     with pytest.raises(ConfigError, match="mode means nothing with no --quantization"):
         QuantizationConfig(None, {"mode": "fast"}).check("cpu")
     QuantizationConfig().check("cpu")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_a_head_of_its_own_kind(quantization: str) -> None:
+    assert QuantizationConfig(quantization).head == "int8"
+    config = QuantizationConfig(quantization, {"head": "int4", "group_size": 64, "symmetric": False})
+    config.check("cuda")
+    assert (config.head, config.group_size, config.symmetric) == ("int4", 64, False)
+    with pytest.raises(ConfigError, match="head means nothing with no --quantization"):
+        QuantizationConfig(None, {"head": "int8"}).check("cpu")
 
 
 def test_fp8_is_for_gpus() -> None:

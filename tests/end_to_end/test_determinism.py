@@ -35,7 +35,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "int4-asymmetric": {
         "quantization": "int4",
-        "quantization_config": {"symmetric": False, "group_size": 64},
+        "quantization_config": {"symmetric": False, "group_size": 64, "head": "int4"},
     },
 }
 

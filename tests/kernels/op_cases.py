@@ -49,6 +49,16 @@ def layer_norm(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 @cases
+def activate(dtype: torch.dtype) -> Iterator[Arguments]:
+    extremes = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 100.0, -100.0, 3e4, -3e4, torch.nan], dtype=dtype)
+    for function in ("relu", "silu", "gelu", "gelu_tanh"):
+        for shape in [(0, 64), (1, 1), (5, 77), (2, 3, 40), (3, 4099)]:
+            yield (3 * randn(*shape, dtype=dtype),), {"function": function}
+        yield (extremes,), {"function": function}
+        yield (randn(6, 90, dtype=dtype)[:, 3:40],), {"function": function}
+
+
+@cases
 def silu_and_mul(dtype: torch.dtype) -> Iterator[Arguments]:
     for shape in [(0, 64), (1, 2), (1, 64), (5, 154), (2, 3, 40), (17, 2 * 4099)]:
         yield (5 * randn(*shape, dtype=dtype),), {}

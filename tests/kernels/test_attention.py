@@ -417,9 +417,6 @@ def ints(*values: Any) -> Tensor:
         (lambda: attend(k_cache=torch.ones(5, 2, 64, 16).half()), TypeError, "caches are"),
         (lambda: attend(v_cache=torch.ones(4, 2, 16, 64)), ValueError, "caches for"),
         (lambda: attend(v_cache=torch.ones(5, 2, 64, 16).transpose(2, 3)), ValueError, "must be contiguous"),
-        (lambda: attend(alibi_slopes=torch.ones(3)), ValueError, r"alibi_slopes must be \[4\]"),
-        (lambda: attend(sliding_window=0), ValueError, "must be positive"),
-        (lambda: attend(soft_cap=-1.0), ValueError, "must be positive"),
         (lambda: write(slots=torch.tensor([0, 32, 1])), IndexError, "1 slots are outside the cache of 32"),
         (
             lambda: write(slots=torch.tensor([0, 1])),

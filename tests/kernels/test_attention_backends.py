@@ -57,6 +57,33 @@ def test_backend_matches_the_oracle(name: str, feature: str, dtype: torch.dtype)
         assert got.dtype == dtype
 
 
+MEANINGLESS: list[tuple[dict[str, Any], str]] = [
+    ({"sliding_window": 0}, "sliding_window must be 1 or more; it is 0"),
+    ({"sliding_window": -3}, "sliding_window must be 1 or more; it is -3"),
+    ({"soft_cap": 0.0}, "soft_cap must be above 0; it is 0.0"),
+    ({"soft_cap": float("nan")}, "soft_cap must be above 0; it is nan"),
+    (
+        {"alibi_slopes": torch.ones(3)},
+        r"alibi_slopes must be floats \[4\] on cpu; they are torch.float32 \[3\]",
+    ),
+    ({"alibi_slopes": torch.ones(4).int()}, r"they are torch.int32 \[4\]"),
+    ({"alibi_slopes": torch.ones(4, device="meta")}, "on meta"),
+]
+
+
+@pytest.mark.parametrize(("feature", "message"), MEANINGLESS, ids=str)
+@pytest.mark.parametrize("name", [name for name in known_backends() if name != "triton"])
+def test_every_backend_refuses_features_that_mean_nothing(
+    name: str, feature: dict[str, Any], message: str
+) -> None:
+    if name == "cpu" and library.loaded() is None:
+        pytest.skip(library.status())
+    metadata = make_metadata([(1, 9)], block_size=8, num_blocks=16)
+    args = (randn(1, 4, 24), *randn_caches(16, 2, 8, 24, torch.float32), metadata, 24**-0.5)
+    with pytest.raises(ValueError, match=message):
+        resolve_backend(name, CPU)[1].load(CPU)(*args, **feature)
+
+
 def written_caches(metadata: AttentionMetadata, dtype: torch.dtype) -> list[Tensor]:
     """Random keys and values where requests have tokens, NaN everywhere else."""
     k_cache, v_cache = randn_caches(16, 2, 8, 24, dtype)

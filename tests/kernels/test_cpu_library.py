@@ -100,10 +100,10 @@ def test_kernels_of_every_instruction_set_match_the_oracle(
 DEBUG = """
 import torch
 from quire.kernels import ops
-from quire.kernels.cpu import library
+from quire.kernels.cpu import calls
 from tests.kernels.op_cases import compare
 for dtype in (torch.float32, torch.int64, torch.int8, torch.uint8, torch.bool):
-    poisoned = library.empty(torch.empty(0), 3, dtype=dtype)
+    poisoned = calls.empty(torch.empty(0), 3, dtype=dtype)
     assert poisoned.isnan().all() if dtype.is_floating_point else (poisoned == poisoned[0]).all() and poisoned[0] != 0
 for op in ops.TABLE.values():
     for row in (row for row in op.implementations if row.name == "cpu"):
@@ -119,7 +119,7 @@ def test_in_debug_mode_outputs_begin_as_nan_and_every_element_is_written() -> No
 
 
 def test_debug_mode_is_on_or_off() -> None:
-    result = run_python("from quire.kernels.cpu import library", QUIRE_DEBUG_KERNELS="yes")
+    result = run_python("from quire.kernels.cpu import calls", QUIRE_DEBUG_KERNELS="yes")
     assert "QUIRE_DEBUG_KERNELS is 'yes'; it must be '0' or '1'" in result.stderr
 
 
@@ -231,6 +231,7 @@ def test_a_strided_view_has_the_same_bits_as_its_copy() -> None:
             "residual is",
         ),
         (lambda: activation.silu_and_mul(torch.ones(2, 5)), ValueError, "must be even"),
+        (lambda: activation.activate(torch.ones(2), "elu"), ValueError, "one of relu, .* it is 'elu'"),  # type: ignore[arg-type]
         (lambda: rotary(positions=torch.zeros(2)), ValueError, "positions must be contiguous int64"),
         (
             lambda: rotary(positions=torch.tensor([0, 9])),

@@ -5,10 +5,12 @@ Every tensor has memory of exactly its size, at an address that is aligned to it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -127,6 +129,8 @@ def test_norms_activations_and_tables(
     agree("fused_add_rms_norm", dtype, x, residual, weight, 1e-5, offset=offset)
     agree("layer_norm", dtype, x, weight, weight.flip(0) if seed % 2 else None, 1e-5, offset=offset)
     gated = randn(rows, 2 * size, dtype=dtype)
+    function = ("relu", "silu", "gelu", "gelu_tanh")[seed % 4]
+    agree("activate", dtype, x, offset=offset, function=function)
     agree("silu_and_mul", dtype, gated, offset=offset)
     agree("gelu_and_mul", dtype, gated, offset=offset, approximate=("none", "tanh")[seed % 2])
     agree("embedding", dtype, torch.randint(0, 13, (rows,)), randn(13, size, dtype=dtype), offset=offset)
@@ -329,6 +333,50 @@ def good_cases(name: str, dtype: torch.dtype) -> list[Any]:
 
 
 GOOD = {(name, dtype): good_cases(name, dtype) for name in IN_CPP for dtype in TOLERANCES}
+
+
+def misaligned(tensor: Tensor) -> Tensor:
+    """A copy whose memory begins half an element past where it should."""
+    half = (4 if tensor.dtype is torch.int8 else tensor.itemsize) // 2
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.from_numpy(np.zeros(half + extent * tensor.itemsize, np.uint8)[half:]).view(tensor.dtype)
+    return memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def misplacements(value: Any) -> Iterator[Any]:
+    """The same arguments with one tensor after the other misaligned; bytes, and what is not there, cannot be."""
+    if isinstance(value, Tensor):
+        if value.numel() and (value.itemsize > 1 or value.dtype is torch.int8):
+            yield misaligned(value)
+    elif isinstance(value, PackedWeight | AttentionMetadata):
+        for name, part in parts_of(value).items():
+            yield from (replace(value, **{name: wrong}) for wrong in misplacements(part))
+    elif isinstance(value, tuple):
+        for place, item in enumerate(value):
+            yield from ((*value[:place], wrong, *value[place + 1 :]) for wrong in misplacements(item))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from (value | {key: wrong} for wrong in misplacements(item))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", IN_CPP)
+def test_a_tensor_that_is_not_aligned_to_its_elements_is_refused(name: str, dtype: torch.dtype) -> None:
+    """Unless torch has to copy it first, into another dtype or because of its strides: the copy is aligned."""
+    refusals = []
+    for args, options in (case for case in GOOD[name, dtype] if tensors(case)[0].numel()):
+        for wrong in misplacements((args, options)):
+            theirs = placed((args, options), 0)
+            try:
+                result = kernel(name)(*wrong[0], **wrong[1])
+            except ValueError as refusal:
+                refusals.append(str(refusal))
+            else:
+                same(dtype, (result, wrong), (ops.TABLE[name].oracle(*theirs[0], **theirs[1]), theirs))
+    message = re.compile(rf"{name}: \w+, torch\.\w+ \[.*\], must begin at a multiple of [248] bytes")
+    assert refusals
+    assert all(map(message.match, refusals))
+
 
 HUGE: dict[str, Callable[[], object]] = {
     "embedding": lambda: kernel("embedding")(torch.zeros(0).long(), torch.empty(0, 2**62)),

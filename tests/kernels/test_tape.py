@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.cpu import library
+from quire.kernels.cpu import calls, library
 from quire.kernels.linear import WeightScheme
 
 if library.loaded() is None:
@@ -106,7 +106,7 @@ def test_what_may_depend_on_the_step_is_not_recorded(
 ) -> None:
     with torch.inference_mode(inference), pytest.raises(RecordingError, match="aten"):
         record(lambda: computes(torch.ones(2, SIZE)), Arena())
-    assert library.recording.listener is None
+    assert calls.recording.listener is None
 
 
 def test_a_refused_call_ends_the_tape() -> None:

@@ -35,6 +35,7 @@ ROWWISE: dict[str, Callable[..., Any]] = {
     "rms_norm": norm.rms_norm,
     "fused_add_rms_norm": norm.fused_add_rms_norm,
     "layer_norm": norm.layer_norm,
+    "activate": activation.activate,
     "silu_and_mul": activation.silu_and_mul,
     "gelu_and_mul": activation.gelu_and_mul,
     "write_kv": rotary.write_kv,
@@ -139,6 +140,16 @@ def test_attention(shape: str, feature: str, dtype: torch.dtype) -> None:
             reference.paged_attention(*args, **FEATURES[feature]),
         )
         torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "feature", [{"sliding_window": 0}, {"soft_cap": 0.0}, {"alibi_slopes": torch.ones(3)}]
+)
+def test_attention_refuses_features_that_mean_nothing(feature: dict[str, Any]) -> None:
+    metadata = make_metadata([(1, 9)], block_size=8, num_blocks=16)
+    args = (randn(1, 4, 24), *randn_caches(16, 2, 8, 24, torch.float32), metadata, 24**-0.5)
+    with pytest.raises(ValueError, match=f"{next(iter(feature))} must be"):
+        attention.invariant_paged_attention(*args, **feature)
 
 
 @pytest.mark.parametrize("shape", ["split decode", "decode", "invariant decode"])

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import hypothesis.internal.conjecture.engine
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -284,6 +285,16 @@ def pick(sequences: dict[str, Tokens], which: int) -> Tokens:
     return sequences[sorted(sequences)[which % len(sequences)]]
 
 
+MAX_SHRINKING_SECONDS = 20
+"""A minute or five more would make a shorter example of a failure, and nobody waits for it."""
+
+
+@pytest.fixture(autouse=True)
+def bounded_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hypothesis has no setting for it."""
+    monkeypatch.setattr(hypothesis.internal.conjecture.engine, "MAX_SHRINKING_SECONDS", MAX_SHRINKING_SECONDS)
+
+
 def options(max_examples: int) -> settings:
     quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     return settings(
@@ -292,6 +303,7 @@ def options(max_examples: int) -> settings:
         derandomize=True,
         deadline=None,
         database=None,
+        report_multiple_bugs=False,
         suppress_health_check=quiet,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import nn
@@ -152,8 +154,13 @@ def test_a_tied_table_is_looked_up_and_multiplied_from_one_copy() -> None:
     torch.testing.assert_close(layer.logits(hidden), hidden @ weight.t(), rtol=1e-5, atol=1e-5)
 
 
-def test_int4_keeps_vocabularies_at_int8() -> None:
+@pytest.mark.parametrize(("kind", "error"), [("int8", 0.02), ("int4", 0.15)])
+def test_a_quantised_table_is_looked_up_as_it_is_multiplied(
+    kind: Literal["int8", "int4"], error: float
+) -> None:
     layer = VocabEmbedding(vocab_size=40, size=24, dtype=torch.bfloat16, is_head=True)
     weight = fill(layer, "e")["e.weight"]
-    layer.finish_loading(WeightScheme("int4"))
-    assert (layer(torch.arange(40)) - weight).norm() < 0.02 * weight.norm()
+    layer.finish_loading(WeightScheme(kind, fast=False))
+    rows, hidden = layer(torch.arange(40)), torch.randn(3, 24)
+    assert 0.0 < (rows - weight).norm() < error * weight.norm()
+    torch.testing.assert_close(layer.logits(hidden), hidden @ rows.t(), rtol=1e-5, atol=1e-5)

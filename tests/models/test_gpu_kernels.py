@@ -44,16 +44,17 @@ def logits(model: CausalLM, *chunk_sizes: int, prompts: list[list[int]] = PROMPT
 def test_logits_are_those_of_the_oracle(
     name: str, quantization: str | None, tiny_model: Callable[[str], Path]
 ) -> None:
-    """Between them: tied table, biases, windows, soft caps, learned positions, layer norms, norms of heads with and
-    without an offset, and integer weights."""
-    model = load_tiny(tiny_model(name), quantization=quantization)
+    """Between them: tied table, also in int4, biases, windows, soft caps, learned positions, layer norms, norms of
+    heads with and without an offset, and integer weights."""
+    options = {"quantization": quantization, "quantization_config": {"head": "int4"} if quantization else {}}
+    model = load_tiny(tiny_model(name), **options)
     assert attention_backends(model) == {"triton": True}
     packed = {layer.packed is not None for layer in model.modules() if isinstance(layer, Linear)}
     assert packed == {quantization is not None}
     got = logits(model, 16)
     with pytest.MonkeyPatch.context() as patch:
         triton_interpreter.use_reference(patch)
-        want = logits(load_tiny(tiny_model(name), quantization=quantization), 64)
+        want = logits(load_tiny(tiny_model(name), **options), 64)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.0, atol=2e-4)
 

@@ -41,7 +41,7 @@ TENSORS = {
 QUANTIZATIONS: list[dict[str, Any]] = [
     {},
     {"quantization": "int8"},
-    {"quantization": "int4", "quantization_config": {"symmetric": False}},
+    {"quantization": "int4", "quantization_config": {"symmetric": False, "head": "int4"}},
 ]
 
 

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError
+from quire.kernels.cpu import library
 from quire.layers.base import Slot
+from quire.layers.matrix import MatrixLayer
 from quire.models.base import CausalLM
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.weights import INDEX_NAME, SINGLE_NAME, RandomWeights
@@ -263,6 +265,36 @@ def test_ignored_layers_keep_their_precision(quantization: str, tiny_model: Call
     ignored = load_tiny(directory, quantization=quantization, quantization_config=everything)
     assert torch.equal(logits(ignored), logits(exact))
     assert 0 < (logits(rounded) - logits(exact)).norm() < 0.5 * logits(exact).norm()
+
+
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("head", [None, "int8", "int4"])
+def test_the_head_has_a_kind_of_its_own(
+    head: str | None, quantization: str, name: str, tiny_model: Callable[[str], Path]
+) -> None:
+    """In a model whose head is the embedding, too; a table that is only looked up is left alone."""
+    options = {"head": head, "group_size": 64} if head == "int4" else {"head": head} if head else {}
+    model = load_tiny(tiny_model(name), quantization=quantization, quantization_config=options)
+    packed = {
+        names[0]: layer.packed for names, layer in model.checkpoint_layers() if isinstance(layer, MatrixLayer)
+    }
+    heads = [packed.pop(key) for key in ("lm_head", "model.embed_tokens") if key in packed]
+    assert [one and (one.scheme.kind, one.scheme.group_size) for one in heads] == [
+        (head or "int8", 64 if head == "int4" else 32),
+        *([None] if name == "llama" else []),
+    ]
+    assert {one and one.scheme.kind for one in packed.values()} == {quantization}
+    exact = logits(load_tiny(tiny_model(name)))
+    assert 0 < (logits(model) - exact).norm() < 0.5 * exact.norm()
+
+
+def test_a_head_cannot_be_ignored_and_have_a_kind(tiny_model: Callable[[str], Path]) -> None:
+    for pattern in ("lm_head", "model.embed"):
+        both = {"head": "int8", "ignore": [pattern]}
+        with pytest.raises(ConfigError, match=f"head is 'int8', but ignore leaves it alone by '{pattern}'"):
+            load_tiny(tiny_model("qwen2"), quantization="int4", quantization_config=both)
 
 
 def test_an_ignored_name_that_no_layer_bears(tiny_model: Callable[[str], Path]) -> None:

@@ -144,7 +144,7 @@ def test_without_its_parent_a_child_starts_by_itself(end):
     if end == "abort":
         engine.abort("r.0")
     if end == "preempt":
-        engine.scheduler._preempt_last(engine.requests["r.0"], engine.now)
+        engine.scheduler._planner._preempt_last(engine.requests["r.0"], engine.now)
         assert engine.requests["r.0"].status is RequestStatus.PREEMPTED
     engine.drain()
     check_outputs(engine, names[1:] if end == "abort" else names)
@@ -165,7 +165,7 @@ def test_a_parent_that_returns_is_not_forked_before_its_prompt_is_there_again():
     engine = engine_of(enable_prefix_caching=False, max_num_seqs=2, num_gpu_blocks_override=40)
     add_family(engine, 2)
     engine.step()
-    engine.scheduler._preempt_last(engine.requests["r.0"], engine.now)
+    engine.scheduler._planner._preempt_last(engine.requests["r.0"], engine.now)
     plan = engine.step()
     assert [data.num_computed_tokens for data in plan.new_requests] == [0, 0]
     engine.drain()
@@ -178,7 +178,7 @@ def test_a_fork_of_a_child_that_comes_back_as_a_fork_in_the_same_step():
     engine.step()
     engine.add("c", PROMPT, max_tokens=20, fork_of="p")
     engine.step()
-    engine.scheduler._preempt_last(engine.requests["c"], engine.now)
+    engine.scheduler._planner._preempt_last(engine.requests["c"], engine.now)
     engine.add("g", PROMPT, max_tokens=20, fork_of="c")
     plan = engine.step()
     assert [data.num_computed_tokens for data in plan.new_requests] == [29, 29]

@@ -90,7 +90,9 @@ class FakeGpu:
     def mark(self) -> FakeMark:
         return FakeMark([*self._downloads])
 
-    def pipeline(self, model: LanguageModel, batch: InputBatch, config: EngineConfig) -> Pipeline:
+    def pipeline(
+        self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
+    ) -> Pipeline:
         return DevicePipeline(model, batch, config, self, self)
 
     def graph_pool(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,22 @@ from quire import LLM, SamplingParams
 from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata, StepMetadata
 from quire.kernels.cpu import library
+from quire.models.registry import Registry
 from quire.worker import taped_forward
 from quire.worker.inputs import StepInputs, StepLayout
 from quire.worker.taped_forward import TapedForward
 
-FAMILIES = ("llama-tied-bias", "qwen3", "mistral", "phi3-window-partial", "gemma2", "gemma3")
+FAMILIES = (
+    "llama-tied-bias",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3-window-partial",
+    "gemma2",
+    "gemma3",
+    "opt-post-norm",
+    "gpt2",
+)
 
 
 @pytest.fixture
@@ -35,6 +47,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[taped_forward.Tape]:
     original = taped_forward.record
     monkeypatch.setattr(taped_forward, "record", record)
     return tapes
+
+
+def test_families_are_those_of_the_registry(tiny_model: Callable[[str], Path]) -> None:
+    configs = [json.loads((tiny_model(family) / "config.json").read_text()) for family in FAMILIES]
+    assert (
+        sorted(name for config in configs for name in config["architectures"])
+        == Registry().get_supported_archs()
+    )
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())

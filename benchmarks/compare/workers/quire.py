@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.compare.cases import MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_THREADS
 from benchmarks.compare.workers import worker
 from quire import LLM, SamplingParams
+
+FORMATS: Mapping[str, Mapping[str, Any]] = {
+    "bf16": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int4, int4 head": {"quantization": "int4", "quantization_config": {"head": "int4"}},
+}
+"""Name of a weight format -> arguments of the engine."""
 
 
 def load(model: Path, precision: str) -> worker.Generate:
     """The checkpoint's own type, or weights quantised while they are loaded."""
     llm = LLM(
         str(model),
-        quantization=None if precision == "bf16" else precision,
+        **FORMATS[precision],
         load_format="auto",
         cpu_threads=NUM_THREADS,
         max_model_len=MAX_MODEL_LEN,

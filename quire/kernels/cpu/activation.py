@@ -1,29 +1,44 @@
-"""Gated activations as functions on tensors, with every check."""
+"""Activations, plain and gated, as functions on tensors, with every check."""
 
 from typing import Literal
 
 from torch import Tensor
 
+from quire.kernels.cpu.calls import call, empty
 from quire.kernels.cpu.checks import dtype_code, say
-from quire.kernels.cpu.library import call, empty
+from quire.kernels.reference import Function
+
+_FUNCTIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
+"""The codes of `enum Function` in csrc/cpu/activation.cpp."""
+
+
+def activate(x: Tensor, function: Function) -> Tensor:
+    dtype = dtype_code("activate", "x", x)
+    code = _FUNCTIONS.get(function)
+    if code is None:
+        raise ValueError(f"activate: function must be one of {', '.join(_FUNCTIONS)}; it is {function!r}")
+    x = x.contiguous()
+    out = empty(x, *x.shape)
+    call("activate", (out, x), x.numel(), code, dtype)
+    return out
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    return _activate("silu_and_mul", x)
+    return _activate_and_mul("silu_and_mul", x)
 
 
 def gelu_and_mul(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu_and_mul: approximate must be 'none' or 'tanh'; it is {approximate!r}")
-    return _activate("gelu_and_mul", x, int(approximate == "tanh"))
+    return _activate_and_mul("gelu_and_mul", x, int(approximate == "tanh"))
 
 
-def _activate(op: str, x: Tensor, *options: int) -> Tensor:
+def _activate_and_mul(op: str, x: Tensor, *options: int) -> Tensor:
     code = dtype_code(op, "x", x)
     *outer, width = x.shape
     if width % 2 or not width:
         raise ValueError(f"{op}: the last dimension must be even and positive; x is {say(x)}")
     x, size = x.contiguous(), width // 2
     out = empty(x, *outer, size)
-    call(op, out.data_ptr(), x.data_ptr(), out.numel() // size, size, *options, code)
+    call(op, (out, x), out.numel() // size, size, *options, code)
     return out

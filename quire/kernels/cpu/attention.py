@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_features import check_features
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.cpu.calls import NOTHING, call, empty
 from quire.kernels.cpu.checks import check_cache, check_heads, dtype_code, say
-from quire.kernels.cpu.library import call, empty
 
 
 def paged_attention(
@@ -28,21 +29,14 @@ def paged_attention(
         raise ValueError(
             f"{op}: q is {say(q)}; its heads must be a multiple of the cache's {heads}, its head size of 8"
         )
-    if (sliding_window is not None and sliding_window < 1) or (soft_cap is not None and not soft_cap > 0):
-        raise ValueError(f"{op}: window {sliding_window} and soft cap {soft_cap} must be positive")
+    check_features(q, sliding_window, soft_cap, alibi_slopes)
     starts, lengths, tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_tables
-    slopes = None if alibi_slopes is None else _slopes(alibi_slopes, q_heads)
+    slopes = NOTHING if alibi_slopes is None else alibi_slopes.float().contiguous()
     requests, width = _check_batch(starts, lengths, tables)
     out = empty(q, tokens, q_heads, size)
-    batch = (
-        starts.data_ptr(),
-        lengths.data_ptr(),
-        tables.data_ptr(),
-        0 if slopes is None else slopes.data_ptr(),
-    )
-    addresses = (out.data_ptr(), q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), *batch)
+    tensors = (out, q, k_cache, v_cache, starts, lengths, tables, slopes)
     sizes = (tokens, requests, width, q_heads, *strides, cache.blocks, heads, cache.block_size, size)
-    refused = call(op, *addresses, *sizes, sliding_window or 0, scale, soft_cap or 0.0, code, cache.code)
+    refused = call(op, tensors, *sizes, sliding_window or 0, scale, soft_cap or 0.0, code, cache.code)
     if refused:
         raise IndexError(_bad_request(metadata, refused - 1, cache.blocks))
     return out
@@ -58,12 +52,6 @@ def _check_batch(starts: Tensor, lengths: Tensor, tables: Tensor) -> tuple[int, 
         if tensor.dtype is not torch.int32 or not tensor.is_contiguous() or not tensor.is_cpu:
             raise ValueError(f"paged_attention: metadata must be contiguous int32; it has {say(tensor)}")
     return shape[0], shape[1]
-
-
-def _slopes(slopes: Tensor, heads: int) -> Tensor:
-    if slopes.shape != (heads,) or not slopes.is_cpu:
-        raise ValueError(f"paged_attention: alibi_slopes must be [{heads}]; it is {say(slopes)}")
-    return slopes.float().contiguous()
 
 
 def _bad_request(metadata: AttentionMetadata, request: int, num_blocks: int) -> str:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from quire.kernels.cpu.calls import call, empty
 from quire.kernels.cpu.checks import check_index, dtype_code, say
-from quire.kernels.cpu.library import call, empty
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
@@ -13,8 +13,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"embedding: weight must be contiguous [V, H]; it is {say(weight)}")
     (tokens,), (rows, size) = ids.shape, weight.shape
     out = empty(weight, tokens, size)
-    addresses = (out.data_ptr(), ids.data_ptr(), weight.data_ptr())
-    refused = call("embedding", *addresses, tokens, rows, size * weight.itemsize)
+    refused = call("embedding", (out, ids, weight), tokens, rows, size * weight.itemsize)
     if refused:
         raise IndexError(f"embedding: {refused} ids are outside the table of {rows} rows")
     return out

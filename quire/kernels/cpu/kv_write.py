@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu.calls import NOTHING, call
 from quire.kernels.cpu.checks import (
     Cache,
     Heads,
@@ -12,7 +13,7 @@ from quire.kernels.cpu.checks import (
     dtype_code,
     say,
 )
-from quire.kernels.cpu.library import DTYPE_CODES, call
+from quire.kernels.cpu.library import DTYPE_CODES
 from quire.kernels.cpu.norm import check_weight
 
 
@@ -23,9 +24,8 @@ def rotary_embedding(
     code = dtype_code(op, "q", q)
     queries, keys = check_heads(op, "q", q, q.dtype), check_heads(op, "k", k, q.dtype)
     num_positions, rot_dim = _check_rotary(op, positions, queries, keys, cos_sin_cache)
-    addresses = (q.data_ptr(), k.data_ptr(), positions.data_ptr(), cos_sin_cache.data_ptr())
     sizes = (queries.tokens, num_positions, rot_dim, *queries[1:4], *keys[1:4])
-    refused = call(op, *addresses, *sizes, int(interleaved), code)
+    refused = call(op, (q, k, positions, cos_sin_cache), *sizes, int(interleaved), code)
     if refused:
         raise IndexError(f"{op}: {refused} positions are outside the cache of {num_positions} positions")
     return q, k
@@ -36,10 +36,10 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     code = dtype_code(op, "k", k)
     keys, values = check_heads(op, "k", k, k.dtype), check_heads(op, "v", v, k.dtype)
     cache = _check_write(op, keys, values, k_cache, v_cache, slot_mapping)
-    addresses = (k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr())
+    tensors = (k, v, k_cache, v_cache, slot_mapping)
     strides = (keys.token_stride, keys.head_stride, values.token_stride, values.head_stride)
     sizes = (cache.blocks, cache.block_size, keys.size)
-    refused = call(op, *addresses, keys.tokens, keys.heads, *strides, *sizes, code, cache.code)
+    refused = call(op, tensors, keys.tokens, keys.heads, *strides, *sizes, code, cache.code)
     if refused:
         raise IndexError(
             f"{op}: {refused} slots are outside the cache of {cache.blocks * cache.block_size} slots"
@@ -69,12 +69,12 @@ def rotary_and_write_kv(
     )
     num_positions, rot_dim = _check_rotary(op, positions, queries, keys, cos_sin_cache)
     cache = _check_write(op, keys, values, k_cache, v_cache, slot_mapping)
-    steps = (q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr())
-    *norms, norm_code = _check_norms(op, q, k, q_norm, k_norm)
-    tables = (positions.data_ptr(), cos_sin_cache.data_ptr(), slot_mapping.data_ptr())
+    norm_code = _check_norms(op, q, k, q_norm, k_norm)
+    norms = (NOTHING if q_norm is None else q_norm, NOTHING if k_norm is None else k_norm)
+    tensors = (q, k, v, k_cache, v_cache, positions, cos_sin_cache, slot_mapping, *norms)
     layout = (*queries[1:4], *keys[1:4], values.token_stride, values.head_stride)
     sizes = (cache.blocks, cache.block_size, keys.size, int(interleaved), eps, code, cache.code, norm_code)
-    refused = call(op, *steps, *tables, *norms, keys.tokens, num_positions, rot_dim, *layout, *sizes)
+    refused = call(op, tensors, keys.tokens, num_positions, rot_dim, *layout, *sizes)
     if refused:
         bounds = f"{num_positions} positions and {cache.blocks * cache.block_size} slots"
         raise IndexError(f"{op}: {refused} tokens are outside the {bounds} of the caches")
@@ -96,12 +96,10 @@ def _check_rotary(op: str, positions: Tensor, q: Heads, k: Heads, cache: Tensor)
     return num_positions, rot_dim
 
 
-def _check_norms(
-    op: str, q: Tensor, k: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-) -> tuple[int, int, int]:
-    """The addresses of the weights, 0 if there are none, and the code of their dtype."""
+def _check_norms(op: str, q: Tensor, k: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> int:
+    """The code of the weights' dtype; if there are none, of q's."""
     if q_norm is None and k_norm is None:
-        return 0, 0, DTYPE_CODES[q.dtype]
+        return DTYPE_CODES[q.dtype]
     if q_norm is None or k_norm is None or q_norm.dtype is not k_norm.dtype or q.shape[2] != k.shape[2]:
         norms = " and ".join("none" if norm is None else say(norm) for norm in (q_norm, k_norm))
         raise ValueError(
@@ -109,7 +107,7 @@ def _check_norms(
             f"for {say(q)} and {say(k)}"
         )
     check_weight(op, "q_norm", q, q_norm)
-    return q_norm.data_ptr(), k_norm.data_ptr(), check_weight(op, "k_norm", k, k_norm)
+    return check_weight(op, "k_norm", k, k_norm)
 
 
 def _check_write(op: str, k: Heads, v: Heads, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Cache:

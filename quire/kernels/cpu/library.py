@@ -1,4 +1,4 @@
-"""Finding, loading, probing and calling the C++ kernel library.
+"""Finding, probing and opening the C++ kernel library.
 
 Invariant: torch is imported before the library is opened, so both use torch's OpenMP runtime and its thread
 settings.
@@ -7,26 +7,22 @@ settings.
 import ctypes
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from ctypes import c_char_p, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from struct import Struct
-from struct import error as StructError
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from quire.errors import ConfigError, StartupError
 from quire.kernels import cpu
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 6, "panels-4"
+ABI_VERSION, WEIGHT_LAYOUT = 7, "panels-4"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 
@@ -35,35 +31,46 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CACHE_DTYPE_CODES = DTYPE_CODES | {torch.int8: 3}
 """The codes that a KV cache may have."""
 
-_P, _I, _F = "P", "q", "d"
-SIGNATURES: Mapping[str, tuple[str, ...]] = {
-    "rms_norm": (_P, _P, _P, _I, _I, _I, _I, _I, _F, _I, _I),
-    "fused_add_rms_norm": (_P, _P, _P, _P, _P, _I, _I, _F, _I, _I),
-    "silu_and_mul": (_P, _P, _I, _I, _I),
-    "rotary_embedding": (_P, _P, _P, _P, *(_I,) * 11),
-    "pack_weight": (_P, _P, _P, _P, *(_I,) * 6),
-    "packed_linear": (*(_P,) * 7, *(_I,) * 9),
-    "packed_embedding": (*(_P,) * 5, *(_I,) * 6),
-    "layer_norm": (_P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _I, _I),
-    "gelu_and_mul": (_P, _P, _I, _I, _I, _I),
-    "embedding": (_P, _P, _P, _I, _I, _I),
-    "write_kv": (_P, _P, _P, _P, _P, *(_I,) * 11),
-    "rotary_and_write_kv": (*(_P,) * 10, *(_I,) * 15, _F, _I, _I, _I),
-    "paged_attention": (*(_P,) * 8, *(_I,) * 11, _F, _F, _I, _I),
-    "non_finite_rows": (_P, _P, _I, _I),
-    "apply_penalties": (_P, _P, _P, _P, _I, _I),
-    "philox_uniform": (_P, _P, _P, _I),
-    "sample_tokens": (_P, _P, _P, _P, _I, _I),
-    "token_logprobs": (_P, _P, _P, _P, _P, _I, _I, _I),
-    "peak_fma": (_P, _I),
-    "read_memory": (_P, _P, _I),
+_I, _F = "q", "d"
+SIGNATURES: Mapping[str, tuple[str, str]] = {
+    "rms_norm": ("out x weight", 5 * _I + _F + 2 * _I),
+    "fused_add_rms_norm": ("out total x residual weight", 2 * _I + _F + 2 * _I),
+    "activate": ("out x", 3 * _I),
+    "silu_and_mul": ("out x", 3 * _I),
+    "rotary_embedding": ("q k positions cos_sin_cache", 11 * _I),
+    "pack_weight": ("data scales zeros weight", 6 * _I),
+    "packed_linear": ("out x data scales zeros bias scratch", 9 * _I),
+    "packed_embedding": ("out ids data scales zeros", 6 * _I),
+    "layer_norm": ("out x weight bias", 5 * _I + _F + 2 * _I),
+    "gelu_and_mul": ("out x", 4 * _I),
+    "embedding": ("out ids weight", 3 * _I),
+    "write_kv": ("k v k_cache v_cache slot_mapping", 11 * _I),
+    "rotary_and_write_kv": (
+        "q k v k_cache v_cache positions cos_sin_cache slot_mapping q_norm k_norm",
+        15 * _I + _F + 3 * _I,
+    ),
+    "paged_attention": (
+        "out q k_cache v_cache query_start_loc seq_lens block_tables alibi_slopes",
+        11 * _I + 2 * _F + 2 * _I,
+    ),
+    "non_finite_rows": ("out logits", 2 * _I),
+    "apply_penalties": ("logits indices repetition subtracted", 2 * _I),
+    "philox_uniform": ("out seeds positions", _I),
+    "sample_tokens": ("out logits settings numbers", 2 * _I),
+    "token_logprobs": ("ids logprobs ranks logits chosen", 3 * _I),
+    "peak_fma": ("out", _I),
+    "read_memory": ("out data", _I),
 }
-"""Argument types of each kernel, as declared in csrc/cpu/table.cpp, by their `struct` codes: an address, an int64, and
-a float, which is passed as a double. Every kernel returns an int64 status."""
+"""Arguments of each kernel, as declared in csrc/cpu/table.cpp: the names of its tensors, which come first, and the
+`struct` codes of its numbers: an int64, and a float, which is passed as a double. Every kernel returns an int64
+status."""
 
 
 class Kernel(NamedTuple):
-    """A function of packed arguments: ctypes takes longer over twenty than most kernels take over a token."""
+    """A function of packed arguments: ctypes takes longer over twenty than most kernels take over a token.
+
+    Packed first is what all addresses must be a multiple of; a call with another one is refused.
+    """
 
     function: Callable[[bytes], int]
     pack: Callable[..., bytes]
@@ -74,29 +81,6 @@ class Call(ctypes.Structure):
     """A recorded call, as `QuireCpuCall` in csrc/cpu/quire_cpu.h."""
 
     _fields_ = (("function", c_void_p), ("arguments", c_char_p))
-
-
-RecordedCall = tuple[int, bytes]
-"""Address and packed arguments of a kernel call."""
-
-
-class _Recording(threading.local):
-    """Who hears of this thread's kernel calls."""
-
-    listener: Callable[[RecordedCall], None] | None = None
-
-    @contextmanager
-    def into(self, listener: Callable[[RecordedCall], None]) -> Iterator[None]:
-        """Tell `listener` of each call, once it is done."""
-        assert self.listener is None, "one recording at a time"
-        self.listener = listener
-        try:
-            yield
-        finally:
-            self.listener = None
-
-
-recording = _Recording()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,53 +182,6 @@ def _kernel(handle: ctypes.CDLL, isa_index: int, name: str) -> Kernel:
     if not address:
         raise StartupError(f"{PATH.name} has no kernel {name!r}: reinstall quire")
     function = ctypes.CFUNCTYPE(c_int64, c_char_p)(address)
-    return Kernel(function, Struct("".join(SIGNATURES[name])).pack, address)
-
-
-_NO_MEMORY = -2
-
-
-def call(name: str, *arguments: float) -> int:
-    """Run a kernel on addresses and numbers; returns its status, 0 unless it refuses some of its input.
-
-    Raises:
-        ValueError: a number does not fit into 64 bits.
-        MemoryError: there is none for scratch space.
-        RuntimeError: the library does not know a code that it was given.
-    """
-    library = loaded()
-    assert library is not None, "the table of ops asks supports() before it loads a kernel"
-    function, pack, address = library.kernels[name]
-    try:
-        packed = pack(*arguments)
-    except StructError as cause:
-        raise ValueError(f"{name}: a size does not fit into 64 bits: {arguments}") from cause
-    status = function(packed)
-    if status >= 0:
-        if recording.listener is not None:
-            recording.listener((address, packed))
-        return status
-    if status == _NO_MEMORY:
-        raise MemoryError(f"{name}: no memory for the kernel's scratch space")
-    raise RuntimeError(f"{name}: the kernel library refuses the call ({status}): reinstall quire")
-
-
-def _poisoned(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """NaN, or for integers a number that is no token, row or weight."""
-    out = like.new_empty(shape, dtype=dtype)
-    if out.is_floating_point() or out.dtype is torch.bool:
-        return out.fill_(torch.nan)
-    limits = torch.iinfo(out.dtype)
-    return out.fill_(limits.min or limits.max)
-
-
-def _empty() -> Callable[..., Tensor]:
-    value = os.environ.get("QUIRE_DEBUG_KERNELS", "0")
-    if value not in ("0", "1"):
-        raise ConfigError(f"QUIRE_DEBUG_KERNELS is {value!r}; it must be '0' or '1'")
-    return _poisoned if value == "1" else Tensor.new_empty
-
-
-empty = _empty()
-"""`empty(like, *shape, dtype=None)`: the memory of an output. With QUIRE_DEBUG_KERNELS=1 it is filled first with what
-is no result, so that an element that a kernel does not write shows."""
+    tensors, numbers = SIGNATURES[name]
+    record = Struct(_I + "P" * len(tensors.split()) + numbers)
+    return Kernel(function, record.pack, address)

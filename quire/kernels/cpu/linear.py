@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import library
+from quire.kernels.cpu.calls import NOTHING, call, empty, recording
 from quire.kernels.cpu.checks import check_array, check_index, dtype_code, say
-from quire.kernels.cpu.library import call, empty
 from quire.kernels.linear import (
     CHUNK,
     PAIR,
@@ -53,8 +53,8 @@ def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> Packed
     packed = _empty(weight, scheme, halves)
     _check_packed("pack_weight", packed)
     weight = weight.contiguous()
-    addresses = (*_addresses(packed), weight.data_ptr())
-    call("pack_weight", *addresses, *weight.shape, halves, _group(packed), code, _format(packed))
+    tensors = (*_tensors(packed), weight)
+    call("pack_weight", tensors, *weight.shape, halves, _group(packed), code, _format(packed))
     return packed
 
 
@@ -65,7 +65,7 @@ def packed_linear(
     activation: Literal["silu_and_mul"] | None = None,
 ) -> Tensor:
     dtype_code("packed_linear", "x", x)
-    addresses, sizes, kernel_format = weight.native or _checked("packed_linear", weight)
+    matrix, sizes, kernel_format = weight.native or _checked("packed_linear", weight)
     outputs, inputs, halves, group = sizes
     *lead, columns = x.shape
     if columns != inputs:
@@ -80,18 +80,17 @@ def packed_linear(
     rows = wide.numel() // inputs
     out = empty(wide, *lead, outputs)
     scratch = _SCRATCH.of(_BLOCK_ROWS + min(rows, _BLOCK_ROWS) * (_padded(inputs, group) + 1))
-    bias_address = 0 if bias is None else bias.data_ptr()
-    tensors = (out.data_ptr(), wide.data_ptr(), *addresses, bias_address, scratch.data_ptr())
-    call("packed_linear", *tensors, scratch.nbytes, rows, *sizes, _ACTIVATIONS[activation], *kernel_format)
+    tensors = (out, wide, *matrix, NOTHING if bias is None else bias, scratch)
+    call("packed_linear", tensors, scratch.nbytes, rows, *sizes, _ACTIVATIONS[activation], *kernel_format)
     return out if x.dtype is torch.float32 else out.to(x.dtype)
 
 
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
-    addresses, sizes, (_, layout) = weight.native or _checked("packed_embedding", weight)
+    matrix, sizes, (_, layout) = weight.native or _checked("packed_embedding", weight)
     check_index("packed_embedding", "ids", ids, ids.shape[0] if ids.dim() else 0)
     count = ids.shape[0]
     out = empty(ids, count, weight.inputs, dtype=torch.float32)
-    refused = call("packed_embedding", out.data_ptr(), ids.data_ptr(), *addresses, count, *sizes, layout)
+    refused = call("packed_embedding", (out, ids, *matrix), count, *sizes, layout)
     if refused:
         raise IndexError(f"packed_embedding: {refused} ids are outside the table of {weight.outputs} rows")
     return out
@@ -105,7 +104,7 @@ class _Scratch(threading.local):
 
     def of(self, num_floats: int) -> Tensor:
         """At least so many float32."""
-        if library.recording.listener is not None:  # a recording outlives what is kept here
+        if recording.listener is not None:  # a recording outlives what is kept here
             return torch.empty(num_floats, dtype=torch.float32)
         if self._kept.numel() < num_floats:
             self._kept = torch.empty(num_floats, dtype=torch.float32)
@@ -119,14 +118,14 @@ def _checked(op: str, weight: PackedWeight) -> Native:
     """What kernels are told of a weight: a packed weight never changes, so it is checked once."""
     _check_packed(op, weight)
     sizes = (weight.outputs, weight.inputs, weight.halves, _group(weight))
-    native = Native(_addresses(weight), sizes, (int(weight.scheme.fast), _format(weight)))
+    native = Native(_tensors(weight), sizes, (int(weight.scheme.fast), _format(weight)))
     object.__setattr__(weight, "native", native)
     return native
 
 
-def _addresses(weight: PackedWeight) -> tuple[int, int, int]:
-    scales, zeros = (0 if part is None else part.data_ptr() for part in (weight.scales, weight.zeros))
-    return weight.data.data_ptr(), scales, zeros
+def _tensors(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    scales, zeros = (NOTHING if part is None else part for part in (weight.scales, weight.zeros))
+    return weight.data, scales, zeros
 
 
 def _group(weight: PackedWeight) -> int:

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from quire.kernels.cpu.library import call
+from quire.kernels.cpu.calls import call
 
 _FMA_ITERATIONS = 2_000_000
 _READ_BYTES = 256 * 2**20
@@ -17,7 +17,7 @@ def peak_flops() -> float:
     """Floating-point operations per second in a loop of nothing but independent multiply-adds."""
     out = torch.empty(1)
     started = time.perf_counter()
-    operations = call("peak_fma", out.data_ptr(), _FMA_ITERATIONS)
+    operations = call("peak_fma", (out,), _FMA_ITERATIONS)
     return operations / (time.perf_counter() - started)
 
 
@@ -30,5 +30,5 @@ def read_bandwidth(buffer: torch.Tensor) -> float:
     """Bytes per second of reading a buffer once."""
     out = torch.empty(1)
     started = time.perf_counter()
-    num_bytes = call("read_memory", out.data_ptr(), buffer.data_ptr(), buffer.nbytes)
+    num_bytes = call("read_memory", (out, buffer), buffer.nbytes)
     return num_bytes / (time.perf_counter() - started)

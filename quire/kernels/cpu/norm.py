@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu.calls import NOTHING, call, empty
 from quire.kernels.cpu.checks import dtype_code, say
-from quire.kernels.cpu.library import DTYPE_CODES, call, empty
+from quire.kernels.cpu.library import DTYPE_CODES
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -12,8 +13,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     weight_code = check_weight("rms_norm", "weight", x, weight)
     x, *layout = _rows(x)
     out = empty(x, *x.shape)
-    addresses = (out.data_ptr(), x.data_ptr(), weight.data_ptr())
-    call("rms_norm", *addresses, *layout, x.shape[-1], eps, code, weight_code)
+    call("rms_norm", (out, x, weight), *layout, x.shape[-1], eps, code, weight_code)
     return out
 
 
@@ -25,9 +25,8 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
         raise ValueError(f"fused_add_rms_norm: residual is {say(residual)} but x is {say(x)}")
     x, residual = x.contiguous(), residual.contiguous()
     out, total = empty(x, *shape), empty(x, *shape)
-    addresses = (out.data_ptr(), total.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr())
-    size = shape[-1]
-    call("fused_add_rms_norm", *addresses, x.numel() // size, size, eps, code, weight_code)
+    tensors, size = (out, total, x, residual, weight), shape[-1]
+    call("fused_add_rms_norm", tensors, x.numel() // size, size, eps, code, weight_code)
     return out, total
 
 
@@ -38,8 +37,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
         raise TypeError(f"layer_norm: bias must be {weight.dtype} as weight is; it is {bias.dtype}")
     x, *layout = _rows(x)
     out = empty(x, *x.shape)
-    addresses = (out.data_ptr(), x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr())
-    call("layer_norm", *addresses, *layout, x.shape[-1], eps, code, weight_code)
+    tensors = (out, x, weight, NOTHING if bias is None else bias)
+    call("layer_norm", tensors, *layout, x.shape[-1], eps, code, weight_code)
     return out
 
 

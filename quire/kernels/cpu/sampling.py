@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu.calls import call, empty
 from quire.kernels.cpu.checks import check_array, check_index, say
-from quire.kernels.cpu.library import call, empty
 from quire.kernels.limits import ANY_LIMITS, Limits
 
 # Token ids are 32-bit inside the kernels, with room for a vector past the last one.
@@ -14,7 +14,7 @@ _MAX_VOCAB_SIZE = 2**31 - 16
 def non_finite_rows(logits: Tensor) -> Tensor:
     rows, vocab_size = _check_logits("non_finite_rows", logits)
     out = empty(logits, rows, dtype=torch.bool)
-    call("non_finite_rows", out.data_ptr(), logits.data_ptr(), rows, vocab_size)
+    call("non_finite_rows", (out, logits), rows, vocab_size)
     return out
 
 
@@ -25,8 +25,7 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
     check_index(op, "indices", indices, count)
     check_array(op, "repetition", repetition, torch.float64, (count,))
     check_array(op, "subtracted", subtracted, torch.float64, (count,))
-    addresses = (logits.data_ptr(), indices.data_ptr(), repetition.data_ptr(), subtracted.data_ptr())
-    refused = call(op, *addresses, count, logits.numel())
+    refused = call(op, (logits, indices, repetition, subtracted), count, logits.numel())
     if refused:
         raise IndexError(f"{op}: {refused} indices are outside the {logits.numel()} logits")
 
@@ -44,7 +43,7 @@ def uniforms(keys: Tensor) -> Tensor:
     count = keys.shape[0] if keys.dim() else 0
     check_array("sample_tokens", "keys", keys, torch.int64, (count, 2))
     out, (seeds, positions) = empty(keys, count, dtype=torch.float64), keys.t().contiguous()
-    call("philox_uniform", out.data_ptr(), seeds.data_ptr(), positions.data_ptr(), count)
+    call("philox_uniform", (out, seeds, positions), count)
     return out
 
 
@@ -55,8 +54,7 @@ def sample_by_inversion(logits: Tensor, settings: Tensor, numbers: Tensor) -> Te
     check_array(op, "settings", settings, torch.float64, (rows, 4))
     check_array(op, "numbers", numbers, torch.float64, (rows,))
     out = empty(logits, rows, dtype=torch.int64)
-    addresses = (out.data_ptr(), logits.data_ptr(), settings.data_ptr(), numbers.data_ptr())
-    refused = call(op, *addresses, rows, vocab_size)
+    refused = call(op, (out, logits, settings, numbers), rows, vocab_size)
     if refused:
         raise ValueError(f"{op}: {refused} rows of settings have a temperature below 0 or a top_k below 1")
     return out
@@ -71,8 +69,7 @@ def token_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor
     ids = empty(chosen, rows, 1 + num_top)
     logprobs = empty(logits, rows, 1 + num_top)
     ranks = empty(chosen, rows)
-    outputs = (ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr())
-    refused = call(op, *outputs, logits.data_ptr(), chosen.data_ptr(), rows, vocab_size, num_top)
+    refused = call(op, (ids, logprobs, ranks, logits, chosen), rows, vocab_size, num_top)
     if refused:
         raise IndexError(f"{op}: {refused} chosen tokens are outside the vocabulary of {vocab_size}")
     return ids, logprobs, ranks

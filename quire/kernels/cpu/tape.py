@@ -19,7 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels.cpu import library
-from quire.kernels.cpu.library import Call, RecordedCall
+from quire.kernels.cpu.calls import RecordedCall, recording
+from quire.kernels.cpu.library import Call
 
 _ALIGNMENT = 64
 
@@ -113,7 +114,7 @@ def record(function: Callable[[], Tensor], arena: Arena) -> Tape:
             not run to its end.
     """
     recorder = _Recorder(arena)
-    with library.recording.into(recorder.add), recorder:
+    with recording.into(recorder.add), recorder:
         result = function()
     return Tape(recorder.parts, result, arena)
 

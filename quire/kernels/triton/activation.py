@@ -1,6 +1,6 @@
-"""Gated activations: `act(first half) * second half` of each row, as they are or in E4M3.
+"""Activations of each element, and gated ones: `act(first half) * second half` of each row, as they are or in E4M3.
 
-Invariant: an element's bits come from its own two numbers alone, and a row's scale from the row.
+Invariant: an element's bits come from its own one or two numbers alone, and a row's scale from the row.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.linear import QuantizedRows
+from quire.kernels.reference import Function
 from quire.kernels.triton.launch import next_power_of_2, num_warps
 from quire.kernels.triton.quantize import empty_rows, store_quantized
 
@@ -20,19 +21,33 @@ TILE = 1024
 
 
 @triton.jit
+def _activated(x, KIND: tl.constexpr):
+    if KIND == "relu":
+        x = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
+    elif KIND == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    elif KIND == "gelu":
+        x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    else:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        # tanh(y) = 1 - 2 / (e^2y + 1), which is right at both ends
+        x = 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
+    return x
+
+
+@triton.jit
+def _elements(out, x, n, KIND: tl.constexpr, TILE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    value = tl.load(x + place, mask=place < n, other=0.0).to(tl.float32)
+    tl.store(out + place, _activated(value, KIND), mask=place < n)
+
+
+@triton.jit
 def _gated(x, column, n, KIND: tl.constexpr):
     """Some columns of the row behind x, rounded to its dtype; 0 beyond n."""
     gate = tl.load(x + column, mask=column < n, other=0.0).to(tl.float32)
     up = tl.load(x + n + column, mask=column < n, other=0.0).to(tl.float32)
-    if KIND == "silu":
-        gate = gate / (1.0 + tl.exp(-gate))
-    elif KIND == "gelu":
-        gate = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
-    else:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        # tanh(y) = 1 - 2 / (e^2y + 1), which is right at both ends
-        gate = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
-    return (gate * up).to(x.dtype.element_ty)
+    return (_activated(gate, KIND) * up).to(x.dtype.element_ty)
 
 
 @triton.jit
@@ -66,6 +81,15 @@ def _launch_fp8(x: Tensor, kind: str) -> QuantizedRows:
         _gate_fp8[(rows,)](
             out.values, out.scales, x, x.stride(0), n, KIND=kind, TILE=tile, num_warps=num_warps(tile)
         )
+    return out
+
+
+def activate(x: Tensor, function: Function) -> Tensor:
+    """See `ops.activate`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if out.numel():
+        _elements[(triton.cdiv(out.numel(), TILE),)](out, x, out.numel(), KIND=function, TILE=TILE)
     return out
 
 

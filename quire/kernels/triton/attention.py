@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.attention_features import check_features
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.triton import launch
 from quire.kernels.triton.launch import next_power_of_2
@@ -343,6 +344,7 @@ def attend(
     alibi_slopes: Tensor | None,
 ) -> Tensor:
     """Launch in a given shape."""
+    check_features(q, sliding_window, soft_cap, alibi_slopes)
     (tokens, heads, head_size), (_, kv_heads, _, page) = q.shape, k_cache.shape
     num_requests, group = len(metadata.seq_lens), heads // kv_heads
     block_q = shape.block_m // group

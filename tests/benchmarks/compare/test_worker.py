@@ -11,6 +11,7 @@ import pytest
 from benchmarks.compare.cases import CASES, Case, Phase
 from benchmarks.compare.engines.base import Rate
 from benchmarks.compare.engines.python_engine import rates
+from benchmarks.compare.engines.quire import Quire
 from benchmarks.compare.workers import quire as quire_worker
 from benchmarks.compare.workers import worker
 
@@ -60,7 +61,7 @@ def test_rates_are_found_among_an_engines_own_lines(capsys: pytest.CaptureFixtur
     assert all(isinstance(rate, Rate) and rate.rate > 0 for rate in found)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("precision", Quire.precisions)
 def test_quire_runs(
     precision: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,245 @@
+"""`Planner`: fills a step with the requests that run in it, and starts and preempts requests to that end.
+
+Invariant: whoever runs holds blocks and a row of the worker; whoever stops gives both back here or in `Scheduler`.
+"""
+
+from __future__ import annotations
+
+from quire.config import SchedulerConfig
+from quire.kv_cache.manager import KVCacheManager, PrefixHit
+from quire.scheduler.explain import Cause
+from quire.scheduler.output import BlockIds
+from quire.scheduler.policies import Policy
+from quire.scheduler.queues import RankedRequests
+from quire.scheduler.request import Request, RequestStatus
+from quire.scheduler.step import Blocked, StepPlan
+from quire.scheduler.wait_account import WaitAccount
+
+
+class Planner:
+    """Decides who runs, and what a step computes of them.
+
+    Running requests are kept in the order of their ranks, which the policy gives. That order is also the order of
+    planning, and preemption takes from its end, so a request that has its place in the plan never loses it again.
+
+    Attributes:
+        running: the requests that have a row.
+        num_preemptions: how often one lost it before its end.
+        vacated: ids of requests whose rows the worker has yet to be told to free.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerConfig,
+        max_model_len: int,
+        kv: KVCacheManager,
+        policy: Policy,
+        waits: WaitAccount,
+    ) -> None:
+        self._limits = limits
+        self._max_model_len = max_model_len
+        self._kv = kv
+        self._policy = policy
+        self._waits = waits
+        self.running = RankedRequests()
+        self.num_preemptions = 0
+        self.vacated: list[str] = []
+
+    def plan(self, step_id: int, now: float) -> StepPlan:
+        """The next step, as `Scheduler.schedule` describes it."""
+        step = StepPlan(step_id, self._limits.max_num_batched_tokens, self._prompt_cap())
+        self._plan_running(step, now)
+        self._start_waiting(step, now)
+        return step
+
+    def vacate(self, request: Request) -> None:
+        """Take a request from the running ones; its row is free with the next plan."""
+        self.running.remove(request)
+        self.vacated.append(request.request_id)
+
+    def take_vacated(self) -> list[str]:
+        """The rows to free, for the plan that says so."""
+        vacated, self.vacated = self.vacated, []
+        return vacated
+
+    def _prompt_cap(self) -> int:
+        """Most tokens of one prompt in the next step; limited only while somebody generates."""
+        cap = self._limits.long_prefill_token_threshold
+        if cap and any(request.num_missing_tokens(self._max_model_len) == 1 for request in self.running):
+            return cap
+        return self._limits.max_num_batched_tokens
+
+    def _plan_running(self, step: StepPlan, now: float) -> None:
+        """Let running requests catch up, the first ones at the cost of the last if blocks are short."""
+        preempts = self._policy.preempts
+        for request in list(self.running):
+            if preempts and request.status is RequestStatus.RUNNING:
+                self._start_waiting(step, now, before=request)
+            if step.budget == 0 or request.status is not RequestStatus.RUNNING:
+                break
+            num_missing = num_new_tokens = request.num_missing_tokens(self._max_model_len)
+            if num_missing == 0:  # all that it may still have is in flight
+                step.num_satisfied += 1
+                continue
+            if num_new_tokens > 1 or request.wait.cause is not None:
+                num_new_tokens = min(num_new_tokens, max(step.budget - self._num_unplanned(step) + 1, 1))
+                num_new_tokens = self._cap_prompt(request, num_new_tokens, step, now)
+            new_block_ids = self._allocate_or_preempt(request, num_new_tokens, now)
+            if new_block_ids is not None:
+                step.add_cached(request, num_new_tokens, new_block_ids)
+                if num_new_tokens < num_missing:
+                    self._promise_blocks(request, step)
+
+    def _num_unplanned(self, step: StepPlan) -> int:
+        """Running requests that have yet to get their tokens of a step, of which each will want one."""
+        return len(self.running) - len(step.chunks) - step.num_satisfied
+
+    def _allocate_or_preempt(self, request: Request, num_new_tokens: int, now: float) -> BlockIds | None:
+        """Blocks for a running request, taken from the last ones if need be; None if it was itself the last.
+
+        The first running request always gets what it needs: alone, it fits (see `check_admissible`). So every
+        step advances somebody, unless steps in flight already do, and nobody waits for ever.
+        """
+        while request.status is RequestStatus.RUNNING:
+            block_ids = self._kv.allocate_slots(request, num_new_tokens)
+            if block_ids is not None:
+                return block_ids
+            self._preempt_last(request, now)
+        return None
+
+    def _preempt_last(self, by: Request, now: float) -> None:
+        """Take the blocks of the running request of highest rank; it keeps its tokens, to be computed again.
+
+        If its blocks are swapped out, it returns as it was.
+        """
+        victim = self.running.last
+        self.vacate(victim)
+        self._kv.preempt(victim)
+        victim.preempt()
+        victim.wait.enter(Cause.PREEMPTED, now, "lack of blocks" if by is victim else by.request_id)
+        self._policy.put_back(victim)
+        self.num_preemptions += 1
+
+    def _start_waiting(self, step: StepPlan, now: float, before: Request | None = None) -> None:
+        """Start waiting requests, strictly in the policy's order, until one does not fit.
+
+        With `before`, only those that outrank this running request, which is planned next.
+        """
+        while step.blocked is None and len(self._policy):
+            first = self._policy.peek()
+            if before is not None and first.rank >= before.rank:
+                break
+            step.blocked = self._start(first, step, now)
+
+    def _start(self, request: Request, step: StepPlan, now: float) -> Blocked | None:
+        """Start or resume a request if a first chunk fits the budget and all known tokens fit the cache.
+
+        Asking for room for all tokens, not only the chunk's, keeps a preempted request from coming back just
+        to be preempted again. It comes back with all its tokens, so those in flight must be in.
+        """
+        if request.num_steps_in_flight:
+            return Blocked(request, Cause.NEXT_STEP)
+        if self._budget_to_start(step) <= 0:
+            return Blocked(request, Cause.TOKEN_BUDGET)
+        if len(self.running) >= self._limits.max_num_seqs and not self._outranks_last(request):
+            return Blocked(request, Cause.SEQUENCE_CAP)
+        hit = self._find_prefix(request, step)
+        if self._first_chunk(request, hit, step) == 0:
+            return Blocked(request, Cause.TOKEN_BUDGET)
+        hit, blocked = self._find_room(request, hit, step, now)
+        num_new_tokens = self._first_chunk(request, hit, step)
+        if blocked is not None or num_new_tokens == 0:
+            return blocked or Blocked(request, Cause.TOKEN_BUDGET)
+        num_new_tokens = self._cap_prompt(request, num_new_tokens, step, now)
+        self._run(request, hit, now)
+        allocated = self._kv.allocate_slots(request, num_new_tokens)
+        assert allocated is not None, "the room just found is gone"
+        step.add_new(request, num_new_tokens, self._kv.get_block_ids(request))
+        self._promise_blocks(request, step)
+        return None
+
+    def _run(self, request: Request, hit: PrefixHit, now: float) -> None:
+        """Move a request from the waiting ones to the running ones."""
+        self._policy.start(request, hit.num_tokens)
+        if request.status is RequestStatus.WAITING:
+            self._waits.start(request, now)
+        self.running.add(request)
+        request.start(now, hit.num_tokens)
+        self._kv.start(request, hit)
+
+    def _find_room(
+        self, request: Request, hit: PrefixHit, step: StepPlan, now: float
+    ) -> tuple[PrefixHit, Blocked | None]:
+        """A row and free blocks for a waiting request, if need be those of running requests that it outranks.
+
+        None is preempted unless that suffices. The victims cannot thrash: they come back after the request, and
+        each was outranked by it for good. Returns what the hit has become, too: a victim that goes to the host may
+        push some of it out, or be the one whose prompt was to be shared.
+        """
+        blocked = self._lack(request, hit, step)
+        if blocked is None or not self._outranks_last(request):
+            return hit, blocked
+        outranked = [other for other in self.running if other.rank > request.rank]
+        if blocked.num_blocks > sum(map(self._kv.num_held_blocks, outranked)):
+            return hit, blocked
+        while blocked is not None and self._outranks_last(request):
+            self._preempt_last(request, now)
+            hit = self._find_prefix(request, step)
+            blocked = self._lack(request, hit, step)
+        return hit, blocked
+
+    def _lack(self, request: Request, hit: PrefixHit, step: StepPlan) -> Blocked | None:
+        """Which of a row and blocks a waiting request lacks; blocks promised in this step are as good as taken."""
+        num_short = self._kv.num_blocks_short(request, hit) + step.promised_blocks
+        if num_short > 0:
+            return Blocked(request, Cause.BLOCKS, num_short)
+        if len(self.running) >= self._limits.max_num_seqs:
+            return Blocked(request, Cause.SEQUENCE_CAP)
+        return None
+
+    def _outranks_last(self, request: Request) -> bool:
+        """Whether the policy lets a waiting request take the place of the last running one."""
+        return self._policy.preempts and len(self.running) > 0 and request.rank < self.running.last.rank
+
+    def _promise_blocks(self, request: Request, step: StepPlan) -> None:
+        """Keep free what a planned request needs for known tokens that this step did not reach."""
+        if request.num_computed_tokens < request.num_tokens:
+            step.promised_blocks += self._kv.num_blocks_to_finish(request)
+
+    def _cap_prompt(self, request: Request, num_new_tokens: int, step: StepPlan, now: float) -> int:
+        """Cut a chunk to `--long-prefill-token-threshold`, which the request is told about."""
+        capped = num_new_tokens > step.prompt_cap
+        request.wait.enter(Cause.LONG_PREFILL_CAP if capped else None, now)
+        return min(num_new_tokens, step.prompt_cap)
+
+    def _find_prefix(self, request: Request, step: StepPlan) -> PrefixHit:
+        """What a request need not compute: what was swapped out, what its parent has, or what is cached.
+
+        Prompt logprobs need every position to be computed.
+        """
+        swapped = self._kv.get_swapped_blocks(request)
+        if swapped is not None:
+            return swapped
+        if request.sampling_params.prompt_logprobs is not None:
+            return self._kv.no_hit
+        hits = [self._kv.get_computed_blocks(request)]
+        parent, num_tokens = request.parent, request.num_prompt_tokens - 1
+        if parent and parent.status is RequestStatus.RUNNING and step.num_ready_tokens(parent) >= num_tokens:
+            hits.append(self._kv.get_forked_blocks(parent, num_tokens))
+        return max(hits, key=lambda hit: hit.num_tokens)
+
+    def _budget_to_start(self, step: StepPlan) -> int:
+        """What a step can still compute, less a token for each running request that is yet to be planned."""
+        return step.budget - self._num_unplanned(step)
+
+    def _first_chunk(self, request: Request, hit: PrefixHit, step: StepPlan) -> int:
+        """Tokens of a waiting request to compute now; 0 to wait for a step with more room.
+
+        Without chunked prefill a prompt is computed in one step. Only what exceeds a whole step is split all the
+        same: a resumed request may have grown past it and must still come to its end.
+        """
+        num_missing, budget = request.num_tokens - hit.num_tokens, self._budget_to_start(step)
+        if num_missing <= budget:
+            return num_missing
+        may_split = self._limits.enable_chunked_prefill or num_missing > self._limits.max_num_batched_tokens
+        return budget if may_split else 0
