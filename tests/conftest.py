@@ -8,6 +8,8 @@ from pathlib import Path
 
 # Before torch is imported: OpenMP threads that spin while they wait starve the other processes of a test.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Before Triton is imported, whoever does it first: GPU kernels run in its interpreter.
+os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 

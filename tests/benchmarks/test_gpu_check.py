@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels import triton_interpreter  # noqa: F401
-
 pytest.importorskip("triton", reason="no Triton for this platform")
 from benchmarks.gpu import check, engine_checks, imports, kernel_checks, runner
 from benchmarks.gpu.runner import Check, run_checks

@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels import triton_interpreter  # noqa: F401
-
 pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels import triton_interpreter  # noqa: F401
-
 pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.errors import ConfigError
 from quire.kernels import ops, reference

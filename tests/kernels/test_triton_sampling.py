@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels import triton_interpreter  # noqa: F401
-
 pytest.importorskip("triton", reason="no Triton for this platform")
 import triton
 import triton.language as tl

@@ -1,8 +1,4 @@
-"""Runs the GPU kernels on a CPU: to be imported before any module of `quire.kernels.triton`."""
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
+"""Runs the GPU kernels on a CPU, in Triton's interpreter."""
 
 import pytest
 

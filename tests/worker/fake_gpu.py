@@ -1,4 +1,4 @@
-"""An asynchronous device made of the host, to be imported before any module of `quire.kernels.triton`.
+"""An asynchronous device made of the host.
 
 It runs everything at once, but shows results as late as a GPU may: what is downloaded holds poison until a later mark
 is waited for. A graph keeps what it was made from and does that again when it is replayed; graphs share their memory,
@@ -6,10 +6,6 @@ so a replay spoils what the others have left.
 """
 
 from __future__ import annotations
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.worker.fake_gpu import FakeGpu  # isort: skip  (before the kernels)
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 from quire.sampling_params import SamplingParams
@@ -20,6 +19,7 @@ from quire.worker.block_table import BlockTable
 from quire.worker.device_batch import DeviceBatch
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import gather_inputs
+from tests.worker.fake_gpu import FakeGpu
 from tests.worker.harness import rows_of
 
 MAX_SEQS, MAX_LEN, POOL = 6, 600, 900

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.worker.fake_gpu import POISON, FakeGpu  # isort: skip  (before the kernels)
 from quire.executor import uniproc
 from quire.kernels import cpu, ops, triton
 from quire.kernels.limits import Limits
@@ -22,6 +21,7 @@ from quire.scheduler.output import SchedulerOutput
 from quire.worker.devices import make_device
 from quire.worker.graphs import DecodeGraphs, default_sizes
 from tests.end_to_end.test_overlapped import Job, facts, jobs_of_all_kinds, overlapped, serve
+from tests.worker.fake_gpu import POISON, FakeGpu
 from tests.worker.harness import POISON as BAD_TOKEN
 from tests.worker.harness import Driver, Sequence, request, toy_runner
 

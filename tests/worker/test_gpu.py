@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels import triton_interpreter  # noqa: F401  # isort: skip  (before the kernels)
 from quire.errors import ConfigError, StartupError
 from quire.worker import devices
 from quire.worker.cpu import CpuDevice

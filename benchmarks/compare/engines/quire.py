@@ -18,12 +18,18 @@ class Quire(PythonEngine):
 
     name = "quire"
     worker = "quire"
-    precisions: ClassVar[Mapping[str, int]] = {"bf16": 16, "int8": 8, "int4": 4, "int4, int4 head": 4}
+    precisions: ClassVar[Mapping[str, int]] = {
+        "bf16": 16,
+        "bf16, medium": 16,
+        "int8": 8,
+        "int4": 4,
+        "int4, int4 head": 4,
+    }
     packages = ("quire", "torch")
     notes = (
-        "`LLM(checkpoint, load_format='auto', enable_prefix_caching=False)`; int8 and int4 by `quantization=` with its "
-        "defaults: int8 with a scale per output, int4 in groups of 32, symmetric (4.5 bits, as Q4_0), but the head in "
-        "int8, or with `quantization_config={'head': 'int4'}` in int4, too."
+        "`LLM(checkpoint, load_format='auto', enable_prefix_caching=False)`; medium: `matmul_precision='medium'`; int8 "
+        "and int4 by `quantization=` with its defaults: int8 with a scale per output, int4 in groups of 32, symmetric "
+        "(4.5 bits, as Q4_0), but the head in int8, or with `quantization_config={'head': 'int4'}` in int4, too."
     )
 
     def __init__(self, folder: Path) -> None:

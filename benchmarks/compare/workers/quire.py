@@ -12,6 +12,7 @@ from quire import LLM, SamplingParams
 
 FORMATS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {},
+    "bf16, medium": {"matmul_precision": "medium"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "int4, int4 head": {"quantization": "int4", "quantization_config": {"head": "int4"}},
