@@ -22,8 +22,6 @@ NUM_REQUESTS = 32
 PREFIX_LEN = 1000
 SHARED_SUFFIX_LEN, SHARED_OUTPUT_LEN = 20, 16
 COST_INPUT_LEN, COST_OUTPUT_LEN = 128, 64
-NUM_WARM_UP_ROUNDS = 12
-"""Until each block was in use once: memory is given on first use, and without the cache fewer blocks are used."""
 
 
 def make_engine(model: str, max_num_batched_tokens: int, *, cached: bool) -> QuireBackend:
@@ -75,6 +73,12 @@ def main() -> None:
     parser.add_argument("workload", choices=("cost", "shared"))
     parser.add_argument("--model", default=DEMO_MODEL)
     parser.add_argument("--num-rounds", type=int)
+    parser.add_argument(
+        "--num-warm-up-rounds",
+        type=int,
+        default=12,
+        help="Until each block was in use once: memory is given on first use, and without the cache fewer are used.",
+    )
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     args = parser.parse_args()
     engines = [
@@ -89,7 +93,7 @@ def main() -> None:
         make(vocab_size, seed) for seed in range(num_rounds)
     ]  # a seed of its own: nothing of it is cached
     for engine in engines:
-        for seed in range(num_rounds, num_rounds + NUM_WARM_UP_ROUNDS):
+        for seed in range(num_rounds, num_rounds + args.num_warm_up_rounds):
             engine.generate(make(vocab_size, seed), output_len)
     comparison = compare(engines[0], engines[1], batches, output_len)
     print(summary(comparison))

@@ -31,7 +31,8 @@ def test_share_of_the_limit(flops: float, num_bytes: float, share: float, bound:
     assert f"{share:.0%} of {bound}" in result.line()
 
 
-def test_linear_cases_count_what_a_call_needs() -> None:
+def test_linear_cases_count_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_COLD_BYTES", 2**16)
     shape = ModelShape(hidden=32, qkv=48, intermediate=64, vocab=100)
     cases = {case.name: case for case in kernels.linear_cases(shape, [3], ["bfloat16"])}
     assert list(cases) == [f"{name} bfloat16" for name in ("qkv", "o", "gate_up+silu", "down", "lm_head")]

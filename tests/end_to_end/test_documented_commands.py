@@ -22,7 +22,7 @@ SMALLER = (
     (r"--num-iters-warmup \S+", "--num-iters-warmup 0"),
     (r"--(random-)?(input|output)-len \S+", r"--\1\2-len 8"),
     (r"--request-rate \S+", "--request-rate 100"),
-    (r"(prefix_cache.py \w+)", r"\1 --num-rounds 1"),
+    (r"(prefix_cache.py \w+)", r"\1 --num-rounds 1 --num-warm-up-rounds 1"),
     (r"served.py", "served.py --num-rounds 1 --num-prompts 4"),
     (r"kv_waste.py", "kv_waste.py --num-requests 20"),
 )

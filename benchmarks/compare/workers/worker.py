@@ -33,8 +33,10 @@ def run(load: Callable[[Path, str], Generate], arguments: Sequence[str] | None =
     args = parser.parse_args(arguments)
     generate = load(args.model, args.precision)
     generator = random.Random(args.seed)
-    generate(_prompts(generator, 2, 8), 3)
-    for case in cases_named(args.cases):
+    cases = list(cases_named(args.cases))
+    for case in cases:  # as llama.cpp's tools do: memory is first touched before it counts
+        generate(_prompts(generator, case.num_requests, case.input_len), 2)
+    for case in cases:
         rate = tokens_per_second(case, generate, generator)
         print(f"{MARK}{json.dumps({'case': case.name, 'rate': rate})}", flush=True)
 
