@@ -191,7 +191,9 @@ def _check_batch_invariant(config: EngineConfig) -> None:
 def _check_matmul_precision(config: EngineConfig) -> None:
     """What was asked for and does nothing is said."""
     dtype = config.model.dtype
-    if config.kernels.matmul_precision != "highest" and config.device.device == "cpu" and dtype != "bfloat16":
+    if config.kernels.matmul_precision == "highest" or config.device.device != "cpu":
+        return
+    if dtype != "bfloat16" or not cpu.available():
         logger.warning(
             "matmul_precision: changes nothing, on a CPU %s weights meet activations in float32", dtype
         )

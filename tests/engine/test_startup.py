@@ -35,10 +35,19 @@ def test_batch_invariance_is_refused_where_only_the_torch_reference_runs(
         prepared(batch_invariant=True)
 
 
-@pytest.mark.parametrize(("dtype", "matters"), [("bfloat16", True), ("float32", False), ("float16", False)])
+@pytest.mark.parametrize(
+    ("dtype", "native", "matters"),
+    [
+        ("bfloat16", True, True),
+        ("float32", True, False),
+        ("float16", True, False),
+        ("bfloat16", False, False),
+    ],
+)
 def test_a_precision_of_products_that_changes_nothing_is_said(
-    dtype: str, matters: bool, caplog: pytest.LogCaptureFixture
+    dtype: str, native: bool, matters: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(cpu, "available", lambda: native)
     prepared(dtype=dtype)
     assert prepared(dtype=dtype, matmul_precision="medium").kernels.matmul_precision == "medium"
     assert ("matmul_precision: changes nothing" in caplog.text) is not matters
