@@ -1,44 +1,145 @@
-"""Plug-ins: objects that other installed packages offer under a name, found through entry points.
+"""Tables to which other installed packages add rows, by entry points.
 
-Invariant: a plug-in's code is imported when its name is asked for, and a name stands for one object only.
+Invariant: a plug-in's code is imported when its name is asked for, and a name stands for one object only. Every process
+of an engine sees the same plug-ins: those that are installed, less those that `QUIRE_PLUGINS` leaves out.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from quire.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+GENERAL = "quire.plugins"
+"""Functions without arguments that every process calls once when it starts, such as one that registers models."""
 
 T = TypeVar("T")
 
 
+class PluginTable(Generic[T]):
+    """Objects of one kind by name: quire's own, and those of plug-ins.
+
+    Args:
+        group: the entry points' group.
+        flag: the option or thing that a name is given for, as messages call it.
+        built_in: name -> object, or where it is ("module:Name") if it is to be imported when it is asked for.
+        expected: whether something that a plug-in offers is of the kind, and the kind's name.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        flag: str,
+        built_in: Mapping[str, T | str],
+        expected: tuple[Callable[[object], bool], str],
+    ) -> None:
+        self.group = group
+        self._flag = flag
+        self._built_in = dict(built_in)
+        self._accepts, self._kind = expected
+
+    def names(self) -> list[str]:
+        """quire's own in their order, then those of plug-ins."""
+        return [*self._built_in, *(name for name in plugin_names(self.group) if name not in self._built_in)]
+
+    def resolve(self, name: str) -> T:
+        """The object of a name; a built-in one cannot be replaced.
+
+        Raises:
+            ConfigError: there is none of that name, two packages offer different ones, it cannot be imported, or it
+                is of another kind.
+        """
+        if name in self._built_in:
+            found = self._built_in[name]
+            return cast(T, import_place(found)) if isinstance(found, str) else found
+        if name not in plugin_names(self.group):
+            known = ", ".join(self.names())
+            raise ConfigError(f"{self._flag} must be one of {known}, got {name!r}")
+        return self._load(name)
+
+    def resolve_all(self) -> list[T]:
+        """The objects of all `names`; raises as `resolve` does."""
+        return [self.resolve(name) for name in self.names()]
+
+    def _load(self, name: str) -> T:
+        offered, source = _load(self.group, name)
+        if not self._accepts(offered):
+            raise ConfigError(
+                f"the plug-in {name!r} of {self.group} ({source}) is {offered!r} and no {self._kind}"
+            )
+        return cast(T, offered)
+
+
+def instance_of(kind: type) -> tuple[Callable[[object], bool], str]:
+    """For a table of instances of a class."""
+    return lambda found: isinstance(found, kind), kind.__name__
+
+
+def subclass_of(kind: type) -> tuple[Callable[[object], bool], str]:
+    """For a table of classes."""
+    return lambda found: isinstance(found, type) and issubclass(found, kind), f"subclass of {kind.__name__}"
+
+
+FACTORY: tuple[Callable[[object], bool], str] = (callable, "callable")
+"""For a table of things that are called to make an object."""
+
+
 def plugin_names(group: str) -> list[str]:
-    """The names that packages offer in a group of entry points, sorted."""
-    return sorted({point.name for point in entry_points(group=group)})
+    """The names that packages offer in a group of entry points and `QUIRE_PLUGINS` lets in, sorted.
+
+    The variable has names with commas between them; without it all are let in, and if it is empty, none.
+    """
+    allowed = os.environ.get("QUIRE_PLUGINS")
+    names = {point.name for point in entry_points(group=group)}
+    if allowed is not None:
+        names &= {name.strip() for name in allowed.split(",")}
+    return sorted(names)
 
 
-def load_plugin(group: str, name: str, expected: type[T]) -> T:
-    """The object that a package offers under a name of `plugin_names`.
+@functools.cache
+def load_general_plugins() -> None:
+    """Call the plug-ins that every process calls; further calls do nothing.
 
     Raises:
-        ConfigError: two packages offer different objects under it, it cannot be imported, or it is of another type.
+        ConfigError: one cannot be imported, is not callable or raises; the message names it.
     """
+    table: PluginTable[Callable[[], object]] = PluginTable(GENERAL, "a plug-in", {}, FACTORY)
+    for name in table.names():
+        plugin = table.resolve(name)
+        try:
+            plugin()
+        except Exception as error:
+            raise ConfigError(f"the plug-in {name!r} of {GENERAL} failed: {error!r}") from error
+        logger.info("plug-in %s loaded", name)
+
+
+def import_place(place: str) -> Any:
+    """The object at "module:Name"."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _load(group: str, name: str) -> tuple[object, str]:
+    """What a package offers under a name of a group, and which package says so."""
     points = list({point.value: point for point in entry_points(group=group, name=name)}.values())
     if len(points) != 1:
-        offers = ", ".join(sorted(map(_source, points))) or "nobody"
+        offers = ", ".join(sorted(map(_source, points)))
         raise ConfigError(f"the plug-in {name!r} of {group} must be offered by one package, not by {offers}")
+    source = _source(points[0])
     try:
-        found = points[0].load()
+        return points[0].load(), source
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"the plug-in {name!r} of {group} ({_source(points[0])}) cannot be imported: {error}"
+            f"the plug-in {name!r} of {group} ({source}) cannot be imported: {error}"
         ) from error
-    if not isinstance(found, expected):
-        raise ConfigError(
-            f"the plug-in {name!r} of {group} ({_source(points[0])}) is {found!r} and no {expected.__name__}"
-        )
-    return found
 
 
 def _source(point: EntryPoint) -> str:

@@ -1,7 +1,8 @@
 """`SamplingParams`: how one request's tokens are chosen and when it stops.
 
-Invariant: an instance that exists is valid on its own; what depends on the model (vocabulary, context
-length) is checked by the input processor. It is a msgspec struct, so it crosses process borders as is.
+Invariant: an instance that exists is valid on its own, and stays so, because it is frozen; what depends on the model
+(vocabulary, context length) is checked by the input processor. It is a msgspec struct, so it crosses process borders as
+is.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -35,8 +37,8 @@ class RequestOutputKind(enum.IntEnum):
     """One output, at the end."""
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Sampling parameters of one request; names, order and defaults are vLLM's.
+class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
+    """Sampling parameters of one request; names, order and defaults are vLLM's. `clone` makes one that differs.
 
     Args:
         n: completions per prompt, 1..128.
@@ -75,8 +77,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: list[str] = msgspec.field(default_factory=list)
-    stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -87,12 +89,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self._normalize()
         for name, low, high in _FLOAT_RANGES:
-            setattr(self, name, _checked_float(name, getattr(self, name), low, high))
+            self._set(name, _checked_float(name, getattr(self, name), low, high))
         for name, low_int, high_int in _INT_RANGES:
             _check_int(name, getattr(self, name), low_int, high_int)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
@@ -104,16 +106,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         self._check_relations()
         self._settle_temperature()
 
+    def _set(self, name: str, value: Any) -> None:
+        """Bring a field into its one form, while the instance is being made."""
+        msgspec.structs.force_setattr(self, name, value)
+
     def _normalize(self) -> None:
-        self.stop = _as_list("stop", self.stop, str)
-        self.stop_token_ids = list(dict.fromkeys(_as_list("stop_token_ids", self.stop_token_ids, int)))
+        self._set("stop", _as_tuple("stop", self.stop, str))
+        self._set(
+            "stop_token_ids", tuple(dict.fromkeys(_as_tuple("stop_token_ids", self.stop_token_ids, int)))
+        )
         if self.seed == -1:
-            self.seed = None
+            self._set("seed", None)
         if self.top_k == -1:
-            self.top_k = 0
+            self._set("top_k", 0)
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(getattr(self, name), bool):
-                setattr(self, name, 1 if getattr(self, name) else None)
+                self._set(name, 1 if getattr(self, name) else None)
 
     def _check_lists(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -123,11 +131,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         if any(not text for text in self.stop):
             raise ValidationError("stop must not contain an empty string", param="stop")
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _as_list("allowed_token_ids", self.allowed_token_ids, int)
+            self._set("allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids, int))
             if not self.allowed_token_ids:
                 raise ValidationError("allowed_token_ids must not be empty", param="allowed_token_ids")
         if self.logit_bias is not None:
-            self.logit_bias = _checked_logit_bias(self.logit_bias)
+            self._set("logit_bias", _checked_logit_bias(self.logit_bias))
 
     def _check_relations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -140,12 +148,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     def _settle_temperature(self) -> None:
         if self.temperature < GREEDY_EPSILON:
-            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+            for name, value in _GREEDY:
+                self._set(name, value)
         elif self.temperature < MIN_TEMPERATURE:
             logger.warning(
                 "temperature %g is below %g and was raised to it", self.temperature, MIN_TEMPERATURE
             )
-            self.temperature = MIN_TEMPERATURE
+            self._set("temperature", MIN_TEMPERATURE)
 
     @property
     def greedy(self) -> bool:
@@ -157,6 +166,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         return msgspec.structs.replace(self, **changes)
 
 
+_GREEDY = (("temperature", 0.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
 _FLOAT_RANGES = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
@@ -197,11 +207,11 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         raise ValidationError(f"{name} must be {limit}, got {value}", param=name)
 
 
-def _as_list(name: str, value: Any, kind: type) -> list[Any]:
+def _as_tuple(name: str, value: Any, kind: type) -> tuple[Any, ...]:
     if value is None:
-        return []
+        return ()
     if isinstance(value, kind) and not isinstance(value, bool):
-        return [value]
+        return (value,)
     if not isinstance(value, list | tuple):
         raise ValidationError(f"{name} must be a list, got {value!r}", param=name)
     for item in value:
@@ -209,7 +219,7 @@ def _as_list(name: str, value: Any, kind: type) -> list[Any]:
             raise ValidationError(
                 f"{name} must contain only {kind.__name__} values, got {item!r}", param=name
             )
-    return list(value)
+    return tuple(value)
 
 
 def _checked_logit_bias(bias: object) -> dict[int, float]:

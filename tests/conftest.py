@@ -13,6 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 
+from tests.fixtures.entry_points import offer as offer
 from tests.fixtures.tiny_models import write_tiny_model
 
 

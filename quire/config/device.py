@@ -15,8 +15,9 @@ class DeviceConfig(Config):
 
     device: str = option(
         "auto",
-        "Device type; auto: a GPU if there is one that torch can use, else the CPU. ROCm answers to cuda.",
+        "Device type, or a plug-in's; auto: a GPU if there is one that torch can use, else the CPU. ROCm is cuda.",
         choices=("auto", "cpu", "cuda", "xpu"),
+        plugins="quire.devices",
     )
     cpu_threads: int = option(0, "Compute threads; 0: one per available physical core.", ge=0)
     cpu_pin_threads: bool = option(

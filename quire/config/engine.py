@@ -27,7 +27,7 @@ class EngineConfig:
     """Configuration of one engine.
 
     As the user gives it, fields may say 0 or "auto". `quire.engine.startup.prepare` returns a copy in which
-    every such field has a value and `arch` and `model_dir` are set; the core and the worker only see that copy.
+    every such field has a value and what stands below them is set; the core and the worker only see that copy.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -41,6 +41,8 @@ class EngineConfig:
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     model_dir: str = ""
+    model_class: str = ""
+    """The class that serves the model, as "module:Name", so that a process finds what was registered in another."""
     model_arch: ModelArch | None = None
     fit_max_model_len: bool = False
     """Whether `max_model_len` is a limit that is to be lowered to what the KV cache can hold."""

@@ -15,11 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.plugins import plugin_names
 
 
 @dataclass(frozen=True)
 class OptionInfo:
-    """Documentation and limits of one field; `metavar` is shown in `--help`, `words` stand for values."""
+    """Documentation and limits of one field.
+
+    `metavar` is shown in `--help`, `words` stand for values, and names that packages offer in the group `plugins` of
+    entry points are choices, too.
+    """
 
     doc: str
     choices: tuple[str, ...] = ()
@@ -28,8 +33,12 @@ class OptionInfo:
     le: float | None = None
     metavar: str | None = None
     short: str | None = None
-    hidden: bool = False
+    plugins: str = ""
     words: tuple[tuple[str, int], ...] = ()
+
+    def names(self) -> tuple[str, ...]:
+        """What may be chosen from on this machine; empty: whatever has the right type."""
+        return (*self.choices, *plugin_names(self.plugins)) if self.plugins else self.choices
 
 
 def option(default: Any, doc: str, **limits: Any) -> Any:
@@ -89,8 +98,8 @@ def check_value(name: str, value: Any, expected: Any, info: OptionInfo) -> None:
     kind = plain_type(expected)
     if not _has_type(value, kind):
         raise ConfigError(f"{flag_of(name)} must be {_type_name(kind)}, got {value!r}")
-    if info.choices and value not in info.choices:
-        raise ConfigError(f"{flag_of(name)} must be one of {', '.join(info.choices)}, got {value!r}")
+    if info.choices and value not in info.names():
+        raise ConfigError(f"{flag_of(name)} must be one of {', '.join(info.names())}, got {value!r}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         _check_range(name, value, info)
 

@@ -13,6 +13,7 @@ class ParallelConfig(Config):
 
     distributed_executor_backend: str = option(
         "uni",
-        "uni: the worker runs in the engine's process; null: nothing is computed.",
+        "uni: the worker runs in the engine's process; null: nothing is computed; or a plug-in's.",
         choices=("uni", "null"),
+        plugins="quire.executors",
     )

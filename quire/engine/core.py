@@ -29,9 +29,9 @@ from quire.engine.recorder import recorded
 from quire.engine.step_loop import make_loop
 from quire.engine.trace import create_trace
 from quire.errors import ClientError
-from quire.executor.base import Executor
-from quire.executor.registry import resolve_executor
+from quire.executor.base import Executor, resolve_executor
 from quire.kv_cache.sizing import settle_max_model_len, size_kv_cache
+from quire.plugins import load_general_plugins
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.registry import resolve_scheduler
@@ -46,6 +46,7 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig) -> None:
         started = time.monotonic()
+        load_general_plugins()
         scheduler_class = resolve_scheduler(config.scheduler.scheduler_cls)
         self.executor: Executor = resolve_executor(config.parallel.distributed_executor_backend)(config)
         self.executor.load()

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from quire.config import EngineConfig, ModelArch
+from quire.config.engine import engine_fields
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.models.checkpoint import resolve_model_dir
 from quire.models.generation_config import read_generation_config
 from quire.models.hf_config import read_hf_config
+from quire.models.registry import ModelRegistry
 from quire.platforms import choose_device
+from quire.plugins import load_general_plugins
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +52,18 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     Raises:
         StartupError: the model cannot be found or read, or a field does not fit it.
     """
+    load_general_plugins()
     model_dir = resolve_model_dir(config.model.model, config.model.revision, config.load.download_dir)
     arch = read_hf_config(model_dir, config.model.hf_overrides)
     arch = dataclasses.replace(arch, generation=_generation_defaults(config, arch, model_dir))
     fit = config.model.max_model_len == FIT_MEMORY
-    config = dataclasses.replace(config, model_dir=str(model_dir), model_arch=arch, fit_max_model_len=fit)
+    config = dataclasses.replace(
+        config,
+        model_dir=str(model_dir),
+        model_arch=arch,
+        model_class=ModelRegistry.place_of(arch.architecture),
+        fit_max_model_len=fit,
+    )
     if config.device.device == "auto":
         config = _settled(config, Choice("device", *choose_device()))
     choices = [
@@ -69,7 +80,8 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.quantization.check(config.device.device)
     config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
     _check_batch_invariant(config)
-    _check_matmul_precision(config)
+    for field, reason in without_effect(config):
+        logger.warning("%s: changes nothing, %s", field, reason)
     return config
 
 
@@ -183,17 +195,60 @@ def _check_batch_invariant(config: EngineConfig) -> None:
         raise ConfigError(
             "--batch-invariant needs the C++ kernels on a CPU, and they were not built or are switched off"
         )
-    logger.info(
-        "batch_invariant: changes nothing, on a CPU a request has the same bits in every batch anyway"
-    )
 
 
-def _check_matmul_precision(config: EngineConfig) -> None:
-    """What was asked for and does nothing is said."""
+def without_effect(config: EngineConfig) -> Iterator[tuple[str, str]]:
+    """The fields of a prepared config that were set and do nothing in it, each with the reason."""
+    for fields, why in _WITHOUT_EFFECT:
+        reason = why(config)
+        for field in fields if reason is not None else ():
+            child, owner = engine_fields()[field]
+            if getattr(getattr(config, child), field) != getattr(owner(), field):
+                yield field, str(reason)
+
+
+def _why_no_graphs(config: EngineConfig) -> str | None:
+    if config.device.device == "cpu":
+        return "there are no CUDA graphs on a CPU"
+    return "--enforce-eager switches CUDA graphs off" if config.device.enforce_eager else None
+
+
+def _why_no_threads(config: EngineConfig) -> str | None:
+    return None if config.device.device == "cpu" else f"the device is {config.device.device}"
+
+
+def _unless_policy(name: str) -> Callable[[EngineConfig], str | None]:
+    def why(config: EngineConfig) -> str | None:
+        policy = config.scheduler.scheduling_policy
+        is_known = policy == name or config.scheduler.scheduler_cls
+        return None if is_known else f"--scheduling-policy is {policy}"
+
+    return why
+
+
+def _why_no_swapping(config: EngineConfig) -> str | None:
+    return None if config.cache.swap_space else "there is no --swap-space"
+
+
+def _why_one_precision(config: EngineConfig) -> str | None:
     dtype = config.model.dtype
-    if config.kernels.matmul_precision == "highest" or config.device.device != "cpu":
-        return
-    if dtype != "bfloat16" or not cpu.available():
-        logger.warning(
-            "matmul_precision: changes nothing, on a CPU %s weights meet activations in float32", dtype
-        )
+    if config.device.device != "cpu" or (dtype == "bfloat16" and cpu.available()):
+        return None
+    return f"on a CPU {dtype} weights meet activations in float32"
+
+
+def _why_invariant(config: EngineConfig) -> str | None:
+    on_cpu = config.device.device == "cpu"
+    return "on a CPU a request has the same bits in every batch anyway" if on_cpu else None
+
+
+_WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[EngineConfig], str | None]], ...] = (
+    (("cuda_graph_capture", "cudagraph_capture_sizes"), _why_no_graphs),
+    (("cpu_threads", "cpu_pin_threads"), _why_no_threads),
+    (("fair_weights", "fair_input_token_weight", "fair_output_token_weight"), _unless_policy("fair")),
+    (("priority_ageing_s",), _unless_policy("priority")),
+    (("preemption_mode",), _why_no_swapping),
+    (("matmul_precision",), _why_one_precision),
+    (("batch_invariant",), _why_invariant),
+)
+"""Fields, and why they would do nothing; None: they do what they say."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from quire.config import EngineConfig
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
+from quire.plugins import PluginTable, subclass_of
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -63,3 +64,21 @@ class Executor(ABC):
     def shutdown(self) -> None:
         """Release what the executor holds; calling it twice is fine."""
         return None
+
+
+EXECUTORS: PluginTable[type[Executor]] = PluginTable(
+    "quire.executors",
+    "--distributed-executor-backend",
+    {"uni": "quire.executor.uniproc:UniprocExecutor", "null": "quire.executor.null:NullExecutor"},
+    subclass_of(Executor),
+)
+"""An executor's module is imported when it is asked for, so the null executor runs without torch."""
+
+
+def resolve_executor(name: str) -> type[Executor]:
+    """The executor class of a name, as `--distributed-executor-backend` gives it.
+
+    Raises:
+        ConfigError: there is none of that name, or a plug-in does not fit.
+    """
+    return EXECUTORS.resolve(name)

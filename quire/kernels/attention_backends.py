@@ -16,9 +16,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.kernels import ops
-from quire.plugins import load_plugin, plugin_names
-
-GROUP = "quire.attention_backends"
+from quire.plugins import PluginTable, instance_of
 
 PagedAttention = Callable[..., Tensor]
 """A function with the signature and the contract of `ops.paged_attention`."""
@@ -54,7 +52,7 @@ class AttentionBackend:
 
 def known_backends() -> list[str]:
     """Names that `resolve_backend` takes, but for auto."""
-    return [*_BUILT_IN, *plugin_names(GROUP)]
+    return BACKENDS.names()
 
 
 def resolve_backend(name: str, needs: AttentionNeeds) -> tuple[str, AttentionBackend]:
@@ -65,10 +63,7 @@ def resolve_backend(name: str, needs: AttentionNeeds) -> tuple[str, AttentionBac
     """
     if name == "auto":
         return _best(needs)
-    if name not in known_backends():
-        known = ", ".join(("auto", *known_backends()))
-        raise ConfigError(f"--attention-backend must be one of {known}, got {name!r}")
-    backend = _BUILT_IN.get(name) or load_plugin(GROUP, name, AttentionBackend)
+    backend = BACKENDS.resolve(name)
     reason = backend.why_not(needs)
     if reason is not None:
         raise ConfigError(f"--attention-backend {name} cannot be used here: {reason}. {_say_usable(needs)}")
@@ -155,3 +150,7 @@ _BUILT_IN = {
     "reference": AttentionBackend(_no_reference, lambda _needs: ops.paged_attention.oracle),
 }
 _AUTO = ("triton", "cpu", "reference")
+
+BACKENDS: PluginTable[AttentionBackend] = PluginTable(
+    "quire.attention_backends", "--attention-backend", _BUILT_IN, instance_of(AttentionBackend)
+)

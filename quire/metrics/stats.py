@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from quire.config import EngineConfig
+from quire.plugins import FACTORY, PluginTable
 from quire.scheduler.output import SchedulerStats
 
 
@@ -40,3 +43,9 @@ class StatLogger(Protocol):
     """Receives every step's statistics; must be cheap and must not raise."""
 
     def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None: ...
+
+
+STAT_LOGGERS: PluginTable[Callable[[EngineConfig], StatLogger]] = PluginTable(
+    "quire.stat_loggers", "a stat logger", {}, FACTORY
+)
+"""What packages offer; every front end makes one of each."""

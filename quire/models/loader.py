@@ -41,7 +41,7 @@ def load_model(config: EngineConfig) -> CausalLM:
         ModelLoadError: the checkpoint does not fit the config, is corrupt, or does not fit into memory.
         ConfigError: a layer that is not to be quantised does not exist.
     """
-    model_cls = ModelRegistry.resolve_model_cls(config.arch.architecture)
+    model_cls = ModelRegistry.resolve_model_cls(config.arch.architecture, config.model_class)
     with torch.device("meta"):
         model = model_cls(config=config)
     logger.info("attention_backend = %s", ", ".join(attention_backends(model)))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import ConfigError, UnsupportedModelError
+from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from quire.plugins import PluginTable, import_place, instance_of
 
 if TYPE_CHECKING:
     from quire.config import ModelArch
@@ -20,17 +20,28 @@ if TYPE_CHECKING:
     ConfigReader = Callable[[str, JsonObject], ModelArch]
 
 
-@dataclass(frozen=True)
-class _Row:
-    model: str | type[CausalLM]
-    config_reader: str | ConfigReader
-
-
-def _built_in(model: str, config_reader: str) -> _Row:
-    return _Row(f"quire.models.{model}", f"quire.models.hf_config:{config_reader}")
-
-
 _LLAMA_READER = "quire.models.hf_config:read_llama"
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """How an architecture is served; both may be "module:Name", imported on first use.
+
+    A package offers one, under the architecture's name, as an entry point of the group `quire.models`, from a module
+    that imports no torch.
+    """
+
+    model: str | type[CausalLM]
+    config_reader: str | ConfigReader = _LLAMA_READER
+
+
+MODEL_PLUGINS: PluginTable[ModelEntry] = PluginTable(
+    "quire.models", "an architecture", {}, instance_of(ModelEntry)
+)
+
+
+def _built_in(model: str, config_reader: str) -> ModelEntry:
+    return ModelEntry(f"quire.models.{model}", f"quire.models.hf_config:{config_reader}")
 
 
 class Registry:
@@ -60,38 +71,59 @@ class Registry:
         for target in (model, config_reader):
             if isinstance(target, str) and not all(target.partition(":")):
                 raise ConfigError(f"model {arch}: {target!r} must have the form 'module:Name'")
-        self._rows[arch] = _Row(model, config_reader)
+        self._rows[arch] = ModelEntry(model, config_reader)
 
     def get_supported_archs(self) -> list[str]:
         """Names of all known architectures, sorted."""
-        return sorted(self._rows)
+        return sorted({*self._rows, *MODEL_PLUGINS.names()})
 
-    def resolve_model_cls(self, arch: str) -> type[CausalLM]:
+    def resolve_model_cls(self, arch: str, place: str = "") -> type[CausalLM]:
         """The class that serves an architecture.
+
+        Args:
+            place: `place_of` in the process that prepared the config, where it may have been registered.
+
+        Raises:
+            UnsupportedModelError: nobody registered it.
+            ModelLoadError: it cannot be imported.
+        """
+        is_here = arch in self.get_supported_archs() and place in ("", self.place_of(arch))
+        model: type[CausalLM] = _imported(self._row(arch).model if is_here or not place else place, arch)
+        return model
+
+    def place_of(self, arch: str) -> str:
+        """Where another process finds the class of an architecture, as "module:Name"; imports nothing.
 
         Raises:
             UnsupportedModelError: nobody registered it.
         """
-        model: type[CausalLM] = _imported(self._row(arch).model)
-        return model
+        model = self._row(arch).model
+        return model if isinstance(model, str) else f"{model.__module__}:{model.__qualname__}"
 
     def resolve_config_reader(self, arch: str) -> ConfigReader:
         """The function that turns config.json into a `ModelArch`; raises as `resolve_model_cls` does."""
-        reader: ConfigReader = _imported(self._row(arch).config_reader)
+        reader: ConfigReader = _imported(self._row(arch).config_reader, arch)
         return reader
 
-    def _row(self, arch: str) -> _Row:
-        if arch not in self._rows:
-            known = ", ".join(self.get_supported_archs())
-            raise UnsupportedModelError(f"architecture {arch!r} is not supported; the known ones are {known}")
-        return self._rows[arch]
+    def _row(self, arch: str) -> ModelEntry:
+        if arch in self._rows:
+            return self._rows[arch]
+        if arch in MODEL_PLUGINS.names():
+            return MODEL_PLUGINS.resolve(arch)
+        known = ", ".join(self.get_supported_archs())
+        raise UnsupportedModelError(f"architecture {arch!r} is not supported; the known ones are {known}")
 
 
-def _imported(target: Any) -> Any:
+def _imported(target: Any, arch: str) -> Any:
     if not isinstance(target, str):
         return target
-    module, _, name = target.partition(":")
-    return getattr(import_module(module), name)
+    try:
+        return import_place(target)
+    except (ImportError, AttributeError) as error:
+        raise ModelLoadError(
+            f"what serves {arch}, {target!r}, cannot be imported by this process: {error}; register it from a module "
+            "that every process can import, or as a plug-in"
+        ) from error
 
 
 ModelRegistry = Registry()

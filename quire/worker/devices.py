@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.plugins import FACTORY, PluginTable
 
 if TYPE_CHECKING:
     from quire.worker.input_batch import InputBatch
@@ -86,11 +86,16 @@ class Device(Protocol):
         """
 
 
-_DEVICES = {
-    "cpu": "quire.worker.cpu:CpuDevice",
-    "cuda": "quire.worker.gpu:CudaDevice",
-    "xpu": "quire.worker.gpu:XpuDevice",
-}
+DEVICES: PluginTable[Callable[[], Device]] = PluginTable(
+    "quire.devices",
+    "--device",
+    {
+        "cpu": "quire.worker.cpu:CpuDevice",
+        "cuda": "quire.worker.gpu:CudaDevice",
+        "xpu": "quire.worker.gpu:XpuDevice",
+    },
+    FACTORY,
+)
 
 
 def make_device(name: str) -> Device:
@@ -99,11 +104,9 @@ def make_device(name: str) -> Device:
     Raises:
         ConfigError: what its kernels are written in is not installed.
     """
-    if name != "cpu" and find_spec("triton") is None:
+    if name in ("cuda", "xpu") and find_spec("triton") is None:
         raise ConfigError(f"--device {name} needs Triton, which comes with torch's builds for GPUs")
-    module, _, attribute = _DEVICES[name].partition(":")
-    device: Device = getattr(import_module(module), attribute)()
-    return device
+    return DEVICES.resolve(name)()
 
 
 Parts = TypeVar("Parts", bound=tuple[Any, ...])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.engine.startup import prepare
+from quire.engine.startup import prepare, without_effect
 from quire.errors import ConfigError
 from quire.kernels import cpu
 
@@ -56,3 +56,56 @@ def test_a_precision_of_products_that_changes_nothing_is_said(
 def test_fp8_weights_are_refused_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match="--quantization fp8 needs a GPU"):
         prepared(quantization="fp8")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"cudagraph_capture_sizes": (1, 2)}, "there are no CUDA graphs on a CPU"),
+        ({"cuda_graph_capture": "lazy"}, "there are no CUDA graphs on a CPU"),
+        ({"fair_weights": {"a": 2}}, "--scheduling-policy is fcfs"),
+        (
+            {"fair_output_token_weight": 3.0, "scheduling_policy": "priority"},
+            "--scheduling-policy is priority",
+        ),
+        ({"priority_ageing_s": 1.0}, "--scheduling-policy is fcfs"),
+        ({"preemption_mode": "recompute"}, "there is no --swap-space"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_option_without_effect_is_said(
+    args: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared(**args)
+    assert f"{next(iter(args))}: changes nothing, {said}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"scheduling_policy": "fair", "fair_weights": {"a": 2}},
+        {"scheduling_policy": "priority", "priority_ageing_s": 1.0},
+        {"scheduler_cls": "my.module:Mine", "priority_ageing_s": 1.0},
+        {"swap_space": 1.0, "preemption_mode": "swap"},
+        {"cpu_threads": 1},
+    ],
+)
+def test_an_option_with_an_effect_is_not_talked_about(
+    args: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared(**args)
+    assert "changes nothing" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"cpu_threads": 1, "cpu_pin_threads": True}, {"cpu_threads", "cpu_pin_threads"}),
+        ({"enforce_eager": True, "cuda_graph_capture": "lazy"}, {"cuda_graph_capture"}),
+        ({"cuda_graph_capture": "lazy", "cudagraph_capture_sizes": (1,)}, set()),
+    ],
+)
+def test_what_has_no_effect_on_a_gpu(args: dict[str, Any], expected: set[str]) -> None:
+    config = EngineConfig.from_args(device="cuda", dtype="bfloat16", **args)
+    assert {field for field, _ in without_effect(config)} == expected

@@ -1,19 +1,16 @@
 """Attention backends by name: each against the oracle, and which of them may be used where."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from quire import plugins
 from quire.errors import ConfigError
 from quire.kernels import attention_backends, ops, reference
 from quire.kernels.attention_backends import (
-    GROUP,
+    BACKENDS,
     AttentionBackend,
     AttentionNeeds,
     known_backends,
@@ -21,6 +18,7 @@ from quire.kernels.attention_backends import (
 )
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.cpu import library
+from tests.fixtures.entry_points import Offer
 from tests.kernels.op_cases import TOLERANCES, make_metadata, randn, randn_caches
 
 CPU = AttentionNeeds("cpu", torch.float32, torch.float32, head_size=24)
@@ -176,28 +174,9 @@ NEGATIVE = AttentionBackend(
     lambda needs: "it is for positive thinkers" if needs.has_soft_cap else None, lambda needs: negative
 )
 
-Offer = Callable[..., None]
-
-
-@pytest.fixture
-def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
-    """Makes entry points as an installed package would: offer("name=module:attribute", ...)."""
-
-    def offered(*points: str) -> None:
-        found = [
-            EntryPoint(name, value, GROUP) for name, _, value in (point.partition("=") for point in points)
-        ]
-
-        def entry_points(group: str, name: str | None = None) -> list[EntryPoint]:
-            return [point for point in found if point.group == group and name in (None, point.name)]
-
-        monkeypatch.setattr(plugins, "entry_points", entry_points)
-
-    return offered
-
 
 def test_a_plug_in_is_a_backend_like_any_other(offer: Offer) -> None:
-    offer(f"negative={__name__}:NEGATIVE")
+    offer(BACKENDS.group, f"negative={__name__}:NEGATIVE")
     assert known_backends() == ["cpu", "triton", "torch_sdpa", "reference", "negative"]
     name, backend = resolve_backend("negative", CPU)
     assert (name, backend.load(CPU)) == ("negative", negative)
@@ -215,18 +194,18 @@ def test_a_plug_in_is_a_backend_like_any_other(offer: Offer) -> None:
     ],
 )
 def test_a_plug_in_that_does_not_fit_is_refused(points: list[str], message: str, offer: Offer) -> None:
-    offer(*points)
+    offer(BACKENDS.group, *points)
     with pytest.raises(ConfigError, match=message):
         resolve_backend("x", CPU)
 
 
 def test_one_object_offered_twice_is_no_conflict(offer: Offer) -> None:
     """As when a package is found both installed and in the working directory."""
-    offer(f"x={__name__}:NEGATIVE", f"x={__name__}:NEGATIVE")
+    offer(BACKENDS.group, f"x={__name__}:NEGATIVE", f"x={__name__}:NEGATIVE")
     assert resolve_backend("x", CPU)[1] is NEGATIVE
 
 
 def test_no_plug_in_is_imported_before_it_is_named(offer: Offer) -> None:
-    offer("x=no.such.module:X")
+    offer(BACKENDS.group, "x=no.such.module:X")
     assert "x" in known_backends()
     resolve_backend("reference", CPU)

@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError
 from quire.executor import uniproc
-from quire.executor.registry import resolve_executor
+from quire.executor.base import resolve_executor
 from quire.executor.uniproc import UniprocExecutor
 from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.sizing import size_kv_cache

@@ -40,6 +40,7 @@ ENVIRONMENT = {
     "QUIRE_DEBUG": "1: mistakes and start-up failures end in a traceback instead of one sentence.",
     "QUIRE_DEBUG_KERNELS": "1: C++ kernels find their outputs filled with NaN, so that what one leaves out shows.",
     "QUIRE_KERNELS": "auto (default), or reference: plain torch for every op.",
+    "QUIRE_PLUGINS": "Names of the installed plug-ins to let in, with commas between; default: all; empty: none.",
     "QUIRE_LOG_LEVEL": f"{', '.join(LEVELS)}; default INFO. The log goes to stderr.",
 }
 """Environment variables and what they do."""

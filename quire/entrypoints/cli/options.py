@@ -41,7 +41,6 @@ class ConfigOption(click.Option):
             help=f"{info.doc} {default_note(field)}".rstrip(),
             multiple=kind is tuple,
             metavar=info.metavar,
-            hidden=info.hidden,
         )
         self.section = f"{owner.__name__.removesuffix('Config')} options"
 
@@ -104,7 +103,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 def _click_type(info: OptionInfo, kind: type) -> click.ParamType[Any] | None:
     if info.choices:
-        return click.Choice(info.choices)
+        return click.Choice(info.names())
     return HumanInt(words=info.words) if info.words else _CLICK_TYPES.get(kind)
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels import ops
+from quire.plugins import FACTORY, PluginTable
 from quire.scheduler.output import NewRequestData, TokenLogprobs
 from quire.worker.devices import Device, moved
 from quire.worker.input_batch import InputBatch
@@ -23,13 +24,18 @@ from quire.worker.sampler.logprobs import Logprobs, RawLogprobs, StagedLogprobs,
 from quire.worker.sampler.masks import AllowedTokenIds, LogitBias, MinTokens
 from quire.worker.sampler.penalties import Penalties
 
-LOGITS_FEATURES: tuple[Callable[[InputBatch, int], LogitsFeature[Any]], ...] = (
-    AllowedTokenIds,
-    MinTokens,
-    LogitBias,
-    Penalties,
+LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = PluginTable(
+    "quire.logits_features",
+    "a logits feature",
+    {
+        "allowed_token_ids": AllowedTokenIds,
+        "min_tokens": MinTokens,
+        "logit_bias": LogitBias,
+        "penalties": Penalties,
+    },
+    FACTORY,
 )
-"""What may change the logits, in the order in which it does."""
+"""What may change the logits, in the order in which it does; those of plug-ins come last, by name."""
 
 NON_FINITE = "the model produced non-finite logits"
 NO_TOKEN_LEFT = "no token is left to choose from: allowed_token_ids, min_tokens and stop tokens exclude all"
@@ -88,7 +94,7 @@ class Sampler:
 
     def __init__(self, batch: InputBatch, vocab_size: int, device: Device) -> None:
         self._device = device
-        self._logits_features = [feature(batch, vocab_size) for feature in LOGITS_FEATURES]
+        self._logits_features = [make(batch, vocab_size) for make in LOGITS_FEATURES.resolve_all()]
         self._draw = Draw(batch, vocab_size, device.torch_device)
         self._logprobs = Logprobs(batch)
         self._features: list[Feature[Any]] = [*self._logits_features, self._draw, self._logprobs]

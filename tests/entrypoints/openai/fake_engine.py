@@ -200,6 +200,7 @@ class FakeEngine:
 class _Sequence:
     def __init__(self, index: int, params: SamplingParams, text: str) -> None:
         self.index, self.params = index, params
+        self.num_tokens = 0
         self.stop_reason: str | None = None
         for stop in params.stop:
             if stop in text:
@@ -212,15 +213,14 @@ class _Sequence:
     def step(self) -> None:
         token_id = self.pending.pop(0) if self.pending else 257
         self.token_ids.append(token_id)
+        self.num_tokens += 1
         self.logprobs.append(_position(token_id, self.params.logprobs or 0))
         if token_id < 256 and self.params.detokenize:
             self.text += self.decoder.decode(bytes([token_id]))
         if token_id == 257:
             self.finish_reason = "stop"
-        elif self.params.max_tokens is not None:
-            self.params.max_tokens -= 1
-            if self.params.max_tokens == 0:
-                self.finish_reason = "length"
+        elif self.num_tokens == self.params.max_tokens:
+            self.finish_reason = "length"
 
     def news(self) -> CompletionOutput:
         output = CompletionOutput(

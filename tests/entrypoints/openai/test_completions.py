@@ -152,7 +152,7 @@ async def test_options_reach_the_engine(client: httpx.AsyncClient, engine: FakeE
     assert (await client.post(PATH, json=body)).status_code == 200
     prompt, params = engine.seen[0]
     assert prompt == {"prompt_token_ids": list(b"lo"), "cache_salt": "s"}
-    assert (params.temperature, params.top_k, params.seed, params.stop) == (0.5, 3, 4, ["x"])
+    assert (params.temperature, params.top_k, params.seed, params.stop) == (0.5, 3, 4, ("x",))
     assert params.logit_bias == {5: -1.0}
 
 
