@@ -8,11 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Logprob:
-    """Log-probability of one token at one position; `rank` is 1 for the most likely token."""
+    """Log-probability of one token at one position; `rank` is 1 for the most likely token.
+
+    `token_bytes` is what the token adds to the text there; `decoded_token` is the same as text, with U+FFFD where it
+    begins or ends inside a character.
+    """
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+    token_bytes: bytes | None = None
 
 
 PositionLogprobs = dict[int, Logprob]

@@ -6,58 +6,37 @@ time proportional to the new tokens, and no delta ends in a character that later
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from quire.engine.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"
-CONTEXT_TOKENS = 6
-"""Tokens kept to the left of new ones: more than the at most three tokens of an unfinished UTF-8 character, and
-enough for tokenizers whose spacing depends on the token before."""
-WINDOW_TOKENS = 24
-"""The window is cut back to CONTEXT_TOKENS when it has grown to this size."""
-
 
 class IncrementalDetokenizer:
-    """Text of a growing token sequence.
+    """Text of a growing token sequence after its prompt.
 
-    A small window of recent tokens is decoded again at each push, and what it adds to the text already given out
-    is the delta. Decoders replace an unfinished character by exactly one U+FFFD at the very end (Unicode 15,
-    3.9, "maximal subparts"), so holding back a final U+FFFD is both necessary and sufficient.
+    The bytes of the tokens go through an incremental UTF-8 decoder, which holds back at most an unfinished character,
+    be it begun by the prompt; the text is what `Tokenizer.decode` makes of the same bytes.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._window = list(prompt_token_ids[-CONTEXT_TOKENS:])
-        self._num_given_out = len(_settled(self._decode()))
+        self._place = tokenizer.place_after(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8.decode(self._place.unfinished)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token would add to the text if it came next, special ones counted in."""
+        return self._place.bytes_of(token_id)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that became certain with these tokens."""
-        self._window.extend(token_ids)
-        text = _settled(self._decode())
-        delta = text[self._num_given_out :]
-        self._num_given_out = max(self._num_given_out, len(text))
-        if len(self._window) > WINDOW_TOKENS:
-            del self._window[:-CONTEXT_TOKENS]
-            self._num_given_out = len(_settled(self._decode()))
-        return delta
+        return self._utf8.decode(b"".join(map(self._place.advance, token_ids)))
 
     def flush(self) -> str:
         """The held-back rest, when no more tokens follow."""
-        text = self._decode()
-        delta = text[self._num_given_out :]
-        self._num_given_out = len(text)
-        return delta
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
-
-
-def _settled(text: str) -> str:
-    return text[:-1] if text.endswith(REPLACEMENT) else text
+        return self._utf8.decode(b"", True)
 
 
 class StopChecker:

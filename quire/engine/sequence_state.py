@@ -5,7 +5,7 @@ Invariant: text is only ever appended; once `finished` is set nothing changes an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.engine.detokenizer import IncrementalDetokenizer, StopChecker
 from quire.engine.messages import EngineCoreRequest
@@ -52,7 +52,8 @@ class SequenceState:
         """Take in one update of the core."""
         self._record_times(update, now, stats)
         if update.prompt_logprobs and self.prompt_logprobs is not None:
-            self.prompt_logprobs += [self._position(entry) for entry in update.prompt_logprobs]
+            bytes_of = self._tokenizer.token_bytes if self._tokenizer and self._params.detokenize else None
+            self.prompt_logprobs += [_position(entry, bytes_of) for entry in update.prompt_logprobs]
             assert len(self.prompt_logprobs) <= self._num_prompt_tokens
         self._append_tokens(update)
         if self._stop.matched is not None:
@@ -105,24 +106,13 @@ class SequenceState:
         for place, (token_id, entry) in enumerate(zip(update.new_token_ids, entries, strict=True)):
             self._token_ids.append(token_id)
             if entry is not None and self._logprobs is not None:
-                self._logprobs.append(self._position(entry))
+                bytes_of = self._detokenizer.bytes_of if self._detokenizer else None
+                self._logprobs.append(_position(entry, bytes_of))
                 self._cumulative_logprob += entry.logprobs[0]
             if self._detokenizer is not None and place < num_with_text:
                 self._text += self._stop.push(self._detokenizer.push([token_id]), armed=self._armed)
             if self._stop.matched is not None:
                 return
-
-    def _position(self, entry: TokenLogprobs) -> PositionLogprobs:
-        position: PositionLogprobs = {}
-        for place, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
-            if token_id not in position:
-                position[token_id] = Logprob(
-                    logprob, entry.rank if place == 0 else place, self._token_text(token_id)
-                )
-        return position
-
-    def _token_text(self, token_id: int) -> str | None:
-        return self._tokenizer.token_text(token_id) if self._tokenizer and self._params.detokenize else None
 
     def _record_times(self, update: RequestUpdate, now: float, stats: IterationStats) -> None:
         mine, count = self.stats, len(update.new_token_ids)
@@ -170,3 +160,18 @@ def _make_detokenizer(
     return IncrementalDetokenizer(
         tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
     )
+
+
+def _position(entry: TokenLogprobs, bytes_of: Callable[[int], bytes] | None) -> PositionLogprobs:
+    position: PositionLogprobs = {}
+    for place, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
+        if token_id not in position:
+            position[token_id] = _logprob(logprob, entry.rank if place == 0 else place, token_id, bytes_of)
+    return position
+
+
+def _logprob(logprob: float, rank: int, token_id: int, bytes_of: Callable[[int], bytes] | None) -> Logprob:
+    if bytes_of is None:
+        return Logprob(logprob, rank)
+    token_bytes = bytes_of(token_id)
+    return Logprob(logprob, rank, token_bytes.decode(errors="replace"), token_bytes)

@@ -1,7 +1,8 @@
 """`Tokenizer`: text to token ids and back, on the `tokenizers` library alone.
 
 Invariant: never imports torch. Transformers is imported only for a model without `tokenizer.json`, to convert
-its tokenizer once. Instances hold no per-call state, so threads may share one.
+its tokenizer once. Instances hold no per-call state, so threads may share one. Text of tokens is always the UTF-8 of
+their bytes (`token_bytes`), decoded whole or step by step (`place_after`).
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import functools
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from quire.engine.token_bytes import TextPlace, TokenBytes
 from quire.errors import ModelLoadError, ValidationError
 
 logger = logging.getLogger(__name__)
+
+REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
@@ -66,13 +71,33 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; bytes that are no valid UTF-8 become U+FFFD, ids without a token become nothing."""
+        """Text of `ids`; ids without a token become nothing.
+
+        Bytes that are no valid UTF-8 become U+FFFD, one for each maximal subpart (Unicode 15, 3.9), and never take
+        a valid character beside them along.
+        """
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        return text
+        if REPLACEMENT not in text:
+            return text
+        # The library gives up a whole run of byte tokens for one invalid byte.
+        place = self.place_after([], skip_special_tokens=skip_special_tokens)
+        return b"".join(map(place.advance, ids)).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds in the middle of a text: with its leading space, and perhaps parts of characters."""
+        return self._table.inside(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token taken alone."""
-        return self.decode([token_id], skip_special_tokens=False)
+        """`token_bytes` as text, with U+FFFD for partial characters."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def place_after(self, ids: Sequence[int], *, skip_special_tokens: bool) -> TextPlace:
+        """The end of `ids`, from where the bytes of further tokens can be had one by one."""
+        return TextPlace(self._table, ids, skip_special_tokens=skip_special_tokens)
+
+    @functools.cached_property
+    def _table(self) -> TokenBytes:
+        return TokenBytes(self._backend)
 
     @functools.cached_property
     def special_tokens(self) -> frozenset[str]:

@@ -113,15 +113,13 @@ class CompletionAnswer:
     ) -> CompletionChoice:
         request, index = self._request, prompt_index * self._request.n + completion.index
         is_first = index not in self._num_chars
-        text, logprobs = completion.text, None
+        text, logprobs, offset = completion.text, None, self._num_chars.get(index, 0)
         if is_first and request.echo:
             text = self._prompt_text(output) + text
         if request.logprobs is not None:
             ids, positions = self._positions(output, completion, with_prompt=is_first and request.echo)
-            offset = self._num_chars.get(index, 0)
-            logprobs = completion_logprobs(ids, positions, request.logprobs, offset, self._token_text)
-        token_chars = sum(map(len, logprobs.tokens)) if logprobs else 0
-        self._num_chars[index] = self._num_chars.get(index, 0) + token_chars
+            logprobs, offset = completion_logprobs(ids, positions, request.logprobs, offset, self._token_text)
+        self._num_chars[index] = offset
         return CompletionChoice(
             index=index,
             text=text,

@@ -30,8 +30,8 @@ def completion_logprobs(
     num_top: int,
     offset: int,
     text_of: Callable[[int], str],
-) -> CompletionLogprobs:
-    """Parallel lists over tokens.
+) -> tuple[CompletionLogprobs, int]:
+    """Parallel lists over tokens, and where the token after them begins in the choice's text.
 
     Args:
         positions: one per token; None for the first token of an echoed prompt, which has no logprob.
@@ -47,8 +47,9 @@ def completion_logprobs(
         result.text_offset.append(offset)
         result.token_logprobs.append(None if chosen is None else floored(chosen.logprob))
         result.top_logprobs.append(None if position is None else _top_by_text(position, num_top))
-        offset += len(text)
-    return result
+        token_bytes = chosen.token_bytes if chosen else None
+        offset += _num_begun(text.encode() if token_bytes is None else token_bytes)
+    return result, offset
 
 
 def prompt_logprobs_json(positions: Sequence[PositionLogprobs | None] | None) -> list[Any] | None:
@@ -73,14 +74,21 @@ def id_text(token_id: int) -> str:
 
 def _chat_entry(position: PositionLogprobs, num_top: int) -> TokenLogprob:
     token_id, chosen = next(iter(position.items()))
-    text = token_text(token_id, chosen)
     top = [_top_entry(token_id, logprob) for token_id, logprob in _most_likely(position, num_top)]
-    return TokenLogprob(text, floored(chosen.logprob), list(text.encode()), top)
+    return TokenLogprob(token_text(token_id, chosen), floored(chosen.logprob), _byte_values(chosen), top)
 
 
 def _top_entry(token_id: int, logprob: Logprob) -> TopLogprob:
-    text = token_text(token_id, logprob)
-    return TopLogprob(text, floored(logprob.logprob), list(text.encode()))
+    return TopLogprob(token_text(token_id, logprob), floored(logprob.logprob), _byte_values(logprob))
+
+
+def _num_begun(token_bytes: bytes) -> int:
+    """Characters that begin in a token: one cut in two must not count twice."""
+    return sum(byte & 0xC0 != 0x80 for byte in token_bytes)
+
+
+def _byte_values(logprob: Logprob) -> list[int] | None:
+    return None if logprob.token_bytes is None else list(logprob.token_bytes)
 
 
 def _top_by_text(position: PositionLogprobs, num_top: int) -> dict[str, float]:

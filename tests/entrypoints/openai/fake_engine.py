@@ -54,9 +54,12 @@ class FakeTokenizer:
         return ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        names = {token_id: literal for literal, token_id in SPECIAL.items()}
-        chunks = [bytes([i]) if i < 256 else b"" if skip_special_tokens else names[i].encode() for i in ids]
+        chunks = [b"" if i > 255 and skip_special_tokens else self.token_bytes(i) for i in ids]
         return b"".join(chunks).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        names = {token_id: literal for literal, token_id in SPECIAL.items()}
+        return bytes([token_id]) if token_id < 256 else names[token_id].encode()
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
@@ -237,11 +240,15 @@ class _Sequence:
 
 def _position(token_id: int, num_top: int) -> PositionLogprobs:
     """The chosen token is second; the most likely one has minus infinity in no place, the third has."""
-    text = FakeTokenizer().token_text
-    position = {token_id: Logprob(-1.0, 2, text(token_id))}
+    tokenizer = FakeTokenizer()
+
+    def shown(other: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, tokenizer.token_text(other), tokenizer.token_bytes(other))
+
+    position = {token_id: shown(token_id, -1.0, 2)}
     ranked = {1: ((token_id + 1) % 256, -0.5), 2: (token_id, -1.0), 3: ((token_id + 2) % 256, float("-inf"))}
     for rank, (other, logprob) in list(ranked.items())[:num_top]:
-        position.setdefault(other, Logprob(logprob, rank, text(other)))
+        position.setdefault(other, shown(other, logprob, rank))
     return position
 
 

@@ -52,15 +52,17 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct):
+    """`bytes` are the token's own where `token` has U+FFFD for a part of a character; null without a tokenizer."""
+
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class TokenLogprob(msgspec.Struct):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
     top_logprobs: list[TopLogprob]
 
 
