@@ -14,6 +14,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.interrupts import held_interrupts
+from quire.errors import EngineDeadError
 from quire.inputs import PromptType
 from quire.sampling_params import RequestOutputKind
 
@@ -107,6 +108,23 @@ def test_a_second_interrupt_does_not_wait() -> None:
         step()
     assert reached == ["held"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_step_that_a_second_interrupt_broke_off_is_the_last(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(tiny_model("llama")), max_model_len=64)
+    executor = llm.llm_engine._client._core.executor  # type: ignore[attr-defined]
+
+    def interrupted(plan: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(executor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tokens(llm)
+    with pytest.raises(EngineDeadError, match=r"failed before \(KeyboardInterrupt\)"):
+        tokens(llm)
 
 
 def test_the_handler_of_a_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:
