@@ -1,20 +1,21 @@
 """How a front end reaches its engine core: one interface, two transports.
 
 Invariant: `send` never blocks; `receive` blocks and is called from one thread at a time; after `close` neither is
-called. A core that cannot start or dies surfaces as an exception from `receive`, exactly once.
+called. A core that cannot start or dies surfaces as an exception from `receive`, and from each `receive` after it.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,14 @@ import zmq
 
 from quire.config import EngineConfig
 from quire.engine.interrupts import held_interrupts
-from quire.engine.messages import CoreFailed, CoreMessage, CoreRequest, Shutdown
+from quire.engine.messages import (
+    WIRE_VERSION,
+    CoreFailed,
+    CoreMessage,
+    CoreReady,
+    CoreRequest,
+    Shutdown,
+)
 from quire.errors import EngineDeadError, StartupError
 
 if TYPE_CHECKING:
@@ -59,56 +67,58 @@ class CoreClient(ABC):
 
 
 class InProcessClient(CoreClient):
-    """Runs the core in the thread that calls `receive`: no spawn, easy to debug."""
+    """Runs the core in the thread that calls `receive`: no spawn, easy to debug.
+
+    A KeyboardInterrupt out of `receive` loses no message: what was sent is acted on, and what the core said meanwhile
+    is handed out by the next `receive`.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._core: EngineCore | None = None
-        self._inbox: queue.SimpleQueue[CoreRequest] = queue.SimpleQueue()
+        self._inbox: deque[CoreRequest] = deque()
+        self._sent = threading.Event()
+        self._answers: list[CoreMessage] = []
         self._in_use = threading.RLock()
         self._closed = False
 
     def send(self, message: CoreRequest) -> None:
-        self._inbox.put(message)
+        self._inbox.append(message)
+        self._sent.set()
 
     def receive(self) -> list[CoreMessage]:
         with self._in_use:
-            return self._run_until_news()
-
-    def _run_until_news(self) -> list[CoreMessage]:
-        if self._core is None:
-            # Heeded only if nothing has loaded OpenMP yet; after that the user's program has settled it.
-            os.environ.update(core_environment(os.environ))
-            from quire.engine.core import EngineCore
-
-            self._core = EngineCore(self._config)
-            return [self._core.ready]
-        answers: list[CoreMessage] = []
-        while not self._closed:
-            answers += self._drain_inbox(self._core.has_work() or bool(answers))
-            if self._core.has_work() and not self._closed:
+            if self._core is None:
+                self._core = self._start()
+                self._answers.append(self._core.ready)
+            while not self._answers and not self._closed:
+                if not self._core.has_work():
+                    self._sent.wait()
                 with held_interrupts():
-                    answers.append(self._core.step())
-            if answers:
-                break
-        return answers
+                    self._turn(self._core)
+            answers, self._answers = self._answers, []
+            return answers
 
-    def _drain_inbox(self, busy: bool) -> list[CoreMessage]:
-        assert self._core is not None
-        answers: list[CoreMessage] = []
-        while not self._inbox.empty() or not busy:
-            message = self._inbox.get()
+    def _start(self) -> EngineCore:
+        from quire.engine.core import EngineCore
+
+        with settled_spinning():
+            return EngineCore(self._config)
+
+    def _turn(self, core: EngineCore) -> None:
+        """Act on what was sent, then take a step if there is work."""
+        self._sent.clear()
+        while self._inbox and not self._closed:
+            message = self._inbox.popleft()
             if isinstance(message, Shutdown):
                 self._closed = True
-                break
-            answer = self._core.handle(message)
-            if answer is not None:
-                answers.append(answer)
-            busy = True
-        return answers
+            elif (answer := core.handle(message)) is not None:
+                self._answers.append(answer)
+        if core.has_work() and not self._closed:
+            self._answers.append(core.step())
 
     def close(self) -> None:
-        self._inbox.put(Shutdown())
+        self.send(Shutdown())
         with self._in_use:  # another thread's `receive` ends first
             if self._core is not None:
                 self._core.shutdown()
@@ -119,22 +129,28 @@ class ProcessClient(CoreClient):
 
     The child is started by its module name with the configuration as a JSON file, so nothing is pickled and no
     `__main__` guard is needed. `send` and `receive` use a socket each, so that two threads may use them.
+
+    Raises:
+        StartupError: TMPDIR is too long for sockets. Nothing is left behind, as by whatever else fails here.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="quire-"))
-        (self._directory / "config.json").write_bytes(msgspec.json.encode(config))
-        self._context = zmq.Context()
-        self._outbox = self._connect(zmq.PUSH, "requests")
-        self._inbox = self._connect(zmq.PULL, "messages")
-        self._send_lock, self._receive_lock = threading.Lock(), threading.Lock()
         self._decoder = msgspec.msgpack.Decoder(CoreMessage)
         self._encoder = msgspec.msgpack.Encoder()
+        self._send_lock, self._receive_lock = threading.Lock(), threading.Lock()
         self._ready = False
         self._closed = threading.Event()
         self._failure: CoreFailed | None = None
-        command = [sys.executable, "-m", "quire.engine.core_process", str(self._directory)]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=core_environment(os.environ))
+        self._context = zmq.Context()
+        self._directory = Path(tempfile.mkdtemp(prefix="quire-"))
+        try:
+            self._outbox = self._connect(zmq.PUSH, "requests")
+            self._inbox = self._connect(zmq.PULL, "messages")
+            # Last, so that whatever fails has left no process.
+            self.process = self._start_core(config)
+        except BaseException:
+            self._release()
+            raise
 
     def send(self, message: CoreRequest) -> None:
         with self._send_lock:
@@ -156,27 +172,38 @@ class ProcessClient(CoreClient):
         if isinstance(message, CoreFailed):
             self._failure = message
             raise self._death()
-        self._ready = True
+        if isinstance(message, CoreReady):
+            check_version(message)
+            self._ready = True
         return message
 
     def _death(self) -> StartupError | EngineDeadError:
-        code = self.process.wait(CLOSE_TIMEOUT_S)
-        if not self._ready:
-            text = (
-                self._failure.message
-                if self._failure
-                else f"the engine core ended with code {code} while starting"
-            )
-            return StartupError(text)
-        return EngineDeadError("the engine core has died; all requests in flight are lost")
+        if self._ready:
+            return EngineDeadError("the engine core has died; all requests in flight are lost")
+        if self._failure is not None:
+            return StartupError(self._failure.message)
+        return StartupError(f"the engine core ended with code {self.process.wait()} while starting")
+
+    def _start_core(self, config: EngineConfig) -> subprocess.Popen[bytes]:
+        (self._directory / "config.json").write_bytes(msgspec.json.encode(config))
+        program = [sys.executable, "-m", "quire.engine.core_process"]
+        command = [*program, str(self._directory), str(os.getpid())]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=core_environment(os.environ))
 
     def _connect(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        path = self._directory / name
+        length, limit = len(os.fsencode(path)), zmq.IPC_PATH_MAX_LEN
+        if length > limit:
+            raise StartupError(
+                f"TMPDIR is too long: a socket's path may have {limit} bytes, and {path} has {length}; "
+                "set TMPDIR to a shorter directory"
+            )
         # The core binds: a connecting socket queues messages until its peer is there, and after it is gone.
         socket = self._context.socket(kind)
         socket.set_hwm(0)
         socket.linger = 0
         socket.reconnect_ivl = RECONNECT_MS
-        socket.connect(f"ipc://{self._directory / name}")
+        socket.connect(f"ipc://{path}")
         return socket
 
     def close(self) -> None:
@@ -189,9 +216,25 @@ class ProcessClient(CoreClient):
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self._release()
+
+    def _release(self) -> None:
         with self._send_lock, self._receive_lock:
             self._context.destroy()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def check_version(ready: CoreReady) -> None:
+    """Both ends must speak the same version; they may not where an installation was changed under a running program.
+
+    Raises:
+        StartupError: they do not; says which they speak.
+    """
+    if ready.wire_version != WIRE_VERSION:
+        raise StartupError(
+            f"the engine core speaks version {ready.wire_version} of the messages and this process {WIRE_VERSION}: "
+            "is quire installed twice, or was it changed while this program ran?"
+        )
 
 
 def core_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -199,6 +242,21 @@ def core_environment(environment: Mapping[str, str]) -> dict[str, str]:
     if environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         return dict(environment)
     return {**environment, "GOMP_SPINCOUNT": str(SPIN_COUNT)}
+
+
+@contextmanager
+def settled_spinning() -> Iterator[None]:
+    """A core's environment while OpenMP is loaded, which reads it then; what is the user's stays as it was.
+
+    Without effect if the user's program has loaded OpenMP before, and so settled it.
+    """
+    added = core_environment(os.environ).items() - os.environ.items()
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, _ in added:
+            os.environ.pop(name, None)
 
 
 def make_client(config: EngineConfig, *, in_process: bool) -> CoreClient:

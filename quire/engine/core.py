@@ -1,13 +1,16 @@
 """`EngineCore`: one scheduler, one executor, and the loop that joins them.
 
 Invariant: only this module owns both columns of the system. It knows token ids and blocks, never text, HTTP or
-processes; whoever holds it calls `handle` for each message and `step` while there is work.
+processes; whoever holds it calls `handle` for each message and `step` while there is work. A core in which one of these
+failed is dead: nothing is done after a step that was not carried out.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -26,9 +29,9 @@ from quire.engine.messages import (
     request_of,
 )
 from quire.engine.recorder import recorded
-from quire.engine.step_loop import make_loop
+from quire.engine.step_loop import Clock, make_loop
 from quire.engine.trace import create_trace
-from quire.errors import ClientError
+from quire.errors import ClientError, EngineDeadError
 from quire.executor.base import Executor, resolve_executor
 from quire.kv_cache.sizing import settle_max_model_len, size_kv_cache
 from quire.plugins import load_general_plugins
@@ -36,16 +39,22 @@ from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.registry import resolve_scheduler
 
+logger = logging.getLogger(__name__)
+
 
 class EngineCore:
     """Loads the model, sizes the cache, then turns requests into updates step by step.
+
+    Every time that it states is of `clock`, which requests' `arrival_time` must share.
 
     Raises:
         StartupError: the model cannot be loaded, or memory does not suffice for one request.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        started = time.monotonic()
+    def __init__(self, config: EngineConfig, clock: Clock = time.monotonic) -> None:
+        started = clock()
+        self._clock = clock
+        self._failure: BaseException | None = None
         load_general_plugins()
         scheduler_class = resolve_scheduler(config.scheduler.scheduler_cls)
         self.executor: Executor = resolve_executor(config.parallel.distributed_executor_backend)(config)
@@ -58,7 +67,7 @@ class EngineCore:
         self._trace = create_trace(config, kv_config)
         if self._trace is not None:
             self.scheduler = recorded(self.scheduler, self._trace)
-        self._loop = make_loop(config.scheduler, self.scheduler, self.executor)
+        self._loop = make_loop(config.scheduler, self.scheduler, self.executor, clock)
         self.utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,
@@ -71,34 +80,44 @@ class EngineCore:
             block_size=config.cache.block_size,
             kv_cache_bytes=kv_config.bytes,
             max_model_len=config.model.max_model_len,
-            load_s=time.monotonic() - started,
+            load_s=clock() - started,
         )
 
     def has_work(self) -> bool:
-        """True while a step would do something."""
-        return bool(self._refused) or self.scheduler.has_work()
+        """True while a step would do something, be it to say that the core is dead."""
+        return bool(self._refused) or self.scheduler.has_work() or self._failure is not None
 
     def step(self) -> EngineCoreOutputs:
-        """One turn of the loop; returns every request's news."""
-        updates = self._refused + self._loop.step()
-        self._refused = []
-        self._publish_events()
-        return EngineCoreOutputs(updates, self.scheduler.stats(), time.monotonic())
+        """One turn of the loop; returns every request's news.
+
+        Raises:
+            EngineDeadError: the core failed before.
+        """
+        with self._all_or_dead():
+            updates = self._refused + self._loop.step()
+            self._refused = []
+            self._publish_events()
+            return EngineCoreOutputs(updates, self.scheduler.stats(), self._clock())
 
     def handle(self, message: CoreRequest) -> CoreMessage | None:
-        """Act on one message; only utility calls have an answer."""
-        if isinstance(message, EngineCoreRequest):
-            self.add_request(message)
-        elif isinstance(message, AbortRequests):
-            self.scheduler.finish_requests(message.request_ids, "abort", time.monotonic())
-        elif isinstance(message, UtilityCall):
-            return self._call_utility(message)
-        return None
+        """Act on one message; only utility calls have an answer.
+
+        Raises:
+            EngineDeadError: the core failed before.
+        """
+        with self._all_or_dead():
+            if isinstance(message, EngineCoreRequest):
+                self.add_request(message)
+            elif isinstance(message, AbortRequests):
+                self.scheduler.finish_requests(message.request_ids, "abort", self._clock())
+            elif isinstance(message, UtilityCall):
+                return self._call_utility(message)
+            return None
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request; one that can never run ends with an error at the next step, and costs only itself."""
         try:
-            self.scheduler.add_request(request_of(message), time.monotonic())
+            self.scheduler.add_request(request_of(message), self._clock())
         except ClientError as error:
             self._refused.append(
                 RequestUpdate(message.request_id, [], finish_reason="error", error=str(error))
@@ -106,7 +125,7 @@ class EngineCore:
 
     def explain(self, request_id: str) -> Explanation | None:
         """Why a request waits or waited; None if the core does not know it."""
-        return self.scheduler.explain(request_id, time.monotonic())
+        return self.scheduler.explain(request_id, self._clock())
 
     def shutdown(self) -> None:
         self.executor.shutdown()
@@ -115,12 +134,30 @@ class EngineCore:
         if self._trace is not None:
             self._trace.close()
 
+    @contextmanager
+    def _all_or_dead(self) -> Iterator[None]:
+        """What ends in the middle leaves scheduler and worker apart, so it is the last that is done."""
+        if self._failure is not None:
+            name = type(self._failure).__name__
+            raise EngineDeadError(f"the engine failed before ({name}) and cannot go on") from self._failure
+        try:
+            yield
+        except BaseException as failure:
+            self._failure = failure
+            raise
+
     def _call_utility(self, call: UtilityCall) -> UtilityResult:
+        """A call that fails costs only itself."""
         if call.method not in self.utilities:
             return UtilityResult(call.call_id, error=f"the core has no utility {call.method!r}")
-        result = self.utilities[call.method](*call.args)
+        try:
+            result = msgspec.to_builtins(self.utilities[call.method](*call.args))
+        except Exception as error:
+            logger.exception("the utility %r failed", call.method)
+            what = f"{type(error).__name__}; see the engine core's log for the traceback"
+            return UtilityResult(call.call_id, error=f"the utility {call.method!r} failed: {what}")
         self._publish_events()  # there may be no step for long
-        return UtilityResult(call.call_id, result=msgspec.to_builtins(result))
+        return UtilityResult(call.call_id, result=result)
 
     def _publish_events(self) -> None:
         """Tell subscribers what happened to the prefix cache."""

@@ -1,16 +1,15 @@
-"""The engine core as a process of its own: `python -m quire.engine.core_process DIRECTORY`.
+"""The engine core as a process of its own: `python -m quire.engine.core_process DIRECTORY PARENT_PID`.
 
-Invariant: single-threaded apart from kernels; reads `config.json` and two ipc sockets in the private directory it
-is given, tells its parent how it ended, and never outlives it.
+Invariant: single-threaded apart from kernels and the watch over its parent; reads `config.json` and two ipc sockets in
+the private directory it is given, tells its parent how it ended, and never outlives it.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -19,26 +18,27 @@ import zmq
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import CoreFailed, CoreMessage, CoreRequest, Shutdown
+from quire.engine.parent import Parent
 from quire.errors import StartupError
 from quire.logging_setup import configure_logging
 
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 1000
+SEND_TIMEOUT_MS = 1000
 LINGER_MS = 1000
 
 
 class CoreProcess:
     """Drains the request socket, steps the core while it has work, sends what comes out."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, parent: Parent) -> None:
+        self._parent = parent
         self._context = zmq.Context()
         self._inbox = self._bind(zmq.PULL, directory / "requests")
         self._outbox = self._bind(zmq.PUSH, directory / "messages")
         self._decoder = msgspec.msgpack.Decoder(CoreRequest)
         self._encoder = msgspec.msgpack.Encoder()
-        self._parent = os.getppid()
-        self._directory = directory
         self._config = msgspec.json.decode((directory / "config.json").read_bytes(), type=EngineConfig)
 
     def run(self) -> int:
@@ -50,14 +50,21 @@ class CoreProcess:
             return 1
         self._send(core.ready)
         try:
-            while self._handle_messages(core):
-                if core.has_work():
-                    self._send(core.step())
+            self._serve(core)
         finally:
             core.shutdown()
-        if self._is_orphan():
-            shutil.rmtree(self._directory, ignore_errors=True)
         return 0
+
+    def _serve(self, core: EngineCore) -> None:
+        """Step while there is work; whenever that is followed by IDLE_POLL_MS without any, look whether all is well."""
+        unchecked = False
+        while self._handle_messages(core):
+            if core.has_work():
+                self._send(core.step())
+                unchecked = True
+            elif unchecked:
+                core.scheduler.check_integrity()
+                unchecked = False
 
     def _handle_messages(self, core: EngineCore) -> bool:
         """Handle all waiting messages, waiting for one if idle; False when it is time to end."""
@@ -68,13 +75,15 @@ class CoreProcess:
             answer = core.handle(message)
             if answer is not None:
                 self._send(answer)
-        return not self._is_orphan()
-
-    def _is_orphan(self) -> bool:
-        return os.getppid() != self._parent
+        return not self._parent.is_gone()
 
     def _send(self, message: CoreMessage) -> None:
-        self._outbox.send(self._encoder.encode(message))
+        """Hand over a message. Without a peer a send waits; without a parent there is nobody to wait for."""
+        encoded = self._encoder.encode(message)
+        while not self._parent.is_gone():
+            with suppress(zmq.Again):
+                self._outbox.send(encoded)
+                return
 
     def report_crash(self) -> None:
         """Tell the parent that a bug of ours ends the core; the traceback is in the log."""
@@ -84,6 +93,7 @@ class CoreProcess:
         socket = self._context.socket(kind)
         socket.set_hwm(0)
         socket.linger = LINGER_MS
+        socket.sndtimeo = SEND_TIMEOUT_MS
         socket.bind(f"ipc://{path}")
         return socket
 
@@ -92,13 +102,18 @@ def main() -> int:
     configure_logging()
     # Ctrl-C reaches the whole process group; the parent decides when the core ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    process = CoreProcess(Path(sys.argv[1]))
+    directory = Path(sys.argv[1])
+    parent = Parent(int(sys.argv[2]), directory)
+    parent.watch()
+    process = CoreProcess(directory, parent)
     try:
         return process.run()
     except Exception:  # the last boundary of the process: log, tell the parent, end with an error code
         logger.exception("the engine core failed")
         process.report_crash()
         return 1
+    finally:
+        parent.clean_up()
 
 
 if __name__ == "__main__":

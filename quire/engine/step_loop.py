@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -17,6 +17,9 @@ from quire.config.scheduler import SchedulerConfig
 from quire.executor.base import Executor
 from quire.scheduler.output import RequestUpdate, SchedulerOutput
 from quire.scheduler.scheduler import Scheduler
+
+Clock = Callable[[], float]
+"""Seconds, never going back; a simulator brings its own."""
 
 
 class StepLoop(Protocol):
@@ -29,17 +32,18 @@ class StepLoop(Protocol):
 class PlainLoop:
     """schedule -> execute -> update."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Clock = time.monotonic) -> None:
         self._scheduler = scheduler
         self._executor = executor
+        self._clock = clock
 
     def step(self) -> list[RequestUpdate]:
-        plan = self._scheduler.schedule(time.monotonic())
+        plan = self._scheduler.schedule(self._clock())
         if plan.is_empty:
             return []
         with named_in_errors(plan):
             output = self._executor.execute_model(plan)
-        return self._scheduler.update_from_output(plan, output, time.monotonic())
+        return self._scheduler.update_from_output(plan, output, self._clock())
 
 
 class OverlappedLoop:
@@ -50,9 +54,16 @@ class OverlappedLoop:
     number of tokens costs none.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, max_steps_in_flight: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        max_steps_in_flight: int,
+        clock: Clock = time.monotonic,
+    ) -> None:
         self._scheduler = scheduler
         self._executor = executor
+        self._clock = clock
         self._max_steps_in_flight = max_steps_in_flight
         self._in_flight: deque[SchedulerOutput] = deque()
 
@@ -63,11 +74,11 @@ class OverlappedLoop:
         plan = self._in_flight.popleft()
         with named_in_errors(plan):
             output = self._executor.collect()
-        return self._scheduler.update_from_output(plan, output, time.monotonic())
+        return self._scheduler.update_from_output(plan, output, self._clock())
 
     def _submit_steps(self) -> None:
         while len(self._in_flight) < self._max_steps_in_flight:
-            plan = self._scheduler.schedule(time.monotonic())
+            plan = self._scheduler.schedule(self._clock())
             if plan.is_empty:
                 return
             self._executor.submit(plan)
@@ -88,8 +99,8 @@ def named_in_errors(plan: SchedulerOutput) -> Iterator[None]:
         raise
 
 
-def make_loop(config: SchedulerConfig, scheduler: Scheduler, executor: Executor) -> StepLoop:
+def make_loop(config: SchedulerConfig, scheduler: Scheduler, executor: Executor, clock: Clock) -> StepLoop:
     """The loop that `--async-scheduling` chooses."""
     if config.async_scheduling:
-        return OverlappedLoop(scheduler, executor, config.max_steps_in_flight)
-    return PlainLoop(scheduler, executor)
+        return OverlappedLoop(scheduler, executor, config.max_steps_in_flight, clock)
+    return PlainLoop(scheduler, executor, clock)

@@ -8,35 +8,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 Result = TypeVar("Result")
 
 
 class Lane(ABC):
-    """Runs calls in order."""
+    """Runs calls in order, until one fails."""
+
+    def __init__(self) -> None:
+        self._failure: BaseException | None = None
 
     @abstractmethod
     def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
-        """Begin a call; returns what waits for its result, or raises what it raised."""
+        """Begin a call; returns what waits for its result, or raises what it, or one before it, raised."""
 
     def close(self) -> None:
         """Wait for what was started; calling it twice is fine."""
         return None
-
-
-class CallerLane(Lane):
-    """A call runs when its result is asked for: nothing is begun early, and nothing changes threads."""
-
-    def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
-        return call
-
-
-class _FailingLane(Lane):
-    """A lane that begins calls early, and so must see to it that none runs after one has failed."""
-
-    def __init__(self) -> None:
-        self._failure: BaseException | None = None
 
     def _run(self, call: Callable[[], Result]) -> Result:
         if self._failure is not None:
@@ -48,7 +38,14 @@ class _FailingLane(Lane):
             raise
 
 
-class EagerLane(_FailingLane):
+class CallerLane(Lane):
+    """A call runs when its result is asked for: nothing is begun early, and nothing changes threads."""
+
+    def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
+        return partial(self._run, call)
+
+
+class EagerLane(Lane):
     """A call runs at once in the caller's thread, for calls that only hand work to a device."""
 
     def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
@@ -60,7 +57,7 @@ class EagerLane(_FailingLane):
         return future.result
 
 
-class ThreadLane(_FailingLane):
+class ThreadLane(Lane):
     """A call runs as soon as the ones before it have ended, while the caller goes on.
 
     Everything that computes must use the same thread: OpenMP keeps its team, and torch its number of threads,

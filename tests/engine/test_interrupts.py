@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.interrupts import held_interrupts
+from quire.errors import EngineDeadError
 from quire.inputs import PromptType
+from quire.sampling_params import RequestOutputKind
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS: list[PromptType] = [[5 + number] * 40 for number in range(4)]
@@ -55,6 +59,42 @@ def test_the_engine_goes_on_after_an_interrupt_in_any_step(
     assert tokens(llm) == expected
 
 
+def drained(llm: LLM) -> dict[str, list[int]]:
+    """What is left to come, token by token."""
+    engine, got = llm.llm_engine, defaultdict[str, list[int]](list)
+    while engine.has_unfinished_requests():
+        with suppress(KeyboardInterrupt):
+            for output in engine.step():
+                got[output.request_id] += output.outputs[0].token_ids
+    return got
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("method", ["step", "handle"])
+def test_a_program_that_goes_on_after_interrupts_misses_no_token(
+    method: str, async_scheduling: bool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every step, the last one included, or while a message is handled."""
+    llm = LLM(str(tiny_model("llama")), max_model_len=64, async_scheduling=async_scheduling)
+    expected = tokens(llm)
+    core = llm.llm_engine._client._core  # type: ignore[attr-defined]
+    original, handled = getattr(core, method), 0
+
+    def interrupted(*messages: Any) -> Any:
+        nonlocal handled
+        handled += len(messages)
+        if handled <= 1:  # messages are handled in one go, in which a second interrupt would not be held
+            signal.raise_signal(signal.SIGINT)
+        return original(*messages)
+
+    monkeypatch.setattr(core, method, interrupted)
+    for number, prompt in enumerate(PROMPTS):
+        params = PARAMS.clone(output_kind=RequestOutputKind.DELTA)
+        llm.llm_engine.add_request(str(number), prompt, params)
+    got = drained(llm)
+    assert [got[str(number)] for number in range(len(PROMPTS))] == expected
+
+
 def test_a_second_interrupt_does_not_wait() -> None:
     reached: list[str] = []
 
@@ -68,6 +108,23 @@ def test_a_second_interrupt_does_not_wait() -> None:
         step()
     assert reached == ["held"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_step_that_a_second_interrupt_broke_off_is_the_last(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(tiny_model("llama")), max_model_len=64)
+    executor = llm.llm_engine._client._core.executor  # type: ignore[attr-defined]
+
+    def interrupted(plan: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(executor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tokens(llm)
+    with pytest.raises(EngineDeadError, match=r"failed before \(KeyboardInterrupt\)"):
+        tokens(llm)
 
 
 def test_the_handler_of_a_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:

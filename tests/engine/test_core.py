@@ -1,0 +1,63 @@
+"""The core alone: every time that it states is of the clock that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.messages import EngineCoreOutputs, EngineCoreRequest
+from quire.engine.startup import prepare
+from quire.sampling_params import SamplingParams
+
+STEP_S = 3600.0
+"""A clock that nobody's watch shows."""
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def simulate(model: Path, **args: Any) -> Iterator[EngineCoreOutputs]:
+    """Four requests that come one step apart, in a world where a step takes an hour."""
+    fixed = {"model": str(model), "distributed_executor_backend": "null", "max_num_seqs": 2}
+    clock = FakeClock()
+    core = EngineCore(prepare(EngineConfig.from_args(**fixed, **args), "offline"), clock)
+    assert core.ready.load_s == 0.0
+    for number in range(4):
+        params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+        core.handle(EngineCoreRequest(f"{number}", [number, 2, 3], params, arrival_time=clock.now))
+        clock.now += STEP_S
+        yield core.step()
+    while core.has_work():
+        clock.now += STEP_S
+        yield core.step()
+    explained = core.explain("3")
+    assert explained is not None
+    assert explained.waited_ns % int(STEP_S * 1e9) == 0 < explained.waited_ns
+    core.shutdown()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_core_lives_in_the_time_of_its_clock(async_scheduling: bool, null_model_dir: Path) -> None:
+    runs = [list(simulate(null_model_dir, async_scheduling=async_scheduling)) for _ in range(2)]
+    first, second = ([msgspec.msgpack.encode(outputs) for outputs in run] for run in runs)
+    assert first == second, "the same events at the same times give the same, times included"
+    times = [
+        time
+        for outputs in runs[0]
+        for update in outputs.updates
+        for time in (outputs.timestamp, update.queued_ts, update.scheduled_ts)
+        if time
+    ]
+    assert times
+    assert all(time >= 1_000_000.0 and (time - 1_000_000.0) % STEP_S == 0 for time in times)
