@@ -83,11 +83,13 @@ class CpuDevice:
         free = max(0, self._host.available_bytes() - config.cache.swap_space_bytes)
         num_logits = min(limits.max_num_seqs * config.arch.vocab_size, self.logits_elements)
         step = self._forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
+        tapes = 0 if config.device.enforce_eager else self._forward_peak.bytes_of_tapes(limits.max_num_seqs)
         reason = (
             f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less "
-            f"{step / MIB:.0f} MiB for a step of {limits.max_num_batched_tokens} tokens"
+            f"{step / MIB:.0f} MiB for a step of {limits.max_num_batched_tokens} tokens and "
+            f"{tapes / MIB:.0f} MiB for recorded steps of {limits.max_num_seqs} requests"
         )
-        return max(0, int(share * free) - step), reason
+        return max(0, int(share * free) - step - tapes), reason
 
     def host_memory(self, shape: tuple[int, ...]) -> Tensor:
         """Untouched pages cost no memory."""
@@ -114,7 +116,8 @@ class CpuDevice:
         if config.device.enforce_eager or why_not_captured(model) is not None:
             return HostPipeline(batch, eager_forward(model))
         widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
-        return HostPipeline(batch, TapedForward(model, batch.max_num_seqs, widths))
+        arena_bytes = self._forward_peak.bytes_of_tapes(batch.max_num_seqs)
+        return HostPipeline(batch, TapedForward(model, batch.max_num_seqs, widths, arena_bytes))
 
     def _default_threads(self) -> tuple[int, str]:
         if os.environ.get("OMP_NUM_THREADS"):
