@@ -9,7 +9,7 @@ inline bool is_usable(const float* x, int64_t n) {
     constexpr uint32_t kImpossible = 0xff800000;
     Ints bad = {}, possible = {};
     for_each_vector(n, [&](int64_t i, auto lanes) {
-        const Bits bits = as_bits(load(reinterpret_cast<const Float32*>(x) + i, lanes));
+        const Bits bits = as_bits(load_logits(x + i, lanes));
         bad |= ((bits & 0x7f800000) == 0x7f800000) & (bits != kImpossible);
         possible |= bits != kImpossible;
     });
