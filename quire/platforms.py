@@ -1,14 +1,16 @@
-"""Which kinds of devices this machine has that the installed torch can use, found out without importing torch.
+"""What this machine has: kinds of devices that the installed torch can use, processors and memory.
 
-Invariant: a kind is offered only if its driver shows a device and torch was built for it. Whether the driver really
-works is seen when the worker starts the device.
+Invariant: found out without importing torch, and never from inside a step. A kind of device is offered only if its
+driver shows one and torch was built for it; whether the driver really works is seen when the worker starts the device.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -73,3 +75,105 @@ def _torch_builds(torch_dir: Path) -> set[str]:
     """Fields of torch/version.py that name what it was built for: lines such as `cuda: Optional[str] = '13.0'`."""
     text = (torch_dir / "version.py").read_text()
     return {match[1] for match in re.finditer(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"]", text, re.MULTILINE)}
+
+
+class Host:
+    """What this process may use of its machine's processors and memory.
+
+    A container is believed over its host: limits of control groups (versions 1 and 2) bound what the kernel says of the
+    whole machine.
+
+    Args:
+        root: where /proc and /sys are; tests put their own there.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+
+    def available_bytes(self) -> int:
+        """Memory that this process can still take without pushing anyone out, nor its own mapped weights."""
+        return max(0, min([self._host_available(), *self._group_available()]) - self._mapped())
+
+    def processors(self) -> list[int]:
+        """One processor of each physical core that this process may use."""
+        first_of_core: dict[str, int] = {}
+        for cpu in sorted(os.sched_getaffinity(0)):
+            first_of_core.setdefault(self._core_of(cpu), cpu)
+        return list(first_of_core.values())
+
+    def num_threads(self) -> tuple[int, str]:
+        """Compute threads that keep these processors busy, with the reason."""
+        cores, quota = len(self.processors()), self._cpu_quota()
+        if quota < cores:
+            allowed = f"the control group allows {quota:g} processors of {cores} cores"
+            return max(1, math.floor(quota)), allowed
+        return cores, "one per physical core that this process may use"
+
+    def _core_of(self, cpu: int) -> str:
+        topology = self._root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        siblings = [_read(topology / name) for name in ("physical_package_id", "core_id")]
+        return f"{siblings[0]}.{siblings[1]}" if None not in siblings else f"cpu{cpu}"
+
+    def _cpu_quota(self) -> float:
+        """Processors' worth of time that control groups grant; infinite if none limits it."""
+        quotas = [math.inf]
+        for folder in self._groups(""):
+            limit, _, period = (_read(folder / "cpu.max") or "max").partition(" ")
+            if limit != "max":
+                quotas.append(int(limit) / int(period))
+        for folder in self._groups("cpu"):
+            limit, period = (
+                _read(folder / "cpu.cfs_quota_us") or "-1",
+                _read(folder / "cpu.cfs_period_us") or "1",
+            )
+            if int(limit) > 0:
+                quotas.append(int(limit) / int(period))
+        return min(quotas)
+
+    def _host_available(self) -> int:
+        fields = _fields((self._root / "proc/meminfo").read_text())
+        return fields["MemAvailable:"] * 1024
+
+    def _mapped(self) -> int:
+        """Bytes of files in this process's memory: available as the kernel sees it, but in use."""
+        _, _, pages, *_ = (_read(self._root / "proc/self/statm") or "0 0 0").split()
+        return int(pages) * mmap.PAGESIZE
+
+    def _group_available(self) -> Iterator[int]:
+        """What is left under each memory limit; cached file pages, which the kernel drops first, do not count."""
+        for controller, limit_file, usage_file, cache_field in (
+            ("", "memory.max", "memory.current", "inactive_file"),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            for folder in self._groups(controller):
+                limit, usage = _read(folder / limit_file), _read(folder / usage_file)
+                if limit is None or usage is None or limit == "max":
+                    continue
+                cached = _fields(_read(folder / "memory.stat") or "").get(cache_field, 0)
+                yield max(0, int(limit) - int(usage) + cached)
+
+    def _groups(self, controller: str) -> Iterator[Path]:
+        """Folders of this process's control group and its parents: version 2 for "", else a version 1
+        controller.
+
+        Inside a container the named folder may not be visible while the mounted root is its own group.
+        """
+        base = self._root / "sys/fs/cgroup" / controller
+        for line in (_read(self._root / "proc/self/cgroup") or "").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                own = Path(path.lstrip("/"))
+                yield from (base / folder for folder in (own, *own.parents) if folder != Path())
+        yield base
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:  # not there, or not for us to see: it then limits nothing that we can know of
+        return None
+
+
+def _fields(text: str) -> dict[str, int]:
+    """Lines of the form "name number [unit]"."""
+    return {name: int(value) for name, value, *_ in map(str.split, text.splitlines())}

@@ -238,7 +238,7 @@ def _sampling(shape: Shape) -> Iterator[Launch]:
 
     logits, ids = empty(4, shape.vocab, dtype=torch.float32), empty(4, dtype=torch.int64)
     numbers, settings = empty(4, dtype=torch.float64), empty(4, 4, dtype=torch.float64)
-    yield "non_finite_rows", lambda: tail.non_finite_rows(logits)
+    yield "unusable_rows", lambda: tail.unusable_rows(logits)
     yield "clear_rows", lambda: tail.clear_rows(logits, empty(4, dtype=torch.bool))
     yield "apply_penalties", lambda: tail.apply_penalties(logits, ids, numbers, numbers)
     limits = {"none": NO_LIMITS, "min_p": Limits(top_k=False, top_p=False), "all": ANY_LIMITS}

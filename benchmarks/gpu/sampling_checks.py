@@ -30,7 +30,7 @@ def checks(target: Target) -> Iterator[Check]:
             f"V = {vocab}: draws are fair", partial(_fair, target, vocab), 4.0 if target.tiny else 1.63
         )
         yield Check(f"V = {vocab}: logprobs", partial(_logprobs, target, vocab), 1e-5)
-        yield Check(f"V = {vocab}: rows that are not finite", partial(_non_finite, target, vocab))
+        yield Check(f"V = {vocab}: rows that no token can be chosen from", partial(_unusable, target, vocab))
         yield Check(f"V = {vocab}: a row's bits in any batch", partial(_alone, target, vocab))
 
 
@@ -91,10 +91,10 @@ def _logprobs(target: Target, vocab: int) -> float:
     return relative_error(logprobs, want[1])
 
 
-def _non_finite(target: Target, vocab: int) -> float:
+def _unusable(target: Target, vocab: int) -> float:
     logits, *_ = _inputs(target, vocab)
-    logits[0, vocab - 1], logits[2, 0] = torch.nan, -torch.inf
-    return differs(triton_function("non_finite_rows")(logits), ops.non_finite_rows.oracle(logits))
+    logits[0, vocab - 1], logits[1, 0], logits[2] = torch.nan, -torch.inf, -torch.inf
+    return differs(triton_function("unusable_rows")(logits), ops.unusable_rows.oracle(logits))
 
 
 def _alone(target: Target, vocab: int) -> float:

@@ -80,7 +80,7 @@ def sampling_step(target: Target, kind: str, batch: int, vocab: int) -> float:
 
     def run() -> None:
         for _ in range(_REPEATS):
-            ops.clear_rows(logits, ops.non_finite_rows(logits))
+            ops.clear_rows(logits, ops.unusable_rows(logits))
             ops.sample_tokens(logits, settings, keys, limits)
 
     run()

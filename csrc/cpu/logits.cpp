@@ -4,21 +4,24 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-inline bool is_finite(const float* x, int64_t n) {
-    Ints bad = {};
+// -inf is a token that cannot be chosen, as long as another one can.
+inline bool is_usable(const float* x, int64_t n) {
+    constexpr uint32_t kImpossible = 0xff800000;
+    Ints bad = {}, possible = {};
     for_each_vector(n, [&](int64_t i, auto lanes) {
-        const Bits exponent = as_bits(load(reinterpret_cast<const Float32*>(x) + i, lanes)) & 0x7f800000;
-        bad |= exponent == 0x7f800000;
+        const Bits bits = as_bits(load_logits(x + i, lanes));
+        bad |= ((bits & 0x7f800000) == 0x7f800000) & (bits != kImpossible);
+        possible |= bits != kImpossible;
     });
-    return !any(bad);
+    return !any(bad) && any(possible);
 }
 
 }  // namespace
 
-int64_t non_finite_rows(void* out, const void* logits, int64_t rows, int64_t n) {
+int64_t unusable_rows(void* out, const void* logits, int64_t rows, int64_t n) {
     const float* x = static_cast<const float*>(logits);
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * n >= kParallelElements)
-    for (int64_t row = 0; row < rows; ++row) static_cast<bool*>(out)[row] = !is_finite(x + row * n, n);
+    for (int64_t row = 0; row < rows; ++row) static_cast<bool*>(out)[row] = !is_usable(x + row * n, n);
     return 0;
 }
 

@@ -432,10 +432,13 @@ def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
 # logit first and, of equal logits, the lower id first. A row's results depend on that row alone.
 
 
-@op(_cpu("sampling.non_finite_rows"), _triton("logits.non_finite_rows"))
-def non_finite_rows(logits: Tensor, /) -> Tensor:
-    """Which rows hold a NaN or an infinity: [N, V] -> [N] bool."""
-    return reference_sampling.non_finite_rows(logits)
+@op(_cpu("sampling.unusable_rows"), _triton("logits.unusable_rows"))
+def unusable_rows(logits: Tensor, /) -> Tensor:
+    """Which rows no token can be chosen from: [N, V] -> [N] bool.
+
+    They hold a NaN or +inf, or nothing but -inf; -inf alone says that a token is impossible.
+    """
+    return reference_sampling.unusable_rows(logits)
 
 
 @op(_triton("logits.clear_rows"))

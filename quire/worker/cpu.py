@@ -1,20 +1,16 @@
-"""What the worker has to know of a CPU: how many threads to use and how much memory is left.
+"""The host's processor as the worker's device.
 
-Invariant: a container is believed over its host. Limits of control groups (versions 1 and 2) bound what the
-kernel says of the whole machine.
+Invariant: what is handed to it is done when the call has returned, so nothing is ever copied or waited for.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_int64
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,6 +19,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
 from quire.layers.attention import why_not_captured
+from quire.platforms import Host
 from quire.worker.block_copies import Moves, copy_on_host
 from quire.worker.devices import Mark
 from quire.worker.input_batch import InputBatch
@@ -54,11 +51,7 @@ class HostMark:
 
 
 class CpuDevice:
-    """The host's processor.
-
-    Args:
-        root: where /proc and /sys are; tests put their own there.
-    """
+    """One team of threads, and memory that it shares with everybody else on the machine."""
 
     torch_device = torch.device("cpu")
     is_asynchronous = False
@@ -67,8 +60,8 @@ class CpuDevice:
     warm_up_seqs = 0  # recording tapes is for the first request that needs one
     logits_elements = LOGITS_ELEMENTS
 
-    def __init__(self, root: Path = Path("/")) -> None:
-        self._root = root
+    def __init__(self, host: Host | None = None) -> None:
+        self._host = host or Host()
         self._forward_peak = ForwardPeak()
 
     def start(self, config: EngineConfig) -> None:
@@ -80,10 +73,6 @@ class CpuDevice:
         if config.device.cpu_pin_threads:
             self._pin(threads)
 
-    def available_bytes(self) -> int:
-        """Memory that this process can still take without pushing anyone out, nor its own mapped weights."""
-        return max(0, min([self._host_available(), *self._group_available()]) - self._mapped())
-
     def rehearsal(self) -> AbstractContextManager[None]:
         """The pipeline of a rehearsal measures its forward passes itself."""
         return nullcontext()
@@ -91,14 +80,16 @@ class CpuDevice:
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
         """Of what is free after loading and not kept for the swap space, which is the same memory."""
         share, limits = config.cache.gpu_memory_utilization, config.scheduler
-        free = max(0, self.available_bytes() - config.cache.swap_space_bytes)
+        free = max(0, self._host.available_bytes() - config.cache.swap_space_bytes)
         num_logits = min(limits.max_num_seqs * config.arch.vocab_size, self.logits_elements)
         step = self._forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
+        tapes = 0 if config.device.enforce_eager else self._forward_peak.bytes_of_tapes(limits.max_num_seqs)
         reason = (
             f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less "
-            f"{step / MIB:.0f} MiB for a step of {limits.max_num_batched_tokens} tokens"
+            f"{step / MIB:.0f} MiB for a step of {limits.max_num_batched_tokens} tokens and "
+            f"{tapes / MIB:.0f} MiB for recorded steps of {limits.max_num_seqs} requests"
         )
-        return max(0, int(share * free) - step), reason
+        return max(0, int(share * free) - step - tapes), reason
 
     def host_memory(self, shape: tuple[int, ...]) -> Tensor:
         """Untouched pages cost no memory."""
@@ -125,17 +116,13 @@ class CpuDevice:
         if config.device.enforce_eager or why_not_captured(model) is not None:
             return HostPipeline(batch, eager_forward(model))
         widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
-        return HostPipeline(batch, TapedForward(model, batch.max_num_seqs, widths))
+        arena_bytes = self._forward_peak.bytes_of_tapes(batch.max_num_seqs)
+        return HostPipeline(batch, TapedForward(model, batch.max_num_seqs, widths, arena_bytes))
 
     def _default_threads(self) -> tuple[int, str]:
         if os.environ.get("OMP_NUM_THREADS"):
             return torch.get_num_threads(), "as OMP_NUM_THREADS says"
-        cores, quota = self._num_cores(), self._cpu_quota()
-        if quota < cores:
-            return max(
-                1, math.floor(quota)
-            ), f"the control group allows {quota:g} processors of {cores} cores"
-        return cores, "one per physical core that this process may use"
+        return self._host.num_threads()
 
     def _pin(self, num_threads: int) -> None:
         """Keep this thread's team on cores of their own.
@@ -143,7 +130,7 @@ class CpuDevice:
         Raises:
             ConfigError: there are too few cores, no C++ kernels, or the system does not let us.
         """
-        cpus, loaded = self._cpus(), library.loaded()
+        cpus, loaded = self._host.processors(), library.loaded()
         if loaded is None or num_threads > len(cpus):
             have = f"there are {len(cpus)}" if loaded is not None else library.status()
             raise ConfigError(f"--cpu-pin-threads needs a core for each of {num_threads} threads; {have}")
@@ -153,82 +140,3 @@ class CpuDevice:
                 f"--cpu-pin-threads: the system refuses to keep threads on processors {own[1:]}"
             )
         logger.info("compute threads other than the first are pinned to processors %s", own[1:])
-
-    def _num_cores(self) -> int:
-        return len(self._cpus())
-
-    def _cpus(self) -> list[int]:
-        """One processor of each physical core that this process may use."""
-        first_of_core: dict[str, int] = {}
-        for cpu in sorted(os.sched_getaffinity(0)):
-            first_of_core.setdefault(self._core_of(cpu), cpu)
-        return list(first_of_core.values())
-
-    def _core_of(self, cpu: int) -> str:
-        topology = self._root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        siblings = [_read(topology / name) for name in ("physical_package_id", "core_id")]
-        return f"{siblings[0]}.{siblings[1]}" if None not in siblings else f"cpu{cpu}"
-
-    def _cpu_quota(self) -> float:
-        """Processors' worth of time that control groups grant; infinite if none limits it."""
-        quotas = [math.inf]
-        for folder in self._groups(""):
-            limit, _, period = (_read(folder / "cpu.max") or "max").partition(" ")
-            if limit != "max":
-                quotas.append(int(limit) / int(period))
-        for folder in self._groups("cpu"):
-            limit, period = (
-                _read(folder / "cpu.cfs_quota_us") or "-1",
-                _read(folder / "cpu.cfs_period_us") or "1",
-            )
-            if int(limit) > 0:
-                quotas.append(int(limit) / int(period))
-        return min(quotas)
-
-    def _host_available(self) -> int:
-        fields = _fields((self._root / "proc/meminfo").read_text())
-        return fields["MemAvailable:"] * 1024
-
-    def _mapped(self) -> int:
-        """Bytes of files in this process's memory: available as the kernel sees it, but in use."""
-        _, _, pages, *_ = (_read(self._root / "proc/self/statm") or "0 0 0").split()
-        return int(pages) * mmap.PAGESIZE
-
-    def _group_available(self) -> Iterator[int]:
-        """What is left under each memory limit; cached file pages, which the kernel drops first, do not count."""
-        for controller, limit_file, usage_file, cache_field in (
-            ("", "memory.max", "memory.current", "inactive_file"),
-            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            for folder in self._groups(controller):
-                limit, usage = _read(folder / limit_file), _read(folder / usage_file)
-                if limit is None or usage is None or limit == "max":
-                    continue
-                cached = _fields(_read(folder / "memory.stat") or "").get(cache_field, 0)
-                yield max(0, int(limit) - int(usage) + cached)
-
-    def _groups(self, controller: str) -> Iterator[Path]:
-        """Folders of this process's control group and its parents: version 2 for "", else a version 1
-        controller.
-
-        Inside a container the named folder may not be visible while the mounted root is its own group.
-        """
-        base = self._root / "sys/fs/cgroup" / controller
-        for line in (_read(self._root / "proc/self/cgroup") or "").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controller in controllers.split(","):
-                own = Path(path.lstrip("/"))
-                yield from (base / folder for folder in (own, *own.parents) if folder != Path())
-        yield base
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:  # not there, or not for us to see: it then limits nothing that we can know of
-        return None
-
-
-def _fields(text: str) -> dict[str, int]:
-    """Lines of the form "name number [unit]"."""
-    return {name: int(value) for name, value, *_ in map(str.split, text.splitlines())}

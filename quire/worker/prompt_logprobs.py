@@ -19,7 +19,7 @@ from quire.scheduler.output import NewRequestData, TokenLogprobs
 from quire.worker.devices import Device, moved
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepLayout
-from quire.worker.sampler import clear_non_finite
+from quire.worker.sampler import clear_unusable
 from quire.worker.sampler.logprobs import RawLogprobs, token_logprobs
 
 
@@ -107,6 +107,6 @@ class PromptLogprobs:
 
     def _slice(self, hidden: Tensor, targets: Tensor, num_logprobs: int) -> _Slice:
         logits, download = self._compute_logits(hidden), self._device.download
-        is_bad = clear_non_finite(logits)
+        is_bad = clear_unusable(logits)
         logprobs = token_logprobs(logits, self._device.upload(targets), [num_logprobs] * len(logits))
         return _Slice(download(is_bad), moved(logprobs, download))

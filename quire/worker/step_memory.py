@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.worker.inputs import StepInputs
 from quire.worker.pipeline import Forward
 
+TAPE_SLACK = 2.0
+"""An arena over the tensors that are in it at one time; gaps between them were seen to take up to 0.6 of them."""
 LOGITS_ARRAYS = 3
 """As the model gives them, as they are kept for logprobs, and what sampling writes down of their order."""
 FLOAT_BYTES = 4
@@ -75,6 +77,10 @@ class ForwardPeak:
     def bytes_of_step(self, num_tokens: int, num_logits: int) -> int:
         """A step of so many tokens, of which so many logits exist at once."""
         return self._bytes_per_token * num_tokens + LOGITS_ARRAYS * num_logits * FLOAT_BYTES
+
+    def bytes_of_tapes(self, num_tokens: int) -> int:
+        """What recorded passes over at most so many tokens keep for their tensors."""
+        return int(TAPE_SLACK * self._bytes_per_token * num_tokens)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,5 +1,9 @@
 """The forward pass of a CPU: steps that only decode are played from a tape, one per number of requests.
 
+Numbers of requests are not rounded up to few sizes, as those of CUDA graphs are: on a CPU a padded row costs as much as
+any other, and what tapes take is bounded all the same. Their tensors share one arena, which the largest of them fills,
+and at most `MAX_TAPES` are kept.
+
 Invariant: a tape has the kernels, and so the bits, of the pass that it was recorded from. Whatever differs from step to
 step is copied to where the tape reads it; models and steps that cannot be recorded run as they are.
 """
@@ -7,6 +11,7 @@ step is copied to where the tape reads it; models and steps that cannot be recor
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from dataclasses import replace
 
 import torch
@@ -14,11 +19,14 @@ from torch import Tensor
 
 from quire.errors import EngineError
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kernels.cpu.tape import Arena, RecordingError, Tape, record
+from quire.kernels.cpu.tape import Arena, ArenaFullError, RecordingError, Tape, record
 from quire.worker.inputs import StepInputs
 from quire.worker.pipeline import LanguageModel, eager_forward
 
 logger = logging.getLogger(__name__)
+
+MAX_TAPES = 64
+"""Recorded calls take some 0.5 KB each, so a tape of a large model about 150 KB; the tapes last played are kept."""
 
 
 class TapedForward:
@@ -28,23 +36,27 @@ class TapedForward:
         model: loaded, its KV cache bound.
         max_num_seqs: most requests of a step.
         table_widths: for each KV cache group, block ids of the longest request.
+        arena_bytes: memory for the tensors of tapes; a step that needs more runs as it is.
     """
 
-    def __init__(self, model: LanguageModel, max_num_seqs: int, table_widths: tuple[int, ...]) -> None:
+    def __init__(
+        self, model: LanguageModel, max_num_seqs: int, table_widths: tuple[int, ...], arena_bytes: int
+    ) -> None:
         self._eager = eager_forward(model)
-        self._records = True
+        self._max_taped = max_num_seqs
         self._places = _Places(max_num_seqs, table_widths)
-        self._arena = Arena()
-        self._tapes: dict[int, Tape] = {}
+        self._arena = Arena(arena_bytes)
+        self._tapes: OrderedDict[int, Tape] = OrderedDict()
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         num_requests = len(inputs.layout.rows)
-        if not self._records or len(inputs.input_ids) != num_requests:
+        if num_requests > self._max_taped or len(inputs.input_ids) != num_requests:
             return self._eager(inputs)
         placed = self._places.place(inputs)
         tape = self._tapes.get(num_requests)
         if tape is None:
             return self._record(placed)
+        self._tapes.move_to_end(num_requests)
         if not tape.play():
             self._eager(placed)  # raises what the kernel has to say
             raise EngineError("a kernel refused a recorded step and took the same step afterwards")
@@ -52,13 +64,16 @@ class TapedForward:
 
     def _record(self, placed: StepInputs) -> Tensor:
         """Run a step for the first time with so many requests."""
+        num_requests = len(placed.layout.rows)
         try:
             tape = record(lambda: self._eager(placed), self._arena)
         except RecordingError as reason:
-            self._records = False
-            logger.info("decode steps are not recorded: %s", reason)
+            self._max_taped = num_requests - 1 if isinstance(reason, ArenaFullError) else 0
+            logger.info("steps of over %d requests are not recorded: %s", self._max_taped, reason)
             return self._eager(placed)
-        self._tapes[len(placed.layout.rows)] = tape
+        self._tapes[num_requests] = tape
+        if len(self._tapes) > MAX_TAPES:
+            self._tapes.popitem(last=False)
         return tape.result
 
 

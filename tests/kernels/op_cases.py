@@ -236,7 +236,7 @@ def packed_embedding(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 @cases
-def non_finite_rows(dtype: torch.dtype) -> Iterator[Arguments]:
+def unusable_rows(dtype: torch.dtype) -> Iterator[Arguments]:
     for shape in [(0, 5), (1, 1), (3, 8), (4, 77), (2, 40_000)]:
         logits = randn(*shape)
         yield (logits,), {}
@@ -244,6 +244,9 @@ def non_finite_rows(dtype: torch.dtype) -> Iterator[Arguments]:
             bad = logits.clone()
             bad[-1, -1], bad[0, 0] = torch.nan, torch.inf
             yield (bad,), {}
+            masked = logits.clone()
+            masked[0], masked[-1, : logits.shape[1] // 2] = -torch.inf, -torch.inf
+            yield (masked,), {}
     yield (torch.full((2, 64), 3e38),), {}
 
 

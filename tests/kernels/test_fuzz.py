@@ -226,7 +226,7 @@ def test_sampling(rows: int, vocab_size: int, spread: float, seed: int) -> None:
     agree("apply_penalties", torch.float32, logits, indices, *penalties, offset=offset)
     if logits.numel():
         logits.view(-1)[seed % logits.numel()] = (torch.nan, torch.inf, 1.0)[seed % 3]
-    agree("non_finite_rows", torch.float32, logits, offset=offset)
+    agree("unusable_rows", torch.float32, logits, offset=offset)
 
 
 WILD = (torch.nan, torch.inf, -torch.inf, -1.0, 0.0, 1e-300, 1e300, 2.0**63)

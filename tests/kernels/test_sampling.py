@@ -115,9 +115,9 @@ def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
         lambda x, chosen, *staged: sampling.sample_tokens(x, *staged),
         lambda x, chosen, *staged: logprobs(x, chosen, 5),
         lambda x, chosen, *staged: logprobs(x, chosen, 100),
-        lambda x, chosen, *staged: sampling.non_finite_rows(x),
+        lambda x, chosen, *staged: sampling.unusable_rows(x),
     ],
-    ids=["sample_tokens", "few logprobs", "many logprobs", "non_finite_rows"],
+    ids=["sample_tokens", "few logprobs", "many logprobs", "unusable_rows"],
 )
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(
     function: Callable[..., Tensor], restore_threads: None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import ops
@@ -15,9 +18,10 @@ from quire.kernels.linear import WeightScheme
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
 
-from quire.kernels.cpu.tape import Arena, RecordingError, record
+from quire.kernels.cpu.tape import Arena, ArenaFullError, RecordingError, record
 
 SIZE = 96
+ROOM = 1 << 16
 WEIGHT = ops.pack_weight(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1)), WeightScheme())
 SCALE = torch.linspace(0.5, 2.0, SIZE)
 
@@ -38,7 +42,7 @@ def layers(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_tape_plays_what_was_recorded_on_new_inputs(rows: int) -> None:
     place = torch.randn(rows, SIZE)
-    tape = record(lambda: layers(place), Arena())
+    tape = record(lambda: layers(place), Arena(ROOM))
     assert torch.equal(tape.result, layers(place))
     for _ in range(3):
         place.copy_(torch.randn(rows, SIZE))
@@ -47,7 +51,7 @@ def test_a_tape_plays_what_was_recorded_on_new_inputs(rows: int) -> None:
 
 
 def test_tapes_share_an_arena_in_any_order() -> None:
-    arena, places = Arena(), [torch.randn(rows, SIZE) for rows in (4, 1, 2)]
+    arena, places = Arena(ROOM), [torch.randn(rows, SIZE) for rows in (4, 1, 2)]
     tapes = [record(lambda place=place: layers(place), arena) for place in places]  # type: ignore[misc]
     for index in (2, 0, 1, 0, 2):
         places[index].copy_(torch.randn_like(places[index]))
@@ -57,7 +61,7 @@ def test_tapes_share_an_arena_in_any_order() -> None:
 
 def test_scratch_memory_taken_by_others_meanwhile_does_not_matter() -> None:
     place = torch.randn(2, SIZE)
-    tape = record(lambda: layers(place), Arena())
+    tape = record(lambda: layers(place), Arena(ROOM))
     wide = ops.pack_weight(torch.randn(16, 40 * SIZE), WeightScheme())
     ops.packed_linear(torch.randn(192, 40 * SIZE), wide)
     assert tape.play()
@@ -80,7 +84,7 @@ def test_conversions_and_copies_are_played_too(convert: Callable[[Tensor], Tenso
     """In inference mode torch hands on `to` as a whole, and calls it a view."""
     place = torch.randn(3, SIZE, dtype=torch.bfloat16)
     with torch.inference_mode(inference):
-        tape = record(lambda: layer(convert(place)), Arena())
+        tape = record(lambda: layer(convert(place)), Arena(ROOM))
         for _ in range(3):
             place.copy_(torch.randn(3, SIZE))
             assert tape.play()
@@ -105,13 +109,13 @@ def test_what_may_depend_on_the_step_is_not_recorded(
     computes: Callable[[Tensor], Tensor], inference: bool
 ) -> None:
     with torch.inference_mode(inference), pytest.raises(RecordingError, match="aten"):
-        record(lambda: computes(torch.ones(2, SIZE)), Arena())
+        record(lambda: computes(torch.ones(2, SIZE)), Arena(ROOM))
     assert calls.recording.listener is None
 
 
 def test_a_refused_call_ends_the_tape() -> None:
     ids, table = torch.tensor([1]), torch.randn(4, SIZE)
-    tape = record(lambda: ops.rms_norm(ops.embedding(ids, table), SCALE, 1e-6), Arena())
+    tape = record(lambda: ops.rms_norm(ops.embedding(ids, table), SCALE, 1e-6), Arena(ROOM))
     before = tape.result.clone()
     ids.fill_(4)
     assert not tape.play()
@@ -122,7 +126,7 @@ def test_a_refused_call_ends_the_tape() -> None:
 
 
 def test_an_arena_gives_memory_again_once_no_view_is_left() -> None:
-    arena = Arena()
+    arena = Arena(ROOM)
     first = arena.empty((3, 5), torch.float32)
     assert (first.shape, first.dtype, first.is_contiguous()) == ((3, 5), torch.float32, True)
     address, view = first.data_ptr(), first[1:].t()
@@ -132,3 +136,35 @@ def test_an_arena_gives_memory_again_once_no_view_is_left() -> None:
     del view
     assert arena.empty((15,), torch.int32).data_ptr() == address
     assert arena.empty((0, 5), torch.int64).shape == (0, 5)
+
+
+@given(st.lists(st.tuples(st.integers(1, 700), st.integers(0, 8)), max_size=40))
+def test_no_two_tensors_that_live_overlap(steps: list[tuple[int, int]]) -> None:
+    arena, alive = Arena(ROOM), list[Tensor]()
+    for num_bytes, victim in steps:
+        tensor = arena.empty((num_bytes,), torch.uint8)
+        ends = sorted((one.data_ptr(), one.data_ptr() + len(one)) for one in [*alive, tensor])
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+        alive.append(tensor)
+        if victim < len(alive):
+            del alive[victim]
+
+
+def test_tapes_take_what_the_largest_of_them_takes() -> None:
+    arena = Arena(ROOM)
+    taken = []
+    for rows in (1, 5, 2, 16, 3, 9):
+        place = torch.randn(rows, SIZE)
+        record(lambda place=place: layers(place), arena)  # type: ignore[misc]
+        taken.append(arena.peak_bytes)
+    assert taken[3] == taken[-1]
+    alone, place = Arena(ROOM), torch.randn(16, SIZE)
+    record(lambda: layers(place), alone)
+    assert arena.peak_bytes == alone.peak_bytes
+
+
+def test_what_does_not_fit_is_not_recorded() -> None:
+    place = torch.randn(16, SIZE)
+    with pytest.raises(ArenaFullError, match="more than the 4096 bytes kept for tapes"):
+        record(lambda: layers(place), Arena(4096))
+    assert calls.recording.listener is None

@@ -193,13 +193,14 @@ def test_penalties() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [2100, 20_011])
-def test_non_finite_rows(vocab_size: int) -> None:
+def test_unusable_rows(vocab_size: int) -> None:
     logits = randn(5, vocab_size)
-    logits[1, -1], logits[2, 0], logits[4, 7] = torch.nan, -torch.inf, torch.inf
-    assert logits_kernels.non_finite_rows(logits).tolist() == [False, True, True, False, True]
-    assert not logits_kernels.non_finite_rows(torch.full((1, 3), 3e38)).any()
+    logits[1, -1], logits[2], logits[4, 7] = torch.nan, -torch.inf, torch.inf
+    logits[0, 1:], logits[3, -9:] = -torch.inf, -torch.inf
+    assert logits_kernels.unusable_rows(logits).tolist() == [False, True, True, False, True]
+    assert not logits_kernels.unusable_rows(torch.full((1, 3), 3e38)).any()
     logits_kernels.clear_rows(logits, torch.tensor([False, True, True, False, True]))
-    assert logits.isfinite().all()
+    assert not logits[[1, 2, 4]].any()
     assert logits[0].any()
     assert not logits[[1, 2, 4]].any()
 

@@ -14,6 +14,7 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
+from quire.platforms import Host
 from quire.worker.cpu import CpuDevice
 from tests.worker.harness import tiny_config
 
@@ -80,7 +81,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
     ],
 )
 def test_available_memory(tmp_path: Path, files: dict[str, str], gib: int) -> None:
-    assert CpuDevice(write(tmp_path, files)).available_bytes() == gib * GIB
+    assert Host(write(tmp_path, files)).available_bytes() == gib * GIB
 
 
 def topology(cores: list[int]) -> dict[str, str]:
@@ -125,7 +126,7 @@ def test_default_threads(
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     with caplog.at_level(logging.INFO):
-        CpuDevice(write(tmp_path, files)).start(tiny_config())
+        CpuDevice(Host(write(tmp_path, files))).start(tiny_config())
     assert chosen == [threads]
     assert f"cpu_threads = {threads}: " in caplog.text
 
@@ -147,7 +148,7 @@ def test_threads_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_machine_can_be_read() -> None:
-    assert CpuDevice().available_bytes() > 0
+    assert Host().available_bytes() > 0
 
 
 PINS = """

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.worker.cpu import CpuDevice
-from quire.worker.sampler import Sampler, SamplerOutput, clear_non_finite
+from quire.worker.sampler import Sampler, SamplerOutput, clear_unusable
 from quire.worker.sampler.logprobs import token_logprobs
 from tests.worker import sampler_oracle as oracle
 from tests.worker.harness import append_tokens, input_batch, request, rows_of
@@ -355,7 +355,25 @@ def test_logprobs_are_of_the_model_not_of_the_sampler() -> None:
     assert entry.logprobs == pytest.approx([-2.40760596, -0.40760596])
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_logit_of_minus_infinity_is_a_token_that_cannot_be_chosen(temperature: float) -> None:
+    """A model may mask the padding of its vocabulary that way."""
+    logits = random_logits(random.Random(1), ties=False)
+    masked = [-math.inf if token % 3 else value for token, value in enumerate(logits)]
+    asked = params(seed=1, logprobs=2).clone(temperature=temperature)
+    seen = {Bench([request([1], asked.clone(seed=seed))]).sample([masked]).token_ids[0] for seed in range(20)}
+    assert all(token % 3 == 0 for token in seen)
+    output = Bench([request([1], asked)]).sample([masked])
+    assert output.failed == {}
+    assert all(math.isfinite(logprob) for logprob in output.logprobs[0].logprobs)
+
+
+def test_nothing_but_minus_infinity_fails() -> None:
+    output = Bench([request([1], params(seed=1))]).sample([[-math.inf] * VOCAB])
+    assert output.failed == {0: "the model produced non-finite logits"}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_non_finite_logits_fail_their_row_alone(bad: float) -> None:
     members = [request([1], params(seed=seed, logprobs=2)) for seed in range(3)]
     logits = [random_logits(random.Random(seed), ties=False) for seed in range(3)]
@@ -369,7 +387,7 @@ def test_non_finite_logits_fail_their_row_alone(bad: float) -> None:
 
 
 def test_huge_finite_logits_are_finite() -> None:
-    assert not clear_non_finite(torch.full((2, 64), 3e38)).any()
+    assert not clear_unusable(torch.full((2, 64), 3e38)).any()
 
 
 def test_a_request_that_excludes_every_token_fails_alone() -> None:

@@ -35,6 +35,9 @@ FAMILIES = (
 )
 
 
+ROOM = 1 << 12
+
+
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[taped_forward.Tape]:
     """The tapes that the test records."""
@@ -61,8 +64,13 @@ def test_families_are_those_of_the_registry(tiny_model: Callable[[str], Path]) -
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_the_same_with_tapes(
-    family: str, dtype: str, tiny_model: Callable[[str], Path], recorded: list[taped_forward.Tape]
+    family: str,
+    dtype: str,
+    tiny_model: Callable[[str], Path],
+    recorded: list[taped_forward.Tape],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)
     params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=n, logprobs=2) for n in (5, 9, 14, 3, 20)]
     prompts = [[token + 3 for token in range(length)] for length in (2, 30, 7, 17, 5)]
     outputs = []
@@ -70,6 +78,7 @@ def test_every_family_gives_the_same_with_tapes(
         llm = LLM(str(tiny_model(family)), dtype=dtype, max_model_len=64, max_num_seqs=4, enforce_eager=eager)
         outputs.append([one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)])
         assert bool(recorded) is not eager
+    assert "are not recorded" not in caplog.text, "the arena was too small"
     for plain, taped in zip(*outputs, strict=True):
         assert (plain.token_ids, plain.logprobs) == (taped.token_ids, taped.logprobs)
 
@@ -109,7 +118,7 @@ class Lookup:
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 def test_python_runs_once_for_each_number_of_requests() -> None:
     model = Lookup()
-    forward = TapedForward(model, 4, (4,))
+    forward = TapedForward(model, 4, (4,), ROOM)
     for ids in ([1, 2], [3, 4], [5], [6, 7], [2]):
         assert forward(step(ids, list(range(len(ids))))).flatten().tolist() == ids
     assert model.passes == 2
@@ -120,11 +129,32 @@ def test_python_runs_once_for_each_number_of_requests() -> None:
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 def test_a_recorded_step_with_a_bad_id_says_so() -> None:
-    forward = TapedForward(Lookup(), 2, (4,))
+    forward = TapedForward(Lookup(), 2, (4,), ROOM)
     forward(step([1], [0]))
     with pytest.raises(IndexError, match="embedding"):
         forward(step([8], [0]))
     assert forward(step([7], [0])).item() == 7
+
+
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
+def test_steps_that_are_too_large_for_the_arena_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    model = Lookup()
+    forward = TapedForward(model, 40, (4,), arena_bytes=128)
+    with caplog.at_level(logging.INFO):
+        for size in (32, 40, 33, 32, 32, 40):
+            assert forward(step([3] * size, [0] * size)).flatten().tolist() == [3] * size
+    assert "steps of over 39 requests are not recorded" in caplog.text
+    assert "steps of over 32 requests are not recorded" in caplog.text
+
+
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
+def test_the_tapes_last_played_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taped_forward, "MAX_TAPES", 2)
+    model = Lookup()
+    forward = TapedForward(model, 4, (4,), ROOM)
+    for size in (1, 2, 1, 3, 1, 2):  # 3 replaces 2, which is recorded again
+        assert forward(step([size] * size, [0] * size)).flatten().tolist() == [size] * size
+    assert model.passes == 4
 
 
 class Root(Lookup):
@@ -137,9 +167,9 @@ class Root(Lookup):
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 def test_a_model_that_computes_otherwise_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     model = Root()
-    forward = TapedForward(model, 2, (4,))
+    forward = TapedForward(model, 2, (4,), ROOM)
     with caplog.at_level(logging.INFO):
         assert forward(step([1, 4], [0, 0])).flatten().tolist() == [1, 2]
-    assert "not recorded: aten.sqrt" in caplog.text
+    assert "steps of over 0 requests are not recorded: aten.sqrt" in caplog.text
     assert forward(step([4, 1], [0, 0])).flatten().tolist() == [2, 1]
     assert model.passes == 3

@@ -17,6 +17,7 @@ from quire.executor.uniproc import UniprocExecutor
 from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.sizing import size_kv_cache
 from quire.kv_cache.spec import KVCacheConfig
+from quire.platforms import Host
 from quire.sampling_params import SamplingParams
 from quire.worker.cpu import CpuDevice
 from quire.worker.worker import Worker
@@ -27,18 +28,22 @@ GIB = 2**30
 NUM_BLOCKS = 40
 
 
-class FakeDevice(CpuDevice):
-    """A CPU with a given amount of free memory, whose threads are left alone."""
+class RoomyHost(Host):
+    """A machine with so much free memory."""
 
     def __init__(self, free: int) -> None:
         super().__init__()
         self._free = free
 
-    def start(self, config: EngineConfig) -> None:
-        return None
-
     def available_bytes(self) -> int:
         return self._free
+
+
+class FakeDevice(CpuDevice):
+    """A CPU whose threads are left alone."""
+
+    def start(self, config: EngineConfig) -> None:
+        return None
 
 
 @pytest.fixture
@@ -47,7 +52,7 @@ def config(tiny_model: Callable[[str], Path]) -> EngineConfig:
 
 
 def loaded(config: EngineConfig, free: int = GIB) -> Worker:
-    worker = Worker(config, FakeDevice(free))
+    worker = Worker(config, FakeDevice(RoomyHost(free)))
     worker.load()
     return worker
 
@@ -56,7 +61,9 @@ def reserved_bytes(worker: Worker) -> int:
     """What the worker leaves free for a step."""
     device, limits, vocab_size = worker._device, worker._config.scheduler, worker._config.arch.vocab_size
     assert isinstance(device, CpuDevice)
-    return device._forward_peak.bytes_of_step(limits.max_num_batched_tokens, limits.max_num_seqs * vocab_size)
+    peak, num_seqs = device._forward_peak, limits.max_num_seqs
+    step = peak.bytes_of_step(limits.max_num_batched_tokens, num_seqs * vocab_size)
+    return step + peak.bytes_of_tapes(num_seqs)
 
 
 def driver_of(config: EngineConfig) -> Driver:
@@ -72,7 +79,8 @@ def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
     memory = worker.kv_memory()
     assert memory.free_bytes == GIB // 2 - reserved_bytes(worker) < GIB // 2
     assert memory.reason == (
-        "50% of the 1024 MiB that are free after loading, less 0 MiB for a step of 64 tokens"
+        "50% of the 1024 MiB that are free after loading, less 0 MiB for a step of 64 tokens and "
+        "0 MiB for recorded steps of 4 requests"
     )
     assert loaded(config, free=1000).kv_memory().free_bytes == 0
     assert memory.default_bytes == CpuDevice.default_cache_bytes
@@ -95,7 +103,7 @@ def test_the_flags_that_size_the_cache(
 ) -> None:
     """From flag to allocated blocks; the engine says what it has."""
     free = 2**21
-    monkeypatch.setattr(uniproc, "make_device", lambda name: FakeDevice(free))
+    monkeypatch.setattr(uniproc, "make_device", lambda name: FakeDevice(RoomyHost(free)))
 
     def started(**args: Any) -> LLMEngine:
         limits = {"max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 64}

@@ -53,7 +53,7 @@ SIGNATURES: Mapping[str, tuple[str, str]] = {
         "out q k_cache v_cache query_start_loc seq_lens block_tables alibi_slopes",
         11 * _I + 2 * _F + 2 * _I,
     ),
-    "non_finite_rows": ("out logits", 2 * _I),
+    "unusable_rows": ("out logits", 2 * _I),
     "apply_penalties": ("logits indices repetition subtracted", 2 * _I),
     "philox_uniform": ("out seeds positions", _I),
     "sample_tokens": ("out logits settings numbers", 2 * _I),

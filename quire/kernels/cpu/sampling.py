@@ -11,10 +11,10 @@ from quire.kernels.limits import ANY_LIMITS, Limits
 _MAX_VOCAB_SIZE = 2**31 - 16
 
 
-def non_finite_rows(logits: Tensor) -> Tensor:
-    rows, vocab_size = _check_logits("non_finite_rows", logits)
+def unusable_rows(logits: Tensor) -> Tensor:
+    rows, vocab_size = _check_logits("unusable_rows", logits)
     out = empty(logits, rows, dtype=torch.bool)
-    call("non_finite_rows", (out, logits), rows, vocab_size)
+    call("unusable_rows", (out, logits), rows, vocab_size)
     return out
 
 

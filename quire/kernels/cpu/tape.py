@@ -8,8 +8,10 @@ that computes more than sums and products outside the kernels of this library is
 """
 
 import math
+from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,43 +31,76 @@ class RecordingError(Exception):
     """The function does more than a tape can hold; the message names what."""
 
 
-class Arena:
-    """Memory for the tensors of tapes that never play at the same time, used again as soon as no tensor lies in it.
+class ArenaFullError(RecordingError):
+    """There is too little memory for the function's tensors."""
 
-    A tape knows addresses, so memory never goes back to the system while the arena lives.
+
+class Arena:
+    """Memory of a fixed size for the tensors of tapes that never play at the same time.
+
+    Every tape begins at its start, and within a tape the place of a tensor that is gone is used again (first fit), so
+    all tapes together take what the largest of them takes. Pages that no tape has reached cost no memory.
     """
 
-    def __init__(self) -> None:
-        self._blocks: dict[int, list[_Block]] = {}
+    def __init__(self, num_bytes: int) -> None:
+        memory = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        self._bytes: NDArray[np.uint8] = memory[start : start + num_bytes]
+        self._taken: list[_Place] = []
+        self.peak_bytes = 0
+        """What the largest tape has taken so far."""
+
+    def begin(self) -> None:
+        """Another tape begins: what the others left in their tensors is no longer read."""
+        self._taken = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of this shape, not initialised."""
+        """A tensor of this shape, not initialised.
+
+        Raises:
+            ArenaFullError: there is no room for it.
+        """
         num_bytes = math.prod(shape) * dtype.itemsize
-        size = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        blocks = self._blocks.setdefault(size, [])
-        block = next((block for block in blocks if block.is_free()), None)
-        if block is None:
-            block = _Block(size)
-            blocks.append(block)
-        return block.take()[:num_bytes].view(dtype).view(shape)
+        start = self._first_fit(-(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT)
+        tensor = torch.from_numpy(self._bytes[start : start + num_bytes])
+        user = StorageWeakRef(tensor.untyped_storage())
+        insort(self._taken, _Place(start, start + num_bytes, user), key=_start_of)
+        self.peak_bytes = max(self.peak_bytes, start + num_bytes)
+        return tensor.view(dtype).view(shape)
+
+    def held_by_tape(self, value: Any) -> Any:
+        """For a tape to keep: a tensor in here becomes one at the same address that takes no room."""
+        if not isinstance(value, Tensor):
+            return value
+        storage = value.untyped_storage()
+        start = storage.data_ptr() - self._bytes.ctypes.data
+        if not 0 <= start < len(self._bytes):
+            return value
+        end = start + storage.nbytes() // value.itemsize * value.itemsize
+        memory = torch.from_numpy(self._bytes[start:end]).view(value.dtype)
+        return memory.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    def _first_fit(self, num_bytes: int) -> int:
+        self._taken = [place for place in self._taken if not place.user.expired()]
+        start = 0
+        for place in self._taken:
+            if place.start - start >= num_bytes:
+                break
+            start = -(-place.end // _ALIGNMENT) * _ALIGNMENT
+        if start + num_bytes > len(self._bytes):
+            raise ArenaFullError(f"its tensors take more than the {len(self._bytes)} bytes kept for tapes")
+        return start
 
 
-class _Block:
-    """Bytes at a fixed address, and the tensor storage that uses them now."""
+class _Place(NamedTuple):
+    """Bytes of the arena, and the tensor storage that uses them."""
 
-    def __init__(self, size: int) -> None:
-        memory = np.empty(size + _ALIGNMENT, dtype=np.uint8)
-        start = -memory.ctypes.data % _ALIGNMENT
-        self._bytes: NDArray[np.uint8] = memory[start : start + size]
-        self._user: StorageWeakRef | None = None
+    start: int
+    end: int
+    user: StorageWeakRef
 
-    def is_free(self) -> bool:
-        return self._user is None or self._user.expired()
 
-    def take(self) -> Tensor:
-        tensor = torch.from_numpy(self._bytes)
-        self._user = StorageWeakRef(tensor.untyped_storage())
-        return tensor
+_start_of = attrgetter("start")
 
 
 Part = list[RecordedCall] | Callable[[], bool]
@@ -112,8 +147,10 @@ def record(function: Callable[[], Tensor], arena: Arena) -> Tape:
     Raises:
         RecordingError: it does anything but call kernels of the library, add, multiply, take views and allocate; it was
             not run to its end.
+        ArenaFullError: the same, because it needs more memory than the arena has.
     """
     recorder = _Recorder(arena)
+    arena.begin()
     with recording.into(recorder.add), recorder:
         result = function()
     return Tape(recorder.parts, result, arena)
@@ -172,9 +209,10 @@ class _Recorder(TorchDispatchMode):
         if _share_memory(source, value):
             return value
         out = self._arena.empty(tuple(value.shape), value.dtype)
+        target, source = self._arena.held_by_tape(out), self._arena.held_by_tape(source)
 
         def again() -> bool:
-            out.copy_(source)
+            target.copy_(source)
             return True
 
         again()
@@ -186,9 +224,10 @@ class _Recorder(TorchDispatchMode):
     ) -> Tensor:
         value = function(*args, **options)
         out = self._arena.empty(tuple(value.shape), value.dtype)
+        target, args = self._arena.held_by_tape(out), tuple(map(self._arena.held_by_tape, args))
 
         def again() -> bool:
-            function(*args, **options, out=out)
+            function(*args, **options, out=target)
             return True
 
         again()

@@ -16,13 +16,18 @@ TILE = 8192
 
 
 @triton.jit
-def _non_finite(out, logits, n, TILE: tl.constexpr):
+def _unusable(out, logits, n, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    value = tl.load(logits + row * n + column, mask=column < n, other=0.0)
-    # NaN and infinity are what differs from itself times 0. Whoever finds one writes the same.
-    found = tl.max((value * 0.0 != 0.0).to(tl.int32)) > 0
-    tl.store(out + row, found, mask=found)
+    largest = tl.full([TILE], float("-inf"), tl.float32)
+    wrong = tl.zeros([TILE], tl.int1)
+    for start in range(0, n, TILE):
+        column = start + tl.arange(0, TILE)
+        value = tl.load(logits + row * n + column, mask=column < n, other=float("-inf"))
+        wrong = wrong | (value != value)
+        largest = tl.maximum(largest, value)
+    highest = tl.max(largest)
+    is_wrong = (tl.max(wrong.to(tl.int32)) > 0) | (highest == float("inf")) | (highest == float("-inf"))
+    tl.store(out + row, is_wrong)
 
 
 @triton.jit
@@ -45,12 +50,12 @@ def _penalise(logits, indices, repetition, subtracted, count, TILE: tl.constexpr
     tl.store(place, tl.minimum(value, MAX_LOGIT).to(tl.float32), mask=inside)
 
 
-def non_finite_rows(logits: Tensor) -> Tensor:
-    """See `ops.non_finite_rows`."""
+def unusable_rows(logits: Tensor) -> Tensor:
+    """See `ops.unusable_rows`."""
     num_rows, n = logits.shape
-    out = torch.zeros(num_rows, dtype=torch.bool, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows:
-        _non_finite[(num_rows, triton.cdiv(n, TILE))](out, logits, n, TILE=TILE, num_warps=8)
+        _unusable[(num_rows,)](out, logits, n, TILE=TILE, num_warps=8)
     return out
 
 

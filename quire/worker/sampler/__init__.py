@@ -6,7 +6,7 @@ from quire.worker.sampler.sampler import (
     Sampler,
     SamplerOutput,
     StagedRows,
-    clear_non_finite,
+    clear_unusable,
 )
 
-__all__ = ["NON_FINITE", "Sampled", "Sampler", "SamplerOutput", "StagedRows", "clear_non_finite"]
+__all__ = ["NON_FINITE", "Sampled", "Sampler", "SamplerOutput", "StagedRows", "clear_unusable"]

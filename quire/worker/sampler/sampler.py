@@ -128,7 +128,7 @@ class Sampler:
 
     def sample(self, logits: Tensor, staged: StagedRows) -> Sampled:
         """Choose a token for each row; logits [N, V] float32, contiguous, may be changed in place."""
-        is_bad = clear_non_finite(logits)
+        is_bad = clear_unusable(logits)
         raw = None if staged.logprobs is None else _raw_logits(logits, staged, staged.logprobs)
         for feature, value in staged.features:
             feature.apply(logits, value)
@@ -140,9 +140,9 @@ class Sampler:
         return Sampled(codes, token_logprobs(raw, about, staged.logprobs.num_logprobs), staged.logprobs.rows)
 
 
-def clear_non_finite(logits: Tensor) -> Tensor:
-    """Set rows of [N, V] that hold a NaN or an infinity to 0; returns which, [N] bool."""
-    is_bad = ops.non_finite_rows(logits)
+def clear_unusable(logits: Tensor) -> Tensor:
+    """Set rows of [N, V] that `ops.unusable_rows` finds to 0; returns which, [N] bool."""
+    is_bad = ops.unusable_rows(logits)
     ops.clear_rows(logits, is_bad)
     return is_bad
 
