@@ -405,6 +405,6 @@ def test_a_missing_sample_is_noticed():
 def test_integrity_covers_the_queues():
     engine = Engine()
     engine.add("a", [1])
-    engine.scheduler._planner.running.add(engine.requests["a"])
+    engine.scheduler._queues.running.add(engine.requests["a"])
     with pytest.raises(IntegrityError, match="in no queue, or in two"):
         engine.scheduler.check_integrity()
