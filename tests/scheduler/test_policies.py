@@ -190,7 +190,11 @@ def test_tenants_of_the_past_are_forgotten_without_a_trace(monkeypatch, num_step
 
     forgetful, faithful = run(1), run(1000)
     assert forgetful.plans == faithful.plans
-    assert len(forgetful.scheduler._queues.policy._tenants) < len(faithful.scheduler._queues.policy._tenants) == 37
+    assert (
+        len(forgetful.scheduler._queues.policy._tenants)
+        < len(faithful.scheduler._queues.policy._tenants)
+        == 37
+    )
 
 
 # Long prompts
