@@ -6,20 +6,23 @@ request sees to it that the key is released in the end, whatever happens, or the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from quire.scheduler.explain import Cause
 from quire.scheduler.request import Request
 
+HoldKey = Request | str
+"""A request, which is released when it ends at the latest, or a name that somebody else gives and releases."""
+
 
 class Hold(NamedTuple):
     """A request is not ready until `key` is released; `cause` and `detail` tell a person why.
 
-    Any number of requests may wait for one key. A key that is a request is released when that request ends.
+    Any number of requests may wait for one key.
     """
 
-    key: Hashable
+    key: HoldKey
     cause: Cause = Cause.NOT_READY
     detail: str = ""
 
@@ -28,15 +31,15 @@ class HeldRequests:
     """Requests that lack something."""
 
     def __init__(self) -> None:
-        self._holds: dict[Request, dict[Hashable, Hold]] = {}
-        self._requests: dict[Hashable, dict[Request, None]] = {}  # by key, in the order in which they came
+        self._holds: dict[Request, dict[HoldKey, Hold]] = {}
+        self._requests: dict[HoldKey, dict[Request, None]] = {}  # by key, in the order in which they came
 
     def add(self, request: Request, hold: Hold) -> None:
         """Let a request, held already or not, wait for one thing more."""
         self._holds.setdefault(request, {})[hold.key] = hold
         self._requests.setdefault(hold.key, {})[request] = None
 
-    def release(self, key: Hashable) -> list[Request]:
+    def release(self, key: HoldKey) -> list[Request]:
         """End all holds with this key; returns the requests that had one, which may have others."""
         released = self._requests.pop(key, None)
         if released is None:

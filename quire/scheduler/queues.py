@@ -7,12 +7,12 @@ which tells the policy, the record of waiting and the KV cache in the one order 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixHit
 from quire.scheduler.explain import Explanation
-from quire.scheduler.holds import HeldRequests, Hold
+from quire.scheduler.holds import HeldRequests, Hold, HoldKey
 from quire.scheduler.policies import Policy, RankedRequests
 from quire.scheduler.request import Request, RequestStatus
 from quire.scheduler.step import StepPlan
@@ -99,7 +99,7 @@ class RequestQueues:
         self._held.add(request, hold)
         self._let_wait(request, now)
 
-    def release(self, key: Hashable, now: float) -> None:
+    def release(self, key: HoldKey, now: float) -> None:
         """What holds with this key waited for is there; who lacks nothing more is ready, at the place of its rank."""
         for request in self._held.release(key):
             self._let_wait(request, now)

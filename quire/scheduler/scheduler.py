@@ -7,7 +7,7 @@ I/O, no randomness and no torch here, so the same events always give the same pl
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
 from quire.config import EngineConfig
 from quire.errors import ValidationError
@@ -85,7 +85,7 @@ class Scheduler:
         self._queues.hold(request, hold, now)
         return True
 
-    def release(self, key: Hashable, now: float) -> None:
+    def release(self, key: str, now: float) -> None:
         """End all holds with this key, if there are any."""
         self._queues.release(key, now)
 

@@ -151,11 +151,7 @@ class EvictionOrder:
         self._now += 1
         before, after = self._before, self._snapshot()
         before = {b: (is_free, None if name in forgotten else name) for b, (is_free, name) in before.items()}
-        cached = [
-            block
-            for block, (is_free, name) in before.items()
-            if is_free and name is not None and name not in forgotten
-        ]
+        cached = [block for block, (is_free, name) in before.items() if is_free and name is not None]
         evicted = [block for block in cached if after[block][1] != before[block][1]]
         lost = [self._released[block] for block in evicted]
         for block, (is_free, name) in after.items():
