@@ -35,9 +35,8 @@ class Planner:
     def _prompt_cap(self) -> int:
         """Most tokens of one prompt in the next step; limited only while somebody generates."""
         cap = self._limits.long_prefill_token_threshold
-        if cap and any(
-            request.num_missing_tokens(self._max_model_len) == 1 for request in self._queues.running
-        ):
+        running = self._queues.running
+        if cap and any(request.num_missing_tokens(self._max_model_len) == 1 for request in running):
             return cap
         return self._limits.max_num_batched_tokens
 
@@ -49,18 +48,18 @@ class Planner:
                 self._start_waiting(step, now, before=request)
             if step.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
-            num_missing = num_new_tokens = request.num_missing_tokens(self._max_model_len)
+            num_missing = room = num_new_tokens = request.num_missing_tokens(self._max_model_len)
             if num_missing == 0:  # all that it may still have is in flight
                 step.num_satisfied += 1
                 continue
-            if num_new_tokens > 1:
-                num_new_tokens = min(num_new_tokens, max(step.budget - self._num_unplanned(step) + 1, 1))
-            chunk = min(num_new_tokens, step.prompt_cap)
-            new_block_ids = self._allocate_or_preempt(request, chunk, now)
+            if num_missing > 1:
+                room = min(num_missing, max(step.budget - self._num_unplanned(step) + 1, 1))
+                num_new_tokens = min(room, step.prompt_cap)
+            new_block_ids = self._allocate_or_preempt(request, num_new_tokens, now)
             if new_block_ids is not None:
-                step.add_cached(request, chunk, new_block_ids)
-                if chunk < num_missing:
-                    self._leave_rest(request, step, is_capped=chunk < num_new_tokens)
+                step.add_cached(request, num_new_tokens, new_block_ids)
+                if num_new_tokens < num_missing:
+                    self._leave_rest(request, step, is_capped=num_new_tokens < room)
 
     def _num_unplanned(self, step: StepPlan) -> int:
         """Running requests that have yet to get their tokens of a step, of which each will want one."""
@@ -106,15 +105,15 @@ class Planner:
         if self._first_chunk(request, hit, step) == 0:
             return Blocked(request, Cause.TOKEN_BUDGET)
         hit, blocked = self._find_room(request, hit, step, now)
-        num_new_tokens = self._first_chunk(request, hit, step)
-        if blocked is not None or num_new_tokens == 0:
+        room = self._first_chunk(request, hit, step)
+        if blocked is not None or room == 0:
             return blocked or Blocked(request, Cause.TOKEN_BUDGET)
-        chunk = min(num_new_tokens, step.prompt_cap)
+        num_new_tokens = min(room, step.prompt_cap)
         self._queues.start(request, hit, now)
-        allocated = self._kv.allocate_slots(request, chunk)
+        allocated = self._kv.allocate_slots(request, num_new_tokens)
         assert allocated is not None, "the room just found is gone"
-        step.add_new(request, chunk, self._kv.get_block_ids(request))
-        self._leave_rest(request, step, is_capped=chunk < num_new_tokens)
+        step.add_new(request, num_new_tokens, self._kv.get_block_ids(request))
+        self._leave_rest(request, step, is_capped=num_new_tokens < room)
         return None
 
     def _find_room(
