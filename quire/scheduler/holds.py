@@ -60,7 +60,8 @@ class HeldRequests:
 
     def first_hold(self, request: Request) -> Hold | None:
         """Of the things that a request lacks the one that it was held for first; None if it lacks nothing."""
-        return next(iter(self._holds.get(request, {}).values()), None)
+        holds = self._holds.get(request)
+        return next(iter(holds.values())) if holds else None
 
     def __contains__(self, request: Request) -> bool:
         return request in self._holds

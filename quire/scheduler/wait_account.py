@@ -6,7 +6,7 @@ requests whose cause changes, never for all that wait.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from operator import attrgetter
 
@@ -60,12 +60,13 @@ class WaitAccount:
 
     def start(self, request: Request, now: float) -> None:
         """A request runs from now on: if for the first time, earlier ones that are ready have been overtaken."""
-        if request.status is RequestStatus.WAITING:
-            count = bisect_right(self._not_overtaken, request.number, key=_number)
-            for earlier in self._not_overtaken[:count]:
-                earlier.wait.enter(self._policy.overtaken, now)
-            del self._not_overtaken[:count]
         request.wait.enter(None, now)
+        if request.status is RequestStatus.PREEMPTED:
+            return
+        while self._not_overtaken and self._not_overtaken[0].number <= request.number:
+            earlier = self._not_overtaken.pop(0)
+            if earlier is not request:
+                earlier.wait.enter(self._policy.overtaken, now)
 
     def preempt(self, request: Request, by: Request, now: float) -> None:
         """A request has lost its place to another, or for want of blocks for itself."""
