@@ -73,7 +73,7 @@ def run(engine: LLMEngine, lengths: dict[str, tuple[int, int]]) -> Counter[str]:
     slots: Counter[str] = Counter()
     while engine.has_unfinished_requests():
         engine.step()
-        for request in scheduler._planner.running:
+        for request in scheduler._queues.running:
             prompt_len, output_len = lengths[request.request_id.rpartition("-")[0]]
             slots["used"] += request.num_computed_tokens
             slots["blocks"] += scheduler._kv.num_held_blocks(request) * scheduler._kv.block_size

@@ -13,7 +13,19 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from quire.engine.messages import message_of
-from quire.engine.trace import Added, Ended, Finished, Frame, Planned, Reset, Returned
+from quire.engine.trace import (
+    Added,
+    Ended,
+    Finished,
+    Frame,
+    Held,
+    HoldData,
+    Planned,
+    Released,
+    Reset,
+    Returned,
+)
+from quire.scheduler.holds import Hold
 from quire.scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
@@ -46,10 +58,19 @@ class RecordedScheduler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
 
-    def add_request(self, request: Request, now: float) -> None:
-        self._scheduler.add_request(request, now)
+    def add_request(self, request: Request, now: float, holds: Iterable[Hold] = ()) -> None:
+        holds = list(holds)
+        self._scheduler.add_request(request, now, holds)
         self._numbers[request.request_id] = request.number
-        self._write(Added(now, request.number, message_of(request)))
+        self._write(Added(now, request.number, message_of(request), [_data_of(hold) for hold in holds]))
+
+    def hold(self, request_id: str, hold: Hold, now: float) -> bool:
+        self._write(Held(now, request_id, _data_of(hold)))
+        return self._scheduler.hold(request_id, hold, now)
+
+    def release(self, key: str, now: float) -> None:
+        self._write(Released(now, key))
+        self._scheduler.release(key, now)
 
     def finish_requests(self, request_ids: Iterable[str], reason: str, now: float) -> list[RequestUpdate]:
         request_ids = list(request_ids)
@@ -106,6 +127,11 @@ class RecordedScheduler:
             num_preemptions=update.num_preemptions,
             waits=[(share.cause, share.duration_ns) for share in explanation.shares] if explanation else [],
         )
+
+
+def _data_of(hold: Hold) -> HoldData:
+    assert isinstance(hold.key, str), "only the scheduler itself holds requests for others"
+    return hold.key, hold.cause.name, hold.detail
 
 
 def _returned(plan: SchedulerOutput, output: ModelRunnerOutput, now: float) -> Returned:

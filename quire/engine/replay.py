@@ -14,10 +14,24 @@ from typing import Any
 from quire.config import EngineConfig, KVEventsConfig
 from quire.engine.messages import request_of
 from quire.engine.recorder import recorded
-from quire.engine.trace import Added, Finished, Frame, Planned, Reset, Returned, Trace, decode_kv_config
+from quire.engine.trace import (
+    Added,
+    Finished,
+    Frame,
+    Held,
+    HoldData,
+    Planned,
+    Released,
+    Reset,
+    Returned,
+    Trace,
+    decode_kv_config,
+)
 from quire.errors import ConfigError, EngineError
 from quire.executor.null import NullExecutor
 from quire.kv_cache.spec import KVCacheSpec
+from quire.scheduler.explain import Cause
+from quire.scheduler.holds import Hold
 from quire.scheduler.output import WAIST_VERSION, ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.registry import resolve_scheduler
 
@@ -56,7 +70,13 @@ class Replay:
         self.made.append(frame)
 
     def add(self, frame: Added) -> None:
-        self._scheduler.add_request(request_of(frame.request), frame.now)
+        self._scheduler.add_request(request_of(frame.request), frame.now, map(_hold_of, frame.holds))
+
+    def hold(self, frame: Held) -> None:
+        self._scheduler.hold(frame.request_id, _hold_of(frame.hold), frame.now)
+
+    def release(self, frame: Released) -> None:
+        self._scheduler.release(frame.key, frame.now)
 
     def finish(self, frame: Finished) -> None:
         self._scheduler.finish_requests(frame.request_ids, frame.reason, frame.now)
@@ -78,6 +98,8 @@ class Replay:
 
 EVENTS: dict[type, Callable[[Replay, Any], SchedulerOutput | None]] = {
     Added: Replay.add,
+    Held: Replay.hold,
+    Released: Replay.release,
     Finished: Replay.finish,
     Reset: Replay.reset,
     Planned: Replay.plan,
@@ -105,6 +127,11 @@ def replay(trace: Trace) -> Iterator[SchedulerOutput]:
             raise EngineError(f"frame {place} was {frame}, and the replay gives {made}")
         if plan is not None:
             yield plan
+
+
+def _hold_of(data: HoldData) -> Hold:
+    key, cause, detail = data
+    return Hold(key, Cause[cause], detail)
 
 
 def _output(frame: Returned, names: list[str]) -> ModelRunnerOutput:

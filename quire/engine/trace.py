@@ -25,7 +25,7 @@ from quire.scheduler.output import WAIST_VERSION, BlockIds
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 MAGIC = b"quire-trace\n"
 LENGTH_BYTES = 4
 SPECS: dict[str, type[KVCacheSpec]] = {spec.__name__: spec for spec in MANAGERS}
@@ -41,12 +41,32 @@ class Header(msgspec.Struct, tag="header", frozen=True):
     waist_version: int = WAIST_VERSION
 
 
+HoldData = tuple[str, str, str]
+"""A hold: its key, the name of its cause, its detail."""
+
+
 class Added(msgspec.Struct, tag="add", array_like=True, frozen=True):
     """A request was queued. Later frames call it by `number`, and times are monotonic seconds."""
 
     now: float
     number: int
     request: EngineCoreRequest
+    holds: list[HoldData] = []
+
+
+class Held(msgspec.Struct, tag="hold", array_like=True, frozen=True):
+    """A request came to wait for something more, or it was running or unknown."""
+
+    now: float
+    request_id: str
+    hold: HoldData
+
+
+class Released(msgspec.Struct, tag="release", array_like=True, frozen=True):
+    """What holds with this key waited for was there."""
+
+    now: float
+    key: str
 
 
 class Finished(msgspec.Struct, tag="finish", array_like=True, frozen=True):
@@ -100,7 +120,7 @@ class Reset(msgspec.Struct, tag="reset", array_like=True, frozen=True):
     done: bool
 
 
-Frame = Added | Finished | Planned | Returned | Ended | Reset
+Frame = Added | Held | Released | Finished | Planned | Returned | Ended | Reset
 """What follows the header."""
 
 

@@ -208,6 +208,16 @@ class BlockPool:
                 if self._events is not None:
                     self._events.stored(block_hash, self._medium)
 
+    def forget(self, block_hash: BlockHash) -> None:
+        """Let nobody find this content again; who holds its block keeps it. Content that is not here is fine."""
+        block = self._cached.get(block_hash)
+        if block is None:
+            return
+        self._unname(block)
+        if block.ref_cnt == 0:  # nothing to reuse, so it is given out before all others
+            self.free_queue.remove(block)
+            self.free_queue.prepend(block)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; refused (False) while any block is held."""
         if self.is_held:
@@ -221,7 +231,11 @@ class BlockPool:
 
     def _evict(self, block: KVCacheBlock) -> None:
         if block.block_hash is not None:
-            del self._cached[block.block_hash]
-            if self._events is not None:
-                self._events.removed(block.block_hash, self._medium)
-            block.block_hash = None
+            self._unname(block)
+
+    def _unname(self, block: KVCacheBlock) -> None:
+        assert block.block_hash is not None, f"{block!r} is not cached"
+        del self._cached[block.block_hash]
+        if self._events is not None:
+            self._events.removed(block.block_hash, self._medium)
+        block.block_hash = None

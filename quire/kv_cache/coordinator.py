@@ -19,11 +19,13 @@ class PrefixHit(NamedTuple):
     """The first `num_tokens` tokens of a request are in these blocks (one list per group), on either tier.
 
     A list has an entry for each block of the prefix; the null block stands where a group needs none. All blocks are
-    full, unless the hit is of a request that was swapped out or forked.
+    full, unless the hit is of a request that was swapped out or forked. `from_cache` says that it is the prefix cache's
+    answer, be it of zero tokens.
     """
 
     num_tokens: int
     blocks: tuple[list[KVCacheBlock], ...]
+    from_cache: bool = False
 
 
 class KVCacheCoordinator:
@@ -53,7 +55,7 @@ class KVCacheCoordinator:
                 hit = manager.find_longest_cache_hit(hashes, num_tokens)
                 num_tokens = len(hit) * self.block_size
                 blocks += (hit,)
-        return PrefixHit(num_tokens, blocks)
+        return PrefixHit(num_tokens, blocks, from_cache=True)
 
     def max_blocks(self, num_tokens: int) -> int:
         """Blocks over all groups that a sequence of this length holds at most."""
@@ -114,6 +116,11 @@ class KVCacheCoordinator:
         """Offer the first `num_full` blocks of every group to the prefix cache."""
         for manager in self.managers:
             manager.cache_blocks(request_id, hashes, num_full)
+
+    def forget(self, hashes: Sequence[BlockHash]) -> None:
+        """Take content out of the prefix cache, in all groups and on both tiers."""
+        for manager in self.managers:
+            manager.forget_hashes(hashes)
 
     def free(self, request_id: str) -> None:
         """Give back the request's blocks in all groups."""

@@ -61,6 +61,11 @@ class DevicePool(BlockPool):
         self.host.pool.unpin()
         return self._moves.take()
 
+    def forget(self, block_hash: BlockHash) -> None:
+        """Let nobody find this content again, on either tier."""
+        super().forget(block_hash)
+        self.host.pool.forget(block_hash)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content on both tiers; refused (False) while any block is held."""
         if self.is_held or self.host.pool.is_held:

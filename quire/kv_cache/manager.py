@@ -22,7 +22,10 @@ __all__ = ["CachedSequence", "IntegrityError", "KVCacheManager", "PlannedMoves",
 
 
 class CachedSequence(Protocol):
-    """What the manager needs to know of a request; it alone extends `block_hashes`."""
+    """What the manager needs to know of a request; it alone extends `block_hashes`.
+
+    Others computed the first `num_cached_tokens` tokens, as of when it first started.
+    """
 
     @property
     def request_id(self) -> str: ...
@@ -30,6 +33,8 @@ class CachedSequence(Protocol):
     def token_ids(self) -> list[int]: ...
     @property
     def num_computed_tokens(self) -> int: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
     @property
     def block_hashes(self) -> list[BlockHash]: ...
     @property
@@ -39,9 +44,10 @@ class CachedSequence(Protocol):
 class KVCacheManager:
     """Gives blocks to requests and finds prefixes that are computed already.
 
-    `prefix_queries` and `prefix_hits` count tokens: of started requests, and of these the ones found;
-    `num_swaps` counts requests that were swapped out. `max_chunk` is the most tokens of a request in a step. With
-    `enable_events`, what `take_events` gives must be taken now and then.
+    `prefix_queries` and `prefix_hits` count tokens: of requests that were looked up in the prefix cache for their first
+    start, and of these the ones found, on either tier. What starts as a fork is looked up nowhere, and a request that
+    resumes was counted before. `num_swaps` counts requests that were swapped out. `max_chunk` is the most tokens of a
+    request in a step. With `enable_events`, what `take_events` gives must be taken now and then.
     """
 
     def __init__(
@@ -143,11 +149,11 @@ class KVCacheManager:
         """Blocks that a started request holds, alone or with others."""
         return self._coordinator.num_held_blocks(request.request_id)
 
-    def start(self, request: CachedSequence, hit: PrefixHit) -> None:
+    def start(self, request: CachedSequence, hit: PrefixHit, *, is_resumed: bool = False) -> None:
         """Hold the blocks of a hit (possibly of zero tokens) for a request that has none and is to run."""
         self._coordinator.adopt(request.request_id, hit)
         self._pool.host.release(request.request_id)
-        if self._enable_prefix_caching:
+        if hit.from_cache and not is_resumed:
             self.prefix_queries += len(request.token_ids)
             self.prefix_hits += hit.num_tokens
 
@@ -179,6 +185,16 @@ class KVCacheManager:
         self._coordinator.cache_blocks(request.request_id, request.block_hashes, num_full)
         if self._events is not None:
             self._events.describe(request)
+
+    def disown(self, request: CachedSequence) -> None:
+        """Take what a failed request has computed out of the prefix cache, in this life and those before a preemption.
+
+        It goes by content: a copy on the host, or one that another request has swapped in, may be as bad. A request
+        that holds such blocks keeps them, and answers for what it computes from them itself. What the request found
+        when it first started was computed by others, and stays.
+        """
+        first = request.num_cached_tokens // self.block_size
+        self._coordinator.forget(request.block_hashes[first:])
 
     def preempt(self, request: CachedSequence) -> None:
         """Take a started request's device blocks; its content goes to the host if that is worth it."""

@@ -144,6 +144,11 @@ class SingleTypeManager(ABC):
         self._pool.cache_full_blocks([block for block, _ in present], [key for _, key in present])
         self._num_cached[request_id] = num_full
 
+    def forget_hashes(self, hashes: Sequence[BlockHash]) -> None:
+        """Take content of this group out of the prefix cache; what is not in it is fine."""
+        for name in hashes:
+            self._pool.forget(self._key(name))
+
     def forget(self, request_id: str) -> list[KVCacheBlock]:
         """Take a request's table away and return it, for the caller to free; a request without one is fine."""
         self._num_cached.pop(request_id, None)

@@ -19,6 +19,7 @@ class Cause(enum.Enum):
     SEQUENCE_CAP = "for a place among the running requests (--max-num-seqs)"
     BLOCKS = "for KV cache blocks, short by {}"
     SHARED_PROMPT = "for the prompt that it shares to be computed"
+    NOT_READY = "for {} to be ready"
     BEHIND = "behind earlier requests"
     LOWER_PRIORITY = "while more urgent requests went ahead"
     FAIRNESS_DEBT = "while tenants that were given less went ahead"

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from quire.config import SchedulerConfig
 from quire.scheduler.explain import Cause
-from quire.scheduler.policies import Policy
-from quire.scheduler.queues import RankedRequests
+from quire.scheduler.policies import Policy, RankedRequests
 from quire.scheduler.request import Rank, Request, RequestStatus
 from quire.scheduler.step import Chunk
 
@@ -58,15 +57,14 @@ class Fair(Policy):
         """What a tenant was given so far, in weighted tokens."""
         return self._tenants[tenant].counter
 
-    def add(self, request: Request) -> None:
+    def arrive(self, request: Request) -> None:
         # Behind its tenant's preempted requests, which have the rank that they started with.
         request.rank = (math.inf, request.number)
         if request.tenant not in self._tenants:
             self._tenants[request.tenant] = Tenant(self.config.fair_weights.get(request.tenant, 1.0))
         self._tenants[request.tenant].num_unfinished += 1
-        self.put_back(request)
 
-    def put_back(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
         if request.tenant not in self._active:
             tenant.counter = max(tenant.counter, self._level())

@@ -1,52 +1,31 @@
 """Forks: requests that begin with the whole prompt of another one, as the `n` completions of a prompt do.
 
-Invariant: a child waits here only while its parent is unfinished and has sampled nothing yet; so it waits for
-work that is being done anyway, and never for ever.
+Invariant: a child is held only while its parent is unfinished and has sampled nothing yet; so it waits for work that
+is being done anyway, and never for ever. That holds for a parent that is preempted, too: it comes back, and in the
+order of service it stands before a child of the same priority and tenant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from quire.errors import ValidationError
+from quire.scheduler.explain import Cause
+from quire.scheduler.holds import Hold
 from quire.scheduler.request import Request
 
 
-class HeldForks:
-    """Children that wait until their parent has computed the prompt they share."""
+def make_fork(child: Request, parent: Request) -> list[Hold]:
+    """Let a new request share the prompt of another; it is held until the parent has computed it.
 
-    def __init__(self) -> None:
-        self._children: dict[str, dict[str, Request]] = {}
+    The key is the parent, to be released when it has sampled its first token. No hold if it has done that already.
 
-    def __len__(self) -> int:
-        return sum(map(len, self._children.values()))
-
-    def __iter__(self) -> Iterator[Request]:
-        return (child for children in self._children.values() for child in children.values())
-
-    def hold(self, child: Request, parent: Request) -> bool:
-        """Keep a child until its parent is released; False, and nothing done, if the parent is past its prompt.
-
-        Raises:
-            ValidationError: the two do not begin with the same prompt under the same keys.
-        """
-        same = child.prompt_token_ids == parent.prompt_token_ids and child.extra_keys == parent.extra_keys
-        if not same:
-            raise ValidationError(
-                f"request {child.request_id!r} is no fork of {parent.request_id!r}: their prompts differ",
-                param="fork_of",
-            )
-        child.parent = parent
-        if parent.num_output_tokens:
-            return False
-        self._children.setdefault(parent.request_id, {})[child.request_id] = child
-        return True
-
-    def release(self, parent: Request) -> list[Request]:
-        """Let the children of a request go; returns them in the order in which they came."""
-        return [*self._children.pop(parent.request_id, {}).values()]
-
-    def discard(self, child: Request) -> bool:
-        """Take out a child that has ended; False if it is not here."""
-        siblings = self._children.get(child.parent.request_id, {}) if child.parent else {}
-        return siblings.pop(child.request_id, None) is not None
+    Raises:
+        ValidationError: the two do not begin with the same prompt under the same keys.
+    """
+    same = child.prompt_token_ids == parent.prompt_token_ids and child.extra_keys == parent.extra_keys
+    if not same:
+        raise ValidationError(
+            f"request {child.request_id!r} is no fork of {parent.request_id!r}: their prompts differ",
+            param="fork_of",
+        )
+    child.parent = parent
+    return [] if parent.num_output_tokens else [Hold(parent, Cause.SHARED_PROMPT)]

@@ -1,6 +1,6 @@
 """`Planner`: fills a step with the requests that run in it, and starts and preempts requests to that end.
 
-Invariant: whoever runs holds blocks and a row of the worker; whoever stops gives both back here or in `Scheduler`.
+Invariant: it remembers nothing from one step to the next; who is where it asks and tells `RequestQueues`.
 """
 
 from __future__ import annotations
@@ -9,41 +9,21 @@ from quire.config import SchedulerConfig
 from quire.kv_cache.manager import KVCacheManager, PrefixHit
 from quire.scheduler.explain import Cause
 from quire.scheduler.output import BlockIds
-from quire.scheduler.policies import Policy
-from quire.scheduler.queues import RankedRequests
+from quire.scheduler.queues import RequestQueues
 from quire.scheduler.request import Request, RequestStatus
 from quire.scheduler.step import Blocked, StepPlan
-from quire.scheduler.wait_account import WaitAccount
 
 
 class Planner:
-    """Decides who runs, and what a step computes of them.
-
-    Running requests are kept in the order of their ranks, which the policy gives. That order is also the order of
-    planning, and preemption takes from its end, so a request that has its place in the plan never loses it again.
-
-    Attributes:
-        running: the requests that have a row.
-        num_preemptions: how often one lost it before its end.
-        vacated: ids of requests whose rows the worker has yet to be told to free.
-    """
+    """Decides who runs, and what a step computes of them."""
 
     def __init__(
-        self,
-        limits: SchedulerConfig,
-        max_model_len: int,
-        kv: KVCacheManager,
-        policy: Policy,
-        waits: WaitAccount,
+        self, limits: SchedulerConfig, max_model_len: int, kv: KVCacheManager, queues: RequestQueues
     ) -> None:
         self._limits = limits
         self._max_model_len = max_model_len
         self._kv = kv
-        self._policy = policy
-        self._waits = waits
-        self.running = RankedRequests()
-        self.num_preemptions = 0
-        self.vacated: list[str] = []
+        self._queues = queues
 
     def plan(self, step_id: int, now: float) -> StepPlan:
         """The next step, as `Scheduler.schedule` describes it."""
@@ -52,47 +32,38 @@ class Planner:
         self._start_waiting(step, now)
         return step
 
-    def vacate(self, request: Request) -> None:
-        """Take a request from the running ones; its row is free with the next plan."""
-        self.running.remove(request)
-        self.vacated.append(request.request_id)
-
-    def take_vacated(self) -> list[str]:
-        """The rows to free, for the plan that says so."""
-        vacated, self.vacated = self.vacated, []
-        return vacated
-
     def _prompt_cap(self) -> int:
         """Most tokens of one prompt in the next step; limited only while somebody generates."""
         cap = self._limits.long_prefill_token_threshold
-        if cap and any(request.num_missing_tokens(self._max_model_len) == 1 for request in self.running):
+        running = self._queues.running
+        if cap and any(request.num_missing_tokens(self._max_model_len) == 1 for request in running):
             return cap
         return self._limits.max_num_batched_tokens
 
     def _plan_running(self, step: StepPlan, now: float) -> None:
         """Let running requests catch up, the first ones at the cost of the last if blocks are short."""
-        preempts = self._policy.preempts
-        for request in list(self.running):
+        preempts = self._queues.policy.preempts
+        for request in list(self._queues.running):
             if preempts and request.status is RequestStatus.RUNNING:
                 self._start_waiting(step, now, before=request)
             if step.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
-            num_missing = num_new_tokens = request.num_missing_tokens(self._max_model_len)
+            num_missing = room = num_new_tokens = request.num_missing_tokens(self._max_model_len)
             if num_missing == 0:  # all that it may still have is in flight
                 step.num_satisfied += 1
                 continue
-            if num_new_tokens > 1 or request.wait.cause is not None:
-                num_new_tokens = min(num_new_tokens, max(step.budget - self._num_unplanned(step) + 1, 1))
-                num_new_tokens = self._cap_prompt(request, num_new_tokens, step, now)
+            if num_missing > 1:
+                room = min(num_missing, max(step.budget - self._num_unplanned(step) + 1, 1))
+                num_new_tokens = min(room, step.prompt_cap)
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, now)
             if new_block_ids is not None:
                 step.add_cached(request, num_new_tokens, new_block_ids)
                 if num_new_tokens < num_missing:
-                    self._promise_blocks(request, step)
+                    self._leave_rest(request, step, is_capped=num_new_tokens < room)
 
     def _num_unplanned(self, step: StepPlan) -> int:
         """Running requests that have yet to get their tokens of a step, of which each will want one."""
-        return len(self.running) - len(step.chunks) - step.num_satisfied
+        return len(self._queues.running) - len(step.chunks) - step.num_satisfied
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int, now: float) -> BlockIds | None:
         """Blocks for a running request, taken from the last ones if need be; None if it was itself the last.
@@ -104,29 +75,16 @@ class Planner:
             block_ids = self._kv.allocate_slots(request, num_new_tokens)
             if block_ids is not None:
                 return block_ids
-            self._preempt_last(request, now)
+            self._queues.preempt_last(request, now)
         return None
-
-    def _preempt_last(self, by: Request, now: float) -> None:
-        """Take the blocks of the running request of highest rank; it keeps its tokens, to be computed again.
-
-        If its blocks are swapped out, it returns as it was.
-        """
-        victim = self.running.last
-        self.vacate(victim)
-        self._kv.preempt(victim)
-        victim.preempt()
-        victim.wait.enter(Cause.PREEMPTED, now, "lack of blocks" if by is victim else by.request_id)
-        self._policy.put_back(victim)
-        self.num_preemptions += 1
 
     def _start_waiting(self, step: StepPlan, now: float, before: Request | None = None) -> None:
         """Start waiting requests, strictly in the policy's order, until one does not fit.
 
         With `before`, only those that outrank this running request, which is planned next.
         """
-        while step.blocked is None and len(self._policy):
-            first = self._policy.peek()
+        while step.blocked is None and len(self._queues.policy):
+            first = self._queues.policy.peek()
             if before is not None and first.rank >= before.rank:
                 break
             step.blocked = self._start(first, step, now)
@@ -141,31 +99,22 @@ class Planner:
             return Blocked(request, Cause.NEXT_STEP)
         if self._budget_to_start(step) <= 0:
             return Blocked(request, Cause.TOKEN_BUDGET)
-        if len(self.running) >= self._limits.max_num_seqs and not self._outranks_last(request):
+        if len(self._queues.running) >= self._limits.max_num_seqs and not self._outranks_last(request):
             return Blocked(request, Cause.SEQUENCE_CAP)
         hit = self._find_prefix(request, step)
         if self._first_chunk(request, hit, step) == 0:
             return Blocked(request, Cause.TOKEN_BUDGET)
         hit, blocked = self._find_room(request, hit, step, now)
-        num_new_tokens = self._first_chunk(request, hit, step)
-        if blocked is not None or num_new_tokens == 0:
+        room = self._first_chunk(request, hit, step)
+        if blocked is not None or room == 0:
             return blocked or Blocked(request, Cause.TOKEN_BUDGET)
-        num_new_tokens = self._cap_prompt(request, num_new_tokens, step, now)
-        self._run(request, hit, now)
+        num_new_tokens = min(room, step.prompt_cap)
+        self._queues.start(request, hit, now)
         allocated = self._kv.allocate_slots(request, num_new_tokens)
         assert allocated is not None, "the room just found is gone"
         step.add_new(request, num_new_tokens, self._kv.get_block_ids(request))
-        self._promise_blocks(request, step)
+        self._leave_rest(request, step, is_capped=num_new_tokens < room)
         return None
-
-    def _run(self, request: Request, hit: PrefixHit, now: float) -> None:
-        """Move a request from the waiting ones to the running ones."""
-        self._policy.start(request, hit.num_tokens)
-        if request.status is RequestStatus.WAITING:
-            self._waits.start(request, now)
-        self.running.add(request)
-        request.start(now, hit.num_tokens)
-        self._kv.start(request, hit)
 
     def _find_room(
         self, request: Request, hit: PrefixHit, step: StepPlan, now: float
@@ -179,11 +128,11 @@ class Planner:
         blocked = self._lack(request, hit, step)
         if blocked is None or not self._outranks_last(request):
             return hit, blocked
-        outranked = [other for other in self.running if other.rank > request.rank]
+        outranked = [other for other in self._queues.running if other.rank > request.rank]
         if blocked.num_blocks > sum(map(self._kv.num_held_blocks, outranked)):
             return hit, blocked
         while blocked is not None and self._outranks_last(request):
-            self._preempt_last(request, now)
+            self._queues.preempt_last(request, now)
             hit = self._find_prefix(request, step)
             blocked = self._lack(request, hit, step)
         return hit, blocked
@@ -193,24 +142,27 @@ class Planner:
         num_short = self._kv.num_blocks_short(request, hit) + step.promised_blocks
         if num_short > 0:
             return Blocked(request, Cause.BLOCKS, num_short)
-        if len(self.running) >= self._limits.max_num_seqs:
+        if len(self._queues.running) >= self._limits.max_num_seqs:
             return Blocked(request, Cause.SEQUENCE_CAP)
         return None
 
     def _outranks_last(self, request: Request) -> bool:
         """Whether the policy lets a waiting request take the place of the last running one."""
-        return self._policy.preempts and len(self.running) > 0 and request.rank < self.running.last.rank
+        return (
+            self._queues.policy.preempts
+            and len(self._queues.running) > 0
+            and request.rank < self._queues.running.last.rank
+        )
 
-    def _promise_blocks(self, request: Request, step: StepPlan) -> None:
-        """Keep free what a planned request needs for known tokens that this step did not reach."""
+    def _leave_rest(self, request: Request, step: StepPlan, *, is_capped: bool) -> None:
+        """Keep free what a planned request needs for known tokens that this step did not reach.
+
+        `is_capped` says that there was room for more of them but for `--long-prefill-token-threshold`.
+        """
+        if is_capped:
+            step.capped.add(request)
         if request.num_computed_tokens < request.num_tokens:
             step.promised_blocks += self._kv.num_blocks_to_finish(request)
-
-    def _cap_prompt(self, request: Request, num_new_tokens: int, step: StepPlan, now: float) -> int:
-        """Cut a chunk to `--long-prefill-token-threshold`, which the request is told about."""
-        capped = num_new_tokens > step.prompt_cap
-        request.wait.enter(Cause.LONG_PREFILL_CAP if capped else None, now)
-        return min(num_new_tokens, step.prompt_cap)
 
     def _find_prefix(self, request: Request, step: StepPlan) -> PrefixHit:
         """What a request need not compute: what was swapped out, what its parent has, or what is cached.

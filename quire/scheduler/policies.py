@@ -8,17 +8,53 @@ one comes back at its old place, and no two can take each other's blocks in turn
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from quire.config import SchedulerConfig
 from quire.scheduler.explain import Cause
-from quire.scheduler.queues import RankedRequests
 from quire.scheduler.request import Request
 from quire.scheduler.step import Chunk
 
+_rank = attrgetter("rank")
+
+
+class RankedRequests:
+    """Requests in the order in which they are served; their ranks do not change while they are in here.
+
+    A sorted list: a search compares a few ranks, and moving pointers costs less than a tree would.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        insort(self._requests, request, key=_rank)
+
+    def remove(self, request: Request) -> None:
+        """Take out a request from wherever it stands."""
+        place = bisect_left(self._requests, request.rank, key=_rank)
+        assert self._requests[place] is request, f"{request!r} is not where its rank says"
+        del self._requests[place]
+
+    @property
+    def first(self) -> Request:
+        return self._requests[0]
+
+    @property
+    def last(self) -> Request:
+        return self._requests[-1]
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
 
 class Policy(ABC):
-    """Owns the waiting requests, and ranks all: the lower rank is served first.
+    """Owns the requests in line, and ranks all: the lower rank is served first.
 
     Attributes:
         preempts: whether a waiting request may take the place of a running one that it outranks.
@@ -32,12 +68,12 @@ class Policy(ABC):
         self.config = config
 
     @abstractmethod
-    def add(self, request: Request) -> None:
-        """Take in a new request; its `queued_ts` and `number` are set."""
+    def arrive(self, request: Request) -> None:
+        """Rank a new request, whose `queued_ts` and `number` are set; it may not be ready to wait in line yet."""
 
     @abstractmethod
-    def put_back(self, request: Request) -> None:
-        """Take back a preempted request, which keeps its rank."""
+    def add(self, request: Request) -> None:
+        """Let a request wait at the place of its rank: it is new, was held, or was preempted."""
 
     @abstractmethod
     def peek(self) -> Request:
@@ -63,7 +99,7 @@ class Policy(ABC):
         """Take note of what a step computes."""
 
     def finish(self, request: Request) -> None:  # noqa: B027
-        """Take note that a request, running or already taken out, has ended."""
+        """Take note that a request, which is not in line any more, has ended."""
 
 
 class FixedOrder(Policy):
@@ -77,11 +113,10 @@ class FixedOrder(Policy):
     def rank(self, request: Request) -> float:
         """The lower, the sooner; requests of equal rank are served in the order of their arrival."""
 
-    def add(self, request: Request) -> None:
+    def arrive(self, request: Request) -> None:
         request.rank = (self.rank(request), request.number)
-        self._waiting.add(request)
 
-    def put_back(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         self._waiting.add(request)
 
     def peek(self) -> Request:

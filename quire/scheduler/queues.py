@@ -1,44 +1,177 @@
-"""`RankedRequests`: requests in the order in which they are served.
+"""`RequestQueues`: the place of every request that has not ended.
 
-Invariant: sorted by `request.rank`, lowest first. Ranks differ and do not change while a request is in here.
+Invariant: a request is in one place, which its status names: RUNNING requests hold blocks and a row of the worker; all
+others wait, in the policy's line if they are ready, else held. Each way from one place to another is one verb here,
+which tells the policy, the record of waiting and the KV cache in the one order that is right.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
-from operator import attrgetter
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
-from quire.scheduler.request import Request
+from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixHit
+from quire.scheduler.explain import Explanation
+from quire.scheduler.holds import HeldRequests, Hold, HoldKey
+from quire.scheduler.policies import Policy, RankedRequests
+from quire.scheduler.request import Request, RequestStatus
+from quire.scheduler.step import StepPlan
+from quire.scheduler.wait_account import WaitAccount
 
-_rank = attrgetter("rank")
 
+class RequestQueues:
+    """Owns the unfinished requests.
 
-class RankedRequests:
-    """A sorted list: a search compares a few ranks, and moving pointers costs less than a tree would."""
+    Attributes:
+        running: in the order of their ranks. That is also the order of planning, and preemption takes from its end, so
+            a request that has its place in a plan never loses it again.
+        policy: ranks all, and has those that are ready in line; to be changed by the verbs only.
+        by_id: all of them, wherever they are; read-only.
+        num_preemptions: how often a request lost its row before its end.
+    """
 
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
+    def __init__(self, policy: Policy, kv: KVCacheManager) -> None:
+        self._requests: dict[str, Request] = {}
+        self.by_id: Mapping[str, Request] = MappingProxyType(self._requests)
+        self.running = RankedRequests()
+        self.policy = policy
+        self.num_preemptions = 0
+        self._kv = kv
+        self._held = HeldRequests()
+        self._waits = WaitAccount(policy)
+        self._vacated: list[str] = []
+        self._num_arrived = 0
 
-    def add(self, request: Request) -> None:
-        insort(self._requests, request, key=_rank)
+    # From place to place
 
-    def remove(self, request: Request) -> None:
-        """Take out a request from wherever it stands."""
-        place = bisect_left(self._requests, request.rank, key=_rank)
-        assert self._requests[place] is request, f"{request!r} is not where its rank says"
-        del self._requests[place]
+    def arrive(self, request: Request, now: float, holds: Iterable[Hold] = ()) -> None:
+        """Take in a new request, which is ready once all its holds are released."""
+        self._num_arrived += 1
+        request.queued_ts, request.number = now, self._num_arrived
+        self._requests[request.request_id] = request
+        self.policy.arrive(request)
+        for hold in holds:
+            self._held.add(request, hold)
+        self._let_wait(request, now)
+
+    def start(self, request: Request, hit: PrefixHit, now: float) -> None:
+        """Let a request that is ready run, on the blocks of a hit."""
+        is_resumed = request.status is RequestStatus.PREEMPTED
+        self.policy.start(request, hit.num_tokens)
+        self._waits.start(request, now)
+        self.running.add(request)
+        request.start(now, hit.num_tokens)
+        self._kv.start(request, hit, is_resumed=is_resumed)
+
+    def preempt_last(self, by: Request, now: float) -> None:
+        """Take the blocks of the running request of highest rank; it keeps its tokens, to be computed again.
+
+        If its blocks are swapped out, it returns as it was.
+        """
+        victim = self.running.last
+        self._vacate(victim)
+        self._kv.preempt(victim)
+        victim.preempt()
+        self._waits.preempt(victim, by, now)
+        self.policy.add(victim)
+        self.num_preemptions += 1
+
+    def finish(self, request: Request, reason: str, now: float) -> None:
+        """The one way out: whatever the reason and the place, all that the request holds is released."""
+        status = request.status
+        if not request.finish(reason):
+            return
+        if status is RequestStatus.RUNNING:
+            self._vacate(request)
+        elif not self._held.discard(request):
+            self._leave_line(request)
+        self.policy.finish(request)
+        self.release(request, now)
+        del self._requests[request.request_id]
+        self._waits.end(request, now)
+        self._kv.free(request)
+
+    def hold(self, request: Request, hold: Hold, now: float) -> None:
+        """Let a request that does not run wait for one thing more."""
+        assert request.status is not RequestStatus.RUNNING, f"{request!r} is beyond holding"
+        if request not in self._held:
+            self._leave_line(request)
+        self._held.add(request, hold)
+        self._let_wait(request, now)
+
+    def release(self, key: HoldKey, now: float) -> None:
+        """What holds with this key waited for is there; who lacks nothing more is ready, at the place of its rank."""
+        for request in self._held.release(key):
+            self._let_wait(request, now)
+
+    def _let_wait(self, request: Request, now: float) -> None:
+        """In line, or for the first thing that it lacks."""
+        hold = self._held.first_hold(request)
+        if hold is None:
+            self.policy.add(request)
+            self._waits.queue(request, now)
+        else:
+            self._waits.hold(request, hold, now)
+
+    def _leave_line(self, request: Request) -> None:
+        self.policy.remove(request)
+        self._waits.leave(request)
+
+    def _vacate(self, request: Request) -> None:
+        self.running.remove(request)
+        self._vacated.append(request.request_id)
+
+    # The step
+
+    def note(self, step: StepPlan, now: float) -> None:
+        """A step was planned: the policy takes account of what it computes, and those who wait learn why."""
+        self.policy.charge(step.chunks)
+        self._waits.plan(step, now)
+
+    def take_vacated(self) -> list[str]:
+        """Ids of requests that lost their rows since the last call, for the plan that tells the worker."""
+        vacated, self._vacated = self._vacated, []
+        return vacated
+
+    # Questions
 
     @property
-    def first(self) -> Request:
-        return self._requests[0]
+    def num_waiting(self) -> int:
+        """Requests that do not run, ready or held."""
+        return len(self.policy) + len(self._held)
 
     @property
-    def last(self) -> Request:
-        return self._requests[-1]
+    def num_held(self) -> int:
+        """Requests that are not ready."""
+        return len(self._held)
 
-    def __len__(self) -> int:
-        return len(self._requests)
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute or free something; it does nothing for those that are held."""
+        return len(self.running) > 0 or len(self.policy) > 0 or bool(self._vacated)
 
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+    def explain(self, request_id: str, now: float) -> Explanation | None:
+        """Why a request waits or waited; None if it is unknown or ended too long ago."""
+        request = self._requests.get(request_id)
+        return self._waits.explain_ended(request_id) if request is None else self._waits.explain(request, now)
+
+    def check_integrity(self) -> None:
+        """Check that the places agree with the requests, and with who holds blocks.
+
+        Raises:
+            IntegrityError: a bug of ours; holds the state.
+        """
+        running = [request.request_id for request in self.running]
+        waiting = [request.request_id for request in (*self.policy, *self._held)]
+        state = {"requests": self._requests, "running": running, "waiting": waiting}
+        if sorted([*running, *waiting]) != sorted(self._requests) or len(waiting) != self.num_waiting:
+            raise IntegrityError("a request is in no queue, or in two", state)
+        expected = {
+            request.request_id
+            for request in self._requests.values()
+            if request.status is RequestStatus.RUNNING
+        }
+        if expected != set(running) or expected != self._kv.holders():
+            raise IntegrityError("running requests and holders of blocks differ", state)
+        if not self._kv.swapped() <= self._requests.keys() - running:
+            raise IntegrityError("a swapped request is running or unknown", state)

@@ -15,17 +15,18 @@ from quire.kv_cache.events import KVCacheEvent
 from quire.kv_cache.manager import IntegrityError, KVCacheManager
 from quire.kv_cache.spec import KVCacheConfig
 from quire.scheduler.admission import check_admissible
-from quire.scheduler.explain import Cause, Explanation
+from quire.scheduler.explain import Explanation
 from quire.scheduler.fair import Fair
-from quire.scheduler.forks import HeldForks
+from quire.scheduler.forks import make_fork
+from quire.scheduler.holds import Hold
 from quire.scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput, SchedulerStats
 from quire.scheduler.planner import Planner
 from quire.scheduler.policies import FCFS, Policy, Priority
+from quire.scheduler.queues import RequestQueues
 from quire.scheduler.request import Request, RequestStatus
 from quire.scheduler.step import Chunk, StepPlan
 from quire.scheduler.stop import check_stop
 from quire.scheduler.updates import last_update, update_of
-from quire.scheduler.wait_account import WaitAccount
 
 POLICIES: dict[str, type[Policy]] = {"fcfs": FCFS, "priority": Priority, "fair": Fair}
 """`--scheduling-policy` -> policy."""
@@ -54,44 +55,49 @@ class Scheduler:
             preemption_mode=config.cache.preemption_mode,
             enable_events=config.kv_events.enabled,
         )
-        self._requests: dict[str, Request] = {}
-        self._policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)
-        self._forks = HeldForks()
-        self._waits = WaitAccount(self._policy.overtaken)
-        self._planner = Planner(config.scheduler, self._max_model_len, self._kv, self._policy, self._waits)
+        policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)
+        self._queues = RequestQueues(policy, self._kv)
+        self._planner = Planner(config.scheduler, self._max_model_len, self._kv, self._queues)
         self._in_flight: deque[StepPlan] = deque()
-        self._num_requests = 0
         self._num_steps = 0
 
     # Events
 
-    def add_request(self, request: Request, now: float) -> None:
-        """Queue a new request.
+    def add_request(self, request: Request, now: float, holds: Iterable[Hold] = ()) -> None:
+        """Queue a new request; with holds, it is ready to start when all of them are released.
 
         Raises:
             ValidationError: the id is in use, or the request could not run even with the engine to itself.
         """
-        if request.request_id in self._requests:
+        if request.request_id in self._queues.by_id:
             raise ValidationError(f"request id {request.request_id!r} is in use", param="request_id")
         check_admissible(request, self._max_model_len, self._kv)
-        parent = self._requests.get(request.fork_of) if request.fork_of is not None else None
-        held = parent is not None and self._forks.hold(request, parent)
-        self._num_requests += 1
-        request.queued_ts, request.number = now, self._num_requests
-        self._requests[request.request_id] = request
-        if held:
-            request.wait.enter(Cause.SHARED_PROMPT, now)
-        else:
-            self._queue(request, now)
+        parent = None if request.fork_of is None else self._queues.by_id.get(request.fork_of)
+        if parent is not None:
+            holds = [*holds, *make_fork(request, parent)]
+        self._queues.arrive(request, now, holds)
+
+    def hold(self, request_id: str, hold: Hold, now: float) -> bool:
+        """Let a request wait for one thing more; False, and nothing done, if it is running or unknown."""
+        request = self._queues.by_id.get(request_id)
+        if request is None or request.status is RequestStatus.RUNNING:
+            return False
+        self._queues.hold(request, hold, now)
+        return True
+
+    def release(self, key: str, now: float) -> None:
+        """End all holds with this key, if there are any."""
+        self._queues.release(key, now)
 
     def finish_requests(self, request_ids: Iterable[str], reason: str, now: float) -> list[RequestUpdate]:
         """End these requests, whatever they are doing, and free their blocks; unknown ids are ignored.
 
         Returns the last update of each request that this call ended.
         """
-        found = [self._requests[name] for name in dict.fromkeys(request_ids) if name in self._requests]
+        by_id = self._queues.by_id
+        found = [by_id[name] for name in dict.fromkeys(request_ids) if name in by_id]
         for request in found:
-            self._finish(request, reason, now)
+            self._queues.finish(request, reason, now)
         return [last_update(request) for request in found]
 
     def reset_prefix_cache(self) -> bool:
@@ -117,10 +123,12 @@ class Scheduler:
         """
         self._num_steps += 1
         step = self._planner.plan(self._num_steps, now)
-        self._policy.charge(step.chunks)
-        self._waits.plan(step.blocked, now)
-        plan = step.seal(self._planner.take_vacated(), self._kv.take_moves())
-        if not plan.is_empty:
+        self._queues.note(step, now)
+        moves = self._kv.take_moves()
+        plan = step.seal(self._queues.take_vacated(), moves)
+        if plan.is_empty:
+            assert not any(moves), f"nobody would make the moves of an empty plan: {moves}"
+        else:
             self._in_flight.append(step)
         return plan
 
@@ -140,19 +148,22 @@ class Scheduler:
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request is waiting or running."""
-        return bool(self._requests)
+        return bool(self._queues.by_id)
 
     def has_work(self) -> bool:
-        """Whether there are requests to run, rows for the worker to free, or results to come."""
-        return bool(self._requests or self._planner.vacated or self._in_flight)
+        """Whether there are requests to run, rows for the worker to free, or results to come.
+
+        There is nothing to do for requests that are held: a release comes from outside, or from a step.
+        """
+        return self._queues.has_work or bool(self._in_flight)
 
     def stats(self) -> SchedulerStats:
         """Counts and totals, as of now."""
         return SchedulerStats(
-            num_running=len(self._planner.running),
-            num_waiting=len(self._policy) + len(self._forks),
+            num_running=len(self._queues.running),
+            num_waiting=self._queues.num_waiting,
             kv_cache_usage=self._kv.usage,
-            num_preemptions=self._planner.num_preemptions,
+            num_preemptions=self._queues.num_preemptions,
             prefix_cache_queries=self._kv.prefix_queries,
             prefix_cache_hits=self._kv.prefix_hits,
             num_swaps=self._kv.num_swaps,
@@ -161,9 +172,7 @@ class Scheduler:
 
     def explain(self, request_id: str, now: float) -> Explanation | None:
         """Why a request waits or waited; None if it is unknown or ended too long ago."""
-        if request_id in self._requests:
-            return self._waits.explain(self._requests[request_id], self._policy, now)
-        return self._waits.explain_ended(request_id)
+        return self._queues.explain(request_id, now)
 
     def check_integrity(self) -> None:
         """Check that the queues agree with the requests, and every invariant of the KV cache.
@@ -172,20 +181,11 @@ class Scheduler:
             IntegrityError: a bug of ours; holds the state.
         """
         self._kv.check_integrity()
-        running = [request.request_id for request in self._planner.running]
-        waiting = [request.request_id for request in (*self._policy, *self._forks)]
-        state = {"requests": self._requests, "running": running, "waiting": waiting}
-        num_waiting = len(self._policy) + len(self._forks)
-        if sorted([*running, *waiting]) != sorted(self._requests) or len(waiting) != num_waiting:
-            raise IntegrityError("a request is in no queue, or in two", state)
-        expected = {r.request_id for r in self._requests.values() if r.status is RequestStatus.RUNNING}
-        if expected != set(running) or expected != self._kv.holders():
-            raise IntegrityError("running requests and holders of blocks differ", state)
-        if not self._kv.swapped() <= self._requests.keys() - running:
-            raise IntegrityError("a swapped request is running or unknown", state)
+        self._queues.check_integrity()
         in_flight = Counter(chunk.request for step in self._in_flight for chunk in step.chunks)
-        for request in self._requests.values():
+        for request in self._queues.by_id.values():
             if request.num_steps_in_flight != in_flight[request]:
+                state = {"requests": self._queues.by_id, "in flight": in_flight}
                 raise IntegrityError(f"{request!r} miscounts its steps in flight", state)
 
     # Results
@@ -205,7 +205,8 @@ class Scheduler:
         request.settle(chunk.samples)
         error = output.failed.get(request_id)
         if error is not None:
-            self._finish(request, "error", now)
+            self._kv.disown(request)
+            self._queues.finish(request, "error", now)
             return last_update(request, error)
         if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
             self._kv.cache_blocks(request, chunk.end)
@@ -213,7 +214,7 @@ class Scheduler:
         assert bool(sampled) == chunk.samples, f"{request!r} sampled {sampled}"
         new_token_ids, stop_reason = self._append(request, sampled, now)
         if new_token_ids:
-            self._release_forks(request, now)
+            self._queues.release(request, now)
         return update_of(chunk, output, new_token_ids, stop_reason)
 
     def _append(self, request: Request, sampled: list[int], now: float) -> tuple[list[int], int | None]:
@@ -222,31 +223,6 @@ class Scheduler:
             request.token_ids.append(token_id)
             stop = check_stop(request, self._max_model_len)
             if stop is not None:
-                self._finish(request, stop[0], now)
+                self._queues.finish(request, stop[0], now)
                 return sampled[:count], stop[1]
         return sampled, None
-
-    def _finish(self, request: Request, reason: str, now: float) -> None:
-        """The one way out: whatever the reason and the state, everything the request holds is released."""
-        status = request.status
-        if not request.finish(reason):
-            return
-        if status is RequestStatus.RUNNING:
-            self._planner.vacate(request)
-            self._policy.finish(request)
-        elif not self._forks.discard(request):
-            self._policy.remove(request)
-            self._policy.finish(request)
-        self._release_forks(request, now)
-        del self._requests[request.request_id]
-        self._waits.end(request, now)
-        self._kv.free(request)
-
-    def _queue(self, request: Request, now: float) -> None:
-        self._policy.add(request)
-        self._waits.arrive(request, now)
-
-    def _release_forks(self, parent: Request, now: float) -> None:
-        """Queue the children of a request, at the places that their arrival gives them."""
-        for child in self._forks.release(parent):
-            self._queue(child, now)

@@ -40,6 +40,7 @@ class StepPlan:
         promised_blocks: free blocks that planned requests need for known tokens which later steps compute.
         num_satisfied: running requests that need nothing, because all that they may still have is in flight.
         blocked: the first waiting request and why it cannot start; nothing else starts then.
+        capped: requests of which `prompt_cap` alone kept tokens out.
     """
 
     def __init__(self, step_id: int, budget: int, prompt_cap: int) -> None:
@@ -49,6 +50,7 @@ class StepPlan:
         self.promised_blocks = 0
         self.num_satisfied = 0
         self.blocked: Blocked | None = None
+        self.capped: set[Request] = set()
         self.chunks: list[Chunk] = []
         self._new_requests: list[NewRequestData] = []
         self._cached_requests: list[CachedRequestData] = []

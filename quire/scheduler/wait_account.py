@@ -1,81 +1,128 @@
 """`WaitAccount`: tells every request's `WaitLog` what it waits for, as the scheduler goes along.
 
-Invariant: work is done for requests whose cause changes, never for all that wait.
+Invariant: it observes and never steers: nothing that is planned depends on what is written here. Work is done for
+requests whose cause changes, never for all that wait.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from operator import attrgetter
 
 from quire.scheduler.explain import Cause, Explanation
+from quire.scheduler.holds import Hold
 from quire.scheduler.policies import Policy
 from quire.scheduler.request import Request, RequestStatus
-from quire.scheduler.step import Blocked
+from quire.scheduler.step import StepPlan
 
 NUM_REMEMBERED = 256
 """Requests that can still be explained after they ended, the last ones."""
 
+_number = attrgetter("number")
+
 
 class WaitAccount:
-    """The first waiting request has a cause of its own; the others wait behind it, or have been overtaken."""
+    """The first request in line has a cause of its own; the others wait behind it, or have been overtaken.
 
-    def __init__(self, overtaken: Cause) -> None:
-        self._overtaken = overtaken
-        self._arrived: list[Request] = []
-        self._not_overtaken: deque[Request] = deque()
-        self._last_started = 0
+    A request is overtaken when one that came after it starts while it is ready itself. It may have become ready late,
+    so those that are not overtaken are kept in the order of their arrival, not in that of their queueing.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._queued: dict[Request, None] = {}  # since the last plan
+        self._not_overtaken: list[Request] = []
         self._blocked: Request | None = None
+        self._capped: set[Request] = set()
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
 
-    def arrive(self, request: Request, now: float) -> None:
-        """A request was queued; no step is planned before the running one has ended."""
+    def queue(self, request: Request, now: float) -> None:
+        """A request is ready; no step is planned before the running one has ended."""
+        if request.status is RequestStatus.PREEMPTED:  # waits because of that, also after it was held
+            request.wait.enter(Cause.PREEMPTED, now)
+            return
         request.wait.enter(Cause.NEXT_STEP, now)
-        self._arrived.append(request)
-        self._not_overtaken.append(request)
+        self._queued[request] = None
+        insort(self._not_overtaken, request, key=_number)
+
+    def hold(self, request: Request, hold: Hold, now: float) -> None:
+        """A request waits for something that it needs."""
+        request.wait.enter(hold.cause, now, hold.detail)
+
+    def leave(self, request: Request) -> None:
+        """A request is not in line any more, and has not started."""
+        self._queued.pop(request, None)
+        if self._blocked is request:
+            self._blocked = None
+        if not self._is_overtaken(request):
+            del self._not_overtaken[bisect_left(self._not_overtaken, request.number, key=_number)]
 
     def start(self, request: Request, now: float) -> None:
-        """A request starts for the first time: earlier ones that still wait have been overtaken."""
-        self._last_started = max(self._last_started, request.number)
-        while self._not_overtaken and self._not_overtaken[0].number <= self._last_started:
-            earlier = self._not_overtaken.popleft()
-            if earlier is not request and earlier.status is RequestStatus.WAITING:
-                earlier.wait.enter(self._overtaken, now)
+        """A request runs from now on: if for the first time, earlier ones that are ready have been overtaken."""
+        request.wait.enter(None, now)
+        if request.status is RequestStatus.PREEMPTED:
+            return
+        while self._not_overtaken and self._not_overtaken[0].number <= request.number:
+            earlier = self._not_overtaken.pop(0)
+            if earlier is not request:
+                earlier.wait.enter(self._policy.overtaken, now)
 
-    def plan(self, blocked: Blocked | None, now: float) -> None:
-        """A step was planned, and this is what keeps the first waiting request from being in it."""
-        for request in self._arrived:
+    def preempt(self, request: Request, by: Request, now: float) -> None:
+        """A request has lost its place to another, or for want of blocks for itself."""
+        request.wait.enter(Cause.PREEMPTED, now, "lack of blocks" if by is request else by.request_id)
+
+    def plan(self, step: StepPlan, now: float) -> None:
+        """A step was planned: what keeps the first request in line from being in it, and which prompts were cut."""
+        for request in self._queued:
             self._fall_behind(request, now)
-        self._arrived.clear()
-        first = None if blocked is None else blocked.request
+        self._queued.clear()
+        first = None if step.blocked is None else step.blocked.request
         if self._blocked is not None and self._blocked is not first:
             self._fall_behind(self._blocked, now)
         self._blocked = first
         # A preempted request waits because of that, whatever it lacks now.
-        if blocked is not None and blocked.request.status is RequestStatus.WAITING:
-            blocked.request.wait.enter(blocked.cause, now, blocked.num_blocks)
+        if step.blocked is not None and step.blocked.request.status is RequestStatus.WAITING:
+            step.blocked.request.wait.enter(step.blocked.cause, now, step.blocked.num_blocks)
+        if self._capped or step.capped:
+            self._note_capped(step, now)
 
     def end(self, request: Request, now: float) -> None:
         """A request has ended; what held it up is remembered for a while."""
         request.wait.enter(None, now)
+        self._capped.discard(request)
         self._ended[request.request_id] = _explanation(request, now)
         self._ended.move_to_end(request.request_id)
         if len(self._ended) > NUM_REMEMBERED:
             self._ended.popitem(last=False)
 
-    def explain(self, request: Request, policy: Policy, now: float) -> Explanation:
+    def explain(self, request: Request, now: float) -> Explanation:
         """Of a request that has not ended."""
         waits = request.status is not RequestStatus.RUNNING
-        num_ahead = next((n for n, other in enumerate(policy) if other is request), 0) if waits else 0
-        return _explanation(request, now, num_ahead)
+        ahead = enumerate(self._policy) if waits else ()
+        return _explanation(request, now, next((n for n, other in ahead if other is request), 0))
 
     def explain_ended(self, request_id: str) -> Explanation | None:
         """Of one of the last `NUM_REMEMBERED` requests that ended."""
         return self._ended.get(request_id)
 
+    def _is_overtaken(self, request: Request) -> bool:
+        place = bisect_left(self._not_overtaken, request.number, key=_number)
+        return not (place < len(self._not_overtaken) and self._not_overtaken[place] is request)
+
     def _fall_behind(self, request: Request, now: float) -> None:
         if request.status is RequestStatus.WAITING:
-            overtaken = request.number < self._last_started
-            request.wait.enter(self._overtaken if overtaken else Cause.BEHIND, now)
+            overtaken = self._is_overtaken(request)
+            request.wait.enter(self._policy.overtaken if overtaken else Cause.BEHIND, now)
+
+    def _note_capped(self, step: StepPlan, now: float) -> None:
+        """A prompt that was cut waits for the rest until a step takes some of it uncut, or it is preempted."""
+        self._capped = {request for request in self._capped if request.wait.cause is Cause.LONG_PREFILL_CAP}
+        for request in self._capped.intersection(chunk.request for chunk in step.chunks) - step.capped:
+            request.wait.enter(None, now)
+        for request in step.capped:
+            request.wait.enter(Cause.LONG_PREFILL_CAP, now)
+        self._capped |= step.capped
 
 
 def _explanation(request: Request, now: float, num_ahead: int = 0) -> Explanation:

@@ -30,6 +30,8 @@ GIB = 2**30
 WINDOW = 6
 token_ids = st.integers(0, VOCAB_SIZE - 1)
 tenants = st.sampled_from(["a", "b", "c"])
+KEYS = ["x", "y"]
+needs = st.sampled_from([[], [], [], [], ["x"], ["y", "x"]])
 
 
 @st.composite
@@ -131,10 +133,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         burst=st.lists(
-            st.tuples(prompts(), parameters(), st.integers(-1, 1), tenants), min_size=1, max_size=4
+            st.tuples(prompts(), parameters(), st.integers(-1, 1), tenants, needs), min_size=1, max_size=4
         )
     )
-    def add(self, burst: list[tuple[list[int], SamplingParams, int, str]]) -> None:
+    def add(self, burst: list[tuple[list[int], SamplingParams, int, str, list[str]]]) -> None:
         for request in burst:
             self._add(*request)
 
@@ -144,13 +146,21 @@ class EngineMachine(RuleBasedStateMachine):
         """A prompt that goes on from what another request has got by now, or from a part of it."""
         name = data.draw(st.sampled_from(sorted(name for name, outs in self.engine.outputs.items() if outs)))
         told = self.requests[name][0] + self.engine.outputs[name][-1].outputs[0].token_ids
-        self._add(told[: data.draw(st.integers(1, 24))], params, 0, "next turn")
+        self._add(told[: data.draw(st.integers(1, 24))], params, 0, "next turn", [])
 
-    def _add(self, prompt: list[int], params: SamplingParams, priority: int, tenant: str) -> None:
+    def _add(
+        self, prompt: list[int], params: SamplingParams, priority: int, tenant: str, needs: list[str]
+    ) -> None:
         name = f"r{len(self.requests)}"
+        self.engine.holder.expect(name, needs)
         priority = priority if self.policy == "priority" else 0
         self.engine.add(name, prompt, params, priority=priority, tenant=tenant)
         self.requests[name] = (prompt, params)
+
+    @rule(key=st.sampled_from(KEYS))
+    def provide(self, key: str) -> None:
+        """What some of the requests are held for is there."""
+        self.engine.holder.provide(key)
 
     @rule(count=st.integers(1, 16))
     def step(self, count: int) -> None:
@@ -177,6 +187,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.drain(max_steps=self._bound_on_steps())
         self.seen.update(msgspec.to_builtins(self.engine.core.scheduler.stats()))
         self.seen["num_steps"] += self.engine.num_steps
+        self.seen["num_held"] += self.engine.holder.num_held
         for name, (prompt, params) in self.requests.items():
             check_result(self.engine.result(name), alone(prompt, params), disturbed=name in self.disturbed)
 
@@ -203,7 +214,7 @@ def test_every_output_is_that_of_the_request_alone() -> None:
     """Some 20,000 steps, in which some 1,400 requests are preempted, most of them to the host."""
     run_state_machine_as_test(EngineMachine, settings=options(90, 30, derandomize=True))
     seen = EngineMachine.seen
-    assert min(seen["num_swaps"], seen["num_preemptions"] - seen["num_swaps"]) > 50
+    assert min(seen["num_swaps"], seen["num_preemptions"] - seen["num_swaps"], seen["num_held"]) > 50
 
 
 @pytest.mark.soak

@@ -199,7 +199,7 @@ def test_a_run_that_was_cut_off_is_read_to_its_last_whole_frame(recording: Path,
         (b"quire-trace\n\x05\0\0\0abc", "is no recorded run"),
         (b"PK\x03\x04" * 10, "is no recorded run"),
         (MAGIC + b"\x05\0\0\0\xff\xff\xff\xff\xff", "is damaged"),
-        (MAGIC + b"\x0a\0\0\0" + msgspec.msgpack.encode({"version": 9}), "of version 9, not 1"),
+        (MAGIC + b"\x0a\0\0\0" + msgspec.msgpack.encode({"version": 9}), "of version 9, not 2"),
     ],
 )
 def test_what_is_no_recorded_run_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
@@ -299,13 +299,19 @@ def test_a_header_is_of_a_few_kilobytes_and_a_decode_step_of_a_few_bytes_per_req
 
 
 adds = st.tuples(
-    st.integers(1, len(STEM)), st.integers(1, 9), st.integers(-1, 2), st.sampled_from("ab"), st.booleans()
+    st.integers(1, len(STEM)),
+    st.integers(1, 9),
+    st.integers(-1, 2),
+    st.sampled_from("ab"),
+    st.booleans(),
+    st.sampled_from([[], [], [], ["x"], ["x", "y"]]),
 )
 moments = st.lists(
     st.one_of(
         st.tuples(st.just("add"), adds),
         st.tuples(st.just("step"), st.integers(1, 6)),
-        st.tuples(st.sampled_from(["abort", "abort in flight", "fail", "reset"]), st.integers(0, 9)),
+        st.tuples(st.just("release"), st.sampled_from("xy")),
+        st.tuples(st.sampled_from(["abort", "abort in flight", "fail", "hold", "reset"]), st.integers(0, 9)),
     ),
     min_size=2,
     max_size=20,
@@ -323,14 +329,17 @@ def play(engine: Engine, kind: str, value: Any) -> None:
     """Let one of the moments happen to an engine."""
     live = [name for name, request in engine.requests.items() if not request.is_finished]
     if kind == "add":
-        length, max_tokens, priority, tenant, logprobs = value
+        length, max_tokens, priority, tenant, logprobs, lacks = value
         fields = {"priority": priority, "tenant": tenant, "prompt_logprobs": 1 if logprobs else None}
+        fields["lacks"] = lacks
         engine.add(
             f"r{len(engine.requests)}", STEM[:length], max_tokens=max_tokens, eos_token_ids=[3], **fields
         )
     elif kind == "step":
         for _ in range(value):
             engine.step()
+    elif kind == "release":
+        engine.release(value)
     elif kind == "reset":
         engine.scheduler.reset_prefix_cache()
     elif live:
@@ -340,6 +349,11 @@ def play(engine: Engine, kind: str, value: Any) -> None:
 def disturb(engine: Engine, kind: str, name: str) -> None:
     if kind == "abort":
         engine.abort(name, "unknown")
+        return
+    if kind == "hold":
+        engine.hold(name, "y")
+        return
+    if not engine.has_ready():
         return
     plan = engine.schedule()
     output = engine.executor.execute_model(plan)
@@ -366,6 +380,8 @@ def test_whatever_happened_is_replayed(
     engine.scheduler = recorded(engine.scheduler, frames)
     for kind, value in moments:
         play(engine, kind, value)
+    for key in "xy":
+        engine.release(key)
     engine.drain()
     header = Header(config, encode_kv_config(make_kv_config(config, num_groups)))
     assert list(replay(Trace(header, list(frames), 0))) == engine.plans

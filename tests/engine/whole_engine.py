@@ -19,6 +19,7 @@ from quire.executor.null import NullExecutor
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import ModelRunnerOutput
+from tests.engine.holder import Holder
 
 MAX_MODEL_LEN = 40
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLM"
@@ -73,6 +74,7 @@ class WholeEngine:
         self.core: EngineCore = self.engine._client._core  # type: ignore[attr-defined]
         assert isinstance(self.core.executor, NullExecutor)
         self.executor = self.core.executor
+        self.holder = Holder(self.core)
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.num_steps = 0
         self._kinds: dict[str, RequestOutputKind] = {}

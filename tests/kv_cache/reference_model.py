@@ -6,7 +6,7 @@ can be compared with the tokens of whoever reads it, and nothing here depends on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ class Tokens:
     token_ids: list[int]
     salt: str | None = None
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
     num_swapped_tokens: int = 0
     num_in_flight: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
@@ -137,15 +138,19 @@ class EvictionOrder:
         """Block -> whether it is free, and its name."""
         return {b.block_id: (b.ref_cnt == 0, b.block_hash) for b in self._pool.blocks[1:]}
 
-    def observe(self, places: dict[int, int], refreshed: set[bytes]) -> None:
+    def observe(
+        self, places: dict[int, int], refreshed: Set[bytes], forgotten: Set[bytes] = frozenset()
+    ) -> None:
         """Something was done to the pool.
 
         Args:
             places: positions, in their sequence, of blocks that were given back together as one chain.
             refreshed: names that count as used just now, though their blocks were not held.
+            forgotten: names that were taken away, whoever's turn it was.
         """
         self._now += 1
         before, after = self._before, self._snapshot()
+        before = {b: (is_free, None if name in forgotten else name) for b, (is_free, name) in before.items()}
         cached = [block for block, (is_free, name) in before.items() if is_free and name is not None]
         evicted = [block for block in cached if after[block][1] != before[block][1]]
         lost = [self._released[block] for block in evicted]

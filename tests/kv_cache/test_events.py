@@ -153,7 +153,7 @@ operations = st.lists(
     | adding
     | stepping
     | stepping
-    | st.tuples(st.just("abort"), st.integers(0, 20))
+    | st.tuples(st.sampled_from(["abort", "fail"]), st.integers(0, 20))
     | st.tuples(st.just("reset"), st.none()),
     min_size=30,
     max_size=60,
@@ -180,6 +180,8 @@ class Watched:
             engine.add(f"r{len(engine.requests)}", prompt, max_tokens=max_tokens, cache_salt=salt)
         elif operation == "abort":
             engine.abort(f"r{argument}")
+        elif operation == "fail" and engine.has_ready():
+            engine.fail(f"r{argument}")
         elif operation == "reset":
             engine.scheduler.reset_prefix_cache()
         for _ in range(argument if operation == "step" else 0):

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from quire.kv_cache.hashing import HASH_BYTES
 from quire.kv_cache.manager import KVCacheManager, PrefixHit
 from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, RecurrentStateSpec
 from tests.kv_cache.reference_model import EvictionOrder, Memory, PrefixNames, Tokens
@@ -141,6 +142,22 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.running.pop(seq.request_id, None)
         self.preempted.pop(seq.request_id, None)
 
+    @precondition(lambda self: self.running or self.preempted)
+    @rule(which=st.integers(0, 30))
+    def fail(self, which):
+        """What it has computed since its first start cannot be found any more, on either tier; the rest can."""
+        seq = pick(self.running | self.preempted, which)
+        own = set(seq.block_hashes[seq.num_cached_tokens // self.specs[0].block_size :])
+        before = [set(pool.cached_blocks) for pool in self.pools]
+        forgotten = {key for keys in before for key in keys if key[:HASH_BYTES] in own}
+        with self.watched(forgotten=forgotten):
+            self.manager.disown(seq)
+        for pool, keys in zip(self.pools, before, strict=True):
+            assert set(pool.cached_blocks) == keys - forgotten
+        self.manager.check_integrity()
+        self.seen["forgotten"] += len(forgotten)
+        self.finish(which)
+
     @rule(when=st.integers(0, 4))
     def reset_prefix_cache(self, when):
         """Now and then: a cache that is full has more to lose."""
@@ -252,6 +269,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         if self.manager.num_blocks_short(seq, hit) > 0:
             return False
         self.manager.start(seq, hit)
+        if seq.request_id not in self.preempted:
+            seq.num_cached_tokens = hit.num_tokens
         self.running[seq.request_id] = seq
         seq.num_computed_tokens = hit.num_tokens
         started = self.advance(seq, min(count, len(seq.token_ids) - hit.num_tokens))
@@ -270,13 +289,15 @@ class KVCacheMachine(RuleBasedStateMachine):
         return True
 
     @contextmanager
-    def watched(self, places: dict[int, int] | None = None) -> Iterator[None]:
-        """What is done in here must evict in order."""
+    def watched(
+        self, places: dict[int, int] | None = None, forgotten: frozenset[bytes] | set[bytes] = frozenset()
+    ) -> Iterator[None]:
+        """What is done in here must evict in order, but for what is forgotten on purpose."""
         names = set(self.pools[0].cached_blocks)
         yield
         evicted = names - set(self.pools[0].cached_blocks)
-        self.orders[0].observe(places or {}, set())
-        self.orders[1].observe({}, evicted | self.refreshed)
+        self.orders[0].observe(places or {}, set(), forgotten)
+        self.orders[1].observe({}, evicted | self.refreshed, forgotten)
         self.refreshed.clear()
         self.seen["operations"] += 1
 
@@ -311,7 +332,9 @@ def options(max_examples: int) -> settings:
 def test_the_cache_is_what_a_model_of_its_tokens_says() -> None:
     """Some 17,000 operations."""
     run_state_machine_as_test(KVCacheMachine, settings=options(200))
-    assert all(KVCacheMachine.seen[what] > 100 for what in ("forks", "swaps", "hits")), KVCacheMachine.seen
+    assert all(KVCacheMachine.seen[what] > 100 for what in ("forks", "swaps", "hits", "forgotten")), (
+        KVCacheMachine.seen
+    )
 
 
 @pytest.mark.soak

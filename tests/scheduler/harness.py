@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from quire.config import EngineConfig
 from quire.executor.null import NullExecutor
 from quire.kv_cache.spec import (
@@ -17,6 +19,7 @@ from quire.kv_cache.spec import (
     SlidingWindowSpec,
 )
 from quire.sampling_params import SamplingParams
+from quire.scheduler.holds import Hold
 from quire.scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
@@ -77,10 +80,13 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.updates: dict[str, list[RequestUpdate]] = {}
         self.plans: list[SchedulerOutput] = []
+        self.lacks: dict[str, set[str]] = {}
         self.now = 100.0
 
-    def add(self, request_id: str, prompt: Sequence[int], **fields: Any) -> Request:
-        """Queue a request; keywords that are no field of `Request` are sampling parameters."""
+    def add(
+        self, request_id: str, prompt: Sequence[int], lacks: Sequence[str] = (), **fields: Any
+    ) -> Request:
+        """Queue a request, which may lack something; keywords that are no field of it are sampling parameters."""
         own = {name: fields.pop(name) for name in REQUEST_FIELDS if name in fields}
         request = Request(
             request_id=request_id,
@@ -88,9 +94,23 @@ class Engine:
             sampling_params=SamplingParams(**{"max_tokens": 8, **fields}),
             **own,
         )
-        self.scheduler.add_request(request, self.now)
+        self.scheduler.add_request(request, self.now, [Hold(key, detail=key) for key in lacks])
         self.requests[request_id], self.updates[request_id] = request, []
+        self.lacks[request_id] = set(lacks)
         return request
+
+    def hold(self, request_id: str, key: str) -> bool:
+        """A request that waits comes to lack something more."""
+        held = self.scheduler.hold(request_id, Hold(key, detail=key), self.now)
+        self.lacks[request_id] |= {key} if held else set()
+        return held
+
+    def release(self, key: str) -> None:
+        """What some requests lacked is there."""
+        self.scheduler.release(key, self.now)
+        for lacks in self.lacks.values():
+            lacks.discard(key)
+        self.scheduler.check_integrity()
 
     def step(self) -> SchedulerOutput:
         """One step, with the checks that hold after every one."""
@@ -99,15 +119,36 @@ class Engine:
             self.finish_step(plan, self.executor.execute_model(plan))
         return plan
 
+    def fail(self, name: str) -> None:
+        """One step, in which the numbers of a request turn out to be unusable, if it computes any."""
+        plan = self.schedule()
+        output = self.executor.execute_model(plan)
+        sampled = {key: ids for key, ids in output.sampled_token_ids.items() if key != name}
+        failed = {name: "logits are not finite"} if name in plan.num_scheduled_tokens else {}
+        self.finish_step(plan, msgspec.structs.replace(output, sampled_token_ids=sampled, failed=failed))
+
     def schedule(self) -> SchedulerOutput:
-        had_requests = self.scheduler.has_unfinished_requests()
+        had_ready = self.has_ready()
         self.now += 1.0
         plan = self.scheduler.schedule(self.now)
-        assert not had_requests or plan.total_num_scheduled_tokens > 0, "a step without progress"
+        assert not had_ready or plan.total_num_scheduled_tokens > 0, "a step without progress"
+        assert not any(self.lacks[name] for name in plan.num_scheduled_tokens), "a held request was planned"
         assert plan.total_num_scheduled_tokens <= self.config.scheduler.max_num_batched_tokens
         assert self.scheduler.stats().num_running <= self.config.scheduler.max_num_seqs
         self.plans.append(plan)
         return plan
+
+    def has_ready(self) -> bool:
+        """Whether there is a request that lacks nothing, neither itself nor through the parent it waits for."""
+        stats = self.scheduler.stats()
+        unfinished = [request for request in self.requests.values() if not request.is_finished]
+        assert stats.num_running + stats.num_waiting == len(unfinished), "those who are held wait, too"
+        return any(not self._lacks_something(request) for request in unfinished)
+
+    def _lacks_something(self, request: Request) -> bool:
+        parent = request.parent
+        waits = parent is not None and not parent.is_finished and parent.num_output_tokens == 0
+        return bool(self.lacks[request.request_id]) or (waits and self._lacks_something(parent))
 
     def finish_step(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         self.collect(self.scheduler.update_from_output(plan, output, self.now + 0.5))
@@ -158,7 +199,7 @@ def run_alone(request: Request, config: EngineConfig) -> RequestUpdate:
     params = request.sampling_params
     own = {"eos_token_ids": request.eos_token_ids, "cache_salt": request.extra_keys.cache_salt}
     copy = Request(request_id="r", prompt_token_ids=request.prompt_token_ids, sampling_params=params, **own)
-    engine.requests["r"], engine.updates["r"] = copy, []
+    engine.requests["r"], engine.updates["r"], engine.lacks["r"] = copy, [], set()
     engine.scheduler.add_request(copy, engine.now)
     engine.drain()
     last = engine.last("r")

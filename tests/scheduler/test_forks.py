@@ -1,5 +1,6 @@
 """Requests that share a prompt: computed once, held in the same blocks, each with its own last block."""
 
+import msgspec
 import pytest
 
 from quire.errors import ValidationError
@@ -20,6 +21,12 @@ def add_family(engine: Engine, n: int, prompt=PROMPT, **params) -> list[str]:
     for name in names:
         engine.add(name, prompt, fork_of=None if name == "r.0" else "r.0", **params)
     return names
+
+
+def preempt_last(engine: Engine, name: str) -> None:
+    """Take the blocks of a running request, which must be the one that ranks last."""
+    engine.scheduler._queues.preempt_last(engine.requests[name], engine.now)
+    assert engine.requests[name].status is RequestStatus.PREEMPTED
 
 
 def scheduled(engine: Engine) -> list[dict[str, int]]:
@@ -136,18 +143,49 @@ def test_a_late_child_computes_the_prompt_if_a_group_has_given_it_back(kinds, ca
     check_outputs(engine, ["p", "c"])
 
 
-@pytest.mark.parametrize("end", ["abort", "finish", "preempt"])
-def test_without_its_parent_a_child_starts_by_itself(end):
-    engine = engine_of(enable_prefix_caching=False, max_num_batched_tokens=16)
-    names = add_family(engine, 2, max_tokens=1 if end == "finish" else 8)
-    engine.step()
-    if end == "abort":
+@pytest.mark.parametrize("end", ["abort", "fail"])
+def test_a_child_whose_parent_ends_starts_by_itself_in_the_next_step(end):
+    engine = engine_of(max_num_batched_tokens=16)
+    names = add_family(engine, 2, prompt=range(16))
+    plan = engine.schedule()
+    assert plan.num_scheduled_tokens == {"r.0": 16}
+    output = engine.executor.execute_model(plan)
+    if end == "fail":
+        output = msgspec.structs.replace(output, sampled_token_ids={}, failed={"r.0": "bad numbers"})
+    else:
         engine.abort("r.0")
-    if end == "preempt":
-        engine.scheduler._planner._preempt_last(engine.requests["r.0"], engine.now)
-        assert engine.requests["r.0"].status is RequestStatus.PREEMPTED
+    engine.finish_step(plan, output)
+    assert engine.step().num_scheduled_tokens == {"r.1": 16}
     engine.drain()
-    check_outputs(engine, names[1:] if end == "abort" else names)
+    check_outputs(engine, names[1:])
+
+
+def test_a_child_whose_parent_ends_with_its_first_token_has_its_prompt():
+    engine = engine_of(max_num_batched_tokens=16)
+    names = add_family(engine, 2, prompt=range(16), max_tokens=1)
+    engine.drain()
+    assert scheduled(engine)[:2] == [{"r.0": 16}, {"r.1": 4}], (
+        "three blocks are cached, and the last is computed"
+    )
+    check_outputs(engine, names)
+
+
+@pytest.mark.parametrize(("caching", "num_steps"), [(True, 1), (False, 2)])
+def test_a_child_waits_on_while_its_parent_is_preempted_before_its_first_token(caching, num_steps):
+    """The parent comes back first, so the prompt is computed for all of them once more, and not by each."""
+    engine = engine_of(enable_prefix_caching=caching, max_num_batched_tokens=16)
+    names = add_family(engine, 3)
+    engine.step()
+    preempt_last(engine, "r.0")
+    for _ in range(num_steps):
+        assert [engine.scheduler.explain(name, engine.now).cause for name in names[1:]] == [
+            "shared_prompt"
+        ] * 2
+        plan = engine.step()
+        assert [*plan.num_scheduled_tokens] == ["r.0"]
+    assert engine.step().num_scheduled_tokens == dict.fromkeys(names, 1)
+    engine.drain()
+    check_outputs(engine, names)
 
 
 def test_a_child_can_end_while_it_waits():
@@ -165,7 +203,7 @@ def test_a_parent_that_returns_is_not_forked_before_its_prompt_is_there_again():
     engine = engine_of(enable_prefix_caching=False, max_num_seqs=2, num_gpu_blocks_override=40)
     add_family(engine, 2)
     engine.step()
-    engine.scheduler._planner._preempt_last(engine.requests["r.0"], engine.now)
+    preempt_last(engine, "r.0")
     plan = engine.step()
     assert [data.num_computed_tokens for data in plan.new_requests] == [0, 0]
     engine.drain()
@@ -178,7 +216,7 @@ def test_a_fork_of_a_child_that_comes_back_as_a_fork_in_the_same_step():
     engine.step()
     engine.add("c", PROMPT, max_tokens=20, fork_of="p")
     engine.step()
-    engine.scheduler._planner._preempt_last(engine.requests["c"], engine.now)
+    preempt_last(engine, "c")
     engine.add("g", PROMPT, max_tokens=20, fork_of="c")
     plan = engine.step()
     assert [data.num_computed_tokens for data in plan.new_requests] == [29, 29]
@@ -231,3 +269,15 @@ def test_waiting_for_a_prompt_is_explained():
     engine.drain()
     ended = engine.scheduler.explain("r.1", engine.now)
     assert sum(share.duration_ns for share in ended.shares) == ended.waited_ns > 0
+
+
+def test_forks_are_no_hits_of_the_prefix_cache():
+    engine = engine_of()
+    for _ in range(2):
+        engine.drain()
+        add_family(engine, 8)
+    engine.drain()
+    stats = engine.scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (30 + 30, 28), (
+        "the parents', and no child's"
+    )

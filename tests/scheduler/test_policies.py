@@ -118,7 +118,7 @@ def test_cached_prompt_tokens_are_free_and_generated_ones_cost_more():
     for name in "ab":
         engine.add(name, range(9), max_tokens=3, tenant=name)
         engine.drain()
-    fair = engine.scheduler._policy
+    fair = engine.scheduler._queues.policy
     assert fair.counter("a") == 9 + 2 * 3
     assert fair.counter("b") - fair.counter("a") == 1 + 2 * 3  # lifted to a's, of 9 tokens 8 were cached
 
@@ -155,7 +155,7 @@ def test_two_tenants_who_wait_are_given_nearly_the_same():
     for index in range(40):
         engine.add(f"a{index}", prompt("a", 30), max_tokens=2, tenant="a")
         engine.add(f"b{index}", prompt("b", 3), max_tokens=12, tenant="b")
-    fair = engine.scheduler._policy
+    fair = engine.scheduler._queues.policy
     while {request.tenant for request in fair} == {"a", "b"}:
         engine.step()
         assert abs(fair.counter("a") - fair.counter("b")) <= max(1.0 * longest, 2.0 * in_flight)
@@ -190,7 +190,11 @@ def test_tenants_of_the_past_are_forgotten_without_a_trace(monkeypatch, num_step
 
     forgetful, faithful = run(1), run(1000)
     assert forgetful.plans == faithful.plans
-    assert len(forgetful.scheduler._policy._tenants) < len(faithful.scheduler._policy._tenants) == 37
+    assert (
+        len(forgetful.scheduler._queues.policy._tenants)
+        < len(faithful.scheduler._queues.policy._tenants)
+        == 37
+    )
 
 
 # Long prompts

@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.sampling_params import SamplingParams
-from quire.scheduler.queues import RankedRequests
+from quire.scheduler.policies import RankedRequests
 from quire.scheduler.request import Request
 
 

@@ -356,21 +356,90 @@ def test_a_result_for_an_aborted_request_is_ignored_even_if_its_id_is_taken_agai
     assert engine.tokens("a") == run_alone(request, engine.config).new_token_ids
 
 
-def test_a_failed_request_costs_only_itself_and_leaves_nothing_in_the_cache():
-    engine = Engine()
+def fail(engine: Engine, name: str) -> None:
+    engine.fail(name)
+    assert (engine.last(name).finish_reason, engine.last(name).error) == ("error", "logits are not finite")
+
+
+def num_found(engine: Engine, prompt: range) -> int:
+    """Tokens of a prompt that are in the prefix cache, on either tier."""
+    name = f"asks {len(engine.requests)}"
+    engine.add(name, prompt, max_tokens=1)
+    engine.drain()
+    return engine.last(name).num_cached_tokens
+
+
+@pytest.mark.parametrize(
+    "kinds", [("full",), ("full", "full"), ("window 6",), ("full", "window 5"), ("full", "state 2")]
+)
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 7])
+def test_a_failed_request_costs_only_itself_and_leaves_nothing_in_the_cache(kinds, num_steps):
+    """Nothing of what it computed in earlier steps either, be it given back already."""
+    engine = Engine(None, len(kinds), kinds)
     for name in "ab":
-        engine.add(name, range(ord(name), ord(name) + 8))
-    plan = engine.schedule()
-    output = engine.executor.execute_model(plan)
-    sampled = {"b": output.sampled_token_ids["b"]}
-    failed = {"a": "logits are not finite"}
-    engine.finish_step(plan, msgspec.structs.replace(output, sampled_token_ids=sampled, failed=failed))
-    assert (engine.last("a").finish_reason, engine.last("a").error) == ("error", "logits are not finite")
+        engine.add(name, range(ord(name), ord(name) + 18))
+    for _ in range(num_steps):
+        engine.step()
+    fail(engine, "a")
     engine.drain()
     assert len(engine.tokens("b")) == 8
-    engine.add("again", range(ord("a"), ord("a") + 8))
+    assert num_found(engine, range(ord("a"), ord("a") + 18)) == 0
+    assert num_found(engine, range(ord("b"), ord("b") + 18)) > 0
+
+
+def test_what_a_failed_request_has_found_stays_in_the_cache():
+    engine = Engine()
+    assert num_found(engine, range(9)) == 0
+    engine.add("a", range(20))
+    fail(engine, "a")
+    assert num_found(engine, range(20)) == 8
+
+
+def test_a_failed_request_that_was_preempted_and_has_come_back_leaves_nothing():
+    """It found its own blocks, on the device or on the host; they were computed by nobody else."""
+    for num_host_blocks in (0, 40):
+        config = make_config(num_gpu_blocks_override=9, preemption_mode="swap")
+        engine = Engine(config, num_host_blocks=num_host_blocks)
+        for name in "ab":
+            engine.add(name, range(ord(name), ord(name) + 8), max_tokens=16)
+        while engine.requests["b"].num_preemptions == 0:
+            engine.step()
+        while engine.requests["b"].status is not RequestStatus.RUNNING:
+            engine.step()
+        fail(engine, "b")
+        engine.drain()
+        assert num_found(engine, range(ord("b"), ord("b") + 8)) == 0
+
+
+def test_copies_on_the_host_of_what_a_failed_request_has_computed_are_forgotten():
+    config = make_config(num_gpu_blocks_override=6, max_num_batched_tokens=4)
+    engine = Engine(config, kinds=("window 4",), num_host_blocks=60)
+    engine.add("a", range(30), max_tokens=20)
+    for _ in range(8):
+        engine.step()
+    host = engine.scheduler._kv._pool.host.pool
+    assert host.cached_blocks, "what it has given back is on the host only"
+    fail(engine, "a")
+    assert not host.cached_blocks
+    assert num_found(engine, range(30)) == 0
+
+
+def test_who_holds_blocks_of_a_failed_request_keeps_them_and_goes_on():
+    engine = Engine()
+    engine.add("a", range(20), max_tokens=20)
+    for _ in range(3):
+        engine.step()
+    engine.add("b", range(20), max_tokens=20)
+    engine.add("c", range(20), fork_of="a", max_tokens=20)
+    engine.step()
+    assert engine.requests["b"].num_cached_tokens == 16
+    fail(engine, "a")
     engine.drain()
-    assert engine.last("again").num_cached_tokens == 0
+    for name in "bc":
+        assert engine.tokens(name) == run_alone(engine.requests[name], engine.config).new_token_ids
+    assert num_found(engine, range(20)) == 0, (
+        "the rest of b's and c's answers can only be found behind a prompt"
+    )
 
 
 # Reports
@@ -405,6 +474,14 @@ def test_a_missing_sample_is_noticed():
 def test_integrity_covers_the_queues():
     engine = Engine()
     engine.add("a", [1])
-    engine.scheduler._planner.running.add(engine.requests["a"])
+    engine.scheduler._queues.running.add(engine.requests["a"])
     with pytest.raises(IntegrityError, match="in no queue, or in two"):
         engine.scheduler.check_integrity()
+
+
+def test_a_plan_without_work_has_no_moves():
+    """They would be lost: such a plan is not executed."""
+    engine = Engine()
+    engine.scheduler._kv._pool._moves.copy(1, 2)
+    with pytest.raises(AssertionError, match="moves of an empty plan"):
+        engine.scheduler.schedule(engine.now)

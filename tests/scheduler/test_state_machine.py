@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.errors import ValidationError
+from quire.scheduler.request import RequestStatus
 from tests.scheduler.harness import VOCAB_SIZE, Engine, make_config, make_spec, run_alone
 
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2] * 16, [3, 1, 4, 1, 2, 7, 1, 8, 2, 8, 1, 8])
@@ -25,6 +26,9 @@ KINDS = [
     ("state 1",),
     ("full", "state 2"),
 ]
+KEYS = "xyz"
+"""What a holder that exists in tests only holds requests for."""
+keys = st.sampled_from(KEYS)
 token_ids = st.integers(0, VOCAB_SIZE - 1)
 
 
@@ -49,11 +53,12 @@ def parameters(draw):
         "prompt_logprobs": draw(st.sampled_from([None, None, None, 1])),
         "priority": draw(st.integers(-1, 2)),
         "tenant": draw(st.sampled_from("ab")),
+        "lacks": draw(st.sampled_from([[], [], [], [], ["x"], ["y", "x"]])),
     }
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, go and fail at any moment; at the end everyone left must finish as if alone."""
+    """Requests come, go, are held and fail at any moment; at the end everyone left must finish as if alone."""
 
     @initialize(
         slack=st.sampled_from([1, 2, 5, 20, 100]),
@@ -150,12 +155,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended_early.update(names)
 
     def abort_in_flight(self, data):
+        if not self.engine.has_ready():
+            return
         plan = self.engine.schedule()
         output = self.engine.executor.execute_model(plan)
         self.abort(data)
         self.engine.finish_step(plan, output)
 
     def fail(self, data):
+        if not self.engine.has_ready():
+            return
         plan = self.engine.schedule()
         output = self.engine.executor.execute_model(plan)
         name = data.draw(st.sampled_from(sorted(plan.num_scheduled_tokens)))
@@ -164,6 +173,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.finish_step(plan, failed)
         assert self.engine.last(name).finish_reason == "error"
         self.ended_early.add(name)
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data(), key=keys)
+    def hold(self, data, key):
+        """A request that waits for its first or its next start comes to need something."""
+        name = data.draw(st.sampled_from(self.unfinished))
+        assert self.engine.hold(name, key) == (self.engine.requests[name].status is not RequestStatus.RUNNING)
+
+    @rule(key=keys)
+    def release(self, key):
+        self.engine.release(key)
 
     @rule()
     def reset_prefix_cache(self):
@@ -179,6 +199,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "engine"):
             return
+        for key in KEYS:
+            self.engine.release(key)
         self.engine.drain()
         for name, request in self.engine.requests.items():
             last = self.engine.last(name)

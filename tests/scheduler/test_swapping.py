@@ -163,3 +163,19 @@ def test_a_forgotten_prefix_does_not_come_back_from_the_host():
     engine.add("again", range(20), max_tokens=1)
     engine.drain()
     assert engine.last("again").num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_who_comes_back_is_no_hit_of_the_prefix_cache(mode):
+    """A request is looked up once, whatever it finds when it returns; what is on the host is found as well."""
+    engine = small(40, preemption_mode=mode)
+    crowd(engine)
+    engine.drain()
+    stats = engine.scheduler.stats()
+    assert stats.num_preemptions > 0
+    assert bool(stats.num_swaps) == (mode == "swap")
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (3 * 8, 0)
+    engine.add("again", range(ord("c"), ord("c") + 8))
+    engine.drain()
+    stats = engine.scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (4 * 8, 4)
