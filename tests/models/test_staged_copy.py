@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.layers.base import Slot
 from quire.layers.linear import Linear
+from quire.layers.slot import Slot
 from quire.models import loader
 from quire.models.base import CausalLM
 from quire.models.safetensors_file import SafetensorsFile
@@ -102,7 +102,7 @@ def test_the_order_of_a_gpus_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     stream, target = GpuCopyStream(torch.device("cpu")), torch.zeros(3, dtype=torch.float16)
     stream.begin()
-    stream.send(torch.arange(3.0), Slot(target, "normal", offset=1.0))
+    stream.send(torch.arange(3.0), Slot(target, "normal", convert=lambda stored: stored + 1.0))
     stream.end()
     assert target.tolist() == [1.0, 2.0, 3.0]
     assert module.calls == [

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.cpu import library
-from quire.layers.base import Slot
 from quire.layers.matrix import MatrixLayer
+from quire.layers.slot import Slot
 from quire.models.base import CausalLM
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.weights import INDEX_NAME, SINGLE_NAME, RandomWeights
@@ -137,7 +137,10 @@ def test_wrong_shape(copy_of: Callable[[str], Path]) -> None:
 def test_wrong_dtype(copy_of: Callable[[str], Path]) -> None:
     whole = torch.zeros(64, dtype=torch.int8)
     directory = rewrite(copy_of("llama"), lambda tensors: tensors.update({"model.norm.weight": whole}))
-    with pytest.raises(ModelLoadError, match=r"'model\.norm\.weight' is int8; quantized"):
+    with pytest.raises(
+        ModelLoadError,
+        match=r"'model\.norm\.weight' is int8; expected float64 or float32 or float16 or bfloat16",
+    ):
         load_tiny(directory)
 
 
