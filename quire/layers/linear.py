@@ -16,6 +16,7 @@ from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Cut, Shard, Span
+from quire.layers.slot import length
 
 
 class Linear(MatrixLayer):
@@ -95,9 +96,7 @@ class QKVLinear(Linear):
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         super().create_weights(method, shard)
-        q, k, v = (
-            (rows.stop - rows.start) // span.unit for rows, span in zip(self.rows, self.spans, strict=True)
-        )
+        q, k, v = (length(rows) // span.unit for rows, span in zip(self.rows, self.spans, strict=True))
         self.head_counts = (q, k, v)
 
     def heads(self, x: Tensor | QuantizedRows) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from quire.kernels.linear import PackedWeight
 from quire.layers.base import Layer, parameter
 from quire.layers.quantization import FLOATS, TABLE, QuantMethod
 from quire.layers.shard import WHOLE, Cut, Shard, Span
-from quire.layers.slot import Part, Slot
+from quire.layers.slot import Part, Slot, length
 
 _PACKED = "packed."
 
@@ -70,7 +70,7 @@ class MatrixLayer(Layer):
         self.method, self.shard = TABLE if self.only_looked_up else method, shard
         outputs = shard if self.cut == "output" else WHOLE
         self.rows = tuple(span.piece(outputs, self.name) for span in self.spans)
-        self.num_rows = sum(rows.stop - rows.start for rows in self.rows)
+        self.num_rows = sum(map(length, self.rows))
         self.columns = self._columns(shard if self.cut == "input" else WHOLE)
         self.weight: nn.Parameter | None = None
         self.packed: PackedWeight | None = None
@@ -111,7 +111,7 @@ class MatrixLayer(Layer):
         pieces, first, place = [], 0, 0
         sources = list(names) * len(self.spans) if merged_there else names
         for name, span, rows in zip(sources, self.spans, self.rows, strict=True):
-            end = place + rows.stop - rows.start
+            end = place + length(rows)
             taken = slice(first + rows.start, first + rows.stop)
             num_rows = total if merged_there else span.size
             pieces.append(Piece(name, num_rows, slice(first, first + span.size), taken, slice(place, end)))
@@ -134,7 +134,7 @@ class MatrixLayer(Layer):
         super().restore(plain)
         if parts:
             assert self.packed is None, "a layer is restored once"
-            shape = (self.num_rows, self.columns.stop - self.columns.start)
+            shape = (self.num_rows, length(self.columns))
             self.packed = PackedWeight.of(self.method.scheme, shape, self.halves(), parts)
             self.weight = None
 

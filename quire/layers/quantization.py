@@ -16,7 +16,7 @@ from quire.kernels import ops, reference
 from quire.kernels.linear import CHUNK, FLOAT, PackedWeight, WeightScheme
 from quire.layers.base import parameter
 from quire.layers.shard import WHOLE
-from quire.layers.slot import Part, Slot
+from quire.layers.slot import Part, Slot, length
 
 if TYPE_CHECKING:
     from quire.layers.matrix import MatrixLayer
@@ -49,8 +49,7 @@ class QuantMethod:
         Raises:
             ConfigError: the layer cannot be cut so.
         """
-        columns = self._read(layer)
-        layer.weight = parameter(layer.num_rows, columns.stop - columns.start, dtype=layer.dtype)
+        layer.weight = parameter(layer.num_rows, length(self._read(layer)), dtype=layer.dtype)
 
     def slots(self, layer: MatrixLayer, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         """Where the tensors of the checkpoint's modules `names` go; see `Layer.slots`."""

@@ -19,9 +19,14 @@ Box = tuple[slice, ...]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
+def length(side: slice) -> int:
+    """Number of indices of a range."""
+    return int(side.stop - side.start)
+
+
 def sizes(box: Box) -> tuple[int, ...]:
     """Shape of a box."""
-    return tuple(side.stop - side.start for side in box)
+    return tuple(map(length, box))
 
 
 @dataclass(frozen=True)

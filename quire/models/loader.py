@@ -31,6 +31,9 @@ from quire.models.weights import CheckpointWeights, MappedCopy, RandomWeights, T
 
 logger = logging.getLogger(__name__)
 
+_ALIGNMENT = 64
+"""Bytes to a multiple of which tensors begin in memory that they share."""
+
 
 @torch.no_grad()
 def load_model(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
@@ -141,15 +144,20 @@ class _Staging:
     def allocate(self, layer: Layer) -> None:
         """Give each parameter of a layer its memory, uninitialised."""
         replaced = layer.replaced(self._device.type)
-        for name, param in layer.named_parameters(recurse=False):
-            memory = self._again(param.nbytes) if name in replaced else self._memory(param.nbytes)
+        params = list(layer.named_parameters(recurse=False))
+        passing = iter(self._again([param.nbytes for name, param in params if name in replaced]))
+        for name, param in params:
+            memory = next(passing) if name in replaced else self._memory(param.nbytes)
             tensor = memory.view(param.dtype).view(param.shape)
             setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
 
-    def _again(self, num_bytes: int) -> Tensor:
-        if len(self._reused) < num_bytes:
-            self._reused = self._memory(num_bytes)
-        return self._reused[:num_bytes]
+    def _again(self, nums_bytes: list[int]) -> list[Tensor]:
+        """Memory side by side, where the last layer's was."""
+        wholes = [-(-num_bytes // _ALIGNMENT) * _ALIGNMENT for num_bytes in nums_bytes]
+        if len(self._reused) < sum(wholes):
+            self._reused = self._memory(sum(wholes))
+        places = self._reused[: sum(wholes)].split(wholes)
+        return [place[:num_bytes] for place, num_bytes in zip(places, nums_bytes, strict=True)]
 
     def _memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
