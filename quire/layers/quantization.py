@@ -90,7 +90,8 @@ class QuantMethod:
     def _rounded(self, layer: MatrixLayer, weight: Tensor) -> Tensor:
         """Where no kernel reads the packed form, the weight that it stands for."""
         packed = ops.pack_weight(weight, self.scheme)
-        return reference.unpack_weight(packed)[:, layer.columns if self.spans_rows else slice(None)]
+        columns = layer.columns if self.spans_rows else slice(None)
+        return reference.unpack_weight(packed)[:, columns].contiguous()
 
     def _reads_file(self, layer: MatrixLayer) -> bool:
         """Whether `finish` reads the weight once and may do so in the file's own memory.
