@@ -48,8 +48,8 @@ def _shards(target: Target, model_dir: Path) -> Iterator[dict[str, Tensor]]:
     with torch.device("meta"):
         model = ModelRegistry.resolve_model_cls(config.arch.architecture)(config=config)
     shard: dict[str, Tensor] = {}
-    for name, slot in model.checkpoint_slots().items():
-        numbers = torch.empty(slot.target.shape, dtype=torch.bfloat16, device=target.device)
+    for name, slots in model.checkpoint_slots().items():
+        numbers = torch.empty(slots[0].source.shape, dtype=torch.bfloat16, device=target.device)
         shard[name] = numbers.normal_(0.0, 0.02).cpu()
         if sum(tensor.nbytes for tensor in shard.values()) > SHARD_BYTES:
             yield shard

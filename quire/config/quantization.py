@@ -9,21 +9,33 @@ from typing import Any
 from quire.config.fields import Config, option
 from quire.errors import ConfigError
 
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """What a method that quantises while loading can be told, and where it can be used."""
+
+    keys: tuple[str, ...]
+    """Of --quantization-config."""
+    needs: str | None = None
+    """What it needs that a CPU has not."""
+    for_head: bool = True
+
+
+METHODS: Mapping[str, MethodOptions] = {
+    "int8": MethodOptions(("mode",)),
+    "int4": MethodOptions(("mode", "group_size", "symmetric")),
+    "fp8": MethodOptions(("scale", "gemm"), needs="a GPU that multiplies fp8", for_head=False),
+}
+"""By the names of `quire.layers.quantization.METHODS`, of which this is the part that needs no torch."""
+
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "group_size": (32, 64, 128),
     "symmetric": (True, False),
     "mode": ("fast", "precise"),
     "scale": ("row", "tensor"),
     "gemm": ("vendor", "triton"),
-    "head": ("int8", "int4"),
+    "head": tuple(name for name, method in METHODS.items() if method.for_head),
 }
-_KEYS_OF: Mapping[str | None, tuple[str, ...]] = {
-    None: (),
-    "int8": ("mode", "head", "ignore"),
-    "int4": ("mode", "head", "ignore"),
-    "fp8": ("scale", "gemm", "head", "ignore"),
-}
-_INT4_KEYS = ("group_size", "symmetric")
 
 
 @dataclass(frozen=True)
@@ -33,7 +45,7 @@ class QuantizationConfig(Config):
     quantization: str | None = option(
         None,
         "Quantise weights while loading; default: not at all. fp8 needs a GPU.",
-        choices=("int8", "int4", "fp8"),
+        choices=tuple(METHODS),
     )
     quantization_config: dict[str, Any] = option(
         {},
@@ -59,9 +71,11 @@ class QuantizationConfig(Config):
         Raises:
             ConfigError: names them.
         """
-        if self.quantization == "fp8" and device == "cpu":
+        method = METHODS.get(self.quantization or "")
+        if method is not None and method.needs is not None and device == "cpu":
+            others = " and ".join(name for name, other in METHODS.items() if other.needs is None)
             raise ConfigError(
-                "--quantization fp8 needs a GPU that multiplies fp8; on a CPU there are int8 and int4"
+                f"--quantization {self.quantization} needs {method.needs}; on a CPU there are {others}"
             )
         useless = set(self.quantization_config) - self._used_keys(device)
         if useless:
@@ -71,9 +85,11 @@ class QuantizationConfig(Config):
             )
 
     def _used_keys(self, device: str) -> set[str]:
+        if self.quantization is None:
+            return set()
         cpu_only = {"mode"} if device != "cpu" else set()
-        int4 = _INT4_KEYS if "int4" in (self.quantization, self.head) else ()
-        return {*_KEYS_OF[self.quantization], *int4} - cpu_only
+        keys = (*METHODS[self.quantization].keys, *METHODS[self.head].keys)
+        return {*keys, "head", "ignore"} - cpu_only
 
     @property
     def group_size(self) -> int:

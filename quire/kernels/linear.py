@@ -4,7 +4,7 @@ Invariant: a matrix is packed once, while loading, and exists once. On a CPU, pa
 vectorise over outputs and walk k in order, so that no sum depends on how many rows are multiplied.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ CHUNK = 64
 INT8_ZERO = 128
 """What an int8 weight's byte is larger by."""
 
-Kind = Literal["float", "int8", "int4", "fp8"]
 Layout = Literal["panels", "rows"]
 
 
@@ -40,7 +39,7 @@ class WeightScheme:
     vendor's library's; a row's products have the same bits in every batch, which on a CPU is always so.
     """
 
-    kind: Kind = "float"
+    kind: str = "float"
     group_size: int = 32
     symmetric: bool = True
     fast: bool = True
@@ -105,6 +104,12 @@ class PackedWeight:
         """Its memory, by the names of the fields."""
         values = {part.name: getattr(self, part.name) for part in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def narrowed(self, inputs: slice) -> "PackedWeight":
+        """The matrix of these inputs alone: int8 of whole chunks, or fp8, whose scales stand for all k of an output."""
+        step = QUAD if self.layout == "panels" else 1
+        data = self.data[:, inputs.start // step : inputs.stop // step].contiguous()
+        return replace(self, data=data, inputs=inputs.stop - inputs.start)
 
     @property
     def nbytes(self) -> int:

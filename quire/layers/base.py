@@ -3,15 +3,18 @@
 Invariant: a layer knows its own parameters and no file; the loader knows files and no layer. They meet in `Slot`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels.linear import WeightScheme
+from quire.layers.shard import WHOLE, Shard
+from quire.layers.slot import Slot
+
+if TYPE_CHECKING:
+    from quire.layers.quantization import QuantMethod
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,27 +37,6 @@ def activation_dtype(config: EngineConfig) -> torch.dtype:
     return torch.float32 if device_type(config) == "cpu" else model_dtype(config)
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The place of one checkpoint tensor: a view of a parameter, in the shape the tensor has in the file.
-
-    `offset` is added in float32 on the way. `init` is what random weights put there instead. `adopt` is there if the
-    layer reads the tensor once, in `finish_loading`, and so needs no copy of it.
-    """
-
-    target: Tensor
-    init: Literal["normal", "ones", "zeros"]
-    offset: float = 0.0
-    adopt: Callable[[Tensor], None] | None = None
-
-    def fill(self, tensor: Tensor) -> None:
-        """Take a tensor of the same shape: itself where that will do, else a copy, converting its dtype."""
-        if self.adopt is not None and tensor.dtype == self.target.dtype:
-            self.adopt(tensor)
-        else:
-            self.target.copy_(tensor if self.offset == 0.0 else tensor.float() + self.offset)
-
-
 class Module(nn.Module):
     """A part of a model; a call goes without nn.Module's hooks, which nothing uses and which cost a microsecond."""
 
@@ -63,31 +45,43 @@ class Module(nn.Module):
 
 
 class Layer(Module):
-    """Base of layers with parameters."""
+    """Base of layers with parameters; `name` is the full name of the layer in the model."""
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__()
+        self.name = name
+        self.shard = WHOLE
+
+    def create_weights(self, method: "QuantMethod", shard: Shard = WHOLE) -> None:
+        """Have parameters, uninitialised, for the share of one rank, of a matrix as `method` wants them.
+
+        A new layer has those of a float layer as a whole; the loader may say otherwise before it fills them.
+
+        Raises:
+            ConfigError: the layer cannot be cut so.
+        """
+        self.shard = shard
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        """Checkpoint tensor name -> slot, once for each tensor.
+        """Checkpoint tensor name -> slot; several for a tensor of which several parts are taken.
 
         `names` are the checkpoint's modules that this layer holds: one, or several if it merges them.
         """
         raise NotImplementedError
 
-    def finish_loading(self, scheme: WeightScheme) -> None:
-        """Called once, when all parameters have their values: the time to bring them into another layout.
+    def finish_loading(self) -> None:
+        """Called once, when all parameters have their values: the time to bring them into another layout."""
 
-        `scheme` says how a matrix is to be kept.
-        """
-
-    def replaced(self, device_type: str, scheme: WeightScheme) -> Collection[str]:
-        """Names of the parameters that `finish_loading` by `scheme`, on such a device, replaces and lets go of."""
+    def replaced(self, device_type: str) -> Collection[str]:
+        """Names of the parameters that `finish_loading`, on such a device, replaces and lets go of."""
         return ()
 
     def tensors(self) -> dict[str, Tensor]:
         """Name -> memory of all that a finished layer holds."""
         return dict(self.named_parameters(recurse=False))
 
-    def restore(self, tensors: Mapping[str, Tensor], scheme: WeightScheme) -> None:
-        """Instead of filling and finishing: hold what `tensors` of such a layer, finished by `scheme`, returned."""
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Instead of filling and finishing: hold what `tensors` of such a layer, finished, returned."""
         for name, tensor in tensors.items():
             setattr(self, name, nn.Parameter(tensor, requires_grad=False))
 

@@ -3,7 +3,7 @@
 Shapes: T tokens, N tokens whose logits are wanted, V vocabulary rows, H hidden size.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +11,10 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels import ops
-from quire.kernels.linear import WeightScheme
-from quire.layers.base import Layer, Slot, activation_dtype, model_dtype, parameter
+from quire.layers.base import Layer, activation_dtype, model_dtype, parameter
 from quire.layers.matrix import MatrixLayer
+from quire.layers.shard import Span
+from quire.layers.slot import Slot
 
 
 class VocabEmbedding(MatrixLayer):
@@ -21,7 +22,7 @@ class VocabEmbedding(MatrixLayer):
 
     `scale` multiplies looked-up rows, rounded to the model's dtype first as Gemma does it. A table that `is_head` is
     packed like a linear layer's weight, and looked up in that form too: there is one copy. Looked-up rows are of
-    `out_dtype`.
+    `out_dtype`. It is cut by tokens.
     """
 
     def __init__(
@@ -33,11 +34,11 @@ class VocabEmbedding(MatrixLayer):
         scale: float | None = None,
         is_head: bool = False,
         out_dtype: torch.dtype = torch.float32,
+        name: str = "",
     ) -> None:
-        super().__init__(vocab_size, size, dtype)
+        super().__init__([Span(vocab_size)], size, dtype, name=name, cut="output", only_looked_up=not is_head)
         self.shape = (vocab_size, size)
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
-        self.is_head = is_head
         self.out_dtype = out_dtype
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -52,22 +53,11 @@ class VocabEmbedding(MatrixLayer):
         assert self.weight is not None
         return ops.linear(hidden, self.weight, None).float()
 
-    def finish_loading(self, scheme: WeightScheme) -> None:
-        if self.is_head:
-            self.pack(scheme)
-
-    def replaced(self, device_type: str, scheme: WeightScheme) -> Collection[str]:
-        return super().replaced(device_type, scheme) if self.is_head else ()
-
     def _rows(self, ids: Tensor) -> Tensor:
         if self.packed is not None:
             return ops.packed_embedding(ids, self.packed)
         assert self.weight is not None
         return ops.embedding(ids, self.weight)
-
-    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        assert self.weight is not None, "slots are filled before the layer is finished"
-        yield f"{names[0]}.weight", Slot(self.weight, "normal", adopt=self.adopter())
 
 
 class PositionEmbedding(Layer):
@@ -77,8 +67,8 @@ class PositionEmbedding(Layer):
         ConfigError: the context is to be longer than the table.
     """
 
-    def __init__(self, *, config: EngineConfig, offset: int = 0) -> None:
-        super().__init__()
+    def __init__(self, *, config: EngineConfig, offset: int = 0, name: str = "") -> None:
+        super().__init__(name)
         num_positions = config.arch.max_position_embeddings
         if config.model.max_model_len > num_positions:
             raise ConfigError(

@@ -3,25 +3,27 @@
 Shapes: T tokens, K input features, N output features, Hq/Hkv query and key-value heads, D head size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quire.kernels import ops
-from quire.kernels.linear import QuantizedRows, WeightScheme
+from quire.kernels.linear import QuantizedRows
 from quire.layers.activation import GATED, GATED_FP8
-from quire.layers.base import RowSource, Slot, parameter
+from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer
+from quire.layers.quantization import QuantMethod
+from quire.layers.shard import WHOLE, Cut, Shard, Span
+from quire.layers.slot import length
 
 
 class Linear(MatrixLayer):
     """`x @ weight.T + bias`, weight [N, K].
 
-    `merged` has the output rows of each part if this layer stands for several of the checkpoint's. `transposed` says
-    that the checkpoint stores [K, N], as GPT-2's Conv1D does.
+    `cut` says how several ranks may share it. `spans` has the output rows of each part if this layer stands for
+    several of the checkpoint's. `transposed` says that the checkpoint stores [K, N], as GPT-2's Conv1D does.
     """
 
     def __init__(
@@ -31,14 +33,14 @@ class Linear(MatrixLayer):
         out_features: int,
         bias: bool,
         dtype: torch.dtype,
-        merged: Sequence[int] = (),
+        name: str = "",
+        cut: Cut = "whole",
+        spans: Sequence[Span] = (),
         transposed: bool = False,
     ) -> None:
-        super().__init__(out_features, in_features, dtype)
-        assert not merged or sum(merged) == out_features
-        self.bias = parameter(out_features, dtype=dtype) if bias else None
-        self.merged = tuple(merged)
-        self.transposed = transposed
+        spans = spans or (Span(out_features),)
+        assert sum(span.size for span in spans) == out_features
+        super().__init__(spans, in_features, dtype, name=name, cut=cut, bias=bias, transposed=transposed)
         self._quantize_x: Callable[[], None] | None = None
 
     def reads(self, source: RowSource) -> None:
@@ -56,31 +58,16 @@ class Linear(MatrixLayer):
         assert isinstance(x, Tensor), "only a packed weight has its x quantised"
         return ops.linear(x, self.weight, self.bias)
 
-    def finish_loading(self, scheme: WeightScheme) -> None:
-        self.pack(scheme)
-        if self._quantize_x is not None and self.packed is not None and self.packed.scheme.kind == "fp8":
+    def finish_loading(self) -> None:
+        super().finish_loading()
+        if self._quantize_x is not None and self.packed is not None and self.method.quantizes_rows:
             self._quantize_x()
         if self.bias is not None and self.packed is not None:
             self.bias = nn.Parameter(self.bias.float(), requires_grad=False)
 
-    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        assert self.weight is not None, "slots are filled before the layer is finished"
-        adopt = self.adopter() if len(names) == 1 and not self.transposed else None
-        for name, rows in zip(names, self._rows(len(names)), strict=True):
-            weight = self.weight[rows]
-            yield f"{name}.weight", Slot(weight.t() if self.transposed else weight, "normal", adopt=adopt)
-            if self.bias is not None:
-                yield f"{name}.bias", Slot(self.bias[rows], "zeros")
-
-    def _rows(self, num_parts: int) -> list[slice]:
-        if num_parts == 1:
-            return [slice(None)]
-        ends = list(accumulate(self.merged))
-        return [slice(end - size, end) for end, size in zip(ends, self.merged, strict=True)]
-
 
 class QKVLinear(Linear):
-    """Query, key and value projections as one."""
+    """Query, key and value projections as one, cut by heads; ranks beyond the key-value heads share them."""
 
     def __init__(
         self,
@@ -91,19 +78,26 @@ class QKVLinear(Linear):
         head_dim: int,
         bias: bool,
         dtype: torch.dtype,
+        name: str = "",
         transposed: bool = False,
     ) -> None:
-        sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
+        kv_heads = Span(num_kv_heads, head_dim, replicated=True)
         super().__init__(
             in_features=hidden_size,
-            out_features=sum(sizes),
+            out_features=(num_heads + 2 * num_kv_heads) * head_dim,
             bias=bias,
             dtype=dtype,
-            merged=sizes,
+            name=name,
+            cut="output",
+            spans=(Span(num_heads, head_dim), kv_heads, kv_heads),
             transposed=transposed,
         )
         self.head_dim = head_dim
-        self.head_counts = (num_heads, num_kv_heads, num_kv_heads)
+
+    def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
+        super().create_weights(method, shard)
+        q, k, v = (length(rows) // span.unit for rows, span in zip(self.rows, self.spans, strict=True))
+        self.head_counts = (q, k, v)
 
     def heads(self, x: Tensor | QuantizedRows) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, K] -> views q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] of one [T, N]."""
@@ -113,17 +107,26 @@ class QKVLinear(Linear):
 
 
 class GateUpLinear(Linear):
-    """The gate and up projections of a gated MLP as one: `act(gate(x)) * up(x)`, [T, K] -> [T, I]."""
+    """The gate and up projections of a gated MLP as one: `act(gate(x)) * up(x)`, [T, K] -> [T, I]; cut by output."""
 
     def __init__(
-        self, *, hidden_size: int, intermediate_size: int, bias: bool, dtype: torch.dtype, activation: str
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        dtype: torch.dtype,
+        activation: str,
+        name: str = "",
     ) -> None:
         super().__init__(
             in_features=hidden_size,
             out_features=2 * intermediate_size,
             bias=bias,
             dtype=dtype,
-            merged=(intermediate_size, intermediate_size),
+            name=name,
+            cut="output",
+            spans=(Span(intermediate_size), Span(intermediate_size)),
         )
         self.activation = activation
         self._gate: Callable[[Tensor], Tensor | QuantizedRows] = GATED[activation]

@@ -1,67 +1,146 @@
-"""What the layers around one large matrix share: how it is packed when it is loaded, and how it is found packed.
+"""What the layers around one large matrix share: how it is cut, where its tensors go, and how it is found packed.
 
-Invariant: a matrix exists once. Before `pack` it is the plain `weight`, afterwards the form that the device's kernels
-read; where there are none, `weight` stays, and a quantised one is what its integers stand for.
+Invariant: a matrix exists once. Before it is finished it is the parameters that its method made, afterwards `packed`,
+the form that the device's kernels read; where there are none, `weight` stays, and a quantised one is what its integers
+stand for.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from quire.kernels import ops, reference
-from quire.kernels.linear import FLOAT, PackedWeight, WeightScheme
+from quire.errors import ConfigError
+from quire.kernels.linear import PackedWeight
 from quire.layers.base import Layer, parameter
+from quire.layers.quantization import FLOATS, TABLE, QuantMethod
+from quire.layers.shard import WHOLE, Cut, Shard, Span
+from quire.layers.slot import Part, Slot, length
 
 _PACKED = "packed."
 
 
-class MatrixLayer(Layer):
-    """Base of layers with a `weight` [N, K]."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows that a layer takes of the matrix of one of the checkpoint's modules."""
 
-    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight: nn.Parameter | None = parameter(outputs, inputs, dtype=dtype)
+    name: str
+    num_rows: int
+    """Of the module's matrix."""
+    region: slice
+    """The rows that all ranks take together at this place."""
+    rows: slice
+    """Those that this rank takes."""
+    place: slice
+    """Where they are in the layer."""
+
+
+class MatrixLayer(Layer):
+    """Base of layers with a matrix [N, K] and perhaps a bias [N].
+
+    `spans` are the parts of N that are cut by themselves: those of the checkpoint's modules that are merged here, or of
+    a module that holds them merged already. `transposed` says that the checkpoint stores [K, N]. A matrix that is
+    `only_looked_up` stays as it is, whatever the method.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        inputs: int,
+        dtype: torch.dtype,
+        *,
+        name: str,
+        cut: Cut,
+        bias: bool = False,
+        transposed: bool = False,
+        only_looked_up: bool = False,
+    ) -> None:
+        super().__init__(name)
+        self.spans = tuple(spans)
+        self.inputs = inputs
+        self.dtype = dtype
+        self.cut: Cut = cut
+        self.has_bias = bias
+        self.transposed = transposed
+        self.only_looked_up = only_looked_up
+        self.create_weights(FLOATS)
+
+    def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
+        self.method, self.shard = TABLE if self.only_looked_up else method, shard
+        outputs = shard if self.cut == "output" else WHOLE
+        self.rows = tuple(span.piece(outputs, self.name) for span in self.spans)
+        self.num_rows = sum(map(length, self.rows))
+        self.columns = self._columns(shard if self.cut == "input" else WHOLE)
+        self.weight: nn.Parameter | None = None
         self.packed: PackedWeight | None = None
+        self.method.create(self)
+        adds_bias = self.has_bias and (self.cut != "input" or shard.rank == 0)
+        self.bias = parameter(self.num_rows, dtype=self.dtype) if adds_bias else None
+
+    def _columns(self, shard: Shard) -> slice:
+        count, rest = divmod(self.inputs, shard.of)
+        if rest or (shard.of > 1 and count % self.method.input_unit):
+            raise ConfigError(
+                f"{self.name}: {self.inputs} inputs cannot be cut for {shard.of} ranks into multiples of"
+                f" {self.method.input_unit}, which {self.method.name} weights want"
+            )
+        return slice(shard.rank * count, (shard.rank + 1) * count)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        yield from self.method.slots(self, names)
+        if self.has_bias:
+            yield from self._bias_slots(names)
+
+    def _bias_slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        for piece in self.pieces(names):
+            bias, rows = (
+                (torch.empty(0, dtype=self.dtype), slice(0, 0))
+                if self.bias is None  # another rank adds it
+                else (self.bias[piece.place], piece.rows)
+            )
+            yield f"{piece.name}.bias", Slot(bias, "zeros", Part((piece.num_rows,), (piece.region,), (rows,)))
+
+    def pieces(self, names: Sequence[str]) -> list[Piece]:
+        """What the layer takes of the outputs of the checkpoint's modules: one for each span, or for all."""
+        merged_there = len(names) == 1
+        total = sum(span.size for span in self.spans)
+        if merged_there and self.num_rows == total:
+            everything = slice(0, total)
+            return [Piece(names[0], total, everything, everything, everything)]
+        pieces, first, place = [], 0, 0
+        sources = list(names) * len(self.spans) if merged_there else names
+        for name, span, rows in zip(sources, self.spans, self.rows, strict=True):
+            end = place + length(rows)
+            taken = slice(first + rows.start, first + rows.stop)
+            num_rows = total if merged_there else span.size
+            pieces.append(Piece(name, num_rows, slice(first, first + span.size), taken, slice(place, end)))
+            first, place = first + span.size if merged_there else 0, end
+        return pieces
+
+    def finish_loading(self) -> None:
+        self.method.finish(self)
+
+    def replaced(self, device_type: str) -> Collection[str]:
+        return self.method.replaced(self, device_type)
 
     def tensors(self) -> dict[str, Tensor]:
         parts = {} if self.packed is None else self.packed.tensors()
         return super().tensors() | {_PACKED + name: part for name, part in parts.items()}
 
-    def restore(self, tensors: Mapping[str, Tensor], scheme: WeightScheme) -> None:
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
         plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PACKED)}
         parts = {name.removeprefix(_PACKED): tensors[name] for name in tensors.keys() - plain.keys()}
-        super().restore(plain, scheme)
+        super().restore(plain)
         if parts:
-            assert self.weight is not None, "a layer is restored once"
-            self.packed = PackedWeight.of(scheme, self.weight.shape, self.halves(), parts)
+            assert self.packed is None, "a layer is restored once"
+            shape = (self.num_rows, length(self.columns))
+            self.packed = PackedWeight.of(self.method.scheme, shape, self.halves(), parts)
             self.weight = None
-
-    def pack(self, scheme: WeightScheme) -> None:
-        """Bring the weight into the one form in which it is kept."""
-        assert self.weight is not None, "a layer is finished once"
-        weight = self.weight
-        if self.replaced(weight.device.type, scheme):
-            self.weight, self.packed = None, ops.pack_weight(weight.data, scheme, self.halves())
-        elif scheme.kind != "float":
-            self.adopt(reference.unpack_weight(ops.pack_weight(weight.data, scheme)))
-
-    def replaced(self, device_type: str, scheme: WeightScheme) -> Collection[str]:
-        assert self.weight is not None, "asked before the layer is finished"
-        takes = ops.pack_weight.takes(device_type, self.weight, scheme, self.halves())
-        return ("weight",) if takes else ()
 
     def adopt(self, weight: Tensor) -> None:
         """Make this tensor the weight."""
         self.weight = nn.Parameter(weight, requires_grad=False)
-
-    def adopter(self) -> Callable[[Tensor], None] | None:
-        """`adopt` for a slot whose tensor is all of the weight and is packed straight from the file's memory.
-
-        Only on a CPU, where the file is mapped and every scheme is packed.
-        """
-        packs = self.weight is not None and self.weight.is_cpu and self.replaced("cpu", FLOAT)
-        return self.adopt if packs else None
 
     def halves(self) -> int:
         """In how many parts the outputs are packed."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.linear import QuantizedRows
-from quire.layers.base import Layer, Slot, parameter
+from quire.layers.base import Layer, parameter
+from quire.layers.slot import Slot
 
 
 class RMSNorm(Layer):
@@ -21,8 +22,10 @@ class RMSNorm(Layer):
     and the sum is kept in float32, which is what adding it at every use would give.
     """
 
-    def __init__(self, *, size: int, eps: float, dtype: torch.dtype, offset: float = 0.0) -> None:
-        super().__init__()
+    def __init__(
+        self, *, size: int, eps: float, dtype: torch.dtype, offset: float = 0.0, name: str = ""
+    ) -> None:
+        super().__init__(name)
         self.weight = parameter(size, dtype=torch.float32 if offset else dtype)
         self.eps = eps
         self.offset = offset
@@ -42,14 +45,18 @@ class RMSNorm(Layer):
         self._norm, self._add_and_norm = ops.rms_norm_fp8, ops.fused_add_rms_norm_fp8
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        yield f"{names[0]}.weight", Slot(self.weight, "ones", self.offset)
+        convert = self._completed if self.offset else None
+        yield f"{names[0]}.weight", Slot(self.weight, "ones", convert=convert)
+
+    def _completed(self, stored: Tensor) -> Tensor:
+        return stored.float() + self.offset
 
 
 class LayerNorm(Layer):
     """`(x - mean) / std * weight + bias`."""
 
-    def __init__(self, *, size: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
+    def __init__(self, *, size: int, eps: float, dtype: torch.dtype, name: str = "") -> None:
+        super().__init__(name)
         self.weight = parameter(size, dtype=dtype)
         self.bias = parameter(size, dtype=dtype)
         self.eps = eps

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import StepMetadata
-from quire.layers.base import Layer, Module, Slot, model_dtype
+from quire.layers.base import Layer, Module, model_dtype
 from quire.layers.embedding import VocabEmbedding
+from quire.layers.slot import Slot
 
 
 class CausalLM(Module):
@@ -31,7 +32,7 @@ class CausalLM(Module):
     lm_head: VocabEmbedding
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
-        """`prefix`, with its dot, goes before the names of all layers' caches."""
+        """`prefix`, with its dot, goes before the names of all layers and their caches."""
         super().__init__()
         self.config = config
 
@@ -50,9 +51,13 @@ class CausalLM(Module):
                 parent, dot, leaf = path.rpartition(".")
                 yield [f"{parent}{dot}{name}" for name in self.merged.get(leaf, (leaf,))], module
 
-    def checkpoint_slots(self) -> dict[str, Slot]:
-        """Name of each checkpoint tensor that the model needs -> where it goes."""
-        return {name: slot for names, layer in self.checkpoint_layers() for name, slot in layer.slots(names)}
+    def checkpoint_slots(self) -> dict[str, list[Slot]]:
+        """Name of each checkpoint tensor that the model needs -> where its parts go."""
+        slots: dict[str, list[Slot]] = {}
+        for names, layer in self.checkpoint_layers():
+            for name, slot in layer.slots(names):
+                slots.setdefault(name, []).append(slot)
+        return slots
 
     def leaves_out(self, tensor_name: str) -> bool:
         """Whether a checkpoint tensor is knowingly not used; a tied head is stored twice in some files."""
@@ -61,9 +66,11 @@ class CausalLM(Module):
         return any(re.search(pattern, tensor_name) for pattern in self.unused)
 
 
-def output_head(config: EngineConfig, embedding: VocabEmbedding) -> VocabEmbedding:
-    """The token embedding itself where the two are tied, else another table of its size."""
+def output_head(config: EngineConfig, embedding: VocabEmbedding, name: str) -> VocabEmbedding:
+    """The token embedding itself where the two are tied, else another table of its size and of that name."""
     if config.arch.tie_word_embeddings:
         return embedding
     vocab_size, size = embedding.shape
-    return VocabEmbedding(vocab_size=vocab_size, size=size, dtype=model_dtype(config), is_head=True)
+    return VocabEmbedding(
+        vocab_size=vocab_size, size=size, dtype=model_dtype(config), is_head=True, name=name
+    )

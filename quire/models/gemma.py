@@ -28,14 +28,14 @@ class GemmaDecoderLayer(Module):
     def __init__(self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
         size = config.arch.hidden_size
-        self.input_layernorm = rms_norm(config, size)
+        self.input_layernorm = rms_norm(config, size, f"{prefix}.input_layernorm")
         self.self_attn = LlamaAttention(
             config=config, prefix=f"{prefix}.self_attn", layer=layer, rotary=rotary
         )
-        self.post_attention_layernorm = rms_norm(config, size)
-        self.pre_feedforward_layernorm = rms_norm(config, size)
-        self.mlp = LlamaMLP(config=config)
-        self.post_feedforward_layernorm = rms_norm(config, size)
+        self.post_attention_layernorm = rms_norm(config, size, f"{prefix}.post_attention_layernorm")
+        self.pre_feedforward_layernorm = rms_norm(config, size, f"{prefix}.pre_feedforward_layernorm")
+        self.mlp = LlamaMLP(config=config, prefix=f"{prefix}.mlp")
+        self.post_feedforward_layernorm = rms_norm(config, size, f"{prefix}.post_feedforward_layernorm")
         self.self_attn.qkv_proj.reads(self.input_layernorm)
         self.mlp.gate_up_proj.reads(self.pre_feedforward_layernorm)
 
@@ -64,6 +64,7 @@ class GemmaModel(Module):
             scale=arch.hidden_size**0.5,
             is_head=arch.tie_word_embeddings,
             out_dtype=activation_dtype(config),
+            name=f"{prefix}.embed_tokens",
         )
         self.layers = nn.ModuleList(
             GemmaDecoderLayer(
@@ -74,7 +75,7 @@ class GemmaModel(Module):
             )
             for layer in range(arch.num_layers)
         )
-        self.norm = rms_norm(config, arch.hidden_size)
+        self.norm = rms_norm(config, arch.hidden_size, f"{prefix}.norm")
 
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
@@ -95,7 +96,7 @@ class GemmaForCausalLM(CausalLM):
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
         self.model = GemmaModel(config=config, prefix=f"{prefix}model")
-        self.lm_head = output_head(config, self.model.embed_tokens)
+        self.lm_head = output_head(config, self.model.embed_tokens, f"{prefix}lm_head")
 
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         return self.model(input_ids, positions, metadata)

@@ -17,11 +17,25 @@ from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import LayerNorm
+from quire.layers.shard import Cut
 from quire.models.base import CausalLM, output_head
 
 
-def _conv1d(size_in: int, size_out: int, dtype: torch.dtype) -> Linear:
-    return Linear(in_features=size_in, out_features=size_out, bias=True, dtype=dtype, transposed=True)
+def _conv1d(size_in: int, size_out: int, dtype: torch.dtype, name: str, cut: Cut) -> Linear:
+    return Linear(
+        in_features=size_in,
+        out_features=size_out,
+        bias=True,
+        dtype=dtype,
+        name=name,
+        cut=cut,
+        transposed=True,
+    )
+
+
+def _layer_norm(config: EngineConfig, name: str) -> LayerNorm:
+    arch = config.arch
+    return LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config), name=name)
 
 
 class GPT2Attention(Module):
@@ -37,9 +51,10 @@ class GPT2Attention(Module):
             head_dim=arch.head_dim,
             bias=True,
             dtype=dtype,
+            name=f"{prefix}.c_attn",
             transposed=True,
         )
-        self.c_proj = _conv1d(arch.hidden_size, arch.hidden_size, dtype)
+        self.c_proj = _conv1d(arch.hidden_size, arch.hidden_size, dtype, f"{prefix}.c_proj", "input")
         self.attn = Attention(
             config=config,
             name=f"{prefix}.attn",
@@ -56,11 +71,11 @@ class GPT2Attention(Module):
 class GPT2MLP(Module):
     """`c_proj(act(c_fc(x)))`."""
 
-    def __init__(self, *, config: EngineConfig) -> None:
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__()
         arch, dtype = config.arch, model_dtype(config)
-        self.c_fc = _conv1d(arch.hidden_size, arch.intermediate_size, dtype)
-        self.c_proj = _conv1d(arch.intermediate_size, arch.hidden_size, dtype)
+        self.c_fc = _conv1d(arch.hidden_size, arch.intermediate_size, dtype, f"{prefix}.c_fc", "output")
+        self.c_proj = _conv1d(arch.intermediate_size, arch.hidden_size, dtype, f"{prefix}.c_proj", "input")
         self.activation = PLAIN[arch.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,11 +87,10 @@ class GPT2Block(Module):
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__()
-        arch = config.arch
-        self.ln_1 = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
+        self.ln_1 = _layer_norm(config, f"{prefix}.ln_1")
         self.attn = GPT2Attention(config=config, prefix=f"{prefix}.attn")
-        self.ln_2 = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
-        self.mlp = GPT2MLP(config=config)
+        self.ln_2 = _layer_norm(config, f"{prefix}.ln_2")
+        self.mlp = GPT2MLP(config=config, prefix=f"{prefix}.mlp")
 
     def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
         x = x + self.attn(self.ln_1(x), metadata)
@@ -95,12 +109,13 @@ class GPT2Model(Module):
             dtype=dtype,
             is_head=arch.tie_word_embeddings,
             out_dtype=activation_dtype(config),
+            name=f"{prefix}.wte",
         )
-        self.wpe = PositionEmbedding(config=config)
+        self.wpe = PositionEmbedding(config=config, name=f"{prefix}.wpe")
         self.h = nn.ModuleList(
             GPT2Block(config=config, prefix=f"{prefix}.h.{layer}") for layer in range(arch.num_layers)
         )
-        self.ln_f = LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
+        self.ln_f = _layer_norm(config, f"{prefix}.ln_f")
 
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         x = self.wte(input_ids) + self.wpe(positions)
@@ -118,7 +133,7 @@ class GPT2LMHeadModel(CausalLM):
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
         self.transformer = GPT2Model(config=config, prefix=f"{prefix}transformer")
-        self.lm_head = output_head(config, self.transformer.wte)
+        self.lm_head = output_head(config, self.transformer.wte, f"{prefix}lm_head")
 
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         return self.transformer(input_ids, positions, metadata)

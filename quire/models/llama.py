@@ -22,10 +22,12 @@ from quire.layers.rotary import RotaryEmbedding
 from quire.models.base import CausalLM, output_head
 
 
-def rms_norm(config: EngineConfig, size: int) -> RMSNorm:
+def rms_norm(config: EngineConfig, size: int, name: str) -> RMSNorm:
     """A norm as the checkpoint has it."""
     arch = config.arch
-    return RMSNorm(size=size, eps=arch.norm_eps, dtype=activation_dtype(config), offset=arch.norm_offset)
+    return RMSNorm(
+        size=size, eps=arch.norm_eps, dtype=activation_dtype(config), offset=arch.norm_offset, name=name
+    )
 
 
 class LlamaAttention(Module):
@@ -41,18 +43,21 @@ class LlamaAttention(Module):
             head_dim=arch.head_dim,
             bias=arch.attention_bias,
             dtype=dtype,
+            name=f"{prefix}.qkv_proj",
         )
         self.o_proj = Linear(
             in_features=arch.num_heads * arch.head_dim,
             out_features=arch.hidden_size,
             bias=arch.attention_out_bias,
             dtype=dtype,
+            name=f"{prefix}.o_proj",
+            cut="input",
         )
         qk_norm = None
         if arch.qk_norm:
             self.q_norm, self.k_norm = qk_norm = (
-                rms_norm(config, arch.head_dim),
-                rms_norm(config, arch.head_dim),
+                rms_norm(config, arch.head_dim, f"{prefix}.q_norm"),
+                rms_norm(config, arch.head_dim, f"{prefix}.k_norm"),
             )
         self.attn = Attention(
             config=config,
@@ -75,7 +80,7 @@ class LlamaAttention(Module):
 class LlamaMLP(Module):
     """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202)."""
 
-    def __init__(self, *, config: EngineConfig) -> None:
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__()
         arch, dtype = config.arch, model_dtype(config)
         self.gate_up_proj = GateUpLinear(
@@ -84,9 +89,15 @@ class LlamaMLP(Module):
             bias=arch.mlp_bias,
             dtype=dtype,
             activation=arch.hidden_act,
+            name=f"{prefix}.gate_up_proj",
         )
         self.down_proj = Linear(
-            in_features=arch.intermediate_size, out_features=arch.hidden_size, bias=arch.mlp_bias, dtype=dtype
+            in_features=arch.intermediate_size,
+            out_features=arch.hidden_size,
+            bias=arch.mlp_bias,
+            dtype=dtype,
+            name=f"{prefix}.down_proj",
+            cut="input",
         )
         self.down_proj.reads(self.gate_up_proj)
 
@@ -102,13 +113,13 @@ class LlamaDecoderLayer(Module):
 
     def __init__(self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
-        arch = config.arch
-        self.input_layernorm = rms_norm(config, arch.hidden_size)
+        size = config.arch.hidden_size
+        self.input_layernorm = rms_norm(config, size, f"{prefix}.input_layernorm")
         self.self_attn = LlamaAttention(
             config=config, prefix=f"{prefix}.self_attn", layer=layer, rotary=rotary
         )
-        self.post_attention_layernorm = rms_norm(config, arch.hidden_size)
-        self.mlp = LlamaMLP(config=config)
+        self.post_attention_layernorm = rms_norm(config, size, f"{prefix}.post_attention_layernorm")
+        self.mlp = LlamaMLP(config=config, prefix=f"{prefix}.mlp")
         self.self_attn.qkv_proj.reads(self.input_layernorm)
         self.mlp.gate_up_proj.reads(self.post_attention_layernorm)
 
@@ -135,12 +146,13 @@ class LlamaModel(Module):
             dtype=dtype,
             is_head=arch.tie_word_embeddings,
             out_dtype=activation_dtype(config),
+            name=f"{prefix}.embed_tokens",
         )
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config=config, prefix=f"{prefix}.layers.{layer}", layer=layer, rotary=rotary)
             for layer in range(arch.num_layers)
         )
-        self.norm = rms_norm(config, arch.hidden_size)
+        self.norm = rms_norm(config, arch.hidden_size, f"{prefix}.norm")
 
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
@@ -162,7 +174,7 @@ class LlamaForCausalLM(CausalLM):
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
         self.model = LlamaModel(config=config, prefix=f"{prefix}model")
-        self.lm_head = output_head(config, self.model.embed_tokens)
+        self.lm_head = output_head(config, self.model.embed_tokens, f"{prefix}lm_head")
 
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         return self.model(input_ids, positions, metadata)

@@ -18,9 +18,11 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import ops
 from quire.kernels.cpu.linear import packed_layout
-from quire.kernels.linear import Kind, WeightScheme
+from quire.kernels.linear import WeightScheme
 from quire.layers.attention import attention_backends
 from quire.layers.base import Layer, device_type, model_dtype
+from quire.layers.quantization import QuantMethod, method_of
+from quire.layers.shard import WHOLE, Shard
 from quire.models.base import CausalLM
 from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.registry import ModelRegistry
@@ -29,48 +31,56 @@ from quire.models.weights import CheckpointWeights, MappedCopy, RandomWeights, T
 
 logger = logging.getLogger(__name__)
 
-_KINDS: dict[str, Kind] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
+_ALIGNMENT = 64
+"""Bytes to a multiple of which tensors begin in memory that they share."""
 
 
 @torch.no_grad()
-def load_model(config: EngineConfig) -> CausalLM:
-    """The model of a prepared config, ready for its KV cache to be bound.
+def load_model(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
+    """The model of a prepared config, ready for its KV cache to be bound; its layers hold the share of one rank.
 
     Raises:
         UnsupportedModelError: nobody registered the architecture.
         ModelLoadError: the checkpoint does not fit the config, is corrupt, or does not fit into memory.
-        ConfigError: a layer that is not to be quantised does not exist.
+        ConfigError: a layer that is not to be quantised does not exist, or one cannot be cut for so many ranks.
     """
-    model_cls = ModelRegistry.resolve_model_cls(config.arch.architecture, config.model_class)
-    with torch.device("meta"):
-        model = model_cls(config=config)
+    model = without_weights(config, shard)
     logger.info("attention_backend = %s", ", ".join(attention_backends(model)))
-    schemes = _schemes(model, config)
     cache = _cache(model)
     tensors = cache.read() if cache is not None else None
     if tensors is None:
-        _fill(model, schemes, config)
+        _fill(model, config)
         if cache is not None:
             cache.write(_final_tensors(model))
     else:
-        _restore(model, schemes, tensors)
+        _restore(model, tensors)
     return model.eval()
 
 
-def _fill(model: CausalLM, schemes: list[WeightScheme], config: EngineConfig) -> None:
+def without_weights(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
+    """The model, whose parameters have their shapes and dtypes and no memory yet."""
+    with torch.device("meta"):
+        model = ModelRegistry.resolve_model_cls(config.arch.architecture, config.model_class)(config=config)
+        methods = _methods(model, config)
+        for (_, layer), method in zip(model.checkpoint_layers(), methods, strict=True):
+            layer.create_weights(method, shard)
+    return model
+
+
+def _fill(model: CausalLM, config: EngineConfig) -> None:
     """Give every layer its weights from where the config says, in their final form."""
     num_bytes = sum(param.nbytes for param in model.parameters())
     weights, device = _weights(model, config), torch.device(device_type(config))
     staging = _Staging(device)
-    for (names, layer), scheme in zip(model.checkpoint_layers(), schemes, strict=True):
+    for names, layer in model.checkpoint_layers():
         try:
-            staging.allocate(layer, scheme)
+            staging.allocate(layer)
         except RuntimeError as error:
             raise ModelLoadError(
                 f"not enough memory for the weights ({num_bytes / 2**30:.1f} GiB)"
             ) from error
         weights.fill(layer.slots(names))
-        layer.finish_loading(scheme)
+        layer.finish_loading()
         weights.end_layer()
     model.to(device)  # what is computed and not loaded, such as tables of angles, was made on the host
 
@@ -97,14 +107,14 @@ def _final_tensors(model: CausalLM) -> dict[str, Tensor]:
     }
 
 
-def _restore(model: CausalLM, schemes: list[WeightScheme], tensors: Mapping[str, Tensor]) -> None:
+def _restore(model: CausalLM, tensors: Mapping[str, Tensor]) -> None:
     """The inverse of `_final_tensors`."""
     by_layer: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for path, tensor in tensors.items():
         layer_name, _, name = path.rpartition("/")
         by_layer[layer_name][name] = tensor
-    for (names, layer), scheme in zip(model.checkpoint_layers(), schemes, strict=True):
-        layer.restore(by_layer[names[0]], scheme)
+    for names, layer in model.checkpoint_layers():
+        layer.restore(by_layer[names[0]])
 
 
 def _weights(model: CausalLM, config: EngineConfig) -> Weights:
@@ -131,42 +141,48 @@ class _Staging:
         self._device = device
         self._reused = self._memory(0)
 
-    def allocate(self, layer: Layer, scheme: WeightScheme) -> None:
-        """Give each parameter of a layer, which is to be kept by `scheme`, its memory, uninitialised."""
-        replaced = layer.replaced(self._device.type, scheme)
-        for name, param in layer.named_parameters(recurse=False):
-            memory = self._again(param.nbytes) if name in replaced else self._memory(param.nbytes)
+    def allocate(self, layer: Layer) -> None:
+        """Give each parameter of a layer its memory, uninitialised."""
+        replaced = layer.replaced(self._device.type)
+        params = list(layer.named_parameters(recurse=False))
+        passing = iter(self._again([param.nbytes for name, param in params if name in replaced]))
+        for name, param in params:
+            memory = next(passing) if name in replaced else self._memory(param.nbytes)
             tensor = memory.view(param.dtype).view(param.shape)
             setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
 
-    def _again(self, num_bytes: int) -> Tensor:
-        if len(self._reused) < num_bytes:
-            self._reused = self._memory(num_bytes)
-        return self._reused[:num_bytes]
+    def _again(self, nums_bytes: list[int]) -> list[Tensor]:
+        """Memory side by side, where the last layer's was."""
+        wholes = [-(-num_bytes // _ALIGNMENT) * _ALIGNMENT for num_bytes in nums_bytes]
+        if len(self._reused) < sum(wholes):
+            self._reused = self._memory(sum(wholes))
+        places = self._reused[: sum(wholes)].split(wholes)
+        return [place[:num_bytes] for place, num_bytes in zip(places, nums_bytes, strict=True)]
 
     def _memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
-def _schemes(model: CausalLM, config: EngineConfig) -> list[WeightScheme]:
+def _methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
     """How each of the model's layers keeps its weight; a merged layer is left alone if one of its parts is."""
     asked = config.quantization
     kernels = config.kernels
-    plain = WeightScheme(fast=kernels.matmul_precision == "medium", invariant=kernels.batch_invariant)
+    floats = WeightScheme(fast=kernels.matmul_precision == "medium", invariant=kernels.batch_invariant)
+    plain = method_of(floats)
     if asked.quantization is None:
         return [plain for _ in model.checkpoint_layers()]
-    quantized = replace(
-        plain,
-        kind=_KINDS[asked.quantization],
+    rounded = replace(
+        floats,
+        kind=asked.quantization,
         group_size=asked.group_size,
         symmetric=asked.symmetric,
         fast=asked.fast,
         per_tensor=asked.per_tensor,
         vendor=asked.vendor,
     )
-    head = replace(quantized, kind=_KINDS[asked.head])
+    quantized, head = method_of(rounded), method_of(replace(rounded, kind=asked.head))
     unmatched = set(asked.ignore)
-    schemes = []
+    methods = []
     for names, layer in model.checkpoint_layers():
         is_head = layer is model.lm_head
         names = [*names, "lm_head"] if is_head else names
@@ -176,9 +192,9 @@ def _schemes(model: CausalLM, config: EngineConfig) -> list[WeightScheme]:
                 f"--quantization-config: head is {asked.head!r}, but ignore leaves it alone by {min(hits)!r}"
             )
         unmatched -= hits
-        schemes.append(plain if hits else head if is_head else quantized)
+        methods.append(plain if hits else head if is_head else quantized)
     if unmatched:
         raise ConfigError(
             f"--quantization-config: ignore names {sorted(unmatched)[0]!r}, which no layer bears"
         )
-    return schemes
+    return methods

@@ -24,6 +24,11 @@ from quire.models.base import CausalLM, output_head
 _UNUSED_POSITIONS = 2
 
 
+def _layer_norm(config: EngineConfig, name: str) -> LayerNorm:
+    arch = config.arch
+    return LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config), name=name)
+
+
 class OPTAttention(Module):
     """Multi-head attention."""
 
@@ -37,12 +42,15 @@ class OPTAttention(Module):
             head_dim=arch.head_dim,
             bias=arch.attention_bias,
             dtype=dtype,
+            name=f"{prefix}.qkv_proj",
         )
         self.out_proj = Linear(
             in_features=arch.hidden_size,
             out_features=arch.hidden_size,
             bias=arch.attention_out_bias,
             dtype=dtype,
+            name=f"{prefix}.out_proj",
+            cut="input",
         )
         self.attn = Attention(
             config=config,
@@ -65,18 +73,24 @@ class OPTDecoderLayer(Module):
         arch, dtype = config.arch, model_dtype(config)
         self.norm_before = arch.do_layer_norm_before
         self.self_attn = OPTAttention(config=config, prefix=f"{prefix}.self_attn")
-        self.self_attn_layer_norm = LayerNorm(
-            size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config)
-        )
+        self.self_attn_layer_norm = _layer_norm(config, f"{prefix}.self_attn_layer_norm")
         self.fc1 = Linear(
-            in_features=arch.hidden_size, out_features=arch.intermediate_size, bias=arch.mlp_bias, dtype=dtype
+            in_features=arch.hidden_size,
+            out_features=arch.intermediate_size,
+            bias=arch.mlp_bias,
+            dtype=dtype,
+            name=f"{prefix}.fc1",
+            cut="output",
         )
         self.fc2 = Linear(
-            in_features=arch.intermediate_size, out_features=arch.hidden_size, bias=arch.mlp_bias, dtype=dtype
+            in_features=arch.intermediate_size,
+            out_features=arch.hidden_size,
+            bias=arch.mlp_bias,
+            dtype=dtype,
+            name=f"{prefix}.fc2",
+            cut="input",
         )
-        self.final_layer_norm = LayerNorm(
-            size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config)
-        )
+        self.final_layer_norm = _layer_norm(config, f"{prefix}.final_layer_norm")
         self.activation = PLAIN[arch.hidden_act]
 
     def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
@@ -104,19 +118,31 @@ class OPTDecoder(Module):
             dtype=dtype,
             is_head=arch.tie_word_embeddings,
             out_dtype=activation_dtype(config),
+            name=f"{prefix}.embed_tokens",
         )
-        self.embed_positions = PositionEmbedding(config=config, offset=_UNUSED_POSITIONS)
+        self.embed_positions = PositionEmbedding(
+            config=config, offset=_UNUSED_POSITIONS, name=f"{prefix}.embed_positions"
+        )
         self.project_in, self.project_out = (
-            Linear(in_features=size_in, out_features=size_out, bias=False, dtype=dtype)
+            Linear(
+                in_features=size_in,
+                out_features=size_out,
+                bias=False,
+                dtype=dtype,
+                name=f"{prefix}.{name}",
+            )
             if projected
             else nn.Identity()
-            for size_in, size_out in ((embed_size, hidden_size), (hidden_size, embed_size))
+            for name, size_in, size_out in (
+                ("project_in", embed_size, hidden_size),
+                ("project_out", hidden_size, embed_size),
+            )
         )
         self.layers = nn.ModuleList(
             OPTDecoderLayer(config=config, prefix=f"{prefix}.layers.{layer}")
             for layer in range(arch.num_layers)
         )
-        norm = LayerNorm(size=hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
+        norm = _layer_norm(config, f"{prefix}.final_layer_norm")
         self.final_layer_norm = norm if arch.final_norm else nn.Identity()
 
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
@@ -142,7 +168,7 @@ class OPTForCausalLM(CausalLM):
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
         self.model = OPTModel(config=config, prefix=f"{prefix}model")
-        self.lm_head = output_head(config, self.model.decoder.embed_tokens)
+        self.lm_head = output_head(config, self.model.decoder.embed_tokens, f"{prefix}lm_head")
 
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         return self.model.decoder(input_ids, positions, metadata)

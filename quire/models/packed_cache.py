@@ -43,7 +43,7 @@ def packed_key(model: CausalLM, layout: str) -> str:
 
     `layout` names the form into which the kernels of this machine pack. A checkpoint's files count by path, size and
     time of their last change, of which the status change cannot be set back; the model by its config, and by the shape
-    of its layers, which another version may merge otherwise.
+    of its layers, which another version may merge otherwise, and the rank whose share they hold.
 
     Raises:
         ModelLoadError: there are no files.
@@ -53,7 +53,10 @@ def packed_key(model: CausalLM, layout: str) -> str:
     parts = {
         "format": (FORMAT, __version__, layout),
         "arch": dataclasses.asdict(dataclasses.replace(config.arch, generation={})),
-        "layers": [(names, _shapes(layer)) for names, layer in model.checkpoint_layers()],
+        "layers": [
+            (names, _shapes(layer), dataclasses.astuple(layer.shard))
+            for names, layer in model.checkpoint_layers()
+        ],
         "quantization": dataclasses.asdict(config.quantization),
         "seed": config.model.seed if not files else None,
         "files": [(str(path), *_state(path)) for path in files],

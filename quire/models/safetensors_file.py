@@ -10,7 +10,9 @@ import math
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
+from quire.layers.slot import Box
 
 MAX_HEADER_BYTES = 100_000_000
 
@@ -103,6 +106,13 @@ class SafetensorsFile:
                 raise self._error(f"truncated: it ends before byte {start + len(rest)}")
             start, rest = start + count, rest[count:]
 
+    def read_part_into(self, info: TensorInfo, box: Box, memory: Tensor) -> None:
+        """Fill memory, as `read_into` does, with a box of a tensor, reading nothing of the rest."""
+        position = 0
+        for start, num_bytes in _runs(info, box):
+            self.read_into(start, memory[position : position + num_bytes])
+            position += num_bytes
+
     def release(self, info: TensorInfo) -> None:
         """Let the system have the memory of a tensor back; if it is read again, it is read from the file."""
         start = info.start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -161,6 +171,24 @@ class SafetensorsFile:
 
     def _error(self, problem: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {problem}")
+
+
+def _runs(info: TensorInfo, box: Box) -> Iterator[tuple[int, int]]:
+    """Where in the file the bytes of a box stand together: (start, number of bytes), in the order of its elements."""
+    strides = [math.prod(info.shape[dim + 1 :]) * info.dtype.itemsize for dim in range(len(box))]
+    dim = len(box) - 1
+    while dim > 0 and box[dim] == slice(0, info.shape[dim]):
+        dim -= 1
+    if dim < 0:
+        yield info.start, info.end - info.start
+        return
+    num_bytes = (box[dim].stop - box[dim].start) * strides[dim]
+    for index in product(*(range(side.start, side.stop) for side in box[:dim])):
+        places = (*index, box[dim].start)
+        yield (
+            info.start + sum(place * stride for place, stride in zip(places, strides, strict=False)),
+            num_bytes,
+        )
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:

@@ -10,6 +10,7 @@ few buffers, on the host and on the device.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.layers.base import Slot
+from quire.layers.slot import Slot, sizes
 from quire.models.safetensors_file import SafetensorsFile, TensorInfo
 
 BUFFER_BYTES = 16 << 20
@@ -90,23 +91,18 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Part of a tensor that fits into a buffer."""
+    """A slot, or as much of it as fits into a buffer."""
 
     file: SafetensorsFile
-    start: int
-    """In the file."""
-    dtype: torch.dtype
+    info: TensorInfo
     slot: Slot
-
-    @property
-    def num_bytes(self) -> int:
-        return self.slot.target.numel() * self.dtype.itemsize
 
     def read(self, buffer: Tensor) -> Tensor:
         """The piece, in the memory of a buffer."""
-        raw = buffer[: self.num_bytes]
-        self.file.read_into(self.start, raw)
-        return raw.view(self.dtype).view(self.slot.target.shape)
+        box, dtype = self.slot.source.box, self.info.dtype
+        raw = buffer[: math.prod(sizes(box)) * dtype.itemsize]
+        self.file.read_part_into(self.info, box, raw)
+        return raw.view(dtype).view(sizes(box))
 
 
 class StagedCopy:
@@ -140,18 +136,16 @@ class StagedCopy:
         self._buffers.append(buffer)
 
     def _pieces(self, file: SafetensorsFile, info: TensorInfo, slot: Slot) -> Iterator[_Piece]:
-        start = info.start
-        for target in _views(slot.target, info.dtype.itemsize, self._buffer_bytes):
-            piece = _Piece(file, start, info.dtype, replace(slot, target=target, adopt=None))
-            yield piece
-            start += piece.num_bytes
+        max_elements = self._buffer_bytes // info.dtype.itemsize
+        return (_Piece(file, info, piece) for piece in _cut(slot, max_elements))
 
 
-def _views(tensor: Tensor, itemsize: int, max_bytes: int) -> Iterator[Tensor]:
-    """Parts of a tensor in the order of its elements, each of so many bytes at most as the file holds it."""
-    if tensor.numel() * itemsize <= max_bytes:
-        yield tensor
+def _cut(slot: Slot, max_elements: int, dim: int = 0) -> Iterator[Slot]:
+    """A slot, of one index in the dimensions before `dim`, in pieces that take so many elements of the file at most."""
+    shape = sizes(slot.source.box)
+    if math.prod(shape) <= max_elements:
+        yield replace(slot, adopt=None)
         return
-    rows = max_bytes // (tensor[0].numel() * itemsize)
-    for part in tensor.split(rows) if rows else tensor:
-        yield from _views(part, itemsize, max_bytes)
+    step = max(max_elements // math.prod(shape[dim + 1 :]), 1)
+    for start in range(0, shape[dim], step):
+        yield from _cut(slot.narrow(dim, start, min(start + step, shape[dim])), max_elements, dim + 1)

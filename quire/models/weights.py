@@ -1,10 +1,11 @@
 """Fills a model's parameters from the safetensors files of a directory, or with random numbers.
 
-Invariant: every tensor of the checkpoint goes to exactly one slot or is knowingly left out, and every slot gets exactly
-one tensor; this is settled from the files' headers before the first byte of data is read.
+Invariant: every part of every tensor of the checkpoint goes to exactly one slot or is knowingly left out, by the model
+or to another rank, and every slot gets its part; this is settled from the files' headers before a byte of data is read.
 """
 
 import hashlib
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,14 +16,13 @@ import torch
 from tqdm import tqdm
 
 from quire.errors import ModelLoadError
-from quire.layers.base import Slot
+from quire.layers.slot import Slot, sizes, why_not_covered
 from quire.models.base import CausalLM
 from quire.models.json_object import read_json_object
 from quire.models.safetensors_file import SafetensorsFile, TensorInfo
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
@@ -51,7 +51,7 @@ class MappedCopy:
 
     def fill(self, parts: Iterable[tuple[SafetensorsFile, TensorInfo, Slot]]) -> None:
         for file, info, slot in parts:
-            slot.fill(file.tensor(info))
+            slot.fill(file.tensor(info)[slot.source.box])
 
     def close(self) -> None:
         """Nothing is held."""
@@ -61,18 +61,20 @@ class MappedCopy:
 class _Source:
     file: SafetensorsFile
     info: TensorInfo
+    slots: list[Slot]
 
     @property
     def num_bytes(self) -> int:
-        return self.info.end - self.info.start
+        """What is read of it."""
+        return sum(_num_bytes(self.info, slot) for slot in self.slots)
 
 
 class CheckpointWeights:
-    """The tensors of the checkpoint in `model_dir`, each checked against the model's slot of its name.
+    """The tensors of the checkpoint in `model_dir`, each checked against the model's slots of its name.
 
     Raises:
         ModelLoadError: no safetensors file; a file is corrupt; a tensor is missing, left over, stored twice, or of the
-            wrong shape or dtype. The message names file and tensor.
+            wrong shape or dtype; parts of it are taken twice or not at all. The message names file and tensor.
     """
 
     def __init__(
@@ -81,22 +83,25 @@ class CheckpointWeights:
         files = [SafetensorsFile(path) for path in weight_files(model_dir)]
         self._sources = _plan(model, files, model_dir)
         hidden = not (show_progress and sys.stderr.isatty())
+        self._num_slots_left = sum(len(source.slots) for source in self._sources.values())
         total = sum(source.num_bytes for source in self._sources.values())
         self._progress = tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden)
         self._reader = reader
-        self._in_use: list[_Source] = []
+        self._in_use: list[tuple[SafetensorsFile, TensorInfo, Slot]] = []
 
     def fill(self, slots: Iterable[tuple[str, Slot]]) -> None:
-        parts = [(self._sources.pop(name), slot) for name, slot in slots]
-        self._in_use += [source for source, _ in parts]
-        self._reader.fill((source.file, source.info, slot) for source, slot in parts)
+        sources = [(self._sources[name], slot) for name, slot in slots]
+        parts = [(source.file, source.info, slot) for source, slot in sources]
+        self._in_use += parts
+        self._reader.fill(parts)
 
     def end_layer(self) -> None:
-        for source in self._in_use:
-            source.file.release(source.info)
-            self._progress.update(source.num_bytes)
+        for file, info, slot in self._in_use:
+            file.release(info)
+            self._progress.update(_num_bytes(info, slot))
+        self._num_slots_left -= len(self._in_use)
         self._in_use.clear()
-        if not self._sources:
+        if not self._num_slots_left:
             self._progress.close()
             self._reader.close()
 
@@ -110,14 +115,26 @@ class RandomWeights:
     def fill(self, slots: Iterable[tuple[str, Slot]]) -> None:
         for name, slot in slots:
             if slot.init == "normal":
-                slot.target.normal_(
-                    0.0, 0.02, generator=_generator(f"{self._seed}:{name}", slot.target.device)
-                )
+                self._fill_normal(name, slot)
             else:
                 slot.target.fill_(1.0 if slot.init == "ones" else 0.0)
 
+    def _fill_normal(self, name: str, slot: Slot) -> None:
+        target, source = slot.target, slot.source
+        assert slot.convert is None, "what is converted is no random number"
+        in_place = source.is_whole and target.is_contiguous()
+        numbers = target if in_place else target.new_empty(source.shape)
+        numbers.normal_(0.0, 0.02, generator=_generator(f"{self._seed}:{name}", target.device))
+        if not in_place:
+            target.copy_(numbers[source.box])
+
     def end_layer(self) -> None:
         pass
+
+
+def _num_bytes(info: TensorInfo, slot: Slot) -> int:
+    """What a slot reads of a tensor."""
+    return math.prod(sizes(slot.source.box)) * info.dtype.itemsize
 
 
 def _generator(key: str, device: torch.device) -> torch.Generator:
@@ -155,7 +172,7 @@ def _indexed_files(model_dir: Path) -> list[Path]:
 
 
 def _plan(model: CausalLM, files: list[SafetensorsFile], model_dir: Path) -> dict[str, _Source]:
-    """Match tensors with slots, one to one: the slot's name -> the tensor."""
+    """Match tensors with slots: the slots' name -> the tensor."""
     slots = model.checkpoint_slots()
     prefix = _missing_prefix(model, files)
     sources: dict[str, _Source] = {}
@@ -184,15 +201,20 @@ def _missing_prefix(model: CausalLM, files: list[SafetensorsFile]) -> str:
     return "" if present else model.base_prefix
 
 
-def _checked(file: SafetensorsFile, info: TensorInfo, slot: Slot) -> _Source:
-    expected = tuple(slot.target.shape)
-    if info.shape != expected:
-        raise ModelLoadError(
-            f"{file.path}: tensor {info.name!r} has shape {list(info.shape)}, config.json implies {list(expected)}"
-        )
-    if info.dtype not in _FLOATS:
-        dtype = str(info.dtype).removeprefix("torch.")
-        raise ModelLoadError(
-            f"{file.path}: tensor {info.name!r} is {dtype}; quantized checkpoints are not supported"
-        )
-    return _Source(file, info)
+def _checked(file: SafetensorsFile, info: TensorInfo, slots: list[Slot]) -> _Source:
+    at = f"{file.path}: tensor {info.name!r}"
+    for slot in slots:
+        if info.shape != slot.source.shape:
+            implied = list(slot.source.shape)
+            raise ModelLoadError(f"{at} has shape {list(info.shape)}, config.json implies {implied}")
+        if info.dtype not in slot.dtypes:
+            expected = " or ".join(_text(dtype) for dtype in slot.dtypes)
+            raise ModelLoadError(f"{at} is {_text(info.dtype)}; expected {expected}")
+    reason = why_not_covered(info.shape, [slot.source.region for slot in slots])
+    if reason is not None:
+        raise ModelLoadError(f"{at} does not go into the model once: {reason}")
+    return _Source(file, info, slots)
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import torch
 from torch import nn
 
-from quire.kernels.linear import FLOAT, WeightScheme
+from quire.kernels.linear import WeightScheme
 from quire.layers.activation import GATED, PLAIN
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.quantization import method_of
 from quire.models.hf_config import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 F32 = torch.float32
@@ -43,7 +42,7 @@ def test_gate_up_is_two_linears_and_an_activation(activation: str, loaded: bool)
     layer = GateUpLinear(hidden_size=4, intermediate_size=6, bias=False, dtype=F32, activation=activation)
     tensors, x = fill(layer, "gate", "up"), torch.randn(5, 4)
     if loaded:
-        layer.finish_loading(FLOAT)
+        layer.finish_loading()
     expected = torch.cat([x @ tensors[f"{name}.weight"].t() for name in ("gate", "up")], 1)
     torch.testing.assert_close(layer(x), GATED[activation](expected))
 
@@ -136,8 +135,9 @@ def test_a_slot_converts_dtypes() -> None:
 def test_loading_keeps_one_copy(kind: str) -> None:
     """A packed layer holds its matrix once: no plain weight, and no more bytes than its format takes."""
     layer = Linear(in_features=256, out_features=64, bias=True, dtype=torch.bfloat16)
+    layer.create_weights(method_of(WeightScheme(kind)))
     fill(layer, "w")
-    layer.finish_loading(WeightScheme(kind))  # type: ignore[arg-type]
+    layer.finish_loading()
     if layer.packed is None:
         pytest.skip("the C++ kernels were not built")
     assert layer.weight is None
@@ -148,19 +148,18 @@ def test_loading_keeps_one_copy(kind: str) -> None:
 def test_a_tied_table_is_looked_up_and_multiplied_from_one_copy() -> None:
     layer = VocabEmbedding(vocab_size=40, size=24, dtype=torch.bfloat16, is_head=True)
     weight = fill(layer, "e")["e.weight"].bfloat16().float()
-    layer.finish_loading(FLOAT)
+    layer.finish_loading()
     hidden = torch.randn(3, 24)
     assert torch.equal(layer(torch.tensor([0, 39, 17])), weight[[0, 39, 17]])
     torch.testing.assert_close(layer.logits(hidden), hidden @ weight.t(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "error"), [("int8", 0.02), ("int4", 0.15)])
-def test_a_quantised_table_is_looked_up_as_it_is_multiplied(
-    kind: Literal["int8", "int4"], error: float
-) -> None:
+def test_a_quantised_table_is_looked_up_as_it_is_multiplied(kind: str, error: float) -> None:
     layer = VocabEmbedding(vocab_size=40, size=24, dtype=torch.bfloat16, is_head=True)
+    layer.create_weights(method_of(WeightScheme(kind, fast=False)))
     weight = fill(layer, "e")["e.weight"]
-    layer.finish_loading(WeightScheme(kind, fast=False))
+    layer.finish_loading()
     rows, hidden = layer(torch.arange(40)), torch.randn(3, 24)
     assert 0.0 < (rows - weight).norm() < error * weight.norm()
     torch.testing.assert_close(layer.logits(hidden), hidden @ rows.t(), rtol=1e-5, atol=1e-5)

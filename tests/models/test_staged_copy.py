@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.layers.base import Slot
 from quire.layers.linear import Linear
+from quire.layers.slot import Part, Slot, sizes
 from quire.models import loader
 from quire.models.base import CausalLM
 from quire.models.safetensors_file import SafetensorsFile
@@ -102,7 +104,7 @@ def test_the_order_of_a_gpus_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     stream, target = GpuCopyStream(torch.device("cpu")), torch.zeros(3, dtype=torch.float16)
     stream.begin()
-    stream.send(torch.arange(3.0), Slot(target, "normal", offset=1.0))
+    stream.send(torch.arange(3.0), Slot(target, "normal", convert=lambda stored: stored + 1.0))
     stream.end()
     assert target.tolist() == [1.0, 2.0, 3.0]
     assert module.calls == [
@@ -177,6 +179,37 @@ def test_a_row_that_no_buffer_holds_is_cut(tmp_path: Path) -> None:
     reader.fill([(file, file.tensors["t"], Slot(target, "normal"))])
     reader.close()
     assert torch.equal(target, stored)
+
+
+@given(data=st.data())
+def test_any_part_is_read_and_nothing_else(
+    data: st.DataObject, stored_file: tuple[Tensor, SafetensorsFile]
+) -> None:
+    """However it lies in the file, in pieces of whatever size."""
+    stored, file = stored_file
+    sides = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in stored.shape]
+    box = tuple(slice(*side) for side in sides)
+    target = torch.full(sizes(box), torch.nan)
+    slot = Slot(target, "normal", Part(tuple(stored.shape), Part.all(stored.shape).region, box))
+    read: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        plainly = file.read_into
+        patch.setattr(
+            file, "read_into", lambda start, memory: (read.append(len(memory)), plainly(start, memory))
+        )
+        reader = StagedCopy(LateStream(), data.draw(st.sampled_from([4, 20, 100, 1000])))
+        reader.fill([(file, file.tensors["t"], slot)])
+        reader.close()
+    assert torch.equal(target, stored[box])
+    assert sum(read) == target.nbytes
+
+
+@pytest.fixture(scope="module")
+def stored_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, SafetensorsFile]:
+    path = tmp_path_factory.mktemp("parts") / SINGLE_NAME
+    stored = torch.randn(3, 5, 7)
+    save_file({"before": torch.zeros(2), "t": stored}, path)
+    return stored, SafetensorsFile(path)
 
 
 def test_a_file_that_was_cut_short_since_is_said(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

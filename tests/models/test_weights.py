@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.cpu import library
-from quire.layers.base import Slot
 from quire.layers.matrix import MatrixLayer
+from quire.layers.norm import RMSNorm
+from quire.layers.slot import Part, Slot
 from quire.models.base import CausalLM
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.weights import INDEX_NAME, SINGLE_NAME, RandomWeights
@@ -137,8 +138,36 @@ def test_wrong_shape(copy_of: Callable[[str], Path]) -> None:
 def test_wrong_dtype(copy_of: Callable[[str], Path]) -> None:
     whole = torch.zeros(64, dtype=torch.int8)
     directory = rewrite(copy_of("llama"), lambda tensors: tensors.update({"model.norm.weight": whole}))
-    with pytest.raises(ModelLoadError, match=r"'model\.norm\.weight' is int8; quantized"):
+    with pytest.raises(
+        ModelLoadError,
+        match=r"'model\.norm\.weight' is int8; expected float64 or float32 or float16 or bfloat16",
+    ):
         load_tiny(directory)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([(0, 40), (30, 64)], r"\[0:40\] and \[30:64\] of it overlap"),
+        ([(0, 40), (50, 64)], r"10 elements beside \[0:40\], \[50:64\] have no place"),
+        ([(0, 40)], r"24 elements beside \[0:40\] have no place"),
+    ],
+)
+def test_parts_that_overlap_or_are_missing(
+    rows: list[tuple[int, int]],
+    words: str,
+    tiny_model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def slots(self: RMSNorm, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        for start, stop in rows:
+            box = (slice(start, stop),)
+            yield f"{names[0]}.weight", Slot(self.weight[start:stop], "ones", Part((64,), box, box))
+
+    monkeypatch.setattr(RMSNorm, "slots", slots)
+    name = r"'model\.layers\.0\.input_layernorm\.weight'"
+    with pytest.raises(ModelLoadError, match=f"tensor {name} does not go into the model once: {words}"):
+        load_tiny(tiny_model("llama"))
 
 
 def test_tensor_in_two_files(copy_of: Callable[[str], Path]) -> None:

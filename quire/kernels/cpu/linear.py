@@ -4,7 +4,8 @@ Invariant: as in `checks`; what a `PackedWeight` says of itself is checked again
 """
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,14 +27,65 @@ from quire.kernels.linear import (
 
 GROUP_SIZES = (32, 64, 128)
 
-_FORMATS = {"int8": 3, "int4": 4}
-"""The codes of `enum Format` in csrc/cpu/panels.h; floats have those of their dtype."""
-_DTYPES = {
-    "float": (),
-    "int8": (torch.uint8, torch.float32),
-    "int4": (torch.uint8, torch.bfloat16, torch.uint8),
+_Shapes = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How weights of one kind lie in panels; `dtype` below is that of the data where the kind leaves it open."""
+
+    code: Callable[[torch.dtype], int]
+    """As in `enum Format` of csrc/cpu/panels.h."""
+    dtypes: Callable[[torch.dtype], tuple[torch.dtype, ...]]
+    """Of data, scales and zeros, as far as there are any."""
+    group: Callable[[WeightScheme, torch.dtype], int]
+    """Values of k that share a scale, or that k is padded to a multiple of where there is none."""
+    shapes: Callable[[WeightScheme, int, int, torch.dtype], _Shapes]
+    """Of data, scales and zeros of so many panels and padded k."""
+
+
+def _float_shapes(_scheme: WeightScheme, panels: int, padded: int, dtype: torch.dtype) -> _Shapes:
+    paired = dtype is torch.bfloat16
+    return [(panels, padded // PAIR, PANEL, PAIR) if paired else (panels, padded, PANEL)]
+
+
+def _int8_shapes(_scheme: WeightScheme, panels: int, padded: int, _dtype: torch.dtype) -> _Shapes:
+    return [(panels, padded // QUAD, PANEL, QUAD), (panels, PANEL)]
+
+
+def _int4_group(scheme: WeightScheme, _dtype: torch.dtype) -> int:
+    if scheme.group_size not in GROUP_SIZES:
+        raise ValueError(f"int4: group_size must be one of {GROUP_SIZES}; it is {scheme.group_size}")
+    return scheme.group_size
+
+
+def _int4_shapes(scheme: WeightScheme, panels: int, padded: int, _dtype: torch.dtype) -> _Shapes:
+    scales = (panels, padded // scheme.group_size, PANEL)
+    data = (panels, padded // (2 * QUAD), PANEL, QUAD)
+    return [data, scales] if scheme.symmetric else [data, scales, scales]
+
+
+_FORMATS = {
+    "float": _Format(
+        library.DTYPE_CODES.__getitem__,
+        lambda dtype: (dtype,) if dtype in library.DTYPE_CODES else (),
+        lambda _scheme, dtype: PAIR if dtype is torch.bfloat16 else 1,
+        _float_shapes,
+    ),
+    "int8": _Format(
+        lambda _dtype: 3,
+        lambda _dtype: (torch.uint8, torch.float32),
+        lambda _scheme, _dtype: CHUNK,
+        _int8_shapes,
+    ),
+    "int4": _Format(
+        lambda _dtype: 4,
+        lambda _dtype: (torch.uint8, torch.bfloat16, torch.uint8),
+        _int4_group,
+        _int4_shapes,
+    ),
 }
-"""Of data, scales and zeros; a float weight has its own."""
+"""The kinds of `WeightScheme` that these kernels read."""
 _ACTIVATIONS = {None: 0, "silu_and_mul": 1}
 _BLOCK_ROWS = 192
 """Rows that a kernel packs at a time, as in csrc/cpu/linear.h; it checks the scratch memory that follows from it."""
@@ -129,10 +181,7 @@ def _tensors(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _group(weight: PackedWeight) -> int:
-    """Values of k that share a scale, or that k is padded to a multiple of where there is none."""
-    scheme = weight.scheme
-    floats = PAIR if weight.data.dtype is torch.bfloat16 else 1
-    return {"float": floats, "int8": CHUNK, "int4": scheme.group_size}[scheme.kind]
+    return _FORMATS[weight.scheme.kind].group(weight.scheme, weight.data.dtype)
 
 
 def _padded(inputs: int, group: int) -> int:
@@ -142,51 +191,33 @@ def _padded(inputs: int, group: int) -> int:
 
 
 def _format(weight: PackedWeight) -> int:
-    kind = weight.scheme.kind
-    return library.DTYPE_CODES[weight.data.dtype] if kind == "float" else _FORMATS[kind]
+    return _FORMATS[weight.scheme.kind].code(weight.data.dtype)
 
 
 def _empty(weight: Tensor, scheme: WeightScheme, halves: int) -> PackedWeight:
     outputs, inputs = weight.shape
     shapes = _shapes(scheme, num_panels(outputs, halves), inputs, weight.dtype)
-    dtypes = (weight.dtype,) if scheme.kind == "float" else _DTYPES[scheme.kind]
+    dtypes = _FORMATS[scheme.kind].dtypes(weight.dtype)
     parts = [empty(weight, *shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
     scales, zeros = (*parts[1:], None, None)[:2]
     return PackedWeight(scheme, parts[0], scales, zeros, outputs, inputs, halves)
 
 
-def _shapes(scheme: WeightScheme, panels: int, inputs: int, dtype: torch.dtype) -> list[tuple[int, ...]]:
+def _shapes(scheme: WeightScheme, panels: int, inputs: int, dtype: torch.dtype) -> _Shapes:
     """Of data, scales and zeros, as far as the scheme has them; floats are of that dtype."""
-    if scheme.kind == "float" and dtype is torch.bfloat16:
-        return [(panels, -(-inputs // PAIR), PANEL, PAIR)]
-    if scheme.kind == "float":
-        return [(panels, inputs, PANEL)]
-    padded = _padded(inputs, CHUNK if scheme.kind == "int8" else scheme.group_size)
-    if scheme.kind == "int8":
-        return [(panels, padded // QUAD, PANEL, QUAD), (panels, PANEL)]
-    scales = (panels, padded // scheme.group_size, PANEL)
-    return [
-        (panels, padded // (2 * QUAD), PANEL, QUAD),
-        scales,
-        *([] if scheme.symmetric else [scales]),
-    ]
-
-
-def _floats(scheme: WeightScheme) -> Collection[torch.dtype]:
-    return library.DTYPE_CODES if scheme.kind == "float" else ()
+    layout = _FORMATS[scheme.kind]
+    return layout.shapes(scheme, panels, _padded(inputs, layout.group(scheme, dtype)), dtype)
 
 
 def _check_packed(op: str, weight: PackedWeight) -> None:
-    scheme = weight.scheme
-    if scheme.kind == "int4" and scheme.group_size not in GROUP_SIZES:
-        raise ValueError(f"{op}: group_size must be one of {GROUP_SIZES}; it is {scheme.group_size}")
-    expected = _shapes(scheme, num_panels(weight.outputs, weight.halves), weight.inputs, weight.data.dtype)
+    scheme, dtype = weight.scheme, weight.data.dtype
+    expected = _shapes(scheme, num_panels(weight.outputs, weight.halves), weight.inputs, dtype)
     parts = [part for part in (weight.data, weight.scales, weight.zeros) if part is not None]
     if [tuple(part.shape) for part in parts] != expected or weight.outputs % weight.halves:
         shapes = [list(part.shape) for part in parts]
         raise ValueError(f"{op}: a {scheme.kind} weight [{weight.outputs}, {weight.inputs}] holds {shapes}")
-    expected_dtypes = _DTYPES[scheme.kind][: len(parts)]
-    if tuple(part.dtype for part in parts) != expected_dtypes and weight.data.dtype not in _floats(scheme):
+    expected_dtypes = _FORMATS[scheme.kind].dtypes(dtype)[: len(parts)]
+    if tuple(part.dtype for part in parts) != expected_dtypes:
         raise TypeError(f"{op}: a {scheme.kind} weight holds {[part.dtype for part in parts]}")
     if not all(part.is_contiguous() and part.device.type == "cpu" for part in parts):
         raise ValueError(f"{op}: a packed weight must be contiguous and on the CPU")

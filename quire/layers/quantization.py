@@ -1,0 +1,166 @@
+"""How the weight of a matrix comes from the checkpoint and how it is kept: an object per method, in one table.
+
+Invariant: this is the only place that knows methods by name. A layer asks its method for its parameters, their slots
+and the finish; the loader gives each layer its method; kernels know packed formats (`WeightScheme`) and no method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.kernels import ops, reference
+from quire.kernels.linear import CHUNK, FLOAT, PackedWeight, WeightScheme
+from quire.layers.base import parameter
+from quire.layers.shard import WHOLE
+from quire.layers.slot import Part, Slot, length
+
+if TYPE_CHECKING:
+    from quire.layers.matrix import MatrixLayer
+
+
+class QuantMethod:
+    """Base of all methods: as it stands, a weight is one float tensor in the file, packed by `scheme` when it is there.
+
+    A method for checkpoints that are quantised already has parameters, slots and a finish of its own. What is said here
+    of a layer's rows and columns is what its rank has of them.
+    """
+
+    name: ClassVar[str]
+    quantizes_rows: ClassVar[bool] = False
+    """Whether products take `QuantizedRows`."""
+    spans_rows: ClassVar[bool] = False
+    """Whether a scale stands for all k of an output: a rank that has some of them reads them all to find it."""
+
+    def __init__(self, scheme: WeightScheme = FLOAT) -> None:
+        self.scheme = scheme
+
+    @property
+    def input_unit(self) -> int:
+        """Inputs that no cut splits."""
+        return 1
+
+    def create(self, layer: MatrixLayer) -> None:
+        """Give a layer its parameters, uninitialised.
+
+        Raises:
+            ConfigError: the layer cannot be cut so.
+        """
+        layer.weight = parameter(layer.num_rows, length(self._read(layer)), dtype=layer.dtype)
+
+    def slots(self, layer: MatrixLayer, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        """Where the tensors of the checkpoint's modules `names` go; see `Layer.slots`."""
+        assert layer.weight is not None, "slots are filled before the layer is finished"
+        weight, columns, every_column = layer.weight, self._read(layer), slice(0, layer.inputs)
+        pieces = layer.pieces(names)
+        adopt = layer.adopt if len(pieces) == 1 and self._reads_file(layer) else None
+        for piece in pieces:
+            part = Part((piece.num_rows, layer.inputs), (piece.region, every_column), (piece.rows, columns))
+            target = weight[piece.place]
+            if layer.transposed:
+                part, target = part.transposed(), target.t()
+            yield f"{piece.name}.weight", Slot(target, "normal", part, adopt=adopt)
+
+    def replaced(self, layer: MatrixLayer, device_type: str) -> Collection[str]:
+        """Names of the parameters that `finish`, on such a device, lets go of."""
+        assert layer.weight is not None, "asked before the layer is finished"
+        takes = ops.pack_weight.takes(device_type, layer.weight, self.scheme, layer.halves())
+        return ("weight",) if takes else ()
+
+    def finish(self, layer: MatrixLayer) -> None:
+        """Bring the weight, all of which is there, into the one form in which it is kept."""
+        assert layer.weight is not None, "a layer is finished once"
+        weight = layer.weight
+        if self.replaced(layer, weight.device.type):
+            packed = ops.pack_weight(weight.data, self.scheme, layer.halves())
+            layer.weight, layer.packed = None, self._own_columns(layer, packed)
+        else:
+            layer.adopt(self._rounded(layer, weight.data))
+
+    def _read(self, layer: MatrixLayer) -> slice:
+        return slice(0, layer.inputs) if self.spans_rows else layer.columns
+
+    def _own_columns(self, layer: MatrixLayer, packed: PackedWeight) -> PackedWeight:
+        whole = not self.spans_rows or layer.columns == slice(0, layer.inputs)
+        return packed if whole else packed.narrowed(layer.columns)
+
+    def _rounded(self, layer: MatrixLayer, weight: Tensor) -> Tensor:
+        """Where no kernel reads the packed form, the weight that it stands for."""
+        packed = ops.pack_weight(weight, self.scheme)
+        columns = layer.columns if self.spans_rows else slice(None)
+        return reference.unpack_weight(packed)[:, columns].contiguous()
+
+    def _reads_file(self, layer: MatrixLayer) -> bool:
+        """Whether `finish` reads the weight once and may do so in the file's own memory.
+
+        Only on a CPU, where the file is mapped and every scheme is packed.
+        """
+        assert layer.weight is not None
+        return not layer.transposed and layer.weight.is_cpu and bool(self.replaced(layer, "cpu"))
+
+
+class Float(QuantMethod):
+    """The checkpoint's floats in the model's dtype."""
+
+    name = "float"
+
+    def _rounded(self, layer: MatrixLayer, weight: Tensor) -> Tensor:
+        return weight
+
+
+class Table(Float):
+    """Floats that are looked up and never multiplied: they stay rows."""
+
+    name = "table"
+
+    def replaced(self, layer: MatrixLayer, device_type: str) -> Collection[str]:
+        return ()
+
+
+class Int8(QuantMethod):
+    """Floats, rounded to 8 bits while they are loaded, with a scale per output."""
+
+    name = "int8"
+    spans_rows = True
+
+    @property
+    def input_unit(self) -> int:
+        return CHUNK
+
+
+class Int4(QuantMethod):
+    """Floats, rounded to 4 bits while they are loaded, with a scale per output and group of inputs."""
+
+    name = "int4"
+
+    @property
+    def input_unit(self) -> int:
+        return max(CHUNK, self.scheme.group_size)
+
+
+class Fp8(QuantMethod):
+    """Floats, rounded to E4M3 while they are loaded, with a scale per output or one for all."""
+
+    name = "fp8"
+    quantizes_rows = True
+    spans_rows = True
+
+    def create(self, layer: MatrixLayer) -> None:
+        if self.scheme.per_tensor and layer.shard != WHOLE and layer.cut != "whole":
+            raise ConfigError(f"{layer.name}: fp8 with one scale for all of a matrix cannot be cut")
+        super().create(layer)
+
+
+METHODS: dict[str, type[QuantMethod]] = {method.name: method for method in (Float, Int8, Int4, Fp8)}
+"""By the names of `quire.config.quantization.METHODS`, and "float"."""
+
+FLOATS = Float()
+TABLE = Table()
+
+
+def method_of(scheme: WeightScheme) -> QuantMethod:
+    """The method that makes such weights while they are loaded."""
+    return METHODS[scheme.kind](scheme)

@@ -1,0 +1,58 @@
+"""How a matrix is cut for several ranks.
+
+Invariant: what a rank holds follows from two statements, the layer's (`Cut` and spans, made where the layer is made)
+and the rank's (`Shard`), and from nothing else; loader and methods of quantisation slice by them alone.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.errors import ConfigError
+
+Cut = Literal["whole", "output", "input"]
+"""Along which features a matrix may be cut. "output": ranks make different outputs, which stand one after the other.
+"input": ranks read different inputs, and what they make is added up, the bias once. "whole": every rank has all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The share of one rank of several."""
+
+    rank: int = 0
+    of: int = 1
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Outputs that are cut by themselves: `units` of `unit` each, such as heads of their size, which no cut splits.
+
+    `replicated` ones may be fewer than the ranks, of which several hold the same unit then.
+    """
+
+    units: int
+    unit: int = 1
+    replicated: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of outputs."""
+        return self.units * self.unit
+
+    def piece(self, shard: Shard, owner: str) -> slice:
+        """Which of the outputs a rank has.
+
+        Raises:
+            ConfigError: the units cannot be shared out evenly; the message names the owner.
+        """
+        count, rest = divmod(self.units, shard.of)
+        if not rest:
+            first = shard.rank * count
+        elif self.replicated and shard.of % self.units == 0:
+            count, first = 1, shard.rank * self.units // shard.of
+        else:
+            units = f"{self.units} units of {self.unit} outputs" if self.unit > 1 else f"{self.units} outputs"
+            raise ConfigError(f"{owner}: {units} cannot be shared out evenly among {shard.of} ranks")
+        return slice(first * self.unit, (first + count) * self.unit)

@@ -1,0 +1,274 @@
+"""Every layer of every family, cut by hand: the ranks' shares of one checkpoint make together what the whole makes."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quire.config import quantization
+from quire.errors import ConfigError
+from quire.kernels.cpu import library
+from quire.kernels.linear import WeightScheme
+from quire.layers.base import Layer
+from quire.layers.embedding import VocabEmbedding
+from quire.layers.linear import Linear, QKVLinear
+from quire.layers.matrix import MatrixLayer
+from quire.layers.quantization import METHODS
+from quire.layers.shard import Shard
+from quire.layers.slot import Box, sizes, why_not_covered
+from quire.models import loader
+from quire.models.base import CausalLM
+from quire.models.registry import ModelRegistry
+from quire.models.staged_copy import StagedCopy
+from quire.models.weights import SINGLE_NAME
+from tests.fixtures.tiny_models import TINY_MODELS
+from tests.models.harness import load_tiny, prepared_config
+from tests.models.test_staged_copy import LateStream, same
+
+FAMILIES = [
+    "llama", "llama-tied-bias", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3",
+    "opt", "opt-post-norm", "opt-no-bias", "gpt2",
+]  # fmt: skip
+LARGER = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+"""Sizes of which two ranks have whole groups and chunks of 64."""
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "opt": {"hidden_size": 128, "ffn_dim": 256, "word_embed_proj_dim": 128},
+    "opt-post-norm": {"hidden_size": 128, "ffn_dim": 256},
+    "opt-no-bias": {"hidden_size": 128, "ffn_dim": 256, "word_embed_proj_dim": 128},
+    "gpt2": {"n_embd": 128},
+}
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "int8-precise": {"quantization": "int8", "quantization_config": {"mode": "precise"}},
+    "int4": {"quantization": "int4", "quantization_config": {"symmetric": False, "head": "int4"}},
+}
+
+
+def overrides_of(name: str) -> dict[str, Any]:
+    return OVERRIDES.get(name, LARGER) | ({"n_layer": 1} if name == "gpt2" else {"num_hidden_layers": 1})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]
+) -> Callable[[str], Path]:
+    """Name of a tiny model -> a checkpoint of its family, of one layer and of sizes that can be cut, written once."""
+    written: dict[str, Path] = {}
+
+    def directory(name: str) -> Path:
+        if name not in written:
+            written[name] = write(name, tiny_model(name), tmp_path_factory.mktemp(name))
+        return written[name]
+
+    return directory
+
+
+def write(name: str, source: Path, directory: Path) -> Path:
+    config = json.loads((source / "config.json").read_text()) | overrides_of(name)
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:1]
+    (directory / "config.json").write_text(json.dumps(config))
+    slots = loader.without_weights(prepared_config(directory)).checkpoint_slots()
+    random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    tensors = {
+        key: 0.1 * torch.randn(parts[0].source.shape, generator=random) for key, parts in slots.items()
+    }
+    save_file(tensors, directory / SINGLE_NAME)
+    return directory
+
+
+def ranks_of(directory: Path, of: int, **args: Any) -> list[CausalLM]:
+    config = prepared_config(directory, **args)
+    return [loader.load_model(config, Shard(rank, of)) for rank in range(of)]
+
+
+def layers_of(whole: CausalLM, ranks: list[CausalLM]) -> Iterator[tuple[Layer, list[Layer]]]:
+    shares = zip(*(model.checkpoint_layers() for model in ranks), strict=True)
+    for (_, layer), share in zip(whole.checkpoint_layers(), shares, strict=True):
+        yield layer, [part for _, part in share]
+
+
+def outputs(layer: Linear, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+def heads(layer: Linear, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    assert isinstance(layer, QKVLinear)
+    return layer.heads(x)
+
+
+def num_bytes(layer: Layer) -> int:
+    return sum(part.nbytes for part in layer.tensors().values())
+
+
+@torch.inference_mode()
+def check_linear(whole: Linear, ranks: list[Linear], x: Tensor) -> None:
+    expected = outputs(whole, x)
+    if whole.cut == "whole":
+        assert all(torch.equal(outputs(rank, x), expected) for rank in ranks)
+    elif whole.cut == "input":
+        total = torch.stack([outputs(rank, x[:, rank.columns].contiguous()) for rank in ranks]).sum(0)
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+        assert [rank.bias is not None for rank in ranks] == [whole.has_bias] + [False] * (len(ranks) - 1)
+    elif isinstance(whole, QKVLinear):
+        shares = zip(*(heads(rank, x) for rank in ranks), strict=True)
+        for together, share in zip(heads(whole, x), shares, strict=True):
+            assert torch.equal(torch.cat(share, 1), together)
+    else:
+        assert torch.equal(torch.cat([outputs(rank, x) for rank in ranks], 1), expected)
+
+
+@torch.inference_mode()
+def check_table(whole: VocabEmbedding, ranks: list[VocabEmbedding], hidden: Tensor) -> None:
+    assert torch.equal(torch.cat([rank.logits(hidden) for rank in ranks], 1), whole.logits(hidden))
+    rows = torch.cat([rank(torch.arange(rank.num_rows)) for rank in ranks])
+    assert torch.equal(rows, whole(torch.arange(whole.num_rows)))
+
+
+needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kept", QUANTIZATIONS)
+def test_two_ranks_make_what_one_makes(kept: str, name: str, checkpoint: Callable[[str], Path]) -> None:
+    """Outputs by their bits, sums over cut inputs but for the order of two summands; and each holds half."""
+    options = QUANTIZATIONS[kept]
+    whole, ranks = load_tiny(checkpoint(name), **options), ranks_of(checkpoint(name), 2, **options)
+    random, cuts = torch.Generator().manual_seed(1), set()
+    for layer, share in layers_of(whole, ranks):
+        if isinstance(layer, MatrixLayer):
+            check = check_linear if isinstance(layer, Linear) else check_table
+            check(layer, share, torch.randn(5, layer.inputs, generator=random))  # type: ignore[arg-type]
+            cuts.add(layer.cut)
+        if not isinstance(layer, MatrixLayer) or layer.cut == "whole":
+            assert all(
+                torch.equal(rank.tensors()[key], part)
+                for rank in share
+                for key, part in layer.tensors().items()
+            )
+        else:
+            assert max(map(num_bytes, share)) < 0.55 * num_bytes(layer)
+    assert cuts >= {"output", "input"}
+
+
+@needs_kernels
+def test_ranks_beyond_the_key_value_heads_share_them(checkpoint: Callable[[str], Path]) -> None:
+    """Four ranks, two of which have the same of the model's two heads of keys and values."""
+    whole, ranks = load_tiny(checkpoint("phi3")), ranks_of(checkpoint("phi3"), 4)
+    x = torch.randn(5, 128)
+    with torch.inference_mode():
+        _, k, v = heads(qkv_of(whole), x)
+        for number, rank in enumerate(ranks):
+            assert qkv_of(rank).head_counts == (1, 1, 1)
+            _, own_k, own_v = heads(qkv_of(rank), x)
+            assert torch.equal(own_k, k[:, number // 2, None])
+            assert torch.equal(own_v, v[:, number // 2, None])
+
+
+def qkv_of(model: CausalLM) -> QKVLinear:
+    return next(layer for layer in model.modules() if isinstance(layer, QKVLinear))
+
+
+@pytest.mark.parametrize("name", ["llama-tied-bias", "phi3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}], ids=["float", "int8"])
+def test_a_share_has_its_bits_by_way_of_buffers_too(
+    name: str, options: dict[str, Any], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = ranks_of(checkpoint(name), 2, **options)
+    monkeypatch.setattr(loader, "tensor_reader", lambda device: StagedCopy(LateStream(), 1000))
+    for mapped, staged in zip(ranks, ranks_of(checkpoint(name), 2, **options), strict=True):
+        same(staged, mapped)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "gpt2"])
+def test_shares_of_random_weights_are_those_of_the_whole(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    options = {"load_format": "dummy"}
+    whole, ranks = load_tiny(checkpoint(name), **options), ranks_of(checkpoint(name), 2, **options)
+    for layer, share in layers_of(whole, ranks):
+        if isinstance(layer, Linear):
+            check_linear(layer, share, torch.randn(5, layer.inputs))  # type: ignore[arg-type]
+
+
+@needs_kernels
+def test_packed_shares_of_two_ranks_have_files_of_their_own(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    options = {"packed_weights_cache": str(tmp_path), "quantization": "int8"}
+    first, second = ranks_of(checkpoint("llama"), 2, **options), ranks_of(checkpoint("llama"), 2, **options)
+    assert len(list(tmp_path.iterdir())) == 2
+    for mapped, made in zip(second, first, strict=True):
+        same(mapped, made)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("of", [1, 2, 4])
+def test_the_parts_of_all_ranks_are_the_region(name: str, of: int, checkpoint: Callable[[str], Path]) -> None:
+    """Nothing is left to a rank that does not take it; what is taken twice is replicated."""
+    config = prepared_config(checkpoint(name))
+    ranks = [loader.without_weights(config, Shard(rank, of)).checkpoint_slots() for rank in range(of)]
+    for key in ranks[0]:
+        for place, slot in enumerate(ranks[0][key]):
+            region, taken = slot.source.region, {}
+            for rank in ranks:
+                box = rank[key][place].source.box
+                if prod(sizes(box)):
+                    taken[str(box)] = box
+            inside = [relative(box, region) for box in taken.values()]
+            assert why_not_covered(sizes(region), inside) is None, key
+
+
+def relative(box: Box, region: Box) -> Box:
+    sides = zip(box, region, strict=True)
+    return tuple(slice(side.start - whole.start, side.stop - whole.start) for side, whole in sides)
+
+
+@pytest.mark.parametrize(
+    ("options", "of", "words"),
+    [
+        ({}, 3, "self_attn.qkv_proj: 4 units of 32 outputs cannot be shared out evenly among 3 ranks"),
+        ({"quantization": "int4", "quantization_config": {"group_size": 128}}, 2,
+         "self_attn.o_proj: 128 inputs cannot be cut for 2 ranks into multiples of 128, which int4 weights want"),
+        ({"quantization": "int8"}, 4,
+         "self_attn.o_proj: 128 inputs cannot be cut for 4 ranks into multiples of 64, which int8 weights want"),
+    ],
+)  # fmt: skip
+def test_a_cut_through_a_head_or_a_group_is_refused(
+    options: dict[str, Any], of: int, words: str, checkpoint: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ranks_of(checkpoint("qwen2"), of, **options)
+
+
+def test_one_scale_for_all_of_a_matrix_cannot_be_cut() -> None:
+    method = METHODS["fp8"](WeightScheme("fp8", per_tensor=True))
+    layer = Linear(in_features=4, out_features=4, bias=False, dtype=torch.float32, name="fc", cut="output")
+    with pytest.raises(ConfigError, match="fc: fp8 with one scale for all of a matrix cannot be cut"):
+        layer.create_weights(method, Shard(0, 2))
+
+
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_a_layer_bears_the_name_of_its_place(name: str, tiny_model: Callable[[str], Path]) -> None:
+    config = prepared_config(tiny_model(name))
+    with torch.device("meta"):
+        model = ModelRegistry.resolve_model_cls(config.arch.architecture)(config=config, prefix="draft.")
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, Layer)}
+    assert {path: layer.name for path, layer in layers.items()} == {path: f"draft.{path}" for path in layers}
+
+
+def test_methods_have_the_names_that_the_config_knows() -> None:
+    assert set(METHODS) == {"float", *quantization.METHODS}
