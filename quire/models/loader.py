@@ -59,8 +59,9 @@ def load_model(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
 
 def without_weights(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
     """The model, whose parameters have their shapes and dtypes and no memory yet."""
+    model_cls = ModelRegistry.resolve_model_cls(config.arch.architecture, config.model_class)
     with torch.device("meta"):
-        model = ModelRegistry.resolve_model_cls(config.arch.architecture, config.model_class)(config=config)
+        model = model_cls(config=config)
         methods = _methods(model, config)
         for (_, layer), method in zip(model.checkpoint_layers(), methods, strict=True):
             layer.create_weights(method, shard)
