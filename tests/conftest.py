@@ -8,12 +8,13 @@ from pathlib import Path
 
 # Before torch is imported: OpenMP threads that spin while they wait starve the other processes of a test.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Before Triton is imported, whoever does it first: GPU kernels run in its interpreter.
-os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 
 from tests.fixtures.tiny_models import write_tiny_model
+from tests.kernels import triton_interpreter
+
+triton_interpreter.start()
 
 
 @pytest.fixture(scope="session")
