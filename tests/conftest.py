@@ -1,30 +1,41 @@
-"""Fixtures that all tests share."""
+"""Fixtures that all tests share, and a fair share of the machine for each of the processes that run tests."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 # Before torch is imported: OpenMP threads that spin while they wait starve the other processes of a test.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Before Triton is imported, whoever does it first: GPU kernels run in its interpreter.
-os.environ["TRITON_INTERPRET"] = "1"
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 import pytest
 
 from tests.fixtures.entry_points import offer as offer
 from tests.fixtures.tiny_models import write_tiny_model
+from tests.kernels import triton_interpreter
+
+triton_interpreter.start()
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Name of `TINY_MODELS` -> directory of that checkpoint, written once in a session; do not change its files."""
-    written: dict[str, Path] = {}
+    """Name of `TINY_MODELS` -> directory of that checkpoint, written once in a run; do not change its files."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny-models"
+    shared.mkdir(exist_ok=True)
 
     def directory(name: str) -> Path:
-        if name not in written:
-            written[name] = write_tiny_model(name, tmp_path_factory.mktemp(name))
-        return written[name]
+        finished = shared / f"{name}.finished"
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+            if not finished.exists():
+                write_tiny_model(name, shared / name)
+                finished.touch()
+        return shared / name
 
     return directory

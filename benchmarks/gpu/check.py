@@ -7,7 +7,6 @@ run takes under 8 minutes on one H100 and writes benchmarks/results/<date>-gpu-c
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(imports.advice(absent), file=sys.stderr)
         return 2
     if args.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+        from tests.kernels import triton_interpreter
+
+        triton_interpreter.start()
     from benchmarks.gpu import page, runner
     from benchmarks.gpu.target import make_target, today
 

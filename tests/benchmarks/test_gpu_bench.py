@@ -20,6 +20,7 @@ from benchmarks.gpu.target import Target
 H100 = Limits(3.0e12, 990e12)
 
 
+@pytest.mark.more
 def test_a_dry_run_measures_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     code = bench.main(["--device", "cpu", "--tiny", "--out", str(page)])

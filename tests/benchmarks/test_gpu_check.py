@@ -18,6 +18,7 @@ from tests.worker.fake_gpu import FakeGpu
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in Triton's interpreter
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("group", list(check.GROUPS))
 def test_every_group_passes_in_a_dry_run(
     group: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

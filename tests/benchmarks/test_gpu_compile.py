@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 
+@pytest.mark.more
 def test_every_kernel_compiles_without_a_gpu() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(

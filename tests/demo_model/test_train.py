@@ -11,6 +11,7 @@ from demo_model import train
 from quire import LLM, SamplingParams
 
 
+@pytest.mark.more
 def test_two_steps_make_a_model_that_can_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "BATCH_TOKENS", 128)
     monkeypatch.setattr(train, "POOL", 8)

@@ -94,6 +94,7 @@ def record_run(file: Path) -> Path:
     return file
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", [c for c in console_commands() if not c.startswith("quire serve")])
 def test_console_command(command: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
     name, *arguments = shlex.split(adapt(command))
@@ -106,6 +107,7 @@ def test_console_command(command: str, adapt: Callable[[str], str], tmp_path: Pa
     assert output.strip()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", [c for c in console_commands() if c.startswith("quire serve")])
 def test_serve_command(command: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
     arguments = shlex.split(re.sub(r"--port \d+", "", adapt(command)))[2:]
@@ -113,11 +115,13 @@ def test_serve_command(command: str, adapt: Callable[[str], str], tmp_path: Path
     assert server.stop() == 0, server.log.read_text()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("block", [block for block in blocks("sh") if block.startswith("curl")])
 def test_curl(block: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
     assert '"finish_reason":"stop"' in run(["sh", "-c", adapt(block)], tmp_path)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python_snippet(block: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
     assert run([sys.executable, "-c", adapt(block)], tmp_path).strip()

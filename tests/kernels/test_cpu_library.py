@@ -113,6 +113,7 @@ print("all written")
 """
 
 
+@pytest.mark.more
 def test_in_debug_mode_outputs_begin_as_nan_and_every_element_is_written() -> None:
     result = run_python(DEBUG, QUIRE_DEBUG_KERNELS="1", PYTHONPATH=str(Path(__file__).parents[2]))
     assert result.stdout.strip() == "all written", result.stderr

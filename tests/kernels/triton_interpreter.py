@@ -1,12 +1,53 @@
-"""Runs the GPU kernels on a CPU, in Triton's interpreter."""
+"""Runs the GPU kernels on a CPU, in Triton's interpreter.
 
-import pytest
+Invariant: a row's bits depend neither on the processor nor on the number of rows. The interpreter multiplies with
+numpy's BLAS, which on some processors adds up a row among many in another order than a row alone.
+"""
 
-from quire.kernels import cpu, ops, triton
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def start() -> None:
+    """Let Triton interpret kernels, and multiply in order; to be called before anything imports Triton."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton") is not None:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        InterpreterBuilder.create_dot = _dot
+
+
+def _dot(builder: Any, a: Any, b: Any, sums: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    """`tl.dot` by definition: every element adds up its products in the order of k, and rounds after each step."""
+    columns = np.moveaxis(_numbers(builder, a), -1, 0).astype(sums.data.dtype)
+    rows = np.moveaxis(_numbers(builder, b), -2, 0).astype(sums.data.dtype)
+    total, product = np.zeros_like(sums.data), np.empty_like(sums.data)
+    for column, row in zip(columns, rows, strict=True):
+        np.multiply(column[..., :, None], row[..., None, :], out=product)
+        total += product
+    return type(sums)(total + sums.data, sums.dtype.scalar)
+
+
+def _numbers(builder: Any, factor: Any) -> np.ndarray:
+    """A factor as numbers that numpy knows; it has no float8."""
+    import triton.language as tl
+
+    narrow = factor.dtype.is_floating() and factor.dtype.primitive_bitwidth == 8
+    return (builder.create_fp_to_fp(factor, tl.float16, None) if narrow else factor).data
 
 
 def use_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the table of ops choose, for tensors on the CPU, what it chooses on a GPU."""
+    from quire.kernels import cpu, ops, triton
+
     monkeypatch.setattr(triton, "DEVICE_TYPES", ("cpu",))
     monkeypatch.setattr(cpu, "supports", lambda dtype: False)
     for op in ops.TABLE.values():
@@ -15,5 +56,7 @@ def use_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the table choose the oracle of every op."""
+    from quire.kernels import triton
+
     use_gpu_kernels(monkeypatch)
     monkeypatch.setattr(triton, "DEVICE_TYPES", ())

@@ -30,6 +30,7 @@ def logits(model: CausalLM, *chunk_sizes: int, prompts: list[list[int]] = PROMPT
     return logits_of(model, prompts, chunk_sizes=chunk_sizes)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "quantization"),
     [
@@ -80,6 +81,7 @@ def test_batch_invariant_logits_have_the_same_bits_however_they_are_computed(
         assert torch.equal(logits(model, 20, prompts=[prompt])[0], expected)
 
 
+@pytest.mark.more
 def test_fp8_logits_are_near(tiny_model: Callable[[str], Path]) -> None:
     models = [load_tiny(tiny_model("qwen2"), quantization=kind) for kind in ("fp8", None)]
     for ours, theirs in zip(*(logits(model, 64) for model in models), strict=True):
