@@ -15,6 +15,7 @@ from quire.kernels.linear import QuantizedRows, WeightScheme
 from quire.layers.activation import GATED, GATED_FP8
 from quire.layers.base import RowSource, Slot, parameter
 from quire.layers.matrix import MatrixLayer
+from quire.layers.step import StepContext
 
 
 class Linear(MatrixLayer):
@@ -48,8 +49,8 @@ class Linear(MatrixLayer):
         """
         self._quantize_x = source.quantize_rows
 
-    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
-        """x [T, K] -> [T, N]."""
+    def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Tensor:
+        """x [T, K] -> [T, N]; the rows are those of the step's tokens."""
         if self.packed is not None:
             return ops.packed_linear(x, self.packed, self.bias)
         assert self.weight is not None
@@ -105,9 +106,9 @@ class QKVLinear(Linear):
         self.head_dim = head_dim
         self.head_counts = (num_heads, num_kv_heads, num_kv_heads)
 
-    def heads(self, x: Tensor | QuantizedRows) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x: Tensor | QuantizedRows, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, K] -> views q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] of one [T, N]."""
-        heads = self(x).view(x.shape[0], -1, self.head_dim)
+        heads = self(x, step).view(x.shape[0], -1, self.head_dim)
         q, k, v = torch.split_with_sizes(heads, self.head_counts, 1)
         return q, k, v
 
@@ -128,9 +129,9 @@ class GateUpLinear(Linear):
         self.activation = activation
         self._gate: Callable[[Tensor], Tensor | QuantizedRows] = GATED[activation]
 
-    def forward(self, x: Tensor | QuantizedRows) -> Any:
+    def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Any:
         if self.packed is None or self._gate is not ops.silu_and_mul:
-            return self._gate(super().forward(x))
+            return self._gate(super().forward(x, step))
         return ops.packed_linear(x, self.packed, self.bias, "silu_and_mul")
 
     def quantize_rows(self) -> None:

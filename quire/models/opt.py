@@ -12,13 +12,13 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import StepMetadata
 from quire.layers.activation import PLAIN
 from quire.layers.attention import Attention
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import LayerNorm
+from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
 
 _UNUSED_POSITIONS = 2
@@ -53,8 +53,8 @@ class OPTAttention(Module):
             scale=arch.head_dim**-0.5,
         )
 
-    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
-        return self.out_proj(self.attn(*self.qkv_proj.heads(x), metadata))
+    def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        return self.out_proj(self.attn(*self.qkv_proj.heads(x, step), positions, step), step)
 
 
 class OPTDecoderLayer(Module):
@@ -79,15 +79,22 @@ class OPTDecoderLayer(Module):
         )
         self.activation = PLAIN[arch.hidden_act]
 
-    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         if self.norm_before:
-            x = x + self.self_attn(self.self_attn_layer_norm(x), metadata)
-            return x + self._mlp(self.final_layer_norm(x))
-        x = self.self_attn_layer_norm(x + self.self_attn(x, metadata))
-        return self.final_layer_norm(x + self._mlp(x))
+            x = x + self.self_attn(self.self_attn_layer_norm(x), positions, step)
+            return x + self._mlp(self.final_layer_norm(x), step)
+        x = self.self_attn_layer_norm(x + self.self_attn(x, positions, step))
+        return self.final_layer_norm(x + self._mlp(x, step))
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
+    def _mlp(self, x: Tensor, step: StepContext) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x, step)), step)
+
+
+class NoProjection(Module):
+    """In place of one, where the embedding is as wide as the hidden states."""
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        return x
 
 
 class OPTDecoder(Module):
@@ -109,7 +116,7 @@ class OPTDecoder(Module):
         self.project_in, self.project_out = (
             Linear(in_features=size_in, out_features=size_out, bias=False, dtype=dtype)
             if projected
-            else nn.Identity()
+            else NoProjection()
             for size_in, size_out in ((embed_size, hidden_size), (hidden_size, embed_size))
         )
         self.layers = nn.ModuleList(
@@ -119,11 +126,11 @@ class OPTDecoder(Module):
         norm = LayerNorm(size=hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config))
         self.final_layer_norm = norm if arch.final_norm else nn.Identity()
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        x = self.project_in(self.embed_tokens(input_ids)) + self.embed_positions(positions)
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        x = self.project_in(self.embed_tokens(inputs), step) + self.embed_positions(positions)
         for layer in self.layers:
-            x = layer(x, metadata)
-        return self.project_out(self.final_layer_norm(x))
+            x = layer(x, positions, step)
+        return self.project_out(self.final_layer_norm(x), step)
 
 
 class OPTModel(Module):
@@ -144,5 +151,5 @@ class OPTForCausalLM(CausalLM):
         self.model = OPTModel(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.decoder.embed_tokens)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        return self.model.decoder(input_ids, positions, metadata)
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        return self.model.decoder(inputs, positions, step)

@@ -15,7 +15,8 @@ from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.spec import KVCacheConfig
-from quire.layers.attention import allocate_kv_cache, bind_kv_cache, kv_cache_specs
+from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
+from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.hf_config import read_hf_config
 from quire.models.loader import load_model
@@ -57,7 +58,7 @@ def logits_of(
         positions = torch.tensor([position for i in members for position in range(*step[i])])
         with device:
             metadata = _metadata([(tables[i], *step[i]) for i in members])
-            hidden = model(torch.tensor(token_ids), positions.to(device), (metadata,))
+            hidden = model(torch.tensor(token_ids), positions.to(device), StepContext((metadata,)))
         logits = model.compute_logits(hidden)
         assert logits.dtype == torch.float32
         for i, part in zip(members, logits.split([step[i][1] - step[i][0] for i in members]), strict=True):
@@ -78,7 +79,8 @@ def _shuffled_tables(
     for tensor in tensors:
         tensor.fill_(255)  # all bits set are a NaN in every float type
     bind_kv_cache(model, kv_config, tensors)
-    return [[blocks.pop() for _ in range(count)] for count in needed]
+    parts = kv_config.parts_per_block(kv_config.groups[0])
+    return [[blocks.pop() * parts for _ in range(count)] for count in needed]
 
 
 def _steps(sequences: Sequence[Sequence[int]], chunk_sizes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.kernels import ops
-from quire.kernels.attention_metadata import AttentionMetadata, StepMetadata
+from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.cpu import library
+from quire.layers.step import StepContext
 from quire.models.registry import Registry
 from quire.worker import taped_forward
 from quire.worker.inputs import StepInputs, StepLayout
@@ -82,13 +83,13 @@ def step(ids: list[int], starts: list[int]) -> StepInputs:
         torch.arange(len(starts) + 1, dtype=torch.int32),
         (positions + 1).int(),
         table,
-        positions,
-        1,
-        int(positions.max()) + 1,
+        max_query_len=1,
+        max_seq_len=int(positions.max()) + 1,
+        slot_mapping=positions,
     )
     rows = np.arange(len(starts))
     layout = StepLayout(rows, rows, rows + 1, np.arange(len(rows) + 1), rows)
-    return StepInputs(layout, torch.tensor(ids), positions, torch.from_numpy(rows), (metadata,))
+    return StepInputs(layout, torch.tensor(ids), positions, torch.from_numpy(rows), StepContext((metadata,)))
 
 
 class Lookup:
@@ -98,7 +99,7 @@ class Lookup:
         self.table = torch.arange(8.0)[:, None]
         self.passes = 0
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         self.passes += 1
         return ops.embedding(input_ids, self.table)
 
@@ -130,8 +131,8 @@ def test_a_recorded_step_with_a_bad_id_says_so() -> None:
 class Root(Lookup):
     """A model that leaves something to torch."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        return super().forward(input_ids, positions, metadata).sqrt()
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        return super().forward(input_ids, positions, step).sqrt()
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
