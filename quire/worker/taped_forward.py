@@ -79,7 +79,8 @@ class _Places:
         self._input_ids[:size] = inputs.input_ids
         self._positions[:size] = inputs.positions
         step = inputs.step
-        assert step.adapter_rows is step.intermediate is None, "there are no places for these"
+        assert step.adapter_rows is None, "there is no place for them"
+        assert step.intermediate is None, "there is no place for them"
         self._seq_lens[:size] = step.groups[0].seq_lens
         for own, slots, table in zip(step.groups, self._slots, self._tables, strict=True):
             if isinstance(own, AttentionMetadata):

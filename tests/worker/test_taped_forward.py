@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.kernels import ops
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, StateMetadata
 from quire.kernels.cpu import library
 from quire.layers.step import StepContext
 from quire.models.registry import Registry
@@ -117,6 +118,26 @@ def test_python_runs_once_for_each_number_of_requests() -> None:
     assert forward(step([1, 2, 3], [0, 5])).flatten().tolist() == [1, 2, 3]
     assert forward(step([3, 2, 1], [0, 5])).flatten().tolist() == [3, 2, 1]
     assert model.passes == 4, "a step that prefills is not recorded"
+
+
+class Described(Lookup):
+    """A model of one kernel that reads the metadata of a group of states."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        own = step.metadata(1, StateMetadata)
+        return ops.embedding(own.block_tables[:, 0].long() + own.seq_lens, self.table)
+
+
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
+def test_tapes_have_places_for_groups_of_states() -> None:
+    forward = TapedForward(Described(), 4, (4, 4))
+    for first_blocks, starts in (([1, 2], [0, 4]), ([3, 0], [2, 1])):
+        plain = step([0, 0], starts)
+        attention = plain.step.metadata(0, AttentionMetadata)
+        tables = torch.tensor(first_blocks, dtype=torch.int32)[:, None].expand(-1, 3)
+        states = StateMetadata(attention.query_start_loc, attention.seq_lens, tables, 1, 5)
+        result = forward(replace(plain, step=StepContext((attention, states))))
+        assert result.flatten().tolist() == [b + s + 1 for b, s in zip(first_blocks, starts, strict=True)]
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
