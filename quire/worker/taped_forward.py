@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.errors import EngineError
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata
 from quire.kernels.cpu.tape import Arena, RecordingError, Tape, record
+from quire.layers.step import StepContext
 from quire.worker.inputs import StepInputs
 from quire.worker.pipeline import LanguageModel, eager_forward
 
@@ -90,7 +91,7 @@ class _Places:
             inputs,
             input_ids=self._input_ids[:size],
             positions=self._positions[:size],
-            step=replace(step, groups=tuple(map(self._metadata, step.groups, self._slots, self._tables))),
+            step=StepContext(tuple(map(self._metadata, step.groups, self._slots, self._tables))),
         )
 
     def _metadata(self, own: GroupMetadata, slots: Tensor, table: Tensor) -> GroupMetadata:
