@@ -26,7 +26,8 @@ from quire.engine.startup import prepare
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.spec import KVCacheConfig
-from quire.layers.attention import allocate_kv_cache, bind_kv_cache, kv_cache_specs
+from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
+from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.checkpoint import resolve_model_dir
 from quire.models.loader import load_model
@@ -86,15 +87,16 @@ def logits_of(model: CausalLM, ids: Tensor) -> Tensor:
     kv_config = KVCacheConfig(num_blocks, group_layers(specs, BLOCK_SIZE, hybrid=False), specs)
     bind_kv_cache(model, kv_config, allocate_kv_cache(kv_config, torch.device("cpu")))
     positions = torch.arange(num_tokens)
+    block_ids = torch.arange(num_blocks) * kv_config.parts_per_block(kv_config.groups[0])
     metadata = AttentionMetadata(
         query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
         seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
-        block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
-        slot_mapping=positions,
+        block_tables=block_ids.int()[None],
+        slot_mapping=block_ids[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
         max_query_len=num_tokens,
         max_seq_len=num_tokens,
     )
-    return model.compute_logits(model.forward(ids, positions, (metadata,)))
+    return model.compute_logits(model.forward(ids, positions, StepContext((metadata,))))
 
 
 def compare(mode: str, model: str, ids: Tensor, expected: Tensor) -> Accuracy:

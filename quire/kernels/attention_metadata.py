@@ -1,4 +1,4 @@
-"""The description of one step's batch that attention kernels read.
+"""The descriptions of one step's batch that kernels read: one for each KV cache group, of the group's kind.
 
 Invariant: it says everything about who owns which rows and blocks, so one op serves prefill, decode and mixed
 batches.
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionMetadata:
-    """Where each of R requests' T query rows and cached tokens are.
+class GroupMetadata:
+    """Which of T query rows, and which blocks of a group, belong to each of R requests.
 
     Request r owns query rows `query_start_loc[r]:query_start_loc[r + 1]`, which are the last of its
     `seq_lens[r]` tokens. Rows past `query_start_loc[R]` are padding. Logical block i of request r is
-    `block_tables[r, i]`; entries past the last block a request needs, and those wholly behind a layer's window,
-    are never read, so any value may stand there.
+    `block_tables[r, i]`; entries past the last block a request needs, and those that no layer of the group reads any
+    more, are never read, so any value may stand there.
 
     All tensors live on the device of the KV cache.
     """
@@ -24,11 +24,9 @@ class AttentionMetadata:
     query_start_loc: Tensor
     """[R + 1] int32, non-decreasing, starts at 0."""
     seq_lens: Tensor
-    """[R] int32: tokens of the request in the cache after this step's keys are written."""
+    """[R] int32: tokens of the request of which the cache has something after this step."""
     block_tables: Tensor
     """[R, max_blocks] int32: physical block ids in logical order."""
-    slot_mapping: Tensor
-    """[T] int64: slot (block_id * block_size + offset) of each row's key and value; negative = none."""
     max_query_len: int
     """Upper bound of the query lengths; exactly 1, with as many rows as requests, means a pure decode batch: row r is
     that of request r, and a request of length 0 is padding."""
@@ -36,5 +34,18 @@ class AttentionMetadata:
     """Upper bound of `seq_lens`, so that no kernel needs to read them back to size its work."""
 
 
-StepMetadata = tuple[AttentionMetadata, ...]
-"""One per KV cache group. They differ in block tables and slots; each layer reads that of its group."""
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata(GroupMetadata):
+    """A group whose blocks hold something for each token, such as keys and values."""
+
+    slot_mapping: Tensor
+    """[T] int64: slot (block_id * block_size + offset) where each row's key and value go; negative = none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateMetadata(GroupMetadata):
+    """A group whose blocks hold states, each that of all tokens up to the end of its block.
+
+    `RecurrentStateSpec` says which entry of its table a request's tokens [c, e) start from, and in which they leave a
+    state; e is the request's `seq_lens`, and e - c its number of query rows. Block 0 is no place for a state.
+    """

@@ -64,7 +64,8 @@ def request_bytes(groups: Groups, specs: Mapping[str, KVCacheSpec], num_tokens: 
 
 def _as_full_attention(specs: Mapping[str, KVCacheSpec]) -> list[Groups]:
     """One group of all layers, if they can be treated so."""
-    if not all(isinstance(spec, AttentionSpec) for spec in specs.values()):
+    is_attention = all(isinstance(spec, AttentionSpec) for spec in specs.values())
+    if not is_attention or len({spec.planes for spec in specs.values()}) > 1:
         return []
     block_size = next(iter(specs.values())).block_size
     spec = FullAttentionSpec(block_size, num_kv_heads=0, head_size=0, dtype_bytes=0)

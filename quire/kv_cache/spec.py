@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 NULL_BLOCK_ID = 0
 """Stands in a block table where a sequence has no block; it is never given out."""
@@ -19,6 +20,9 @@ class KVCacheSpec:
     """Cache needs of one layer; `block_size` is in tokens."""
 
     block_size: int
+
+    planes: ClassVar[int] = 1
+    """Equal parts of a block, one behind the other, each of which is a tensor of its own to the layer's kernels."""
 
     @property
     def block_bytes(self) -> int:
@@ -45,7 +49,12 @@ class KVCacheSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec(KVCacheSpec):
-    """Keys and values of tokens: 2 * kv heads * (head size * dtype bytes + scale bytes) for each."""
+    """Vectors of tokens: planes * kv heads * (head size * dtype bytes + scale bytes) for each.
+
+    The planes are keys and values. A kind that keeps one vector for both, as latent attention does, has one plane.
+    """
+
+    planes: ClassVar[int] = 2
 
     num_kv_heads: int
     head_size: int
@@ -56,7 +65,7 @@ class AttentionSpec(KVCacheSpec):
     @property
     def block_bytes(self) -> int:
         vector_bytes = self.head_size * self.dtype_bytes + self.scale_bytes
-        return 2 * self.block_size * self.num_kv_heads * vector_bytes
+        return self.planes * self.block_size * self.num_kv_heads * vector_bytes
 
 
 @dataclass(frozen=True)
@@ -167,7 +176,8 @@ class KVCacheConfig:
 
     All groups draw on one pool of block ids and share the memory: layer j of every group lies in tensor j. At any time
     a block id belongs to one group. Where groups need unequal bytes, a block is the least common multiple of them, and
-    a group that needs 1/n of it uses the first of n parts: to its layers, block i of the pool is block n * i.
+    a group that needs less of it uses the first bytes. To a layer, whose kernels see planes of blocks, block i of the
+    pool is plane n * i, where n planes fit into a block; the layers of a group agree on n.
     The host tier has `num_host_blocks` such blocks beside its own, unused, null block.
     """
 
@@ -187,8 +197,9 @@ class KVCacheConfig:
         return self.num_blocks * sum(self.tensor_block_bytes)
 
     def parts_per_block(self, group: KVCacheGroup) -> int:
-        """Blocks of a group's layers that fit into one block of the pool; all but the first stay unused."""
-        return self.tensor_block_bytes[0] // self.layer_specs[group.layer_names[0]].block_bytes
+        """Planes of a group's layers that fit into one block of the pool; all but the first block's stay unused."""
+        spec = self.layer_specs[group.layer_names[0]]
+        return self.tensor_block_bytes[0] * spec.planes // spec.block_bytes
 
 
 def tensor_block_bytes(groups: tuple[KVCacheGroup, ...], specs: Mapping[str, KVCacheSpec]) -> tuple[int, ...]:

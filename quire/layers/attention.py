@@ -1,11 +1,9 @@
 """Attention over the paged KV cache.
 
 Shapes: T tokens of the step, Hq/Hkv query and key-value heads, D head size, B blocks.
-Invariant: a layer never looks at the batch itself: who owns which rows and blocks is in `StepMetadata`, which is
+Invariant: a layer never looks at the batch itself: who owns which rows and blocks is in the `StepContext`, which is
 handed down from the runner.
 """
-
-from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +12,18 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.attention_backends import AttentionNeeds, resolve_backend
-from quire.kernels.attention_metadata import StepMetadata
+from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.spec import (
     AttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
     KVCacheSpec,
     SlidingWindowSpec,
 )
 from quire.layers.base import DTYPES, Module, activation_dtype, device_type
+from quire.layers.kv_cache import cache_planes
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.step import StepContext
 
 
 class Attention(Module):
@@ -78,14 +77,12 @@ class Attention(Module):
         self.k_cache = self.v_cache = torch.empty(0)
         self.group_id = 0
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, metadata: StepMetadata, positions: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]; k and v are in the cache afterwards.
 
-        `positions` [T] are wanted by a layer with a rotary embedding, which norms and rotates q and k in place.
+        A layer with a rotary embedding norms and rotates q and k in place; it takes one row of positions, [T].
         """
-        own = metadata[self.group_id]
+        own = step.metadata(self.group_id, AttentionMetadata)
         self._write(q, k, v, own.slot_mapping, positions)
         out = self._attend(
             q,
@@ -98,11 +95,11 @@ class Attention(Module):
         )
         return out.flatten(1)
 
-    def _write(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor | None) -> None:
+    def _write(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor) -> None:
         if self.rotary is None:
             ops.write_kv(k, v, self.k_cache, self.v_cache, slots)
             return
-        assert positions is not None, "a rotary embedding needs positions"
+        assert positions.dim() == 1, f"this rotary embedding takes positions [T], not {[*positions.shape]}"
         args = (positions, q, k, v, self.rotary.cos_sin_cache, self.k_cache, self.v_cache, slots)
         if self.qk_norm is None:
             ops.rotary_and_write_kv(*args)
@@ -110,10 +107,11 @@ class Attention(Module):
             q_norm, k_norm = self.qk_norm
             ops.rotary_and_write_kv(*args, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps)
 
-    def bind(self, group_id: int, spec: AttentionSpec, tensor: Tensor) -> None:
-        """Take the metadata of this group, and as cache a tensor, keys first, whose blocks are 1 or more of ours."""
+    def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
+        """See `CacheUser`; the first plane of a block holds keys, the second values."""
+        assert isinstance(spec, AttentionSpec), f"attention has no place for {type(spec).__name__}"
         self.group_id = group_id
-        keys, values = tensor.view(self.kv_dtype).unbind()
+        keys, values = (plane.view(self.kv_dtype) for plane in cache_planes(spec, tensor))
         heads, size = spec.num_kv_heads, spec.head_size + spec.scale_bytes // spec.dtype_bytes
         if keys.device.type == "cpu":
             self.k_cache = keys.view(-1, heads, size, spec.block_size)
@@ -121,8 +119,12 @@ class Attention(Module):
             self.k_cache = keys.view(-1, heads, spec.block_size, size).transpose(2, 3)
         self.v_cache = values.view(-1, heads, spec.block_size, size)
 
+    def why_not_captured(self) -> str | None:
+        """See `CacheUser`."""
+        return None if self.backend.capturable else f"attention by {self.backend_name} cannot be captured"
+
     def kv_cache_spec(self) -> KVCacheSpec:
-        """What this layer needs of the cache."""
+        """See `CacheUser`."""
         sizes = (self.block_size, self.num_kv_heads, self.head_dim, self.kv_dtype.itemsize)
         scale_bytes = 4 if self.kv_dtype == torch.int8 else 0
         if self.sliding_window is None:
@@ -151,41 +153,5 @@ def kv_cache_dtype(config: EngineConfig) -> torch.dtype:
 
 def attention_backends(model: nn.Module) -> dict[str, bool]:
     """Names of the backends that the model's layers use -> whether their calls can be captured."""
-    return {layer.backend_name: layer.backend.capturable for layer in _attention_layers(model)}
-
-
-def why_not_captured(model: object) -> str | None:
-    """Why a model's steps cannot be part of a graph or a tape: a phrase for people; None if they can."""
-    backends = attention_backends(model) if isinstance(model, nn.Module) else {}
-    names = [name for name, capturable in backends.items() if not capturable]
-    return f"attention by {' and '.join(names)} cannot be captured" if names else None
-
-
-def kv_cache_specs(model: nn.Module) -> dict[str, KVCacheSpec]:
-    """Layer name -> what it needs of the cache, from the first layer to the last."""
-    return {layer.name: layer.kv_cache_spec() for layer in _attention_layers(model)}
-
-
-def allocate_kv_cache(kv_config: KVCacheConfig, device: torch.device) -> tuple[Tensor, ...]:
-    """The tensors that the groups share, [keys and values, blocks, bytes] uint8, left as the system gives them.
-
-    Untouched pages cost no memory, and no kernel reads a slot that was not written.
-    """
-    sizes = [block_bytes // 2 for block_bytes in kv_config.tensor_block_bytes]
-    shapes = [(2, kv_config.num_blocks, size) for size in sizes]
-    return tuple(torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes)
-
-
-def bind_kv_cache(model: nn.Module, kv_config: KVCacheConfig, tensors: Sequence[Tensor]) -> None:
-    """Give each layer its group and, as its cache, a view of the tensor that has its place in the group."""
-    layers = {layer.name: layer for layer in _attention_layers(model)}
-    assert layers.keys() == kv_config.layer_specs.keys(), "one spec per attention layer"
-    for group_id, group in enumerate(kv_config.groups):
-        for name, tensor in zip(group.layer_names, tensors, strict=False):
-            spec = kv_config.layer_specs[name]
-            assert isinstance(spec, AttentionSpec), f"no cache layout for {type(spec).__name__}"
-            layers[name].bind(group_id, spec, tensor)
-
-
-def _attention_layers(model: nn.Module) -> Iterator[Attention]:
-    return (module for module in model.modules() if isinstance(module, Attention))
+    layers = (module for module in model.modules() if isinstance(module, Attention))
+    return {layer.backend_name: layer.backend.capturable for layer in layers}

@@ -41,9 +41,11 @@ class VocabEmbedding(MatrixLayer):
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
         self.out_dtype = out_dtype
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids [T] in [0, V) -> [T, H]."""
-        rows = self._rows(ids).to(self.out_dtype)
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Ids [T] in [0, V) -> their rows [T, H]; rows [T, H] of `out_dtype`, made elsewhere, are taken as they are."""
+        if inputs.is_floating_point():
+            return inputs
+        rows = self._rows(inputs).to(self.out_dtype)
         return rows if self.scale is None else rows * self.scale
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -80,6 +82,7 @@ class PositionEmbedding(Layer):
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions [T] -> [T, H] of the activations' dtype."""
+        assert positions.dim() == 1, f"learned positions are taken as [T], not {[*positions.shape]}"
         return ops.embedding(positions + self.offset, self.weight).to(self.out_dtype)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:

@@ -17,6 +17,7 @@ from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Cut, Shard, Span
 from quire.layers.slot import length
+from quire.layers.step import StepContext
 
 
 class Linear(MatrixLayer):
@@ -50,8 +51,8 @@ class Linear(MatrixLayer):
         """
         self._quantize_x = source.quantize_rows
 
-    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
-        """x [T, K] -> [T, N]."""
+    def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Tensor:
+        """x [T, K] -> [T, N]; the rows are those of the step's tokens."""
         if self.packed is not None:
             return ops.packed_linear(x, self.packed, self.bias)
         assert self.weight is not None
@@ -99,9 +100,9 @@ class QKVLinear(Linear):
         q, k, v = (length(rows) // span.unit for rows, span in zip(self.rows, self.spans, strict=True))
         self.head_counts = (q, k, v)
 
-    def heads(self, x: Tensor | QuantizedRows) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x: Tensor | QuantizedRows, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, K] -> views q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] of one [T, N]."""
-        heads = self(x).view(x.shape[0], -1, self.head_dim)
+        heads = self(x, step).view(x.shape[0], -1, self.head_dim)
         q, k, v = torch.split_with_sizes(heads, self.head_counts, 1)
         return q, k, v
 
@@ -131,9 +132,9 @@ class GateUpLinear(Linear):
         self.activation = activation
         self._gate: Callable[[Tensor], Tensor | QuantizedRows] = GATED[activation]
 
-    def forward(self, x: Tensor | QuantizedRows) -> Any:
+    def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Any:
         if self.packed is None or self._gate is not ops.silu_and_mul:
-            return self._gate(super().forward(x))
+            return self._gate(super().forward(x, step))
         return ops.packed_linear(x, self.packed, self.bias, "silu_and_mul")
 
     def quantize_rows(self) -> None:

@@ -1,7 +1,7 @@
 """What every causal language model offers to the worker and to the weight loader.
 
-Shapes: T tokens of the step (a flat batch, no batch dimension), N rows whose logits are wanted, H hidden size,
-V vocabulary rows.
+Shapes: T tokens of the step (a flat batch, no batch dimension), N rows whose logits are wanted, E embedding size,
+H hidden size, V vocabulary rows.
 """
 
 import re
@@ -11,10 +11,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import StepMetadata
 from quire.layers.base import Layer, Module, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.slot import Slot
+from quire.layers.step import StepContext
 
 
 class CausalLM(Module):
@@ -36,8 +36,12 @@ class CausalLM(Module):
         super().__init__()
         self.config = config
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        """input_ids [T], positions [T] -> hidden states [T, H]; keys and values are in the cache afterwards."""
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """The step's tokens -> hidden states [T, H]; what layers keep of them is in the cache afterwards.
+
+        `inputs` are ids [T] int64, or rows [T, E] as the token embedding gives them. `positions` are [T], or [P, T] to
+        a model whose tokens have several.
+        """
         raise NotImplementedError
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

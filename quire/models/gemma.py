@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import StepMetadata
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
 from quire.models.llama import LlamaAttention, LlamaMLP, rms_norm
 
@@ -40,12 +40,12 @@ class GemmaDecoderLayer(Module):
         self.mlp.gate_up_proj.reads(self.pre_feedforward_layernorm)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: StepMetadata
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, positions, metadata))
+        x = self.post_attention_layernorm(self.self_attn(x, positions, step))
         x, residual = self.pre_feedforward_layernorm.add(x, residual)
-        return self.post_feedforward_layernorm(self.mlp(x)), residual
+        return self.post_feedforward_layernorm(self.mlp(x, step)), residual
 
 
 class GemmaModel(Module):
@@ -77,10 +77,10 @@ class GemmaModel(Module):
         )
         self.norm = rms_norm(config, arch.hidden_size, f"{prefix}.norm")
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        x, residual = self.embed_tokens(input_ids), None
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        x, residual = self.embed_tokens(inputs), None
         for layer in self.layers:
-            x, residual = layer(x, residual, positions, metadata)
+            x, residual = layer(x, residual, positions, step)
         hidden, _ = self.norm.add(x, residual)
         return hidden
 
@@ -98,8 +98,8 @@ class GemmaForCausalLM(CausalLM):
         self.model = GemmaModel(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.embed_tokens, f"{prefix}lm_head")
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        return self.model(input_ids, positions, metadata)
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        return self.model(inputs, positions, step)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits = super().compute_logits(hidden)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import StepMetadata
 from quire.layers.activation import PLAIN
 from quire.layers.attention import Attention
 from quire.layers.base import Module, activation_dtype, model_dtype
@@ -18,6 +17,7 @@ from quire.layers.embedding import PositionEmbedding, VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.shard import Cut
+from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
 
 
@@ -64,8 +64,8 @@ class GPT2Attention(Module):
             scale=arch.head_dim**-0.5,
         )
 
-    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
-        return self.c_proj(self.attn(*self.c_attn.heads(x), metadata))
+    def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        return self.c_proj(self.attn(*self.c_attn.heads(x, step), positions, step), step)
 
 
 class GPT2MLP(Module):
@@ -78,8 +78,8 @@ class GPT2MLP(Module):
         self.c_proj = _conv1d(arch.intermediate_size, arch.hidden_size, dtype, f"{prefix}.c_proj", "input")
         self.activation = PLAIN[arch.hidden_act]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(self.activation(self.c_fc(x)))
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        return self.c_proj(self.activation(self.c_fc(x, step)), step)
 
 
 class GPT2Block(Module):
@@ -92,9 +92,9 @@ class GPT2Block(Module):
         self.ln_2 = _layer_norm(config, f"{prefix}.ln_2")
         self.mlp = GPT2MLP(config=config, prefix=f"{prefix}.mlp")
 
-    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
-        x = x + self.attn(self.ln_1(x), metadata)
-        return x + self.mlp(self.ln_2(x))
+    def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        x = x + self.attn(self.ln_1(x), positions, step)
+        return x + self.mlp(self.ln_2(x), step)
 
 
 class GPT2Model(Module):
@@ -117,10 +117,10 @@ class GPT2Model(Module):
         )
         self.ln_f = _layer_norm(config, f"{prefix}.ln_f")
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        x = self.wte(input_ids) + self.wpe(positions)
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        x = self.wte(inputs) + self.wpe(positions)
         for block in self.h:
-            x = block(x, metadata)
+            x = block(x, positions, step)
         return self.ln_f(x)
 
 
@@ -135,5 +135,5 @@ class GPT2LMHeadModel(CausalLM):
         self.transformer = GPT2Model(config=config, prefix=f"{prefix}transformer")
         self.lm_head = output_head(config, self.transformer.wte, f"{prefix}lm_head")
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        return self.transformer(input_ids, positions, metadata)
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        return self.transformer(inputs, positions, step)

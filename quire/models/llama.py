@@ -12,13 +12,13 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import StepMetadata
 from quire.layers.attention import Attention
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
 
 
@@ -72,9 +72,9 @@ class LlamaAttention(Module):
             qk_norm=qk_norm,
         )
 
-    def forward(self, x: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        q, k, v = self.qkv_proj.heads(x)
-        return self.o_proj(self.attn(q, k, v, metadata, positions))
+    def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        q, k, v = self.qkv_proj.heads(x, step)
+        return self.o_proj(self.attn(q, k, v, positions, step), step)
 
 
 class LlamaMLP(Module):
@@ -101,8 +101,8 @@ class LlamaMLP(Module):
         )
         self.down_proj.reads(self.gate_up_proj)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up_proj(x))
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        return self.down_proj(self.gate_up_proj(x, step), step)
 
 
 class LlamaDecoderLayer(Module):
@@ -124,12 +124,12 @@ class LlamaDecoderLayer(Module):
         self.mlp.gate_up_proj.reads(self.post_attention_layernorm)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: StepMetadata
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, positions, metadata)
+        x = self.self_attn(x, positions, step)
         x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        return self.mlp(x, step), residual
 
 
 class LlamaModel(Module):
@@ -154,10 +154,10 @@ class LlamaModel(Module):
         )
         self.norm = rms_norm(config, arch.hidden_size, f"{prefix}.norm")
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        x, residual = self.embed_tokens(input_ids), None
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        x, residual = self.embed_tokens(inputs), None
         for layer in self.layers:
-            x, residual = layer(x, residual, positions, metadata)
+            x, residual = layer(x, residual, positions, step)
         hidden, _ = self.norm.add(x, residual)
         return hidden
 
@@ -176,8 +176,8 @@ class LlamaForCausalLM(CausalLM):
         self.model = LlamaModel(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.embed_tokens, f"{prefix}lm_head")
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        return self.model(input_ids, positions, metadata)
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        return self.model(inputs, positions, step)
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):

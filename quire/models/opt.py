@@ -12,13 +12,13 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import StepMetadata
 from quire.layers.activation import PLAIN
 from quire.layers.attention import Attention
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import LayerNorm
+from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
 
 _UNUSED_POSITIONS = 2
@@ -61,8 +61,8 @@ class OPTAttention(Module):
             scale=arch.head_dim**-0.5,
         )
 
-    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
-        return self.out_proj(self.attn(*self.qkv_proj.heads(x), metadata))
+    def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        return self.out_proj(self.attn(*self.qkv_proj.heads(x, step), positions, step), step)
 
 
 class OPTDecoderLayer(Module):
@@ -93,15 +93,22 @@ class OPTDecoderLayer(Module):
         self.final_layer_norm = _layer_norm(config, f"{prefix}.final_layer_norm")
         self.activation = PLAIN[arch.hidden_act]
 
-    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         if self.norm_before:
-            x = x + self.self_attn(self.self_attn_layer_norm(x), metadata)
-            return x + self._mlp(self.final_layer_norm(x))
-        x = self.self_attn_layer_norm(x + self.self_attn(x, metadata))
-        return self.final_layer_norm(x + self._mlp(x))
+            x = x + self.self_attn(self.self_attn_layer_norm(x), positions, step)
+            return x + self._mlp(self.final_layer_norm(x), step)
+        x = self.self_attn_layer_norm(x + self.self_attn(x, positions, step))
+        return self.final_layer_norm(x + self._mlp(x, step))
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
+    def _mlp(self, x: Tensor, step: StepContext) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x, step)), step)
+
+
+class NoProjection(Module):
+    """In place of one, where the embedding is as wide as the hidden states."""
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        return x
 
 
 class OPTDecoder(Module):
@@ -132,7 +139,7 @@ class OPTDecoder(Module):
                 name=f"{prefix}.{name}",
             )
             if projected
-            else nn.Identity()
+            else NoProjection()
             for name, size_in, size_out in (
                 ("project_in", embed_size, hidden_size),
                 ("project_out", hidden_size, embed_size),
@@ -145,11 +152,11 @@ class OPTDecoder(Module):
         norm = _layer_norm(config, f"{prefix}.final_layer_norm")
         self.final_layer_norm = norm if arch.final_norm else nn.Identity()
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        x = self.project_in(self.embed_tokens(input_ids)) + self.embed_positions(positions)
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        x = self.project_in(self.embed_tokens(inputs), step) + self.embed_positions(positions)
         for layer in self.layers:
-            x = layer(x, metadata)
-        return self.project_out(self.final_layer_norm(x))
+            x = layer(x, positions, step)
+        return self.project_out(self.final_layer_norm(x), step)
 
 
 class OPTModel(Module):
@@ -170,5 +177,5 @@ class OPTForCausalLM(CausalLM):
         self.model = OPTModel(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.decoder.embed_tokens, f"{prefix}lm_head")
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        return self.model.decoder(input_ids, positions, metadata)
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        return self.model.decoder(inputs, positions, step)

@@ -1,6 +1,7 @@
 """Copies of whole KV cache blocks: between the device and the host tier, and on the device.
 
-Invariant: block ids are checked here before they index anything. A block is copied as a whole, in every tensor.
+Invariant: block ids are checked here before they index anything. A block is copied as a whole, in every tensor, each of
+which is [blocks, bytes]; what the bytes are is nobody's business here.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ from torch import Tensor
 
 from quire.errors import EngineError
 from quire.scheduler.output import SchedulerOutput
-
-_BLOCK_DIM = 1
-"""Of a cache tensor [2, blocks, bytes], keys first."""
 
 Moves = list[tuple[int, int]]
 
@@ -66,11 +64,11 @@ def copy_on_host(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Mo
     """`CopyBlocks` of a CPU."""
     source_ids, target_ids = torch.tensor(moves).unbind(1)
     for source, target in zip(sources, targets, strict=True):
-        target.index_copy_(_BLOCK_DIM, target_ids, source.index_select(_BLOCK_DIM, source_ids))
+        target.index_copy_(0, target_ids, source.index_select(0, source_ids))
 
 
 def _check_range(what: str, block_ids: list[int], tensors: Sequence[Tensor]) -> None:
     """Block 0 is the null block of either tier."""
-    num_blocks = min(tensor.shape[_BLOCK_DIM] for tensor in tensors)
+    num_blocks = min(map(len, tensors))
     if min(block_ids) <= 0 or max(block_ids) >= num_blocks:
         raise EngineError(f"{what} blocks {block_ids}: they must be in [1, {num_blocks})")

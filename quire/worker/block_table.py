@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import EngineError
-from quire.kv_cache.spec import KVCacheSpec
+from quire.kv_cache.spec import KVCacheSpec, RecurrentStateSpec
 
 
 class BlockTable:
@@ -22,7 +22,7 @@ class BlockTable:
         max_model_len: tokens of the longest request.
         spec: what the group's layers read.
         pool_size: blocks in the cache, the null block included.
-        parts_per_block: blocks of the group's layers in one of the pool; they use the first.
+        parts_per_block: as which multiple the group's layers know a block id of the pool.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class BlockTable:
     ) -> None:
         self.block_size = spec.block_size
         self.pool_size = pool_size
+        self.has_states = isinstance(spec, RecurrentStateSpec)
         self._spec = spec
         self._parts_per_block = parts_per_block
         self.block_ids: NDArray[np.int32] = np.zeros(

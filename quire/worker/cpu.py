@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
-from quire.layers.attention import why_not_captured
+from quire.layers.kv_cache import why_not_captured
 from quire.platforms import Host
 from quire.worker.block_copies import Moves, copy_on_host
 from quire.worker.devices import Mark

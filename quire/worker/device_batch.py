@@ -16,13 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.attention_metadata import AttentionMetadata, StepMetadata
+from quire.kernels.attention_metadata import GroupMetadata
 from quire.kernels.triton import batch as kernels
 from quire.kernels.triton.batch import StagedStep
+from quire.layers.step import StepContext
 from quire.worker.block_table import BlockTable
 from quire.worker.devices import Device
 from quire.worker.input_batch import InputBatch
-from quire.worker.inputs import StepInputs, StepLayout
+from quire.worker.inputs import StepInputs, StepLayout, group_metadata
 
 
 class _Segments(NamedTuple):
@@ -77,12 +78,13 @@ class _Group:
         num_tokens: int,
         max_query_len: int,
         longest: int,
-    ) -> AttentionMetadata:
-        return AttentionMetadata(
+    ) -> GroupMetadata:
+        return group_metadata(
+            self.table,
             query_start_loc=starts[: num_requests + 1],
             seq_lens=lengths[:num_requests],
             block_tables=self.tables[:num_requests],
-            slot_mapping=self.slots[:num_tokens],
+            slots=self.slots[:num_tokens],
             max_query_len=max_query_len,
             max_seq_len=longest,
         )
@@ -125,19 +127,19 @@ class DeviceBatch:
         first = 3 * num_requests + 1 + num_sampling
         logits_indices = self._step.numbers[first : first + num_sampling]
         if graph_size:
-            ids, positions, metadata = self.decode_inputs(graph_size)
-            return StepInputs(layout, ids, positions, logits_indices, metadata, graph_size)
+            ids, positions, step = self.decode_inputs(graph_size)
+            return StepInputs(layout, ids, positions, logits_indices, step, graph_size)
         ids, positions = self._input_ids[: layout.num_tokens], self._positions[: layout.num_tokens]
         shapes = (num_requests, layout.num_tokens, layout.max_query_len, layout.max_seq_len)
-        return StepInputs(layout, ids, positions, logits_indices, self._metadata(*shapes))
+        return StepInputs(layout, ids, positions, logits_indices, self._context(*shapes))
 
-    def decode_inputs(self, num_requests: int) -> tuple[Tensor, Tensor, StepMetadata]:
-        """Ids, positions and metadata of any step with a token each of this many requests, at their lasting addresses.
+    def decode_inputs(self, num_requests: int) -> tuple[Tensor, Tensor, StepContext]:
+        """Ids, positions and context of any step with a token each of this many requests, at their lasting addresses.
 
         Nothing in them depends on the step, so what is launched with them can be captured.
         """
-        metadata = self._metadata(num_requests, num_requests, 1, self._max_seq_len)
-        return self._input_ids[:num_requests], self._positions[:num_requests], metadata
+        step = self._context(num_requests, num_requests, 1, self._max_seq_len)
+        return self._input_ids[:num_requests], self._positions[:num_requests], step
 
     def blank(self, num_requests: int) -> None:
         """Make all of so many requests padding."""
@@ -181,6 +183,8 @@ class DeviceBatch:
                 max_seq_len,
             )
 
-    def _metadata(self, num_requests: int, num_tokens: int, max_query_len: int, longest: int) -> StepMetadata:
+    def _context(self, num_requests: int, num_tokens: int, max_query_len: int, longest: int) -> StepContext:
         shapes = (num_requests, num_tokens, max_query_len, longest)
-        return tuple(group.metadata(self._starts, self._lengths, *shapes) for group in self._groups)
+        return StepContext(
+            tuple(group.metadata(self._starts, self._lengths, *shapes) for group in self._groups)
+        )

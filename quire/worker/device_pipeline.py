@@ -52,7 +52,7 @@ class DevicePipeline:
     def forward(self, inputs: StepInputs) -> Tensor:
         if inputs.graph_size and self._graphs is not None:
             return self._graphs.replay(inputs.graph_size)
-        return self._model.forward(inputs.input_ids, inputs.positions, inputs.metadata)
+        return self._model.forward(inputs.input_ids, inputs.positions, inputs.step)
 
     def keep(self, codes: list[Tensor]) -> None:
         self._rows.keep(codes[0] if len(codes) == 1 else torch.cat(codes))

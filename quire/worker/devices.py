@@ -66,7 +66,7 @@ class Device(Protocol):
     def copy_blocks(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: list[tuple[int, int]]
     ) -> None:
-        """See `CopyBlocks`; tensors [2, blocks, bytes] uint8."""
+        """See `CopyBlocks`; tensors [blocks, bytes] uint8."""
 
     def upload(self, tensor: Tensor) -> Tensor:
         """A tensor of the host, whose memory may change afterwards on an asynchronous device only."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
 from quire.kernels.triton.copies import copy_blocks
-from quire.layers.attention import why_not_captured
+from quire.layers.kv_cache import why_not_captured
 from quire.worker.block_copies import Moves
 from quire.worker.device_pipeline import DevicePipeline
 from quire.worker.devices import Mark
@@ -129,10 +129,9 @@ class GpuDevice:
 
 
 def copy_by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Tensor) -> None:
-    """Copy blocks of tensors [2, blocks, bytes]; moves [N, 2] int64."""
+    """Copy blocks of tensors [blocks, bytes]; moves [N, 2] int64."""
     for source, target in zip(sources, targets, strict=True):
-        for half in range(2):
-            copy_blocks(_words(target[half]), _words(source[half]), moves)
+        copy_blocks(_words(target), _words(source), moves)
 
 
 def _words(blocks: Tensor) -> Tensor:

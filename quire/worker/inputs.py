@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import EngineError
-from quire.kernels.attention_metadata import AttentionMetadata, StepMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
+from quire.layers.step import StepContext
+from quire.worker.block_table import BlockTable
 from quire.worker.input_batch import InputBatch
 
 
@@ -72,7 +74,7 @@ class StepInputs:
     """[T] int64."""
     logits_indices: Tensor
     """[N] int32 or int64: those of the layout."""
-    metadata: StepMetadata
+    step: StepContext
     graph_size: int = 0
     """The size of the captured graph for which they were made, with padding behind the R requests; 0: none."""
 
@@ -114,25 +116,41 @@ def gather_inputs(
         input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)),
         positions=torch.from_numpy(positions),
         logits_indices=torch.from_numpy(layout.logits_indices),
-        metadata=_metadata(batch, layout, (token_rows, positions)),
+        step=StepContext(_metadata(batch, layout, (token_rows, positions))),
     )
+
+
+def group_metadata(
+    table: BlockTable,
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+) -> GroupMetadata:
+    """What the layers of a table's group read: of its kind, and of what is given as much as that kind needs."""
+    shared = (query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len)
+    return StateMetadata(*shared) if table.has_states else AttentionMetadata(*shared, slots)
 
 
 def _metadata(
     batch: InputBatch,
     layout: StepLayout,
     tokens: tuple[NDArray[np.int64], NDArray[np.int64]],
-) -> StepMetadata:
+) -> tuple[GroupMetadata, ...]:
     """`tokens` are the row and the position of each."""
     starts = torch.from_numpy(layout.query_start_loc.astype(np.int32))
     seq_lens = torch.from_numpy(layout.ends.astype(np.int32))
     max_query_len, longest = layout.max_query_len, layout.max_seq_len
     return tuple(
-        AttentionMetadata(
+        group_metadata(
+            table,
             query_start_loc=starts,
             seq_lens=seq_lens,
             block_tables=torch.from_numpy(table.gather(layout.rows, longest)),
-            slot_mapping=torch.from_numpy(table.slots(*tokens)),
+            slots=torch.from_numpy(table.slots(*tokens)),
             max_query_len=max_query_len,
             max_seq_len=longest,
         )

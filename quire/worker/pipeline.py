@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.attention_metadata import StepMetadata
+from quire.layers.step import StepContext
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, gather_inputs
 
@@ -20,8 +20,8 @@ from quire.worker.inputs import StepInputs, gather_inputs
 class LanguageModel(Protocol):
     """What the runner needs of a model."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        """[T] int64 ids and positions -> hidden states [T, H]."""
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """Ids and positions [T] int64 -> hidden states [T, H]."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V] float32, a tensor the caller may change."""
@@ -33,7 +33,7 @@ Forward = Callable[[StepInputs], Tensor]
 
 def eager_forward(model: LanguageModel) -> Forward:
     """Calls the model as it is, each time."""
-    return lambda inputs: model.forward(inputs.input_ids, inputs.positions, inputs.metadata)
+    return lambda inputs: model.forward(inputs.input_ids, inputs.positions, inputs.step)
 
 
 class Pipeline(Protocol):

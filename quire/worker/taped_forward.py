@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import EngineError
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata
 from quire.kernels.cpu.tape import Arena, ArenaFullError, RecordingError, Tape, record
+from quire.layers.step import StepContext
 from quire.worker.inputs import StepInputs
 from quire.worker.pipeline import LanguageModel, eager_forward
 
@@ -93,23 +94,28 @@ class _Places:
         size = len(inputs.layout.rows)
         self._input_ids[:size] = inputs.input_ids
         self._positions[:size] = inputs.positions
-        self._seq_lens[:size] = inputs.metadata[0].seq_lens
-        for own, slots, table in zip(inputs.metadata, self._slots, self._tables, strict=True):
-            slots[:size] = own.slot_mapping
+        step = inputs.step
+        assert step.adapter_rows is None, "there is no place for them"
+        assert step.intermediate is None, "there is no place for them"
+        self._seq_lens[:size] = step.groups[0].seq_lens
+        for own, slots, table in zip(step.groups, self._slots, self._tables, strict=True):
+            if isinstance(own, AttentionMetadata):
+                slots[:size] = own.slot_mapping
             table[:size, : own.block_tables.shape[1]] = own.block_tables
         return replace(
             inputs,
             input_ids=self._input_ids[:size],
             positions=self._positions[:size],
-            metadata=tuple(map(self._metadata, inputs.metadata, self._slots, self._tables)),
+            step=StepContext(tuple(map(self._metadata, step.groups, self._slots, self._tables))),
         )
 
-    def _metadata(self, own: AttentionMetadata, slots: Tensor, table: Tensor) -> AttentionMetadata:
+    def _metadata(self, own: GroupMetadata, slots: Tensor, table: Tensor) -> GroupMetadata:
         size = len(own.seq_lens)
-        return replace(
-            own,
-            query_start_loc=self._starts[: size + 1],
-            seq_lens=self._seq_lens[:size],
-            block_tables=table[:size],
-            slot_mapping=slots[:size],
-        )
+        places = {
+            "query_start_loc": self._starts[: size + 1],
+            "seq_lens": self._seq_lens[:size],
+            "block_tables": table[:size],
+        }
+        if isinstance(own, AttentionMetadata):
+            places["slot_mapping"] = slots[:size]
+        return replace(own, **places)  # type: ignore[arg-type]

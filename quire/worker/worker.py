@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVMemory, SwapCosts
-from quire.layers.attention import allocate_kv_cache, bind_kv_cache, kv_cache_specs
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts
+from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.worker.block_copies import BlockCopier
 from quire.worker.devices import Device
 from quire.worker.model_runner import ModelRunner
-from quire.worker.rehearsal import Rehearsal
+from quire.worker.rehearsal import Rehearsal, rehearsed_groups
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Worker:
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps."""
         tensors, device = self._bind_cache(kv_config), self._device
-        shapes = [(2, kv_config.num_host_blocks + 1, tensor.shape[2]) for tensor in tensors]
+        shapes = [(kv_config.num_host_blocks + 1, tensor.shape[1]) for tensor in tensors]
         host_tier = [device.host_memory(shape) for shape in shapes]
         self._copier = BlockCopier(tensors, host_tier, device.copy_blocks)
         self._runner = ModelRunner(self._loaded(), self._config, kv_config, device)
@@ -111,9 +111,9 @@ class Worker:
     def _warm_up(self) -> None:
         """Run the largest steps in a cache of their own, so that all that they need exists when memory is measured."""
         device, specs = self._device, self.kv_cache_specs()
-        rehearsal = Rehearsal(self._config, device.warm_up_tokens, device.warm_up_seqs)
-        one_group = KVCacheGroup(tuple(specs), next(iter(specs.values())))
-        cache = KVCacheConfig(rehearsal.num_blocks, (one_group,), specs)
+        groups = rehearsed_groups(specs)
+        rehearsal = Rehearsal(self._config, device.warm_up_tokens, device.warm_up_seqs, len(groups))
+        cache = KVCacheConfig(rehearsal.num_blocks, groups, specs)
         self._bind_cache(cache)
         with device.rehearsal():
             runner = ModelRunner(self._loaded(), self._config, cache, device, is_rehearsal=True)
@@ -123,4 +123,4 @@ class Worker:
                 runner.execute_model(plan)
             rate = plan.total_num_scheduled_tokens / (time.perf_counter() - started)
             self._tokens_per_s = max(self._tokens_per_s, rate)
-        self._bind_cache(KVCacheConfig(1, (one_group,), specs))  # lets go of the larger one
+        self._bind_cache(KVCacheConfig(1, groups, specs))  # lets go of the larger one

@@ -41,7 +41,7 @@ def test_one_kind_is_one_group_even_if_its_layers_differ_in_size() -> None:
     (group,) = group_layers(specs, 4096)
     assert group.layer_names == tuple(specs)
     assert tensor_block_bytes((group,), specs) == tuple(spec.block_bytes for spec in specs.values())
-    assert KVCacheConfig(5, (group,), specs).parts_per_block(group) == 1
+    assert KVCacheConfig(5, (group,), specs).parts_per_block(group) == group.spec.planes == 2
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_block_is_a_multiple_of_what_each_kind_needs() -> None:
     specs = layers(FULL, wide)
     config = KVCacheConfig(5, group_layers(specs, 4096), specs)
     assert config.tensor_block_bytes == (wide.block_bytes,)
-    assert [config.parts_per_block(group) for group in config.groups] == [2, 1]
+    assert [config.parts_per_block(group) for group in config.groups] == [4, 2]
     assert request_bytes(config.groups, specs, 1600) == (100 + 3) * wide.block_bytes
 
 

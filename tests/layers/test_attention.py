@@ -14,10 +14,12 @@ from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from quire.layers.attention import (
     Attention,
-    allocate_kv_cache,
     attention_backends,
-    bind_kv_cache,
     kv_cache_dtype,
+)
+from quire.layers.kv_cache import (
+    allocate_kv_cache,
+    bind_kv_cache,
     kv_cache_specs,
     why_not_captured,
 )
@@ -54,8 +56,9 @@ def test_an_int8_cache_has_room_for_scales(tiny_model: Callable[[str], Path]) ->
     assert isinstance(spec, FullAttentionSpec)
     assert (spec.dtype_bytes, spec.scale_bytes) == (1, 4)
     layer = attention_layers(model)[0]
-    layer.bind(0, spec, torch.empty(2, 3, spec.block_bytes // 2, dtype=torch.uint8))
-    assert layer.v_cache.shape == (3, spec.num_kv_heads, spec.block_size, spec.head_size + 4)
+    layer.bind(0, spec, torch.empty(3, spec.block_bytes, dtype=torch.uint8))
+    assert layer.v_cache.shape[1:] == (spec.num_kv_heads, spec.block_size, spec.head_size + 4)
+    assert layer.k_cache.shape[1:] == (spec.num_kv_heads, spec.head_size + 4, spec.block_size)
 
 
 def attention_layers(model: CausalLM) -> list[Attention]:
@@ -79,9 +82,9 @@ def test_layers_of_different_groups_share_memory_block_by_block(tiny_model: Call
     bind_kv_cache(model, kv_config, tensors)
     windowed, full, _, _ = attention_layers(model)
     assert (full.group_id, windowed.group_id) == (0, 1)
-    windowed.k_cache[2], windowed.v_cache[3] = 1.0, 2.0
-    assert full.k_cache.flatten(1).sum(1).nonzero().tolist() == [[2]]
-    assert full.v_cache.flatten(1).sum(1).nonzero().tolist() == [[3]]
+    windowed.k_cache[2 * 2], windowed.v_cache[2 * 3] = 1.0, 2.0
+    assert full.k_cache[::2].flatten(1).sum(1).nonzero().tolist() == [[2]]
+    assert full.v_cache[::2].flatten(1).sum(1).nonzero().tolist() == [[3]]
 
 
 def test_a_layer_that_needs_a_part_of_a_block_uses_the_first(tiny_model: Callable[[str], Path]) -> None:
@@ -93,19 +96,20 @@ def test_a_layer_that_needs_a_part_of_a_block_uses_the_first(tiny_model: Callabl
     )
     specs = {"wide": window, layer.name: spec}
     kv_config = KVCacheConfig(4, group_layers(specs, 64), specs)
-    assert [kv_config.parts_per_block(group) for group in kv_config.groups] == [3, 1]
+    assert [kv_config.parts_per_block(group) for group in kv_config.groups] == [6, 2]
     (tensor,) = allocate_kv_cache(kv_config, torch.device("cpu"))
     layer.bind(1, spec, tensor.zero_())
-    layer.k_cache[3 * 3], layer.v_cache[3 * 1] = 1.0, 1.0
-    assert tensor[0].any(1).tolist() == [False, False, False, True]
-    assert tensor[1].any(1).tolist() == [False, True, False, False]
-    assert not tensor[..., spec.block_bytes // 2 :].any()
+    layer.k_cache[6 * 3], layer.v_cache[6 * 1] = 1.0, 1.0
+    keys, values, _ = tensor.split_with_sizes([spec.block_bytes // 2] * 2 + [2 * spec.block_bytes], dim=1)
+    assert keys.any(1).tolist() == [False, False, False, True]
+    assert values.any(1).tolist() == [False, True, False, False]
+    assert tensor.count_nonzero() == keys.count_nonzero() + values.count_nonzero()
 
 
 def test_binding_wants_one_spec_per_layer(tiny_model: Callable[[str], Path]) -> None:
     model = load_tiny(tiny_model("llama"))
     name, spec = next(iter(kv_cache_specs(model).items()))
-    with pytest.raises(AssertionError, match="one spec per attention layer"):
+    with pytest.raises(AssertionError, match="one spec for each layer with a cache"):
         bind_kv_cache(model, KVCacheConfig(3, (KVCacheGroup((name,), spec),), {name: spec}), [])
 
 

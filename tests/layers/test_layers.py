@@ -13,9 +13,11 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.quantization import method_of
+from quire.layers.step import StepContext
 from quire.models.hf_config import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 F32 = torch.float32
+STEP = StepContext(())
 
 
 def fill(layer: Layer, *names: str) -> dict[str, torch.Tensor]:
@@ -30,7 +32,7 @@ def fill(layer: Layer, *names: str) -> dict[str, torch.Tensor]:
 def test_qkv_is_three_linears() -> None:
     layer = QKVLinear(hidden_size=12, num_heads=4, num_kv_heads=2, head_dim=3, bias=True, dtype=F32)
     tensors, x = fill(layer, "q", "k", "v"), torch.randn(5, 12)
-    for name, heads, num_heads in zip("qkv", layer.heads(x), (4, 2, 2), strict=True):
+    for name, heads, num_heads in zip("qkv", layer.heads(x, STEP), (4, 2, 2), strict=True):
         assert heads.shape == (5, num_heads, 3)
         expected = nn.functional.linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"])
         torch.testing.assert_close(heads.flatten(1), expected)
@@ -44,7 +46,7 @@ def test_gate_up_is_two_linears_and_an_activation(activation: str, loaded: bool)
     if loaded:
         layer.finish_loading()
     expected = torch.cat([x @ tensors[f"{name}.weight"].t() for name in ("gate", "up")], 1)
-    torch.testing.assert_close(layer(x), GATED[activation](expected))
+    torch.testing.assert_close(layer(x, STEP), GATED[activation](expected))
 
 
 def test_merged_in_the_checkpoint_already() -> None:
@@ -58,7 +60,7 @@ def test_transposed_in_the_checkpoint() -> None:
     layer = Linear(in_features=4, out_features=6, bias=True, dtype=F32, transposed=True)
     tensors, x = fill(layer, "c"), torch.randn(5, 4)
     assert tensors["c.weight"].shape == (4, 6)
-    torch.testing.assert_close(layer(x), x @ tensors["c.weight"] + tensors["c.bias"])
+    torch.testing.assert_close(layer(x, STEP), x @ tensors["c.weight"] + tensors["c.bias"])
 
 
 def test_rms_norm_and_its_residual() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from quire.config import EngineConfig
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.spec import KVCacheConfig
-from quire.layers.attention import allocate_kv_cache, bind_kv_cache, kv_cache_specs
+from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
+from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.hf_config import read_hf_config
 from quire.models.loader import load_model
@@ -44,20 +45,26 @@ def logits_of(
     *,
     chunk_sizes: Sequence[int],
     device: torch.device = CPU,
+    inputs: Callable[[Tensor], Tensor] = lambda ids: ids,
+    positions: Callable[[Tensor], Tensor] = lambda positions: positions,
+    adapters: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """float32 logits [len, V] of every position of each sequence.
 
     All sequences run together; in each step, each takes the next of `chunk_sizes` (round and round) of its tokens.
+    `inputs` and `positions` make of ids and positions [T] what the model gets; `adapters` are those of the sequences.
     """
     tables = _shuffled_tables(model, sequences, device)
     rows: list[list[Tensor]] = [[] for _ in sequences]
     for step in _steps(sequences, chunk_sizes):
         members = [index for index, (start, end) in enumerate(step) if end > start]
         token_ids = [sequences[i][position] for i in members for position in range(*step[i])]
-        positions = torch.tensor([position for i in members for position in range(*step[i])])
+        places = [position for i in members for position in range(*step[i])]
         with device:
             metadata = _metadata([(tables[i], *step[i]) for i in members])
-            hidden = model(torch.tensor(token_ids), positions.to(device), (metadata,))
+            rows_of = [adapters[i] for i in members for _ in range(*step[i])] if adapters else None
+            context = StepContext((metadata,), None if rows_of is None else torch.tensor(rows_of).int())
+            hidden = model(inputs(torch.tensor(token_ids)), positions(torch.tensor(places)), context)
         logits = model.compute_logits(hidden)
         assert logits.dtype == torch.float32
         for i, part in zip(members, logits.split([step[i][1] - step[i][0] for i in members]), strict=True):
@@ -78,7 +85,8 @@ def _shuffled_tables(
     for tensor in tensors:
         tensor.fill_(255)  # all bits set are a NaN in every float type
     bind_kv_cache(model, kv_config, tensors)
-    return [[blocks.pop() for _ in range(count)] for count in needed]
+    parts = kv_config.parts_per_block(kv_config.groups[0])
+    return [[blocks.pop() * parts for _ in range(count)] for count in needed]
 
 
 def _steps(sequences: Sequence[Sequence[int]], chunk_sizes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:

@@ -25,6 +25,7 @@ from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import METHODS
 from quire.layers.shard import Shard
 from quire.layers.slot import Box, sizes, why_not_covered
+from quire.layers.step import StepContext
 from quire.models import loader
 from quire.models.base import CausalLM
 from quire.models.registry import ModelRegistry
@@ -34,6 +35,7 @@ from tests.fixtures.tiny_models import TINY_MODELS
 from tests.models.harness import load_tiny, prepared_config
 from tests.models.test_staged_copy import LateStream, same
 
+STEP = StepContext(())
 FAMILIES = [
     "llama", "llama-tied-bias", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3",
     "opt", "opt-post-norm", "opt-no-bias", "gpt2",
@@ -100,12 +102,12 @@ def layers_of(whole: CausalLM, ranks: list[CausalLM]) -> Iterator[tuple[Layer, l
 
 
 def outputs(layer: Linear, x: Tensor) -> Tensor:
-    return layer(x)
+    return layer(x, STEP)
 
 
 def heads(layer: Linear, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     assert isinstance(layer, QKVLinear)
-    return layer.heads(x)
+    return layer.heads(x, STEP)
 
 
 def num_bytes(layer: Layer) -> int:

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.config import EngineConfig, ModelArch
-from quire.kernels.attention_metadata import StepMetadata
+from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig
+from quire.layers.step import StepContext
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import (
     CachedRequestData,
@@ -88,11 +89,12 @@ class ToyModel:
     """
 
     def __init__(self) -> None:
-        self.cache = torch.full((NUM_BLOCKS * BLOCK_SIZE,), torch.nan, dtype=torch.float64)
+        num_planes = NUM_BLOCKS * FullAttentionSpec.planes  # block ids count them
+        self.cache = torch.full((num_planes * BLOCK_SIZE,), torch.nan, dtype=torch.float64)
         self.table = torch.randn(997, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
 
-    def forward(self, input_ids: Tensor, positions: Tensor, step: StepMetadata) -> Tensor:
-        (metadata,) = step
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        metadata = step.metadata(0, AttentionMetadata)
         is_real = metadata.slot_mapping >= 0
         values = ((input_ids + 1) * (positions * positions + 7)).double()
         self.cache[metadata.slot_mapping[is_real]] = values[is_real]

@@ -29,14 +29,12 @@ def plan(swap_outs: Moves = (), swap_ins: Moves = (), block_copies: Moves = ()) 
 def tier(num_blocks: int, dtype: torch.dtype, first: int) -> list[torch.Tensor]:
     """Two layers of different widths; every block holds its own number."""
     numbers = torch.arange(first, first + num_blocks).to(dtype)
-    return [numbers[None, :, None, None].repeat(2, 1, heads, 4) for heads in (1, 3)]
+    return [numbers[:, None].repeat(1, width) for width in (4, 12)]
 
 
 def numbers(tensors: list[torch.Tensor]) -> list[int]:
-    """What the blocks hold, the same in all layers, keys and values."""
-    found = {
-        tuple(row) for tensor in tensors for row in tensor.flatten(2).permute(0, 2, 1).flatten(0, 1).tolist()
-    }
+    """What the blocks hold, the same in all layers and at each place."""
+    found = {tuple(column) for tensor in tensors for column in tensor.t().tolist()}
     (blocks,) = found
     return [int(number) for number in blocks]
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata
+from quire.kv_cache.spec import FullAttentionSpec, RecurrentStateSpec, SlidingWindowSpec
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import CachedRequestData, NewRequestData
 from quire.worker.block_table import BlockTable
@@ -23,11 +23,11 @@ from tests.worker.fake_gpu import FakeGpu
 from tests.worker.harness import rows_of
 
 MAX_SEQS, MAX_LEN, POOL = 6, 600, 900
-SPECS = (FullAttentionSpec(4, 1, 1, 4), SlidingWindowSpec(16, 1, 1, 4, 40))
+SPECS = (FullAttentionSpec(4, 1, 1, 4), SlidingWindowSpec(16, 1, 1, 4, 40), RecurrentStateSpec(32, 64))
 
 
 class Rows:
-    """A host batch with two groups, its copy on a device, and requests whose tokens only the device knows."""
+    """A host batch with three groups, its copy on a device, and requests whose tokens only the device knows."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -60,7 +60,7 @@ class Rows:
         assert torch.equal(got.input_ids, padded(expected.input_ids, padding, 0))
         assert torch.equal(got.positions, padded(expected.positions, padding, 0))
         assert torch.equal(got.logits_indices, expected.logits_indices.int())
-        for spec, one, other in zip(SPECS, got.metadata, expected.metadata, strict=True):
+        for spec, one, other in zip(SPECS, got.step.groups, expected.step.groups, strict=True):
             check(one, other, spec.block_size, padding, graph_size)
         self.sample(expected.layout.rows[expected.layout.sampling])
         self.advance(names, counts)
@@ -89,9 +89,11 @@ def padded(tensor: Tensor, count: int, value: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, count), value=value)
 
 
-def check(got: AttentionMetadata, want: AttentionMetadata, size: int, padding: int, graph_size: int) -> None:
+def check(got: GroupMetadata, want: GroupMetadata, size: int, padding: int, graph_size: int) -> None:
+    assert type(got) is type(want)
     assert torch.equal(got.seq_lens, padded(want.seq_lens, padding, 0))
-    assert torch.equal(got.slot_mapping, padded(want.slot_mapping, padding, -1))
+    if isinstance(got, AttentionMetadata) and isinstance(want, AttentionMetadata):
+        assert torch.equal(got.slot_mapping, padded(want.slot_mapping, padding, -1))
     num_requests = len(want.seq_lens)
     starts = [*want.query_start_loc.tolist(), *range(num_requests + 1, num_requests + padding + 1)]
     assert got.query_start_loc.tolist() == starts
@@ -149,7 +151,8 @@ def test_a_step_is_one_upload() -> None:
 def test_a_blank_step_is_padding() -> None:
     rows = Rows(random.Random(0))
     rows.device.blank(4)
-    ids, positions, (metadata, _) = rows.device.decode_inputs(4)
+    ids, positions, step = rows.device.decode_inputs(4)
+    metadata = step.metadata(0, AttentionMetadata)
     assert ids.tolist() == positions.tolist() == metadata.seq_lens.tolist() == [0] * 4
     assert metadata.slot_mapping.tolist() == [-1] * 4
     assert metadata.query_start_loc.tolist() == [0, 1, 2, 3, 4]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import EngineError
+from quire.kernels.attention_metadata import AttentionMetadata
 from quire.scheduler.output import CachedRequestData
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, gather_inputs
@@ -65,7 +66,7 @@ def check_gather(inputs: StepInputs, requests: list[PlainRequest], counts: list[
         if plain.num_computed_tokens + count == len(plain.tokens):
             samples.append(index)
     lengths = [plain.num_computed_tokens + count for plain, count in zip(requests, counts, strict=True)]
-    (meta,) = inputs.metadata
+    meta = inputs.step.metadata(0, AttentionMetadata)
     assert inputs.input_ids.tolist() == ids
     assert inputs.positions.tolist() == positions
     assert meta.slot_mapping.tolist() == slots

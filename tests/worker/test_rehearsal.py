@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 
 from quire.executor.null import NullExecutor
-from quire.kv_cache.grouping import group_layers
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig
-from quire.worker.rehearsal import Rehearsal
-from tests.worker.harness import VOCAB_SIZE, tiny_config
+from quire.kv_cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+)
+from quire.worker.rehearsal import Rehearsal, rehearsed_groups
+from tests.worker.harness import BLOCK_SIZE, VOCAB_SIZE, tiny_config
 
 ALL = 1 << 40
+FULL = FullAttentionSpec(BLOCK_SIZE, 1, 1, 4)
+WINDOW = SlidingWindowSpec(BLOCK_SIZE, 1, 1, 4, sliding_window=8)
+STATE = RecurrentStateSpec(BLOCK_SIZE, 96)
 
 
 @pytest.mark.parametrize(
@@ -36,12 +44,15 @@ def test_a_device_may_rehearse_less() -> None:
     assert list(first.num_scheduled_tokens.values()) == [32]
 
 
+@pytest.mark.parametrize("layers", [[FULL], [FULL, WINDOW, FULL], [FULL, STATE, WINDOW]])
 @pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 100, "max_model_len": 21}], ids=str)
-def test_they_keep_every_promise_of_a_plan(limits: dict[str, Any]) -> None:
+def test_they_keep_every_promise_of_a_plan(limits: dict[str, Any], layers: list[KVCacheSpec]) -> None:
     config = tiny_config(**limits)
-    rehearsal = Rehearsal(config, ALL, ALL)
-    specs = {"layer": FullAttentionSpec(config.cache.block_size, 1, 1, 4)}
+    specs = {f"layer {index}": spec for index, spec in enumerate(layers)}
+    groups = rehearsed_groups(specs)
+    assert len(groups) == (3 if STATE in layers else 1)
+    rehearsal = Rehearsal(config, ALL, ALL, len(groups))
     executor = NullExecutor(dataclasses.replace(config, model_arch=None), specs=specs, vocab_size=VOCAB_SIZE)
-    executor.initialize_kv_cache(KVCacheConfig(rehearsal.num_blocks, group_layers(specs, 64), specs))
+    executor.initialize_kv_cache(KVCacheConfig(rehearsal.num_blocks, groups, specs))
     for plan in rehearsal.plans():
         assert not executor.execute_model(plan).failed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.kernels import ops
-from quire.kernels.attention_metadata import AttentionMetadata, StepMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, StateMetadata
 from quire.kernels.cpu import library
+from quire.layers.step import StepContext
 from quire.models.registry import Registry
 from quire.worker import taped_forward
 from quire.worker.inputs import StepInputs, StepLayout
@@ -91,13 +93,13 @@ def step(ids: list[int], starts: list[int]) -> StepInputs:
         torch.arange(len(starts) + 1, dtype=torch.int32),
         (positions + 1).int(),
         table,
-        positions,
-        1,
-        int(positions.max()) + 1,
+        max_query_len=1,
+        max_seq_len=int(positions.max()) + 1,
+        slot_mapping=positions,
     )
     rows = np.arange(len(starts))
     layout = StepLayout(rows, rows, rows + 1, np.arange(len(rows) + 1), rows)
-    return StepInputs(layout, torch.tensor(ids), positions, torch.from_numpy(rows), (metadata,))
+    return StepInputs(layout, torch.tensor(ids), positions, torch.from_numpy(rows), StepContext((metadata,)))
 
 
 class Lookup:
@@ -107,7 +109,7 @@ class Lookup:
         self.table = torch.arange(8.0)[:, None]
         self.passes = 0
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         self.passes += 1
         return ops.embedding(input_ids, self.table)
 
@@ -125,6 +127,26 @@ def test_python_runs_once_for_each_number_of_requests() -> None:
     assert forward(step([1, 2, 3], [0, 5])).flatten().tolist() == [1, 2, 3]
     assert forward(step([3, 2, 1], [0, 5])).flatten().tolist() == [3, 2, 1]
     assert model.passes == 4, "a step that prefills is not recorded"
+
+
+class Described(Lookup):
+    """A model of one kernel that reads the metadata of a group of states."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        own = step.metadata(1, StateMetadata)
+        return ops.embedding(own.block_tables[:, 0].long() + own.seq_lens, self.table)
+
+
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
+def test_tapes_have_places_for_groups_of_states() -> None:
+    forward = TapedForward(Described(), 4, (4, 4), ROOM)
+    for first_blocks, starts in (([1, 2], [0, 4]), ([3, 0], [2, 1])):
+        plain = step([0, 0], starts)
+        attention = plain.step.metadata(0, AttentionMetadata)
+        tables = torch.tensor(first_blocks, dtype=torch.int32)[:, None].expand(-1, 3)
+        states = StateMetadata(attention.query_start_loc, attention.seq_lens, tables, 1, 5)
+        result = forward(replace(plain, step=StepContext((attention, states))))
+        assert result.flatten().tolist() == [b + s + 1 for b, s in zip(first_blocks, starts, strict=True)]
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
@@ -160,8 +182,8 @@ def test_the_tapes_last_played_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
 class Root(Lookup):
     """A model that leaves something to torch."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
-        return super().forward(input_ids, positions, metadata).sqrt()
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        return super().forward(input_ids, positions, step).sqrt()
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
