@@ -16,6 +16,7 @@ from quire.config import EngineConfig
 from quire.engine.kv_events import create_publisher
 from quire.engine.messages import (
     AbortRequests,
+    AddRequest,
     CoreMessage,
     CoreReady,
     CoreRequest,
@@ -86,10 +87,11 @@ class EngineCore:
 
     def handle(self, message: CoreRequest) -> CoreMessage | None:
         """Act on one message; only utility calls have an answer."""
-        if isinstance(message, EngineCoreRequest):
-            self.add_request(message)
+        if isinstance(message, AddRequest):
+            for request in message.requests():
+                self.add_request(request)
         elif isinstance(message, AbortRequests):
-            self.scheduler.finish_requests(message.request_ids, "abort", time.monotonic())
+            self.scheduler.finish_requests(message.request_ids, message.reason, time.monotonic())
         elif isinstance(message, UtilityCall):
             return self._call_utility(message)
         return None

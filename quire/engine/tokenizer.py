@@ -14,6 +14,7 @@ from typing import Any
 
 import tokenizers
 
+from quire.engine.text_bound import max_chars_per_token
 from quire.errors import ModelLoadError, ValidationError
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,10 @@ class Tokenizer:
         ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def min_num_tokens(self, text: str) -> int:
+        """Tokens that `text` has at least, by its length alone; 0 where a tokenizer may leave some of it out."""
+        return -(-len(text) // self._max_chars_per_token) if self._max_chars_per_token else 0
+
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no valid UTF-8 become U+FFFD, ids without a token become nothing."""
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -73,6 +78,10 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The text of one token taken alone."""
         return self.decode([token_id], skip_special_tokens=False)
+
+    @functools.cached_property
+    def _max_chars_per_token(self) -> int | None:
+        return max_chars_per_token(self._backend)
 
     @functools.cached_property
     def special_tokens(self) -> frozenset[str]:

@@ -108,13 +108,13 @@ def test_n_fans_out_with_consecutive_seeds(processor: InputProcessor) -> None:
     assert all(request.sampling_params.n == 1 for request in requests)
 
 
-def test_completions_after_the_first_are_forks_of_it_unless_each_must_compute_the_prompt(
+def test_completions_after_the_first_are_forks_of_it_and_share_its_prompt_but_not_its_logprobs(
     processor: InputProcessor,
 ) -> None:
-    prompt = processor.tokenize([1])
-    assert [r.fork_of for r in processor.process("r", prompt, SamplingParams(n=3))] == [None, "r.0", "r.0"]
-    logprobs = SamplingParams(n=2, prompt_logprobs=1)
-    assert [r.fork_of for r in processor.process("r", prompt, logprobs)] == [None, None]
+    requests = processor.process("r", processor.tokenize([1]), SamplingParams(n=3, prompt_logprobs=1))
+    assert [request.fork_of for request in requests] == [None, "r.0", "r.0"]
+    assert all(request.prompt_token_ids is requests[0].prompt_token_ids for request in requests)
+    assert [request.sampling_params.prompt_logprobs for request in requests] == [1, None, None]
 
 
 def test_without_a_tokenizer_only_ids_work(null_model_dir: Path) -> None:

@@ -38,7 +38,7 @@ def test_the_engine_goes_on_after_an_interrupt_in_any_step(
     }
     model = str(tiny_model("llama"))
     llm, expected = LLM(model, **options), tokens(LLM(model, max_model_len=64))
-    executor = llm.llm_engine._client._core.executor  # type: ignore[attr-defined]
+    executor = llm.llm_engine._clients[0]._core.executor  # type: ignore[attr-defined]
     name = "submit" if async_scheduling else "execute_model"
     original, num_calls = getattr(executor, name), 0
 

@@ -212,9 +212,9 @@ def test_a_core_in_its_own_process_gives_the_same(engine: LLMEngine, null_model_
 def test_a_dead_core_is_reported(null_model_dir: Path) -> None:
     remote = make_engine(null_model_dir, in_process=False)
     # Stopped first, so that it cannot finish the request before it is killed.
-    remote._client.process.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
+    remote._clients[0].process.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
     remote.add_request("r", [1, 2, 3], params(max_tokens=100))
-    remote._client.process.kill()  # type: ignore[attr-defined]
+    remote._clients[0].process.kill()  # type: ignore[attr-defined]
     with pytest.raises(EngineDeadError):
         run(remote)
     remote.shutdown()
@@ -313,14 +313,14 @@ def test_a_late_report_of_an_aborted_request_does_not_touch_the_next_of_its_id(n
     """As it happens with a core in another process, whose reports may be on their way while a request is aborted."""
     engine = make_engine(null_model_dir)
     engine.add_request("again", [7, 8, 9], params())
-    late = engine._client.receive()
+    late = engine._clients[0].receive()
     assert late[0].updates[0].new_token_ids  # type: ignore[union-attr]
     engine.abort_request("again")
     (aborted,) = engine.step()
     assert (aborted.outputs[0].token_ids, aborted.outputs[0].finish_reason) == ([], "abort")
     engine.add_request("again", [1, 2, 3], params())
     for message in late:
-        engine._take_in(message)
+        engine._front_end.take_in(0, message)
     result = run(engine)["again"][-1]
     engine.add_request("alone", [1, 2, 3], params())
     assert result.outputs == run(engine)["alone"][-1].outputs
