@@ -158,15 +158,8 @@ class LLMEngine:
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         """One thread at a time, and a Ctrl-C waits: half of a method would leave front end and core apart."""
-        if not self._in_use.acquire(blocking=False):
-            raise ConflictError(
-                "this engine is in use by another thread; AsyncLLM serves several callers at once"
-            )
-        try:
-            with held_interrupts():
-                yield
-        finally:
-            self._in_use.release()
+        with one_thread(self._in_use), held_interrupts():
+            yield
 
     def _call(self, core: int, method: str, *args: Any) -> Any:
         with self._exclusive():
@@ -193,3 +186,20 @@ class LLMEngine:
         """What ended the engine is raised by `step`."""
         if isinstance(output, RequestOutput):
             self._outputs.append(output)
+
+
+@contextmanager
+def one_thread(in_use: threading.Lock) -> Iterator[None]:
+    """Refuse a second thread at once instead of letting it wait: its caller would be surprised either way.
+
+    Raises:
+        ConflictError: another thread is in such a block with this lock.
+    """
+    if not in_use.acquire(blocking=False):
+        raise ConflictError(
+            "this engine is in use by another thread; AsyncLLM serves several callers at once"
+        )
+    try:
+        yield
+    finally:
+        in_use.release()

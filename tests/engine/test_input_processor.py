@@ -48,6 +48,8 @@ def test_text_ids_and_dicts_become_the_same_request(processor: InputProcessor) -
         ([True], "token ids are integers in"),
         (["1"], "token ids are integers in"),
         ([1] * 128, "has 128 tokens"),
+        ([-1] * 128, "has 128 tokens"),
+        ({"prompt_token_ids": "12"}, "'prompt_token_ids' must be a list"),
         ("\ud800", "lone surrogate"),
         ({"prompt": "a", "cache_salt": "x" * 129}, "1 to 128 characters"),
         ({"prompt": "a", "cache_salt": ""}, "1 to 128 characters"),
@@ -56,6 +58,18 @@ def test_text_ids_and_dicts_become_the_same_request(processor: InputProcessor) -
 def test_bad_prompts_are_refused(processor: InputProcessor, prompt: Any, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         processor.process("r", processor.tokenize(prompt), SamplingParams())
+
+
+def test_huge_text_is_refused_before_it_is_tokenized(
+    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(text: str) -> list[int]:
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(processor.tokenizer, "encode", encode)
+    for prompt in ("x" * 10**6, {"prompt": "é" * 10**6}):
+        with pytest.raises(ValidationError, match=r"at least \d+ tokens; .* allows 127"):
+            processor.tokenize(prompt)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.interrupts import held_interrupts
+from quire.errors import ConflictError
 from quire.inputs import PromptType
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -91,3 +92,26 @@ def test_other_threads_change_nothing() -> None:
     thread.start()
     thread.join()
     assert handlers == [signal.default_int_handler]
+
+
+def test_generate_in_two_threads_is_refused(tiny_model: Callable[[str], Path]) -> None:
+    """One would collect the other's outputs."""
+    llm = LLM(str(tiny_model("llama")), max_model_len=64)
+    expected, refused = tokens(llm), list[Exception]()
+    step = llm.llm_engine.step
+
+    def step_and_try() -> Any:
+        def attempt() -> None:
+            try:
+                tokens(llm)
+            except ConflictError as error:
+                refused.append(error)
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+        return step()
+
+    llm.llm_engine.step = step_and_try  # type: ignore[method-assign]
+    assert tokens(llm) == expected
+    assert refused

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config import EngineConfig
+from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import (
     ConfigError,
+    ConflictError,
     EngineDeadError,
     ModelLoadError,
     NotFoundError,
@@ -325,3 +329,123 @@ def test_a_late_report_of_an_aborted_request_does_not_touch_the_next_of_its_id(n
     engine.add_request("alone", [1, 2, 3], params())
     assert result.outputs == run(engine)["alone"][-1].outputs
     assert_all_blocks_free(engine)
+
+
+def test_a_deadline_ends_a_request_and_frees_what_it_holds(engine: LLMEngine) -> None:
+    engine.add_request("late", [1, 2, 3], params(), timeout_s=1e-9)
+    engine.add_request("other", [1, 2, 3], params(), timeout_s=1e9)
+    outputs = run(engine)
+    assert outputs["late"][-1].outputs[0].finish_reason == "timeout"
+    assert len(outputs["other"][-1].outputs[0].token_ids) == 12
+
+
+def test_two_cores_give_what_one_gives(null_model_dir: Path, engine: LLMEngine) -> None:
+    config = EngineConfig.from_args(
+        model=str(null_model_dir), distributed_executor_backend="null", max_num_seqs=4
+    )
+    two = LLMEngine(config, num_cores=2)
+    sampling = params(temperature=1.0, seed=5, n=2)
+    assert [o.outputs for o in run_all(two, sampling)] == [o.outputs for o in run_all(engine, sampling)]
+    for core in range(2):
+        assert two._call(core, "stats").get("num_running", 0) == 0
+    assert two.reset_prefix_cache()
+    assert [one.status for one in two.explain("1")] == ["finished", "finished"]
+    two.shutdown()
+
+
+@pytest.mark.parametrize("step", [1, 5, 12])
+def test_an_interrupt_in_a_step_loses_nothing_that_the_core_has_said(
+    step: int, null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that catches it and goes on, as a notebook does; twelve steps make twelve tokens."""
+    engine = make_engine(null_model_dir)
+    (expected,) = run_all(engine, params(), [[1, 2, 3]])
+    core, num_calls = engine._clients[0]._core, 0  # type: ignore[attr-defined]
+    original = core.step
+
+    def interrupted() -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == step:
+            signal.raise_signal(signal.SIGINT)
+        return original()
+
+    monkeypatch.setattr(core, "step", interrupted)
+    engine.add_request("r", [1, 2, 3], params())
+    outputs: list[RequestOutput] = []
+    num_interrupts = 0
+    for _ in range(14):
+        try:
+            outputs += engine.step()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert (outputs[-1].outputs, num_interrupts) == (expected.outputs, 1)
+
+
+def test_an_interrupt_while_a_request_is_added_leaves_it_queued_or_not_at_all(
+    null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(null_model_dir)
+    process = engine.input_processor.process
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return process(*args, **options)
+
+    monkeypatch.setattr(engine.input_processor, "process", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.add_request("r", [1, 2, 3], params())
+    assert len(run(engine)["r"][-1].outputs[0].token_ids) == 12
+
+
+def test_a_second_thread_at_once_is_refused(null_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(null_model_dir)
+    core = engine._clients[0]._core  # type: ignore[attr-defined]
+    entered, leave = threading.Event(), threading.Event()
+    original = core.step
+
+    def slow() -> Any:
+        entered.set()
+        assert leave.wait(60)
+        return original()
+
+    monkeypatch.setattr(core, "step", slow)
+    engine.add_request("r", [1, 2, 3], params())
+    outputs: list[RequestOutput] = []
+    thread = threading.Thread(target=lambda: outputs.extend(engine.step()))
+    thread.start()
+    assert entered.wait(60)
+    attempts: list[Callable[[], Any]] = [
+        engine.step,
+        engine.reset_prefix_cache,
+        lambda: engine.add_request("s", [1], params()),
+        lambda: engine.abort_request("r"),
+        lambda: engine.explain("r"),
+    ]
+    for attempt in attempts:
+        with pytest.raises(ConflictError, match="in use by another thread"):
+            attempt()
+    leave.set()
+    thread.join()
+    outputs += run(engine)["r"]
+    assert len(outputs[-1].outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("engine_class", [LLMEngine, AsyncLLM])
+def test_a_constructor_that_fails_leaves_no_core_behind(
+    engine_class: Any, null_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def remembered(*args: Any, **options: Any) -> Any:
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr("quire.engine.client.subprocess.Popen", remembered)
+    (tmp_path / "config.json").write_bytes((null_model_dir / "config.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{")
+    config = EngineConfig.from_args(model=str(tmp_path), distributed_executor_backend="null")
+    with pytest.raises(ModelLoadError, match="not a valid tokenizer file"):
+        engine_class(config, in_process=False)
+    assert all(process.poll() is not None for process in started)
