@@ -132,10 +132,9 @@ class AsyncLLM:
             tenant=tenant,
             timeout_s=timeout_s,
         )
-        self._send(messages)
-        if timeout_s is not None:
-            self._set_timer()
         try:
+            self._send(messages)
+            self._set_timer()
             while True:
                 output = await stream.get()
                 yield output

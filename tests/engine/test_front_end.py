@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
@@ -22,7 +24,8 @@ from quire.metrics.stats import IterationStats
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import SchedulerStats
-from tests.engine.whole_engine import letters_model
+from tests.engine.test_state_machine import parameters, prompts
+from tests.engine.whole_engine import alone, letters_model
 
 
 class Cores:
@@ -361,6 +364,33 @@ def test_a_core_is_replaced_and_nobody_sees_a_difference(
     assert expected[0][0][0].finish_reason == "stop"
     drops = (number % (every + 1) == every for number in itertools.count())
     assert run_all(Cores(**args), text[5:7], drops) == expected
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(prompts(), parameters()), min_size=1, max_size=4),
+    st.lists(st.integers(0, 3), max_size=6),
+    st.sampled_from([{}, {"async_scheduling": True, "max_steps_in_flight": 3}]),
+    st.sampled_from([6, 24]),
+)
+def test_cores_replaced_at_any_moments_make_what_each_request_is_alone(
+    requests: list[tuple[list[int], SamplingParams]], drops: list[int], loop: dict[str, Any], budget: int
+) -> None:
+    """Each number of `drops` is how many steps a core lives."""
+    cores = Cores(max_num_batched_tokens=budget, max_num_seqs=4, block_size=4, **loop)
+    for index, (prompt, params) in enumerate(requests):
+        cores.add(f"r{index}", prompt, **msgspec.structs.asdict(params))
+    for num_steps in drops:
+        for _ in range(num_steps):
+            cores.step()
+        cores.replace(0)
+    cores.run()
+    for index, (prompt, params) in enumerate(requests):
+        outputs = cores.outputs[f"r{index}"]
+        got = joined(outputs, {"output_kind": params.output_kind})
+        expected = alone(prompt, params)
+        assert sorted(got[0], key=lambda completion: completion.index) == expected.outputs
+        assert got[1] == expected.prompt_logprobs
 
 
 def test_calls_in_flight_are_asked_of_the_new_core_again() -> None:
