@@ -192,6 +192,7 @@ class AsyncLLM:
             return
         self._closed = True
         self._die(EngineDeadError("the engine was shut down"))
+        self._set_timer()
         for client in self._clients:
             await asyncio.to_thread(client.close)
         for pump in self._pumps:

@@ -9,7 +9,6 @@ the error that ended the engine) has gone to its sink.
 from __future__ import annotations
 
 import heapq
-import itertools
 import logging
 import math
 import time
@@ -29,14 +28,14 @@ from quire.engine.messages import (
     CoreReady,
     CoreRequest,
     EngineCoreOutputs,
-    UtilityCall,
     UtilityResult,
     add_message,
 )
 from quire.engine.output_processor import OutputProcessor, Sink
 from quire.engine.queue_limits import check_queue
 from quire.engine.startup import load_tokenizer
-from quire.errors import EngineError, NotFoundError, QuireError, ValidationError
+from quire.engine.utility_calls import UtilityCalls
+from quire.errors import NotFoundError, QuireError, ValidationError
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -56,15 +55,6 @@ class _Flight:
     label: str
     core: int
     core_ids: list[str]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A utility call without an answer."""
-
-    core: int
-    message: UtilityCall
-    answer: Future[Any]
 
 
 class FrontEnd:
@@ -106,8 +96,7 @@ class FrontEnd:
         self._flights: dict[str, _Flight] = {}
         self._names: dict[str, str] = {}  # of the requests, by core id
         self._deadlines: list[tuple[float, str]] = []
-        self._calls: dict[int, _Call] = {}
-        self._call_ids = itertools.count()
+        self._calls = UtilityCalls()
         self._failing_loggers: list[StatLogger] = []
 
     # Questions
@@ -132,7 +121,7 @@ class FrontEnd:
 
     def expects(self, core: int) -> bool:
         """Whether there must be more messages of this core: it has requests, or owes an answer."""
-        return bool(self._num_unfinished[core]) or any(call.core == core for call in self._calls.values())
+        return bool(self._num_unfinished[core] or self._calls.owed_by(core))
 
     def known(self, label: str) -> list[str]:
         """Core ids of a label's requests in flight, else of its last one that ended."""
@@ -216,7 +205,7 @@ class FrontEnd:
             self._record(stats, message.stats)
             return [(core, AbortRequests(ids, reason)) for reason, ids in ends.items()]
         if isinstance(message, UtilityResult):
-            self._answer(message)
+            self._calls.answer(message)
         elif isinstance(message, CoreReady):
             self._ready[core] = message
             self._settle()
@@ -229,9 +218,8 @@ class FrontEnd:
             QuireError: the engine is dead.
         """
         self.check_health()
-        call = _Call(core, UtilityCall(next(self._call_ids), method, list(args)), Future())
-        self._calls[call.message.call_id] = call
-        return call.answer, [(core, call.message)]
+        answer, message = self._calls.start(core, method, args)
+        return answer, [(core, message)]
 
     def unfinished(self, core: int) -> list[Outgoing]:
         """What to send to a core that takes the place of this one: all that the old one has left undone.
@@ -242,7 +230,7 @@ class FrontEnd:
         flights = [flight for flight in self._flights.values() if flight.core == core]
         messages: list[CoreRequest] = []
         messages += [add_message(self.output_processor.resume(flight.core_ids)) for flight in flights]
-        messages += [call.message for call in self._calls.values() if call.core == core]
+        messages += self._calls.owed_by(core)
         return [(core, message) for message in messages]
 
     def die(self, error: QuireError) -> None:
@@ -251,10 +239,7 @@ class FrontEnd:
             return
         self.dead_error = error
         self.output_processor.fail_all(error)
-        calls, self._calls = self._calls, {}
-        for call in calls.values():
-            if call.answer.set_running_or_notify_cancel():
-                call.answer.set_exception(error)
+        self._calls.fail_all(error)
 
     # The rest
 
@@ -293,15 +278,6 @@ class FrontEnd:
                 theirs = [core_id for core_id in ended if cores[core_id] == core]
                 messages.append((core, AbortRequests(theirs, why)))
         return messages
-
-    def _answer(self, result: UtilityResult) -> None:
-        answer = self._calls.pop(result.call_id).answer
-        if not answer.set_running_or_notify_cancel():
-            return
-        if result.error is not None:
-            answer.set_exception(EngineError(result.error))
-        else:
-            answer.set_result(result.result)
 
     def _settle(self) -> None:
         """Go on with the shortest context that a core has fitted to its memory."""

@@ -96,9 +96,8 @@ class InputProcessor:
             raise ValidationError("text prompts need a tokenizer; pass token ids", param="prompt")
         if not text:
             raise ValidationError("the prompt must not be empty", param="prompt")
-        if (
-            len(text) >= self.config.model.max_model_len
-        ):  # else it has no more characters than it may have tokens
+        # A shorter one may have a token for each of its characters.
+        if len(text) >= self.config.model.max_model_len:
             self._check_length(self.tokenizer.min_num_tokens(text), "at least ")
         return self.tokenizer.encode(text)
 
