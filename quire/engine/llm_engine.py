@@ -122,7 +122,8 @@ class LLMEngine:
             self._send(self._front_end.abort(request_ids))
 
     def has_unfinished_requests(self) -> bool:
-        return self._front_end.num_unfinished > 0
+        """Whether `step` has something to do, or an output to return."""
+        return self._front_end.num_unfinished > 0 or bool(self._outputs)
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._front_end)
