@@ -87,7 +87,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     engine = LLMEngine.from_engine_args(EngineArgs(model=args.model, max_model_len=512, max_num_seqs=64))
-    core: Any = engine._client._core  # type: ignore[attr-defined]
+    core: Any = engine._clients[0]._core  # type: ignore[attr-defined]
     runner = core.executor._worker._runner
     runner._model.forward = remembering(runner._model.forward)
     runner._model.compute_logits = remembering(runner._model.compute_logits)

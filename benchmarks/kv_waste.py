@@ -68,7 +68,7 @@ def add_requests(engine: LLMEngine, num_requests: int, seed: int) -> dict[str, t
 
 def run(engine: LLMEngine, lengths: dict[str, tuple[int, int]]) -> Counter[str]:
     """Slot-steps: used, and allocated in each of the ways."""
-    core: Any = engine._client._core  # type: ignore[attr-defined]
+    core: Any = engine._clients[0]._core  # type: ignore[attr-defined]
     scheduler = core.scheduler
     slots: Counter[str] = Counter()
     while engine.has_unfinished_requests():

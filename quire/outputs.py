@@ -28,8 +28,8 @@ PositionLogprobs = dict[int, Logprob]
 class CompletionOutput:
     """One completion of a prompt.
 
-    `finish_reason` is "stop", "length", "abort" or "error", None while running; `stop_reason` is the stop
-    string or stop token id that matched, None for end-of-sequence, and what went wrong after an "error".
+    `finish_reason` is "stop", "length", "abort", "timeout" or "error", None while running; `stop_reason` is the
+    stop string or stop token id that matched, None for end-of-sequence, and what went wrong after an "error".
     """
 
     index: int

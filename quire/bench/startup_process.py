@@ -46,12 +46,12 @@ def time_first_token(stopwatch: Stopwatch, config_json: bytes) -> None:
     """Start an engine and make one token."""
     stopwatch.end("interpreter")
     from quire.config import EngineConfig
-    from quire.engine import core, llm_engine
+    from quire.engine import core, front_end, llm_engine
     from quire.sampling_params import SamplingParams
 
     config = msgspec.json.decode(config_json, type=EngineConfig)
     stopwatch.end("imports of quire")
-    stopwatch.watch(llm_engine, "load_tokenizer", "tokenizer")
+    stopwatch.watch(front_end, "load_tokenizer", "tokenizer")
     stopwatch.watch(core, "resolve_executor", "import of torch", lambda: _watch_worker(stopwatch))
     engine = llm_engine.LLMEngine(config)
     stopwatch.end("KV cache")

@@ -1,44 +1,30 @@
-"""`AsyncLLM`: many concurrent async generators over one engine core.
+"""`AsyncLLM`: many concurrent async generators over one engine.
 
-Invariant: torch-free (unless the core is asked to run in this process). One pump thread waits for the core's
+Invariant: torch-free (unless the cores are asked to run in this process). One pump thread per core waits for its
 messages and hands them to the event loop; all other state belongs to the loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from quire.config import EngineArgs, EngineConfig
-from quire.engine.client import make_client
-from quire.engine.core_ids import CoreIds
-from quire.engine.explanations import explanations
-from quire.engine.input_processor import InputProcessor, TokenizedPrompt
-from quire.engine.messages import (
-    AbortRequests,
-    CoreMessage,
-    CoreReady,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    UtilityCall,
-    UtilityResult,
-)
-from quire.engine.output_processor import OutputProcessor
+from quire.engine.client import closed_on_error, make_clients
+from quire.engine.front_end import FrontEnd, Outgoing, explained
+from quire.engine.input_processor import TokenizedPrompt
+from quire.engine.messages import CoreMessage
 from quire.engine.output_stream import OutputStream
-from quire.engine.queue_limits import check_queue
-from quire.engine.startup import load_tokenizer, prepare
-from quire.engine.tokenizer import Tokenizer
-from quire.errors import EngineDeadError, EngineError, QuireError
+from quire.engine.startup import prepare
+from quire.errors import EngineDeadError, QuireError
 from quire.inputs import PromptType
-from quire.metrics.stats import IterationStats, StatLogger
+from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.explain import Explanation
-from quire.scheduler.output import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -47,28 +33,24 @@ INLINE_TOKENIZE_CHARS = 4096
 
 
 class AsyncLLM:
-    """The asynchronous engine. Construction starts the core and returns at once; `wait_ready` waits for it.
+    """The asynchronous engine. Construction starts the cores and returns at once; `wait_ready` waits for them.
 
     Raises:
-        StartupError: from the constructor for what is seen at once (no such model, bad option), from
-            `wait_ready` for what the core finds.
+        StartupError: from the constructor for what is seen at once (no such model, bad option, no tokenizer), from
+            `wait_ready` for what a core finds.
     """
 
-    def __init__(self, config: EngineConfig, *, in_process: bool = False) -> None:
-        self.config = prepare(config, "server")
-        self._client = make_client(self.config, in_process=in_process)
-        self.tokenizer: Tokenizer | None = load_tokenizer(self.config)
-        self.input_processor = InputProcessor(self.config, self.tokenizer, strict_length=True)
-        self.output_processor = OutputProcessor(self.tokenizer)
-        self.core_ready: CoreReady | None = None
-        self.dead_error: QuireError | None = None
-        self._stat_loggers: list[StatLogger] = []
-        self._core_ids = CoreIds()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count()
-        self._loop: asyncio.AbstractEventLoop | None = None
+    def __init__(self, config: EngineConfig, *, in_process: bool = False, num_cores: int = 1) -> None:
+        config = prepare(config, "server")
+        self._clients = make_clients(config, num_cores, in_process=in_process)  # they load while this goes on
+        with closed_on_error(self._clients):
+            self._front_end = FrontEnd(config, strict_length=True, num_cores=num_cores)
+        self.tokenizer = self._front_end.tokenizer
+        self.input_processor = self._front_end.input_processor
+        self.output_processor = self._front_end.output_processor
         self._settled = asyncio.Event()
-        self._pump_thread: threading.Thread | None = None
+        self._pumps: list[threading.Thread] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     @staticmethod
@@ -82,28 +64,37 @@ class AsyncLLM:
         return AsyncLLM(engine_args.create_engine_config())
 
     @property
+    def config(self) -> EngineConfig:
+        """With every automatic value settled; the context that is fitted to memory, once the engine is ready."""
+        return self._front_end.config
+
+    @property
     def is_ready(self) -> bool:
-        """True between the end of loading and the end of the core."""
-        return self.core_ready is not None and self.dead_error is None
+        """True between the end of loading and the end of a core."""
+        return self._front_end.core_ready is not None and not self.errored
 
     @property
     def errored(self) -> bool:
         return self.dead_error is not None
 
+    @property
+    def dead_error(self) -> QuireError | None:
+        """What ended the engine."""
+        return self._front_end.dead_error
+
     async def wait_ready(self) -> None:
         """Wait until the model is loaded.
 
         Raises:
-            QuireError: the core could not start (a StartupError with the reason) or died.
+            QuireError: a core could not start (a StartupError with the reason) or died.
         """
-        self._ensure_pump()
+        self._ensure_pumps()
         await self._settled.wait()
         await self.check_health()
 
     async def check_health(self) -> None:
-        """Raise the error that ended the core, if it ended."""
-        if self.dead_error is not None:
-            raise self.dead_error
+        """Raise the error that ended the engine, if it ended."""
+        self._front_end.check_health()
 
     async def generate(
         self,
@@ -113,52 +104,63 @@ class AsyncLLM:
         *,
         priority: int = 0,
         tenant: str = "",
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until one is `finished`. Closing the generator aborts the request.
 
         `request_id` is a label: outputs carry it, `abort` takes it, and it need not be unique. `priority` (lower
-        first) needs the priority policy; `tenant` is whose share the request takes under the fair one.
+        first) needs the priority policy; `tenant` is whose share the request takes under the fair one. `timeout_s`
+        seconds after it was queued it ends with finish_reason "timeout" and what it has by then.
 
         Raises:
             ValidationError: before the first output, for a prompt or parameter that cannot be honoured.
             UnavailableError: the queue is full.
-            EngineDeadError: the core died.
+            EngineDeadError: a core died.
         """
-        self._ensure_pump()
+        self._ensure_pumps()
         await self.check_health()
         self.check_admission(sampling_params.n)
         tokenized = await self._tokenize(prompt)
-        requests = self.input_processor.process(
-            self._core_ids.new(request_id), tokenized, sampling_params, priority=priority, tenant=tenant
-        )
-        self.check_admission(len(requests), len(requests) * len(tokenized.token_ids))
+        self.check_admission(sampling_params.n, sampling_params.n * len(tokenized.token_ids))
         stream = OutputStream(delta=sampling_params.output_kind is RequestOutputKind.DELTA)
-        core_ids = self._submit(request_id, tokenized, sampling_params, requests, stream)
+        name, messages = self._front_end.submit(
+            request_id,
+            tokenized,
+            sampling_params,
+            stream.put,
+            priority=priority,
+            tenant=tenant,
+            timeout_s=timeout_s,
+        )
         try:
+            self._send(messages)
+            self._set_timer()
             while True:
                 output = await stream.get()
                 yield output
                 if output.finished:
                     return
         finally:
-            self._release(request_id, core_ids)
+            self._send(self._front_end.release(name))
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by label with finish_reason "abort"; unknown labels are ignored."""
-        self._abort(self._core_ids.in_flight(request_ids))
+        self._send(self._front_end.abort(request_ids))
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing done, while requests are running."""
-        return bool(await self.call_core("reset_prefix_cache"))
+        """Forget all cached prefixes; False, and nothing done, on a core that is running requests."""
+        done = [await self._call(core, "reset_prefix_cache") for core in range(len(self._clients))]
+        return all(done)
 
     async def explain(self, request_id: str) -> list[Explanation]:
         """Why the requests of this label wait or waited, for each of their sequences.
 
         Raises:
-            NotFoundError: the core does not know any, or they ended too long ago.
+            NotFoundError: no core knows any, or they ended too long ago.
         """
-        found = [await self.call_core("explain", core_id) for core_id in self._core_ids.known(request_id)]
-        return explanations(found, request_id)
+        names = self._front_end.known(request_id)
+        asked = [(core, name) for core in range(len(self._clients)) for name in names]
+        return explained([await self._call(core, "explain", name) for core, name in asked], request_id)
 
     def check_admission(self, num_sequences: int = 1, num_prompt_tokens: int = 0) -> None:
         """Whether so much may join the queue, of which nothing is kept; cheap enough to ask before tokenizing.
@@ -166,39 +168,35 @@ class AsyncLLM:
         Raises:
             UnavailableError: not now; says what waits and which limit it meets.
         """
-        waiting = self.output_processor.waiting
-        check_queue(self.config.scheduler, waiting, num_sequences, num_prompt_tokens)
+        self._front_end.check_admission(num_sequences, num_prompt_tokens)
 
     async def call_core(self, method: str, *args: Any) -> Any:
-        """Call a utility of the core and wait for its result.
+        """Call a utility of the first core and wait for its result.
 
         Raises:
             EngineError: the core refused; EngineDeadError: it died.
         """
-        self._ensure_pump()
-        await self.check_health()
-        call_id, future = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
-        self._client.send(UtilityCall(call_id, method, list(args)))
-        return await future
+        return await self._call(0, method, *args)
 
     def add_stat_logger(self, stat_logger: StatLogger) -> None:
         """Send every later step's statistics to `stat_logger`."""
-        self._stat_loggers.append(stat_logger)
+        self._front_end.stat_loggers.append(stat_logger)
 
     def num_unfinished_requests(self) -> int:
         """Sequences in flight."""
-        return self.output_processor.num_unfinished
+        return self._front_end.num_unfinished
 
     async def shutdown(self) -> None:
-        """End the core; requests in flight end with EngineDeadError. Calling it twice is fine."""
+        """End the cores; requests in flight end with EngineDeadError. Calling it twice is fine."""
         if self._closed:
             return
         self._closed = True
         self._die(EngineDeadError("the engine was shut down"))
-        await asyncio.to_thread(self._client.close)
-        if self._pump_thread is not None:
-            await asyncio.to_thread(self._pump_thread.join)
+        self._set_timer()
+        for client in self._clients:
+            await asyncio.to_thread(client.close)
+        for pump in self._pumps:
+            await asyncio.to_thread(pump.join)
 
     async def _tokenize(self, prompt: PromptType) -> TokenizedPrompt:
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
@@ -206,90 +204,64 @@ class AsyncLLM:
             return await asyncio.to_thread(self.input_processor.tokenize, prompt)
         return self.input_processor.tokenize(prompt)
 
-    def _submit(
-        self,
-        label: str,
-        prompt: TokenizedPrompt,
-        params: SamplingParams,
-        requests: list[EngineCoreRequest],
-        stream: OutputStream,
-    ) -> list[str]:
-        core_ids = [request.request_id for request in requests]
-        self._core_ids.add(label, core_ids)
-        self.output_processor.add_request(label, prompt, params, requests, stream.put)
-        for request in requests:
-            self._client.send(request)
-        return core_ids
+    async def _call(self, core: int, method: str, *args: Any) -> Any:
+        self._ensure_pumps()
+        answer, messages = self._front_end.call(core, method, *args)
+        self._send(messages)
+        return await asyncio.wrap_future(answer)
 
-    def _release(self, label: str, core_ids: list[str]) -> None:
-        self._abort(core_ids)
-        self._core_ids.end(label, core_ids)
+    def _send(self, messages: list[Outgoing]) -> None:
+        for core, message in messages:
+            self._clients[core].send(message)
 
-    def _abort(self, core_ids: Iterable[str]) -> None:
-        aborted, stats = self.output_processor.abort(core_ids)
-        if aborted:
-            self._abort_in_core(aborted)
-            self._record(stats, None)
+    def _set_timer(self) -> None:
+        """One timer, for the deadline that comes first."""
+        deadline = self._front_end.next_deadline
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if deadline is not None:
+            delay = max(0.0, deadline - self._front_end.clock())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._expire)
 
-    def _abort_in_core(self, core_ids: list[str]) -> None:
-        if core_ids and self.dead_error is None:
-            self._client.send(AbortRequests(core_ids))
+    def _expire(self) -> None:
+        self._send(self._front_end.expire(self._front_end.clock()))
+        self._set_timer()
 
-    def _ensure_pump(self) -> None:
-        if self._pump_thread is None:
-            self._loop = asyncio.get_running_loop()
-            self._pump_thread = threading.Thread(target=self._pump, name="quire-pump", daemon=True)
-            self._pump_thread.start()
+    def _ensure_pumps(self) -> None:
+        if self._pumps:
+            return
+        loop = asyncio.get_running_loop()
+        for core in range(len(self._clients)):
+            pump = threading.Thread(
+                target=self._pump, args=(core, loop), name=f"quire-pump-{core}", daemon=True
+            )
+            self._pumps.append(pump)
+            pump.start()
 
-    def _pump(self) -> None:
+    def _pump(self, core: int, loop: asyncio.AbstractEventLoop) -> None:
         """Runs in its own thread: blocks on the core, hands messages to the loop."""
-        assert self._loop is not None
         try:
-            while messages := self._client.receive():
-                self._loop.call_soon_threadsafe(self._take_in_all, messages)
+            while messages := self._clients[core].receive():
+                loop.call_soon_threadsafe(self._take_in, core, messages)
         except QuireError as error:
-            self._loop.call_soon_threadsafe(self._die, error)
+            loop.call_soon_threadsafe(self._die, error)
         except Exception:  # an in-process core's own bug: the thread must not end silently
             logger.exception("the engine core failed")
-            self._loop.call_soon_threadsafe(self._die, EngineDeadError("the engine core has failed"))
+            loop.call_soon_threadsafe(self._die, EngineDeadError("the engine core has failed"))
 
-    def _take_in_all(self, messages: list[CoreMessage]) -> None:
-        for message in messages:
-            self._take_in(message)
-
-    def _take_in(self, message: CoreMessage) -> None:
-        if isinstance(message, EngineCoreOutputs):
-            to_abort, stats = self.output_processor.process(message)
-            self._abort_in_core(to_abort)
-            self._record(stats, message.stats)
-        elif isinstance(message, UtilityResult):
-            self._answer(message)
-        elif isinstance(message, CoreReady):
-            self.core_ready = message
-            self.config = self.config.evolve(max_model_len=message.max_model_len)
-            self.input_processor.settle(self.config)
+    def _take_in(self, core: int, messages: list[CoreMessage]) -> None:
+        try:
+            for message in messages:
+                self._send(self._front_end.take_in(core, message))
+        except (
+            Exception
+        ):  # a bug of ours: the loop would log it and go on, and every stream would wait for ever
+            logger.exception("the front end failed")
+            self._die(EngineDeadError("the engine's front end has failed"))
+        if self._front_end.core_ready is not None:
             self._settled.set()
 
-    def _record(self, stats: IterationStats, scheduler: SchedulerStats | None) -> None:
-        for stat_logger in self._stat_loggers:
-            stat_logger.record(stats, scheduler)
-
-    def _answer(self, message: UtilityResult) -> None:
-        future = self._calls.pop(message.call_id)
-        if future.cancelled():
-            return
-        if message.error is not None:
-            future.set_exception(EngineError(message.error))
-        else:
-            future.set_result(message.result)
-
     def _die(self, error: QuireError) -> None:
-        if self.dead_error is not None:
-            return
-        self.dead_error = error
-        self.output_processor.fail_all(error)
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
-        self._calls.clear()
+        self._front_end.die(error)
         self._settled.set()

@@ -14,7 +14,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -262,3 +262,22 @@ def settled_spinning() -> Iterator[None]:
 def make_client(config: EngineConfig, *, in_process: bool) -> CoreClient:
     """The client for one of the two transports."""
     return InProcessClient(config) if in_process else ProcessClient(config)
+
+
+def make_clients(config: EngineConfig, num_cores: int, *, in_process: bool) -> list[CoreClient]:
+    """Clients for so many cores; if one cannot be made, there are none."""
+    clients: list[CoreClient] = []
+    with closed_on_error(clients):
+        clients.extend(make_client(config, in_process=in_process) for _ in range(num_cores))
+    return clients
+
+
+@contextmanager
+def closed_on_error(clients: Sequence[CoreClient]) -> Iterator[None]:
+    """While their owner is being made, whatever fails ends the cores."""
+    try:
+        yield
+    except BaseException:
+        for client in clients:
+            client.close()
+        raise

@@ -19,6 +19,7 @@ from quire.config import EngineConfig
 from quire.engine.kv_events import create_publisher
 from quire.engine.messages import (
     AbortRequests,
+    AddRequest,
     CoreMessage,
     CoreReady,
     CoreRequest,
@@ -106,10 +107,11 @@ class EngineCore:
             EngineDeadError: the core failed before.
         """
         with self._all_or_dead():
-            if isinstance(message, EngineCoreRequest):
-                self.add_request(message)
+            if isinstance(message, AddRequest):
+                for request in message.requests():
+                    self.add_request(request)
             elif isinstance(message, AbortRequests):
-                self.scheduler.finish_requests(message.request_ids, "abort", self._clock())
+                self.scheduler.finish_requests(message.request_ids, message.reason, self._clock())
             elif isinstance(message, UtilityCall):
                 return self._call_utility(message)
             return None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.engine.messages import EngineCoreRequest
+from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
 from quire.inputs import PromptType
@@ -26,7 +26,7 @@ INT64_RANGE = range(-(2**63), 2**63)
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A prompt in its one internal form; `text` is only for the output."""
+    """A prompt in its one internal form, in a list of its own; `text` is only for the output."""
 
     token_ids: list[int]
     text: str | None
@@ -38,13 +38,22 @@ class InputProcessor:
 
     Args:
         strict_length: refuse prompt + max_tokens beyond the context (a server) instead of ending with "length".
+        clock: monotonic seconds.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, *, strict_length: bool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        strict_length: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.default_sampling_params: dict[str, Any] = dict(config.arch.generation)
         self._strict_length = strict_length
+        self._clock = clock
         self._seeds = random.Random(config.model.seed)
         self._eos_token_ids = _eos_token_ids(config, tokenizer)
 
@@ -52,12 +61,13 @@ class InputProcessor:
         """Bring any form of prompt to token ids; safe to call from several threads.
 
         Raises:
-            ValidationError: the prompt has no valid form, is empty, or is text without a tokenizer.
+            ValidationError: the prompt has no valid form, is empty, is text without a tokenizer, or text that is
+                too long however it is tokenized.
         """
         if isinstance(prompt, str):
             return TokenizedPrompt(self._encode(prompt), prompt)
         if isinstance(prompt, list):
-            return TokenizedPrompt(prompt, None)
+            return TokenizedPrompt(list(prompt), None)
         if not isinstance(prompt, dict):
             raise ValidationError(
                 f"a prompt must be text or token ids, got {type(prompt).__name__}", param="prompt"
@@ -75,13 +85,20 @@ class InputProcessor:
             if text is None:
                 raise ValidationError("a prompt needs 'prompt' or 'prompt_token_ids'", param="prompt")
             token_ids = self._encode(text)
-        return TokenizedPrompt(token_ids, text, salt)
+        elif not isinstance(token_ids, list):
+            raise ValidationError(
+                f"'prompt_token_ids' must be a list, got {type(token_ids).__name__}", param="prompt"
+            )
+        return TokenizedPrompt(list(token_ids), text, salt)
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise ValidationError("text prompts need a tokenizer; pass token ids", param="prompt")
         if not text:
             raise ValidationError("the prompt must not be empty", param="prompt")
+        # A shorter one may have a token for each of its characters.
+        if len(text) >= self.config.model.max_model_len:
+            self._check_length(self.tokenizer.min_num_tokens(text), "at least ")
         return self.tokenizer.encode(text)
 
     def process(
@@ -95,6 +112,8 @@ class InputProcessor:
     ) -> list[EngineCoreRequest]:
         """One core request per completion, after all checks against the model; the first computes the prompt for all.
 
+        Only the first reports logprobs of the prompt.
+
         Raises:
             ValidationError: names the field, its value's problem and the limit.
         """
@@ -104,46 +123,48 @@ class InputProcessor:
             raise ValidationError(f"tenant must be at most {MAX_TENANT_CHARS} characters", param="tenant")
         params = self._settle(params, len(prompt.token_ids))
         self._check_params(params)
-        arrival = time.monotonic()
-        return [
-            EngineCoreRequest(
-                request_id=f"{request_id}.{index}" if params.n > 1 else request_id,
-                prompt_token_ids=prompt.token_ids,
-                sampling_params=child,
-                arrival_time=arrival,
-                eos_token_ids=self._eos_token_ids,
-                priority=priority,
-                cache_salt=prompt.cache_salt,
-                tenant=tenant,
-                fork_of=f"{request_id}.0" if index and params.prompt_logprobs is None else None,
-            )
-            for index, child in enumerate(_children(params))
-        ]
+        first = EngineCoreRequest(
+            request_id=f"{request_id}.0" if params.n > 1 else request_id,
+            prompt_token_ids=prompt.token_ids,
+            sampling_params=params if params.n == 1 else params.clone(n=1),
+            arrival_time=self._clock(),
+            eos_token_ids=self._eos_token_ids,
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+            tenant=tenant,
+        )
+        forks = [Fork(f"{request_id}.{index}", _nth_seed(params, index)) for index in range(1, params.n)]
+        return AddRequest(first, forks).requests()
 
     def settle(self, config: EngineConfig) -> None:
         """Go on with the limits that the core has settled."""
         self.config = config
 
     def _check_prompt(self, prompt: TokenizedPrompt) -> None:
-        ids, limit = prompt.token_ids, self.config.model.max_model_len
+        ids = prompt.token_ids
         if not ids:
             raise ValidationError("the prompt must not be empty", param="prompt")
+        self._check_length(len(ids))
         self._check_ids("prompt", ids)
-        if len(ids) >= limit:
-            raise ValidationError(
-                f"the prompt has {len(ids)} tokens; with room for one more, the model's context of {limit} tokens "
-                f"allows {limit - 1}",
-                param="prompt",
-            )
-        budget = self.config.scheduler.max_num_batched_tokens
-        if not self.config.scheduler.enable_chunked_prefill and len(ids) > budget:
-            raise ValidationError(
-                f"the prompt has {len(ids)} tokens; without chunked prefill a step takes {budget}",
-                param="prompt",
-            )
         salt = prompt.cache_salt
         if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARS):
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
+
+    def _check_length(self, num_tokens: int, how_exact: str = "") -> None:
+        """Asked before anything walks over a prompt's tokens: a prompt may be as long as a request body."""
+        limit = self.config.model.max_model_len
+        if num_tokens >= limit:
+            raise ValidationError(
+                f"the prompt has {how_exact}{num_tokens} tokens; with room for one more, the model's context of "
+                f"{limit} tokens allows {limit - 1}",
+                param="prompt",
+            )
+        budget = self.config.scheduler.max_num_batched_tokens
+        if not self.config.scheduler.enable_chunked_prefill and num_tokens > budget:
+            raise ValidationError(
+                f"the prompt has {how_exact}{num_tokens} tokens; without chunked prefill a step takes {budget}",
+                param="prompt",
+            )
 
     def _check_priority(self, priority: int) -> None:
         scheduler = self.config.scheduler
@@ -195,14 +216,11 @@ class InputProcessor:
                 )
 
 
-def _children(params: SamplingParams) -> list[SamplingParams]:
-    if params.n == 1:
-        return [params]
-    seeds = [None if params.seed is None else _wrapped(params.seed + index) for index in range(params.n)]
-    return [params.clone(n=1, seed=seed) for seed in seeds]
-
-
-def _wrapped(seed: int) -> int:
+def _nth_seed(params: SamplingParams, index: int) -> int | None:
+    """Completions of one prompt have consecutive seeds, and after the greatest comes the least."""
+    if params.seed is None:
+        return None
+    seed = params.seed + index
     return seed if seed in INT64_RANGE else seed - 2**64
 
 

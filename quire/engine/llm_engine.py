@@ -1,57 +1,67 @@
 """`LLMEngine`: the synchronous engine, one `step()` at a time.
 
-Invariant: no thread and no event loop of its own; `step` is the only method in which the model runs.
+Invariant: no thread and no event loop of its own; `step` is the only method in which the model runs. Ctrl-C is heeded
+between two methods of the engine, never within one, so what a core has said is never lost. One thread at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from quire.config import EngineArgs, EngineConfig
-from quire.engine.client import CoreClient, make_client
-from quire.engine.core_ids import CoreIds
-from quire.engine.explanations import explanations
-from quire.engine.input_processor import InputProcessor
-from quire.engine.messages import AbortRequests, CoreReady, EngineCoreOutputs, UtilityCall, UtilityResult
-from quire.engine.output_processor import OutputProcessor
-from quire.engine.startup import load_tokenizer, prepare
-from quire.engine.tokenizer import Tokenizer
-from quire.errors import EngineError, ValidationError
+from quire.engine.client import closed_on_error, make_clients
+from quire.engine.front_end import FrontEnd, Outgoing, explained
+from quire.engine.interrupts import held_interrupts
+from quire.engine.messages import CoreReady
+from quire.engine.startup import prepare
+from quire.errors import ConflictError, QuireError, ValidationError
 from quire.inputs import PromptType
-from quire.metrics.stats import IterationStats, StatLogger
+from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import Explanation
-from quire.scheduler.output import SchedulerStats
 
 
 class LLMEngine:
-    """Requests in, outputs out; the core runs in this process unless `in_process=False`.
+    """Requests in, outputs out; the cores run in this process unless `in_process=False`.
 
     Raises:
         StartupError: the engine cannot start; the message says why.
+        ConflictError: from any method while another thread is in one; use `AsyncLLM` for several callers.
     """
 
-    def __init__(self, config: EngineConfig, *, in_process: bool = True) -> None:
-        self.config = prepare(config, "offline")
-        self.tokenizer: Tokenizer | None = load_tokenizer(self.config)
-        self.input_processor = InputProcessor(self.config, self.tokenizer, strict_length=False)
-        self.output_processor = OutputProcessor(self.tokenizer)
-        self._core_ids = CoreIds()
-        self._outputs: list[RequestOutput | Exception] = []
-        self._stat_loggers: list[StatLogger] = []
-        self._results: dict[int, UtilityResult] = {}
-        self._num_calls = 0
-        self._client: CoreClient = make_client(self.config, in_process=in_process)
-        self.core_ready = self._wait_ready()
-        self.config = self.config.evolve(max_model_len=self.core_ready.max_model_len)
-        self.input_processor.settle(self.config)
+    def __init__(self, config: EngineConfig, *, in_process: bool = True, num_cores: int = 1) -> None:
+        config = prepare(config, "offline")
+        self._in_use = threading.Lock()
+        self._outputs: list[RequestOutput] = []
+        self._clients = make_clients(config, num_cores, in_process=in_process)
+        with closed_on_error(self._clients):
+            self._front_end = FrontEnd(config, strict_length=False, num_cores=num_cores)
+            for core in range(num_cores):
+                self._receive(core)
+        self.tokenizer = self._front_end.tokenizer
+        self.input_processor = self._front_end.input_processor
+        self.output_processor = self._front_end.output_processor
 
     @staticmethod
     def from_engine_args(engine_args: EngineArgs) -> LLMEngine:
         """Build from flat arguments."""
         return LLMEngine(engine_args.create_engine_config())
+
+    @property
+    def config(self) -> EngineConfig:
+        """With every automatic value settled."""
+        return self._front_end.config
+
+    @property
+    def core_ready(self) -> CoreReady:
+        """What the first core said of itself."""
+        ready = self._front_end.core_ready
+        assert ready is not None
+        return ready
 
     def add_request(
         self,
@@ -61,116 +71,136 @@ class LLMEngine:
         *,
         priority: int = 0,
         tenant: str = "",
+        timeout_s: float | None = None,
     ) -> str:
         """Queue a request; its id must not belong to an unfinished one.
 
-        `priority` (lower first) needs the priority policy; `tenant` is whose share it takes under the fair one.
+        `priority` (lower first) needs the priority policy; `tenant` is whose share it takes under the fair one. The
+        first `step` after `timeout_s` seconds ends it with finish_reason "timeout" and what it has by then.
 
         Raises:
             ValidationError: the prompt, a parameter or the id cannot be honoured; nothing was queued.
         """
-        if request_id in self._core_ids:
-            raise ValidationError(f"request id {request_id!r} is already in use", param="request_id")
         tokenized = self.input_processor.tokenize(prompt)
-        requests = self.input_processor.process(
-            self._core_ids.new(request_id), tokenized, params, priority=priority, tenant=tenant
-        )
-        self._core_ids.add(request_id, [request.request_id for request in requests])
-        self.output_processor.add_request(request_id, tokenized, params, requests, self._outputs.append)
-        for request in requests:
-            self._client.send(request)
+        with self._exclusive():
+            if request_id in self._front_end:
+                raise ValidationError(f"request id {request_id!r} is already in use", param="request_id")
+            _, messages = self._front_end.submit(
+                request_id,
+                tokenized,
+                params,
+                self._deliver,
+                priority=priority,
+                tenant=tenant,
+                timeout_s=timeout_s,
+            )
+            self._send(messages)
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return what is new.
+        """Run one step of each core that has work, and return what is new.
 
         Raises:
-            EngineDeadError: the core died; only with a core in another process.
+            EngineDeadError: a core died; only with cores in other processes.
         """
-        if self.has_unfinished_requests():
-            for message in self._client.receive():
-                self._take_in(message)
-        return self._collect()
+        with self._exclusive():
+            self._send(self._front_end.expire(self._front_end.clock()))
+            if not self._outputs:
+                self._front_end.check_health()
+            for core in range(len(self._clients)):
+                if self._front_end.expects(core):
+                    self._receive(core)
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests with finish_reason "abort"; their last output comes with the next `step`.
 
         Unknown ids are ignored.
         """
-        aborted, stats = self.output_processor.abort(self._core_ids.in_flight(request_ids))
-        if aborted:
-            self._client.send(AbortRequests(aborted))
-            self._record(stats, None)
+        with self._exclusive():
+            self._send(self._front_end.abort(request_ids))
 
     def has_unfinished_requests(self) -> bool:
-        return self.output_processor.num_unfinished > 0
+        """Whether `step` has something to do, or an output to return."""
+        return self._front_end.num_unfinished > 0 or bool(self._outputs)
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._core_ids)
+        return len(self._front_end)
 
     def add_stat_logger(self, logger: StatLogger) -> None:
         """Send every later step's statistics to `logger`."""
-        self._stat_loggers.append(logger)
+        self._front_end.stat_loggers.append(logger)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing done, while requests are running."""
-        return bool(self.call_core("reset_prefix_cache"))
+        """Forget all cached prefixes; False, and nothing done, on a core that is running requests."""
+        done = [self._call(core, "reset_prefix_cache") for core in range(len(self._clients))]
+        return all(done)
 
     def explain(self, request_id: str) -> list[Explanation]:
         """Why a request waits or waited, for each of its sequences; `print` one to read it.
 
         Raises:
-            NotFoundError: the core does not know it, or it ended too long ago.
+            NotFoundError: no core knows it, or it ended too long ago.
         """
-        found = [self.call_core("explain", core_id) for core_id in self._core_ids.known(request_id)]
-        return explanations(found, request_id)
+        names = self._front_end.known(request_id)
+        asked = [(core, name) for core in range(len(self._clients)) for name in names]
+        return explained([self._call(core, "explain", name) for core, name in asked], request_id)
 
     def call_core(self, method: str, *args: Any) -> Any:
-        """Call a utility of the core and wait for its result."""
-        self._num_calls += 1
-        self._client.send(UtilityCall(self._num_calls, method, list(args)))
-        while self._num_calls not in self._results:
-            for message in self._client.receive():
-                self._take_in(message)
-        result = self._results.pop(self._num_calls)
-        if result.error is not None:
-            raise EngineError(result.error)
-        return result.result
+        """Call a utility of the first core and wait for its result."""
+        return self._call(0, method, *args)
 
     def shutdown(self) -> None:
-        """End the core; calling it twice is fine."""
-        self._client.close()
+        """End the cores; calling it twice is fine."""
+        for client in self._clients:
+            client.close()
 
-    def _wait_ready(self) -> CoreReady:
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One thread at a time, and a Ctrl-C waits: half of a method would leave front end and core apart."""
+        with one_thread(self._in_use), held_interrupts():
+            yield
+
+    def _call(self, core: int, method: str, *args: Any) -> Any:
+        with self._exclusive():
+            answer, messages = self._front_end.call(core, method, *args)
+            self._send(messages)
+            while not answer.done():
+                self._receive(core)
+        return answer.result()
+
+    def _receive(self, core: int) -> None:
         try:
-            (ready,) = self._client.receive()
-        except BaseException:
-            self._client.close()
+            messages = self._clients[core].receive()
+        except QuireError as error:
+            self._front_end.die(error)
             raise
-        assert isinstance(ready, CoreReady)
-        return ready
+        for message in messages:
+            self._send(self._front_end.take_in(core, message))
 
-    def _take_in(self, message: object) -> None:
-        if isinstance(message, UtilityResult):
-            self._results[message.call_id] = message
-        elif isinstance(message, EngineCoreOutputs):
-            to_abort, stats = self.output_processor.process(message)
-            if to_abort:
-                self._client.send(AbortRequests(to_abort))
-            self._record(stats, message.stats)
+    def _send(self, messages: list[Outgoing]) -> None:
+        for core, message in messages:
+            self._clients[core].send(message)
 
-    def _record(self, stats: IterationStats, scheduler: SchedulerStats | None) -> None:
-        for logger in self._stat_loggers:
-            logger.record(stats, scheduler)
+    def _deliver(self, output: RequestOutput | Exception) -> None:
+        """What ended the engine is raised by `step`."""
+        if isinstance(output, RequestOutput):
+            self._outputs.append(output)
 
-    def _collect(self) -> list[RequestOutput]:
-        collected, self._outputs[:] = list(self._outputs), []
-        outputs = []
-        for output in collected:
-            if isinstance(output, Exception):
-                raise output
-            if output.finished:
-                request_id = output.request_id
-                self._core_ids.end(request_id, self._core_ids.in_flight(request_id))
-            outputs.append(output)
-        return outputs
+
+@contextmanager
+def one_thread(in_use: threading.Lock) -> Iterator[None]:
+    """Refuse a second thread at once instead of letting it wait: its caller would be surprised either way.
+
+    Raises:
+        ConflictError: another thread is in such a block with this lock.
+    """
+    if not in_use.acquire(blocking=False):
+        raise ConflictError(
+            "this engine is in use by another thread; AsyncLLM serves several callers at once"
+        )
+    try:
+        yield
+    finally:
+        in_use.release()

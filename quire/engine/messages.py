@@ -6,6 +6,7 @@ by reference when the core runs in the same process. `WIRE_VERSION` changes with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,14 +15,15 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 
-class EngineCoreRequest(msgspec.Struct, tag="add", frozen=True):
+class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     """One sequence to generate; text, `n` and stop strings never reach the core.
 
     `arrival_time` is seconds on the monotonic clock, which the processes of one machine share. `fork_of` names an
-    earlier request with the same prompt, which need then be computed only once.
+    earlier request with the same prompt, which need then be computed only once. `output_token_ids` were generated
+    by a core that is gone; generation goes on after them.
     """
 
     request_id: str
@@ -33,6 +35,44 @@ class EngineCoreRequest(msgspec.Struct, tag="add", frozen=True):
     cache_salt: str | None = None
     tenant: str = ""
     fork_of: str | None = None
+    output_token_ids: list[int] = []
+
+
+class Fork(msgspec.Struct, array_like=True, frozen=True):
+    """A further completion of a prompt: all in which it differs from the first."""
+
+    request_id: str
+    seed: int | None = None
+    output_token_ids: list[int] = []
+
+
+class AddRequest(msgspec.Struct, tag="add", omit_defaults=True, frozen=True):
+    """Generate `n` completions of one prompt, which crosses the wire once."""
+
+    request: EngineCoreRequest
+    forks: list[Fork] = []
+
+    def requests(self) -> list[EngineCoreRequest]:
+        """One request per completion; all share the list of the prompt's ids."""
+        return [self.request, *(forked(self.request, fork) for fork in self.forks)]
+
+
+def forked(first: EngineCoreRequest, fork: Fork) -> EngineCoreRequest:
+    """A completion after the first, which alone reports logprobs of the prompt."""
+    return msgspec.structs.replace(
+        first,
+        request_id=fork.request_id,
+        sampling_params=first.sampling_params.clone(seed=fork.seed, prompt_logprobs=None),
+        fork_of=first.request_id,
+        output_token_ids=fork.output_token_ids,
+    )
+
+
+def add_message(requests: Sequence[EngineCoreRequest]) -> AddRequest:
+    """The message for these completions of one prompt, of which the later ones are forks of the first."""
+    first, *others = requests
+    forks = [Fork(one.request_id, one.sampling_params.seed, one.output_token_ids) for one in others]
+    return AddRequest(first, forks)
 
 
 def request_of(message: EngineCoreRequest) -> Request:
@@ -46,9 +86,10 @@ def message_of(request: Request) -> EngineCoreRequest:
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
-    """Stop these requests; unknown and finished ids are ignored."""
+    """End these requests for this reason; unknown and finished ids are ignored."""
 
     request_ids: list[str]
+    reason: str = "abort"
 
 
 class UtilityCall(msgspec.Struct, tag="call", frozen=True):
@@ -63,7 +104,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """End the core now; requests still running are dropped."""
 
 
-CoreRequest = EngineCoreRequest | AbortRequests | UtilityCall | Shutdown
+CoreRequest = AddRequest | AbortRequests | UtilityCall | Shutdown
 """What a front end may send."""
 
 

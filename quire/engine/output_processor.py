@@ -1,26 +1,32 @@
 """From core updates to `RequestOutput`s: text, stop strings, logprobs, statistics.
 
-Invariant: each sequence gets exactly one finishing update; after it (or after `abort`), later updates for the
-same sequence are ignored. Runs in the front end; the core never sees text.
+Invariant: each sequence gets exactly one finishing update; after it (or after `end`), later updates for the
+same sequence are ignored. An error of ours while one output is made ends that sequence and touches no other. Runs in
+the front end; the core never sees text.
 """
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.messages import EngineCoreOutputs, EngineCoreRequest
 from quire.engine.queue_limits import WaitingSequences
-from quire.engine.sequence_state import SequenceState
+from quire.engine.sequence_state import OUTPUT_FAILED, SequenceState
 from quire.engine.tokenizer import Tokenizer
 from quire.metrics.stats import IterationStats
 from quire.outputs import CompletionOutput, RequestOutput
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import RequestOutputKind
+
+logger = logging.getLogger(__name__)
 
 Sink = Callable[[RequestOutput | Exception], None]
 """Where a request's outputs go, in order; an exception (the engine died) is the last thing it receives."""
+
+Ends = dict[str, list[str]]
+"""Reason -> core ids of the sequences that end for it."""
 
 
 class OutputProcessor:
@@ -37,69 +43,97 @@ class OutputProcessor:
         return len(self._running)
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: TokenizedPrompt,
-        params: SamplingParams,
-        core_requests: list[EngineCoreRequest],
-        sink: Sink,
+        self, request_id: str, prompt: TokenizedPrompt, core_requests: list[EngineCoreRequest], sink: Sink
     ) -> None:
         """Expect updates for these core requests; `request_id` is what the outputs carry."""
         sequences = [SequenceState(index, core, self._tokenizer) for index, core in enumerate(core_requests)]
-        group = RequestGroup(request_id, prompt, params, sink, sequences)
+        kind = core_requests[0].sampling_params.output_kind
+        group = RequestGroup(request_id, prompt, kind, sink, sequences)
         for sequence in sequences:
             self._running[sequence.core_request_id] = (sequence, group)
             self.waiting.add(sequence.core_request_id, len(prompt.token_ids))
 
-    def process(self, outputs: EngineCoreOutputs) -> tuple[list[str], IterationStats]:
+    def process(self, outputs: EngineCoreOutputs, now: float) -> tuple[Ends, IterationStats]:
         """Hand the step's news to the sinks.
 
-        Returns core ids to abort (a stop string matched) and the step's statistics.
+        Returns which sequences the core must end, because it does not know that they have (a stop string matched,
+        their output could not be made), and the step's statistics.
         """
-        now = outputs.timestamp or time.monotonic()
-        stats = IterationStats()
-        to_abort: list[str] = []
-        touched: list[RequestGroup] = []
+        stats, ends, touched = IterationStats(), Ends(), list[RequestGroup]()
         for update in outputs.updates:
             if update.request_id not in self._running:
                 continue
             sequence, group = self._running[update.request_id]
-            sequence.apply(update, now, stats)
+            try:
+                sequence.apply(update, now, stats)
+            except BaseException as error:
+                _fail(sequence, error, now, stats)
             self.waiting.remove(update.request_id)
             touched.append(group)
-            if sequence.finished:
+            if sequence.finish_reason is not None:
                 del self._running[update.request_id]
                 if update.finish_reason is None:
-                    to_abort.append(update.request_id)
-        _publish(touched)
-        return to_abort, stats
+                    ends.setdefault(sequence.finish_reason, []).append(update.request_id)
+        self._publish(touched, ends, now, stats)
+        return ends, stats
 
-    def abort(self, core_request_ids: Iterable[str]) -> tuple[list[str], IterationStats]:
-        """End these sequences with finish_reason "abort".
-
-        Returns the core ids of those that were still running, and their statistics.
-        """
-        now = time.monotonic()
+    def end(self, core_request_ids: Iterable[str], reason: str, now: float) -> tuple[Ends, IterationStats]:
+        """End those of these sequences that still run. Returns them, for the core, and their statistics."""
         stats = IterationStats()
-        aborted = [self._running.pop(rid) for rid in core_request_ids if rid in self._running]
-        for sequence, _ in aborted:
-            sequence.abort(now, stats)
+        ended = [self._running.pop(name) for name in core_request_ids if name in self._running]
+        for sequence, _ in ended:
+            try:
+                sequence.end(reason, now, stats)
+            except BaseException as error:
+                _fail(sequence, error, now, stats)
             self.waiting.remove(sequence.core_request_id)
-        _publish([group for _, group in aborted])
-        return [sequence.core_request_id for sequence, _ in aborted], stats
+        ends = {reason: [sequence.core_request_id for sequence, _ in ended]} if ended else Ends()
+        self._publish([group for _, group in ended], ends, now, stats)
+        return ends, stats
+
+    def resume(self, core_request_ids: Iterable[str]) -> list[EngineCoreRequest]:
+        """What a core that knows nothing must be asked for, so that those of these sequences that still run go on."""
+        requests = [self._running[name][0].resume() for name in core_request_ids if name in self._running]
+        for request in requests:
+            self.waiting.add(request.request_id, len(request.prompt_token_ids))
+        return requests
 
     def fail_all(self, error: Exception) -> None:
-        """The core is gone: every request in flight ends with this error."""
+        """The engine is dead: every request in flight ends with this error."""
         groups = {id(group): group for _, group in self._running.values()}
         self._running.clear()
         self.waiting.clear()
         for group in groups.values():
             group.sink(error)
 
+    def _publish(self, groups: list[RequestGroup], ends: Ends, now: float, stats: IterationStats) -> None:
+        for group in {id(group): group for group in groups}.values():
+            try:
+                group.publish()
+            except BaseException as error:
+                _log_unless_exit(error, group.request_id)
+                self._drop(group, ends, now, stats)
 
-def _publish(groups: list[RequestGroup]) -> None:
-    for group in {id(group): group for group in groups}.values():
-        group.publish()
+    def _drop(self, group: RequestGroup, ends: Ends, now: float, stats: IterationStats) -> None:
+        """End what still runs of a request whose output could not be made."""
+        for sequence in group.sequences:
+            if self._running.pop(sequence.core_request_id, None):
+                self.waiting.remove(sequence.core_request_id)
+                sequence.fail(now, stats)
+                ends.setdefault("error", []).append(sequence.core_request_id)
+        group.sink(group.failure())
+
+
+def _fail(sequence: SequenceState, error: BaseException, now: float, stats: IterationStats) -> None:
+    _log_unless_exit(error, sequence.core_request_id)
+    sequence.fail(now, stats)
+
+
+def _log_unless_exit(error: BaseException, name: str) -> None:
+    """A panic of a library that is written in Rust is no `Exception`, and must not pass for one of these."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    logger.error("the output of request %s could not be made", name, exc_info=error)
 
 
 @dataclass
@@ -108,7 +142,7 @@ class RequestGroup:
 
     request_id: str
     prompt: TokenizedPrompt
-    params: SamplingParams
+    output_kind: RequestOutputKind
     sink: Sink
     sequences: list[SequenceState]
     prompt_logprobs_sent: bool = False
@@ -116,13 +150,20 @@ class RequestGroup:
     def publish(self) -> None:
         """Send what the request's output kind asks for; nothing if there is nothing new."""
         finished = all(sequence.finished for sequence in self.sequences)
-        kind = self.params.output_kind
-        if kind is RequestOutputKind.FINAL_ONLY and not finished:
+        if self.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
             return
-        delta = kind is RequestOutputKind.DELTA
+        delta = self.output_kind is RequestOutputKind.DELTA
         completions = [s.completion(delta) for s in self.sequences if not delta or s.has_news]
         if completions:
             self.sink(self._output(completions, finished, delta))
+
+    def failure(self) -> RequestOutput:
+        """The last output of a request whose outputs cannot be made: that it failed, and nothing else."""
+        completions = [
+            CompletionOutput(sequence.index, "", [], finish_reason="error", stop_reason=OUTPUT_FAILED)
+            for sequence in self.sequences
+        ]
+        return RequestOutput(self.request_id, self.prompt.text, self.prompt.token_ids, completions, True)
 
     def _output(self, completions: list[CompletionOutput], finished: bool, delta: bool) -> RequestOutput:
         first = self.sequences[0]

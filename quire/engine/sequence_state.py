@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from quire.engine.detokenizer import IncrementalDetokenizer, StopChecker
 from quire.engine.messages import EngineCoreRequest
 from quire.engine.tokenizer import Tokenizer
 from quire.metrics.stats import FinishedRequestStats, IterationStats
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestStateStats
 from quire.scheduler.output import RequestUpdate, TokenLogprobs
+
+OUTPUT_FAILED = "the engine failed while it made the output"
+"""Why a sequence ended that the front end could not go on with; its log has the rest."""
 
 
 class SequenceState:
@@ -21,11 +26,12 @@ class SequenceState:
     def __init__(self, index: int, core_request: EngineCoreRequest, tokenizer: Tokenizer | None) -> None:
         params = core_request.sampling_params
         self.core_request_id = core_request.request_id
+        self.index = index
+        self._core_request = core_request
         self.finished = False
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
         self.stats = RequestStateStats(arrival_time=core_request.arrival_time)
-        self._index = index
         self._num_prompt_tokens = len(core_request.prompt_token_ids)
         self._params = params
         self._tokenizer = tokenizer
@@ -48,6 +54,10 @@ class SequenceState:
         unsent_tokens = len(self._token_ids) > self._num_sent_tokens
         return unsent_tokens or (self.finished and not self._sent_finish)
 
+    @property
+    def finish_reason(self) -> str | None:
+        return self._finish_reason
+
     def apply(self, update: RequestUpdate, now: float, stats: IterationStats) -> None:
         """Take in one update of the core."""
         self._record_times(update, now, stats)
@@ -63,10 +73,29 @@ class SequenceState:
         if self.finished:
             stats.finished.append(self._finished_stats(now))
 
-    def abort(self, now: float, stats: IterationStats) -> None:
-        """Close the sequence because its caller wants no more of it."""
-        self._end("abort", None)
+    def end(self, reason: str, now: float, stats: IterationStats) -> None:
+        """Close the sequence from outside: its caller wants no more of it, or its time is over."""
+        self._end(reason, None)
         stats.finished.append(self._finished_stats(now))
+
+    def fail(self, now: float, stats: IterationStats) -> None:
+        """Close the sequence because its output could not be made; it keeps what it has."""
+        self.finished, self._finish_reason, self._stop_reason = True, "error", OUTPUT_FAILED
+        stats.finished.append(self._finished_stats(now))
+
+    def resume(self) -> EngineCoreRequest:
+        """What a new core must be asked for after the old one is gone: to go on after the tokens so far.
+
+        Logprobs of the prompt are complete once there is a token, and begin anew if there is none.
+        """
+        request, params = self._core_request, self._core_request.sampling_params
+        if self._token_ids and params.prompt_logprobs is not None:
+            params = params.clone(prompt_logprobs=None)
+        elif self.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+        return msgspec.structs.replace(
+            request, sampling_params=params, output_token_ids=list(self._token_ids)
+        )
 
     def _end(self, reason: str, stop_reason: int | str | None) -> None:
         """Close the sequence: held-back text is released unless a stop string cut it."""
@@ -84,7 +113,7 @@ class SequenceState:
         self._num_sent_tokens, self._num_sent_chars = len(self._token_ids), len(self._text)
         self._sent_finish = self.finished
         return CompletionOutput(
-            index=self._index,
+            index=self.index,
             text=self._text[first_char:],
             token_ids=self._token_ids[first_token:],
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,

@@ -16,6 +16,7 @@ from typing import Any
 
 import tokenizers
 
+from quire.engine.text_bound import max_chars_per_token
 from quire.engine.token_bytes import TextPlace, TokenBytes
 from quire.errors import ModelLoadError, ValidationError
 
@@ -70,6 +71,10 @@ class Tokenizer:
         ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def min_num_tokens(self, text: str) -> int:
+        """Tokens that `text` has at least, by its length alone; 0 where a tokenizer may leave some of it out."""
+        return -(-len(text) // self._max_chars_per_token) if self._max_chars_per_token else 0
+
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids without a token become nothing.
 
@@ -98,6 +103,10 @@ class Tokenizer:
     @functools.cached_property
     def _table(self) -> TokenBytes:
         return TokenBytes(self._backend)
+
+    @functools.cached_property
+    def _max_chars_per_token(self) -> int | None:
+        return max_chars_per_token(self._backend)
 
     @functools.cached_property
     def special_tokens(self) -> frozenset[str]:

@@ -6,13 +6,14 @@ Invariant: outputs come back in the order of the prompts; the engine core runs i
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
 from tqdm import tqdm
 
 from quire.config import DEMO_MODEL, EngineConfig
-from quire.engine.llm_engine import LLMEngine
+from quire.engine.llm_engine import LLMEngine, one_thread
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ValidationError
@@ -40,6 +41,7 @@ class LLM:
         self._chat_template = chat_template
         self._templates: dict[str | None, ChatTemplate] = {}
         self._request_numbers = itertools.count()
+        self._in_use = threading.Lock()
 
     def generate(
         self,
@@ -57,24 +59,26 @@ class LLM:
 
         Raises:
             ValidationError: a prompt or a parameter cannot be honoured; nothing was generated.
+            ConflictError: another thread is generating; `AsyncLLM` serves several callers.
         """
         all_prompts = _as_prompts(prompts)
         all_params = _per_prompt(
             "sampling_params", sampling_params or self.get_default_sampling_params(), all_prompts
         )
         priorities = _per_prompt("priority", priority or 0, all_prompts)
-        requests = [self._request_id() for _ in all_prompts]
-        try:
-            for request_id, prompt, params, urgency in zip(
-                requests, all_prompts, all_params, priorities, strict=True
-            ):
-                final_only = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
-                self.llm_engine.add_request(request_id, prompt, final_only, priority=urgency)
-            return self._run(requests, use_tqdm)
-        except BaseException:
-            self.llm_engine.abort_request(requests)
-            self.llm_engine.step()
-            raise
+        with one_thread(self._in_use):
+            requests = [self._request_id() for _ in all_prompts]
+            try:
+                for request_id, prompt, params, urgency in zip(
+                    requests, all_prompts, all_params, priorities, strict=True
+                ):
+                    final_only = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+                    self.llm_engine.add_request(request_id, prompt, final_only, priority=urgency)
+                return self._run(requests, use_tqdm)
+            except BaseException:
+                self.llm_engine.abort_request(requests)
+                self.llm_engine.step()
+                raise
 
     def chat(
         self,

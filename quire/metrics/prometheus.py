@@ -14,7 +14,7 @@ from quire.metrics import buckets
 from quire.metrics.stats import FinishedRequestStats, IterationStats
 from quire.scheduler.output import SchedulerStats
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
 
 
 class PrometheusStatLogger:

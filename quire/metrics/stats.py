@@ -40,7 +40,7 @@ class IterationStats:
 
 
 class StatLogger(Protocol):
-    """Receives every step's statistics; must be cheap and must not raise."""
+    """Receives every step's statistics; must be cheap. An error is logged and harms nobody else."""
 
     def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None: ...
 

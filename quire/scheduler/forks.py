@@ -21,11 +21,16 @@ def make_fork(child: Request, parent: Request) -> list[Hold]:
     Raises:
         ValidationError: the two do not begin with the same prompt under the same keys.
     """
-    same = child.prompt_token_ids == parent.prompt_token_ids and child.extra_keys == parent.extra_keys
-    if not same:
+    if not _same_prompt(child, parent):
         raise ValidationError(
             f"request {child.request_id!r} is no fork of {parent.request_id!r}: their prompts differ",
             param="fork_of",
         )
     child.parent = parent
     return [] if parent.num_output_tokens else [Hold(parent, Cause.SHARED_PROMPT)]
+
+
+def _same_prompt(child: Request, parent: Request) -> bool:
+    """Forks that came in one message share one list, which need not be compared."""
+    mine, theirs = child.prompt_token_ids, parent.prompt_token_ids
+    return (mine is theirs or mine == theirs) and child.extra_keys == parent.extra_keys

@@ -42,6 +42,7 @@ class Request:
     """State of one request; the keywords of the constructor are the fields of the core's add message.
 
     Attributes:
+        prompt_token_ids: the list as it was given, which the forks of a prompt share; nobody changes it.
         token_ids: all known tokens, `num_prompt_tokens` of the prompt and then the generated ones.
         num_computed_tokens: how many tokens are computed; the scheduler lets this catch up.
         num_placeholder_tokens: tokens that steps in flight sample; they follow `token_ids` and can be planned.
@@ -59,7 +60,7 @@ class Request:
         self,
         *,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: list[int],
         sampling_params: SamplingParams,
         arrival_time: float = 0.0,
         eos_token_ids: Sequence[int] = (),
@@ -67,9 +68,11 @@ class Request:
         cache_salt: str | None = None,
         tenant: str = "",
         fork_of: str | None = None,
+        output_token_ids: Sequence[int] = (),
     ) -> None:
         self.request_id = request_id
-        self.token_ids = list(prompt_token_ids)
+        self.prompt_token_ids = prompt_token_ids
+        self.token_ids = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.sampling_params = sampling_params
         self.arrival_time = arrival_time
@@ -119,10 +122,6 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.token_ids[: self.num_prompt_tokens]
 
     @property
     def output_token_ids(self) -> list[int]:

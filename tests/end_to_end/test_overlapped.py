@@ -93,7 +93,9 @@ def jobs_of_all_kinds() -> list[Job]:
             draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randrange(1, 20))
         ]
         params = SamplingParams(**({"max_tokens": 24, "seed": number} | FEATURES[number % len(FEATURES)]))
-        jobs.append(Job(prompt, params, draw.choice([None, None, 1, 6])))
+        abort_after = draw.choice([None, None, 1, 6])
+        # How far the later completions are behind the first, when that one has had enough, is a matter of the loop.
+        jobs.append(Job(prompt, params, abort_after if params.n == 1 else None))
     return jobs
 
 

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -175,10 +176,10 @@ async def test_core_death_ends_every_stream_with_an_error(null_model_dir: Path) 
     engine = make_engine(null_model_dir, in_process=False)
     await engine.wait_ready()
     # Stopped first, so that it cannot finish a request before it is killed.
-    engine._client.process.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
+    engine._clients[0].process.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
     tasks = [asyncio.create_task(collect(engine, [1, 2, 3], params(max_tokens=124))) for _ in range(20)]
     await asyncio.sleep(0)
-    engine._client.process.kill()  # type: ignore[attr-defined]
+    engine._clients[0].process.kill()  # type: ignore[attr-defined]
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(result, EngineDeadError) for result in results)
     assert engine.errored
@@ -207,3 +208,57 @@ async def test_shutdown_ends_requests_in_flight(null_model_dir: Path) -> None:
 def test_the_front_end_imports_no_torch() -> None:
     code = "import sys, quire.engine.async_llm; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("error", [EngineDeadError("gone"), StartupError("no memory")])
+async def test_a_core_that_dies_while_a_prompt_is_tokenized_leaves_nobody_waiting(
+    error: Exception, null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(null_model_dir)
+    await engine.wait_ready()
+    tokenizing, go_on = threading.Event(), threading.Event()
+    tokenize = engine.input_processor.tokenize
+
+    def slow(prompt: Any) -> Any:
+        tokenizing.set()
+        assert go_on.wait(60)
+        return tokenize(prompt)
+
+    monkeypatch.setattr("quire.engine.async_llm.INLINE_TOKENIZE_CHARS", 0)
+    monkeypatch.setattr(engine.input_processor, "tokenize", slow)
+    request = asyncio.ensure_future(anext(engine.generate("the quick fox", params(), "r")))
+    await asyncio.to_thread(tokenizing.wait)
+    engine._die(error)  # type: ignore[arg-type]
+    go_on.set()
+    with pytest.raises(type(error), match=str(error)):
+        await asyncio.wait_for(request, 10)
+    await engine.shutdown()
+
+
+async def test_a_deadline_is_kept_while_the_core_says_nothing(null_model_dir: Path) -> None:
+    engine = make_engine(null_model_dir, in_process=False)
+    await engine.wait_ready()
+    process = engine._clients[0].process  # type: ignore[attr-defined]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        first = engine.generate([1, 2], params(), "first", timeout_s=0.05)
+        second = engine.generate([1, 2], params(), "second", timeout_s=0.01)
+        ends = await asyncio.wait_for(asyncio.gather(anext(first), anext(second)), 10)
+        assert [end.outputs[0].finish_reason for end in ends] == ["timeout", "timeout"]
+        assert engine.num_unfinished_requests() == 0
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert len(await collect(engine, [1, 2], params())) == 12
+    await assert_all_blocks_free(engine)
+    await engine.shutdown()
+
+
+async def test_two_cores_give_what_one_gives(engine: AsyncLLM, null_model_dir: Path) -> None:
+    config = EngineConfig.from_args(model=str(null_model_dir), distributed_executor_backend="null")
+    two = AsyncLLM(config, in_process=True, num_cores=2)
+    await two.wait_ready()
+    prompts = [[index, 3] for index in range(6)]
+    together = await asyncio.gather(*(collect(two, prompt, params(seed=1)) for prompt in prompts))
+    assert together == [await collect(engine, prompt, params(seed=1)) for prompt in prompts]
+    assert await two.reset_prefix_cache()
+    await two.shutdown()

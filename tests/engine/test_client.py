@@ -21,7 +21,14 @@ from quire.engine.client import (
     make_client,
     settled_spinning,
 )
-from quire.engine.messages import CoreReady, EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityResult
+from quire.engine.messages import (
+    AddRequest,
+    CoreReady,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    UtilityCall,
+    UtilityResult,
+)
 from quire.engine.startup import prepare
 from quire.errors import EngineDeadError, StartupError
 from quire.kv_cache.integrity import IntegrityError
@@ -38,9 +45,9 @@ def make_config(null_model_dir: Path) -> Callable[..., EngineConfig]:
     return make
 
 
-def request(name: str, max_tokens: int = 4) -> EngineCoreRequest:
+def request(name: str, max_tokens: int = 4) -> AddRequest:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    return EngineCoreRequest(name, [1, 2, 3], params, arrival_time=0.0)
+    return AddRequest(EngineCoreRequest(name, [1, 2, 3], params, arrival_time=0.0))
 
 
 def tokens_of(client: CoreClient, name: str) -> list[int]:

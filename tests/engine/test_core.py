@@ -11,7 +11,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import EngineCoreOutputs, EngineCoreRequest
+from quire.engine.messages import AddRequest, EngineCoreOutputs, EngineCoreRequest
 from quire.engine.startup import prepare
 from quire.sampling_params import SamplingParams
 
@@ -35,7 +35,8 @@ def simulate(model: Path, **args: Any) -> Iterator[EngineCoreOutputs]:
     assert core.ready.load_s == 0.0
     for number in range(4):
         params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-        core.handle(EngineCoreRequest(f"{number}", [number, 2, 3], params, arrival_time=clock.now))
+        request = EngineCoreRequest(f"{number}", [number, 2, 3], params, arrival_time=clock.now)
+        core.handle(AddRequest(request))
         clock.now += STEP_S
         yield core.step()
     while core.has_work():

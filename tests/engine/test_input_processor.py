@@ -48,6 +48,8 @@ def test_text_ids_and_dicts_become_the_same_request(processor: InputProcessor) -
         ([True], "token ids are integers in"),
         (["1"], "token ids are integers in"),
         ([1] * 128, "has 128 tokens"),
+        ([-1] * 128, "has 128 tokens"),
+        ({"prompt_token_ids": "12"}, "'prompt_token_ids' must be a list"),
         ("\ud800", "lone surrogate"),
         ({"prompt": "a", "cache_salt": "x" * 129}, "1 to 128 characters"),
         ({"prompt": "a", "cache_salt": ""}, "1 to 128 characters"),
@@ -56,6 +58,18 @@ def test_text_ids_and_dicts_become_the_same_request(processor: InputProcessor) -
 def test_bad_prompts_are_refused(processor: InputProcessor, prompt: Any, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         processor.process("r", processor.tokenize(prompt), SamplingParams())
+
+
+def test_huge_text_is_refused_before_it_is_tokenized(
+    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(text: str) -> list[int]:
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(processor.tokenizer, "encode", encode)
+    for prompt in ("x" * 10**6, {"prompt": "é" * 10**6}):
+        with pytest.raises(ValidationError, match=r"at least \d+ tokens; .* allows 127"):
+            processor.tokenize(prompt)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -108,13 +122,13 @@ def test_n_fans_out_with_consecutive_seeds(processor: InputProcessor) -> None:
     assert all(request.sampling_params.n == 1 for request in requests)
 
 
-def test_completions_after_the_first_are_forks_of_it_unless_each_must_compute_the_prompt(
+def test_completions_after_the_first_are_forks_of_it_and_share_its_prompt_but_not_its_logprobs(
     processor: InputProcessor,
 ) -> None:
-    prompt = processor.tokenize([1])
-    assert [r.fork_of for r in processor.process("r", prompt, SamplingParams(n=3))] == [None, "r.0", "r.0"]
-    logprobs = SamplingParams(n=2, prompt_logprobs=1)
-    assert [r.fork_of for r in processor.process("r", prompt, logprobs)] == [None, None]
+    requests = processor.process("r", processor.tokenize([1]), SamplingParams(n=3, prompt_logprobs=1))
+    assert [request.fork_of for request in requests] == [None, "r.0", "r.0"]
+    assert all(request.prompt_token_ids is requests[0].prompt_token_ids for request in requests)
+    assert [request.sampling_params.prompt_logprobs for request in requests] == [1, None, None]
 
 
 def test_without_a_tokenizer_only_ids_work(null_model_dir: Path) -> None:

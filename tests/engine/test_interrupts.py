@@ -14,7 +14,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.interrupts import held_interrupts
-from quire.errors import EngineDeadError
+from quire.errors import ConflictError, EngineDeadError
 from quire.inputs import PromptType
 from quire.sampling_params import RequestOutputKind
 
@@ -42,7 +42,7 @@ def test_the_engine_goes_on_after_an_interrupt_in_any_step(
     }
     model = str(tiny_model("llama"))
     llm, expected = LLM(model, **options), tokens(LLM(model, max_model_len=64))
-    executor = llm.llm_engine._client._core.executor  # type: ignore[attr-defined]
+    executor = llm.llm_engine._clients[0]._core.executor  # type: ignore[attr-defined]
     name = "submit" if async_scheduling else "execute_model"
     original, num_calls = getattr(executor, name), 0
 
@@ -77,7 +77,7 @@ def test_a_program_that_goes_on_after_interrupts_misses_no_token(
     """In every step, the last one included, or while a message is handled."""
     llm = LLM(str(tiny_model("llama")), max_model_len=64, async_scheduling=async_scheduling)
     expected = tokens(llm)
-    core = llm.llm_engine._client._core  # type: ignore[attr-defined]
+    core = llm.llm_engine._clients[0]._core  # type: ignore[attr-defined]
     original, handled = getattr(core, method), 0
 
     def interrupted(*messages: Any) -> Any:
@@ -114,7 +114,7 @@ def test_a_step_that_a_second_interrupt_broke_off_is_the_last(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(str(tiny_model("llama")), max_model_len=64)
-    executor = llm.llm_engine._client._core.executor  # type: ignore[attr-defined]
+    executor = llm.llm_engine._clients[0]._core.executor  # type: ignore[attr-defined]
 
     def interrupted(plan: Any) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -148,3 +148,26 @@ def test_other_threads_change_nothing() -> None:
     thread.start()
     thread.join()
     assert handlers == [signal.default_int_handler]
+
+
+def test_generate_in_two_threads_is_refused(tiny_model: Callable[[str], Path]) -> None:
+    """One would collect the other's outputs."""
+    llm = LLM(str(tiny_model("llama")), max_model_len=64)
+    expected, refused = tokens(llm), list[Exception]()
+    step = llm.llm_engine.step
+
+    def step_and_try() -> Any:
+        def attempt() -> None:
+            try:
+                tokens(llm)
+            except ConflictError as error:
+                refused.append(error)
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+        return step()
+
+    llm.llm_engine.step = step_and_try  # type: ignore[method-assign]
+    assert tokens(llm) == expected
+    assert refused

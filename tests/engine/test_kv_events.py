@@ -129,7 +129,7 @@ def greet(engine: LLMEngine, subscriber: Subscriber) -> int:
 
 
 def cached_blocks(engine: LLMEngine) -> Any:
-    return engine._client._core.scheduler._kv._pool.cached_blocks  # type: ignore[attr-defined]
+    return engine._clients[0]._core.scheduler._kv._pool.cached_blocks  # type: ignore[attr-defined]
 
 
 def run(engine: LLMEngine, prompts: list[list[int]], number: int = 0) -> None:
@@ -166,7 +166,7 @@ def test_a_subscriber_that_misses_messages_rebuilds_the_cache_exactly(
             run(engine, prompts, place)
             if place in resets:
                 assert engine.reset_prefix_cache()
-        total = engine._client._core._publisher._num_batches  # type: ignore[attr-defined]
+        total = engine._clients[0]._core._publisher._num_batches  # type: ignore[attr-defined]
         heard = [subscriber.next() for _ in range(first, total)]
         assert [number for number, _ in heard] == list(range(first, total))
         view = CacheView()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config import EngineConfig
+from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import (
     ConfigError,
+    ConflictError,
     EngineDeadError,
     ModelLoadError,
     NotFoundError,
@@ -212,9 +216,9 @@ def test_a_core_in_its_own_process_gives_the_same(engine: LLMEngine, null_model_
 def test_a_dead_core_is_reported(null_model_dir: Path) -> None:
     remote = make_engine(null_model_dir, in_process=False)
     # Stopped first, so that it cannot finish the request before it is killed.
-    remote._client.process.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
+    remote._clients[0].process.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
     remote.add_request("r", [1, 2, 3], params(max_tokens=100))
-    remote._client.process.kill()  # type: ignore[attr-defined]
+    remote._clients[0].process.kill()  # type: ignore[attr-defined]
     with pytest.raises(EngineDeadError):
         run(remote)
     remote.shutdown()
@@ -313,15 +317,135 @@ def test_a_late_report_of_an_aborted_request_does_not_touch_the_next_of_its_id(n
     """As it happens with a core in another process, whose reports may be on their way while a request is aborted."""
     engine = make_engine(null_model_dir)
     engine.add_request("again", [7, 8, 9], params())
-    late = engine._client.receive()
+    late = engine._clients[0].receive()
     assert late[0].updates[0].new_token_ids  # type: ignore[union-attr]
     engine.abort_request("again")
     (aborted,) = engine.step()
     assert (aborted.outputs[0].token_ids, aborted.outputs[0].finish_reason) == ([], "abort")
     engine.add_request("again", [1, 2, 3], params())
     for message in late:
-        engine._take_in(message)
+        engine._front_end.take_in(0, message)
     result = run(engine)["again"][-1]
     engine.add_request("alone", [1, 2, 3], params())
     assert result.outputs == run(engine)["alone"][-1].outputs
     assert_all_blocks_free(engine)
+
+
+def test_a_deadline_ends_a_request_and_frees_what_it_holds(engine: LLMEngine) -> None:
+    engine.add_request("late", [1, 2, 3], params(), timeout_s=1e-9)
+    engine.add_request("other", [1, 2, 3], params(), timeout_s=1e9)
+    outputs = run(engine)
+    assert outputs["late"][-1].outputs[0].finish_reason == "timeout"
+    assert len(outputs["other"][-1].outputs[0].token_ids) == 12
+
+
+def test_two_cores_give_what_one_gives(null_model_dir: Path, engine: LLMEngine) -> None:
+    config = EngineConfig.from_args(
+        model=str(null_model_dir), distributed_executor_backend="null", max_num_seqs=4
+    )
+    two = LLMEngine(config, num_cores=2)
+    sampling = params(temperature=1.0, seed=5, n=2)
+    assert [o.outputs for o in run_all(two, sampling)] == [o.outputs for o in run_all(engine, sampling)]
+    for core in range(2):
+        assert two._call(core, "stats").get("num_running", 0) == 0
+    assert two.reset_prefix_cache()
+    assert [one.status for one in two.explain("1")] == ["finished", "finished"]
+    two.shutdown()
+
+
+@pytest.mark.parametrize("steps", [[1], [5], [12], range(1, 13)])
+def test_an_interrupt_in_a_step_loses_nothing_that_the_core_has_said(
+    steps: Sequence[int], null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that catches it and goes on, as a notebook does; twelve steps make twelve tokens."""
+    engine = make_engine(null_model_dir)
+    (expected,) = run_all(engine, params(), [[1, 2, 3]])
+    core, num_calls = engine._clients[0]._core, 0  # type: ignore[attr-defined]
+    original = core.step
+
+    def interrupted() -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls in steps:
+            signal.raise_signal(signal.SIGINT)
+        return original()
+
+    monkeypatch.setattr(core, "step", interrupted)
+    engine.add_request("r", [1, 2, 3], params())
+    outputs: list[RequestOutput] = []
+    num_interrupts = 0
+    while engine.has_unfinished_requests():
+        try:
+            outputs += engine.step()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert (outputs[-1].outputs, num_interrupts) == (expected.outputs, len(steps))
+
+
+def test_an_interrupt_while_a_request_is_added_leaves_it_queued_or_not_at_all(
+    null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(null_model_dir)
+    process = engine.input_processor.process
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return process(*args, **options)
+
+    monkeypatch.setattr(engine.input_processor, "process", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.add_request("r", [1, 2, 3], params())
+    assert len(run(engine)["r"][-1].outputs[0].token_ids) == 12
+
+
+def test_a_second_thread_at_once_is_refused(null_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(null_model_dir)
+    core = engine._clients[0]._core  # type: ignore[attr-defined]
+    entered, leave = threading.Event(), threading.Event()
+    original = core.step
+
+    def slow() -> Any:
+        entered.set()
+        assert leave.wait(60)
+        return original()
+
+    monkeypatch.setattr(core, "step", slow)
+    engine.add_request("r", [1, 2, 3], params())
+    outputs: list[RequestOutput] = []
+    thread = threading.Thread(target=lambda: outputs.extend(engine.step()))
+    thread.start()
+    assert entered.wait(60)
+    attempts: list[Callable[[], Any]] = [
+        engine.step,
+        engine.reset_prefix_cache,
+        lambda: engine.add_request("s", [1], params()),
+        lambda: engine.abort_request("r"),
+        lambda: engine.explain("r"),
+    ]
+    for attempt in attempts:
+        with pytest.raises(ConflictError, match="in use by another thread"):
+            attempt()
+    leave.set()
+    thread.join()
+    outputs += run(engine)["r"]
+    assert len(outputs[-1].outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("engine_class", [LLMEngine, AsyncLLM])
+def test_a_constructor_that_fails_leaves_no_core_behind(
+    engine_class: Any, null_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def remembered(*args: Any, **options: Any) -> Any:
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr("quire.engine.client.subprocess.Popen", remembered)
+    (tmp_path / "config.json").write_bytes((null_model_dir / "config.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{")
+    config = EngineConfig.from_args(model=str(tmp_path), distributed_executor_backend="null")
+    with pytest.raises(ModelLoadError, match="not a valid tokenizer file"):
+        engine_class(config, in_process=False)
+    assert all(process.poll() is not None for process in started)

@@ -29,7 +29,7 @@ PARENT = """
 import sys
 from quire.config import EngineConfig
 from quire.engine.client import ProcessClient
-from quire.engine.messages import EngineCoreRequest
+from quire.engine.messages import AddRequest, EngineCoreRequest
 from quire.engine.startup import prepare
 from quire.sampling_params import SamplingParams
 
@@ -40,7 +40,7 @@ client = ProcessClient(prepare(config, "server"))
 print(client.process.pid, flush=True)
 for number in range(5000):  # minutes of work
     params = SamplingParams(max_tokens=100, ignore_eos=True)
-    client.send(EngineCoreRequest(str(number), [1, 2, 3], params, 0.0))
+    client.send(AddRequest(EngineCoreRequest(str(number), [1, 2, 3], params, 0.0)))
 client.receive()
 print("ready", flush=True)
 while client.receive():

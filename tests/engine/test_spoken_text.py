@@ -41,7 +41,7 @@ class Speaker:
         )
         self.kind, self.engine = kind, LLMEngine(config)
         self._script: list[int] = []
-        executor = self.engine._client._core.executor  # type: ignore[attr-defined]
+        executor = self.engine._clients[0]._core.executor  # type: ignore[attr-defined]
         assert isinstance(executor, NullExecutor)
         executor._next_token = lambda row: self._script[len(row.token_ids) - row.num_prompt_tokens]  # type: ignore[method-assign]
 

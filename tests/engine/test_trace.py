@@ -385,3 +385,24 @@ def test_whatever_happened_is_replayed(
     engine.drain()
     header = Header(config, encode_kv_config(make_kv_config(config, num_groups)))
     assert list(replay(Trace(header, list(frames), 0))) == engine.plans
+
+
+def test_a_stop_string_and_a_deadline_are_the_ends_that_are_recorded(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    engine = make_engine(tiny_model("llama"), tmp_path / "run.trace")
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    engine.add_request("whole", [5, 7, 11], params)
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+    engine.add_request("cut", [5, 7, 11], params.clone(stop=output.outputs[0].text[2:4]))
+    engine.add_request("late", [5, 7, 11], params, timeout_s=1e-9)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.call_core("stats")
+    engine.shutdown()
+    ends = [
+        frame.finish_reason for frame in read_trace(tmp_path / "run.trace").frames if isinstance(frame, Ended)
+    ]
+    assert sorted(ends) == ["length", "stop", "timeout"]
+    assert sum(1 for _ in replay(read_trace(tmp_path / "run.trace"))) > 12

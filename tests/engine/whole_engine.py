@@ -71,7 +71,7 @@ class WholeEngine:
 
     def __init__(self, **args: Any) -> None:
         self.engine = make_engine(**args)
-        self.core: EngineCore = self.engine._client._core  # type: ignore[attr-defined]
+        self.core: EngineCore = self.engine._clients[0]._core  # type: ignore[attr-defined]
         assert isinstance(self.core.executor, NullExecutor)
         self.executor = self.core.executor
         self.holder = Holder(self.core)
@@ -124,7 +124,7 @@ class WholeEngine:
 
     def _request_of(self, core_id: str) -> str | None:
         name = core_id.rpartition("-")[0]
-        return name if name in self.engine._core_ids else None
+        return name if name in self.engine._front_end else None
 
     def drain(self, max_steps: int) -> None:
         """Step until nothing is left; then nothing must be held anywhere."""

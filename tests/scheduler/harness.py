@@ -90,7 +90,7 @@ class Engine:
         own = {name: fields.pop(name) for name in REQUEST_FIELDS if name in fields}
         request = Request(
             request_id=request_id,
-            prompt_token_ids=prompt,
+            prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(**{"max_tokens": 8, **fields}),
             **own,
         )

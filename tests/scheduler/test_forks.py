@@ -4,7 +4,9 @@ import msgspec
 import pytest
 
 from quire.errors import ValidationError
-from quire.scheduler.request import RequestStatus
+from quire.sampling_params import SamplingParams
+from quire.scheduler.forks import make_fork
+from quire.scheduler.request import Request, RequestStatus
 from tests.scheduler.harness import Engine, make_config, run_alone
 
 PROMPT = range(30)
@@ -232,6 +234,20 @@ def test_a_fork_of_another_prompt_or_tenant_is_refused(prompt, salt):
     with pytest.raises(ValidationError, match="is no fork of 'p': their prompts differ"):
         engine.add("c", prompt, cache_salt=salt, fork_of="p")
     engine.drain()
+
+
+def test_a_prompt_that_is_the_same_list_is_not_compared():
+    class Long(list):
+        def __eq__(self, other):
+            raise AssertionError("compared")
+
+        __hash__ = None
+
+    prompt = Long([1, 2, 3])
+    parent, child = (
+        Request(request_id=name, prompt_token_ids=prompt, sampling_params=SamplingParams()) for name in "pc"
+    )
+    assert make_fork(child, parent)
 
 
 def test_an_unknown_parent_is_no_parent():

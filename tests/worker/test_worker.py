@@ -110,7 +110,7 @@ def test_the_flags_that_size_the_cache(
         return LLMEngine(EngineConfig.from_args(model=str(tiny_model("llama")), **limits, **args))
 
     engine = started(gpu_memory_utilization=share, block_size=64)
-    worker = engine._client._core.executor._worker  # type: ignore[attr-defined]
+    worker = engine._clients[0]._core.executor._worker  # type: ignore[attr-defined]
     block_bytes = engine.core_ready.kv_cache_bytes // engine.core_ready.num_blocks
     assert reserved_bytes(worker) > 0
     assert engine.core_ready.num_blocks == min(

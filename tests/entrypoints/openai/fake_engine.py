@@ -43,6 +43,9 @@ class FakeTokenizer:
     def __init__(self, chat_template: str | None = TEMPLATE) -> None:
         self.chat_template = chat_template
 
+    def min_num_tokens(self, text: str) -> int:
+        return 0
+
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
         if not allow_special:
             return list(text.encode())

@@ -1,0 +1,317 @@
+"""`FrontEnd`: all of an engine's front but its transport; messages of the cores in, messages for them out.
+
+Invariant: no socket, no thread, no event loop, and time comes from the clock it is given. Every verb that changes
+something returns what is to be sent, each message with the index of its core, and the caller sends it in that order.
+Each request belongs to one core, forks of a request to the same one, and a request is known until its last output (or
+the error that ended the engine) has gone to its sink.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.engine.core_ids import CoreIds
+from quire.engine.input_processor import InputProcessor, TokenizedPrompt
+from quire.engine.messages import (
+    AbortRequests,
+    CoreMessage,
+    CoreReady,
+    CoreRequest,
+    EngineCoreOutputs,
+    UtilityResult,
+    add_message,
+)
+from quire.engine.output_processor import OutputProcessor, Sink
+from quire.engine.queue_limits import check_queue
+from quire.engine.startup import load_tokenizer
+from quire.engine.utility_calls import UtilityCalls
+from quire.errors import NotFoundError, QuireError, ValidationError
+from quire.metrics.stats import IterationStats, StatLogger
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+from quire.scheduler.explain import Explanation
+from quire.scheduler.output import SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+Outgoing = tuple[int, CoreRequest]
+"""The index of a core, and a message for it."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A request on its way: what its caller calls it, which core has it, and under which names."""
+
+    label: str
+    core: int
+    core_ids: list[str]
+
+
+class FrontEnd:
+    """Requests, updates and utility calls of one engine with `num_cores` cores.
+
+    Args:
+        config: as `prepare` has settled it.
+        strict_length: see `InputProcessor`.
+        clock: monotonic seconds, as the cores count them.
+
+    Attributes:
+        config: with the context length that the cores have settled, once all of them are ready.
+        dead_error: what ended the engine.
+
+    Raises:
+        ModelLoadError: from the constructor; the tokenizer cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        strict_length: bool,
+        num_cores: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.tokenizer = load_tokenizer(config)
+        self.input_processor = InputProcessor(
+            config, self.tokenizer, strict_length=strict_length, clock=clock
+        )
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self.stat_loggers: list[StatLogger] = []
+        self.dead_error: QuireError | None = None
+        self._ready: list[CoreReady | None] = [None] * num_cores
+        self._num_unfinished = [0] * num_cores
+        self._core_ids = CoreIds()
+        self._flights: dict[str, _Flight] = {}
+        self._names: dict[str, str] = {}  # of the requests, by core id
+        self._deadlines: list[tuple[float, str]] = []
+        self._calls = UtilityCalls()
+        self._failing_loggers: list[StatLogger] = []
+
+    # Questions
+
+    def __contains__(self, label: str) -> bool:
+        """Whether a request of this label is unfinished."""
+        return label in self._core_ids
+
+    def __len__(self) -> int:
+        """Labels of unfinished requests."""
+        return len(self._core_ids)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences whose end has not been published yet."""
+        return self.output_processor.num_unfinished
+
+    @property
+    def core_ready(self) -> CoreReady | None:
+        """What the first core said of itself, once all are ready."""
+        return self._ready[0] if None not in self._ready else None
+
+    def expects(self, core: int) -> bool:
+        """Whether there must be more messages of this core: it has requests, or owes an answer."""
+        return bool(self._num_unfinished[core] or self._calls.owed_by(core))
+
+    def known(self, label: str) -> list[str]:
+        """Core ids of a label's requests in flight, else of its last one that ended."""
+        return self._core_ids.known(label)
+
+    def check_health(self) -> None:
+        """Raise the error that ended the engine, if it ended."""
+        if self.dead_error is not None:
+            raise self.dead_error
+
+    def check_admission(self, num_sequences: int, num_prompt_tokens: int) -> None:
+        """Whether so much may join the queue, of which nothing is kept.
+
+        Raises:
+            UnavailableError: not now; says what waits and which limit it meets.
+        """
+        check_queue(self.config.scheduler, self.output_processor.waiting, num_sequences, num_prompt_tokens)
+
+    # Requests
+
+    def submit(
+        self,
+        label: str,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        timeout_s: float | None = None,
+    ) -> tuple[str, list[Outgoing]]:
+        """Check a request and give it to the core that has the fewest sequences.
+
+        Returns a name for `release`, which no other request has, and what to send.
+
+        Raises:
+            ValidationError: the prompt or a parameter cannot be honoured; nothing was queued.
+            QuireError: the engine is dead; also if it died while the prompt was tokenized.
+        """
+        self.check_health()
+        _check_timeout(timeout_s)
+        name = self._core_ids.new(label)
+        requests = self.input_processor.process(name, prompt, params, priority=priority, tenant=tenant)
+        core = min(range(len(self._num_unfinished)), key=self._num_unfinished.__getitem__)
+        flight = _Flight(label, core, [request.request_id for request in requests])
+        self.output_processor.add_request(label, prompt, requests, self._watched(name, sink))
+        self._take_off(name, flight)
+        if timeout_s is not None:
+            heapq.heappush(self._deadlines, (self.clock() + timeout_s, name))
+        return name, [(core, add_message(requests))]
+
+    def abort(self, labels: str | Iterable[str]) -> list[Outgoing]:
+        """End all requests of these labels with finish_reason "abort"; unknown labels are ignored."""
+        return self._end(self._core_ids.in_flight(labels), "abort")
+
+    def release(self, name: str) -> list[Outgoing]:
+        """Nobody wants more of this request; one that has ended is fine."""
+        return self._end(self._flights[name].core_ids, "abort") if name in self._flights else []
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do; None if no request has a deadline."""
+        while self._deadlines and self._deadlines[0][1] not in self._flights:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def expire(self, now: float) -> list[Outgoing]:
+        """End the requests whose deadline has come with finish_reason "timeout"."""
+        messages: list[Outgoing] = []
+        while (deadline := self.next_deadline) is not None and deadline <= now:
+            _, name = heapq.heappop(self._deadlines)
+            messages += self._end(self._flights[name].core_ids, "timeout")
+        return messages
+
+    # Cores
+
+    def take_in(self, core: int, message: CoreMessage) -> list[Outgoing]:
+        """Act on a core's message."""
+        if isinstance(message, EngineCoreOutputs):
+            ends, stats = self.output_processor.process(message, message.timestamp or self.clock())
+            self._record(stats, message.stats)
+            return [(core, AbortRequests(ids, reason)) for reason, ids in ends.items()]
+        if isinstance(message, UtilityResult):
+            self._calls.answer(message)
+        elif isinstance(message, CoreReady):
+            self._ready[core] = message
+            self._settle()
+        return []
+
+    def call(self, core: int, method: str, *args: Any) -> tuple[Future[Any], list[Outgoing]]:
+        """Call a utility of a core. The future's error is an `EngineError` if the core refused, or the engine's end.
+
+        Raises:
+            QuireError: the engine is dead.
+        """
+        self.check_health()
+        answer, message = self._calls.start(core, method, args)
+        return answer, [(core, message)]
+
+    def unfinished(self, core: int) -> list[Outgoing]:
+        """What to send to a core that takes the place of this one: all that the old one has left undone.
+
+        Each request goes on after the tokens that have come, and gets the same tokens, logprobs and text as if nothing
+        had happened. No message of the old core may be taken in any more.
+        """
+        flights = [flight for flight in self._flights.values() if flight.core == core]
+        messages: list[CoreRequest] = []
+        messages += [add_message(self.output_processor.resume(flight.core_ids)) for flight in flights]
+        messages += self._calls.owed_by(core)
+        return [(core, message) for message in messages]
+
+    def die(self, error: QuireError) -> None:
+        """The engine has ended: every request and every call in flight ends with this error; only the first counts."""
+        if self.dead_error is not None:
+            return
+        self.dead_error = error
+        self.output_processor.fail_all(error)
+        self._calls.fail_all(error)
+
+    # The rest
+
+    def _watched(self, name: str, sink: Sink) -> Sink:
+        """The sink, and the request is forgotten with its last output."""
+
+        def deliver(output: RequestOutput | Exception) -> None:
+            if isinstance(output, Exception) or output.finished:
+                self._land(name)
+            sink(output)
+
+        return deliver
+
+    def _take_off(self, name: str, flight: _Flight) -> None:
+        self._flights[name] = flight
+        self._names.update(dict.fromkeys(flight.core_ids, name))
+        self._core_ids.add(flight.label, flight.core_ids)
+        self._num_unfinished[flight.core] += len(flight.core_ids)
+
+    def _land(self, name: str) -> None:
+        flight = self._flights.pop(name)
+        for core_id in flight.core_ids:
+            del self._names[core_id]
+        self._core_ids.end(flight.label, flight.core_ids)
+        self._num_unfinished[flight.core] -= len(flight.core_ids)
+
+    def _end(self, core_ids: Sequence[str], reason: str) -> list[Outgoing]:
+        """End these sequences, which are in flight, and tell their cores."""
+        cores = {core_id: self._flights[self._names[core_id]].core for core_id in core_ids}
+        ends, stats = self.output_processor.end(core_ids, reason, self.clock())
+        if ends:
+            self._record(stats, None)
+        messages: list[Outgoing] = []
+        for why, ended in ends.items():
+            for core in dict.fromkeys(cores[core_id] for core_id in ended):
+                theirs = [core_id for core_id in ended if cores[core_id] == core]
+                messages.append((core, AbortRequests(theirs, why)))
+        return messages
+
+    def _settle(self) -> None:
+        """Go on with the shortest context that a core has fitted to its memory."""
+        ready = [one for one in self._ready if one is not None]
+        if len(ready) == len(self._ready):
+            self.config = self.config.evolve(max_model_len=min(one.max_model_len for one in ready))
+            self.input_processor.settle(self.config)
+
+    def _record(self, stats: IterationStats, scheduler: SchedulerStats | None) -> None:
+        for stat_logger in self.stat_loggers:
+            try:
+                stat_logger.record(stats, scheduler)
+            except Exception:
+                if stat_logger not in self._failing_loggers:  # its every step would fill the log
+                    self._failing_loggers.append(stat_logger)
+                    logger.exception("statistics could not be recorded by %r", stat_logger)
+
+
+def explained(found: Iterable[Any], label: str) -> list[Explanation]:
+    """What the cores said about the sequences of a request, as it came over the wire, less those they do not know.
+
+    Raises:
+        NotFoundError: none of them is known.
+    """
+    known = [msgspec.convert(one, Explanation) for one in found if one is not None]
+    if not known:
+        raise NotFoundError(f"no request {label!r:.100} is known to the engine", param="request_id")
+    return known
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise ValidationError(
+            f"timeout_s must be a positive number of seconds, got {timeout_s!r}", param="timeout_s"
+        )

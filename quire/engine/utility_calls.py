@@ -1,0 +1,57 @@
+"""`UtilityCalls`: calls of the cores' utilities that have no answer yet.
+
+Invariant: a call is here from when it is made until its answer, or the engine's end, has been put into its future.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.messages import UtilityCall, UtilityResult
+from quire.errors import EngineError
+
+
+@dataclass(frozen=True)
+class _Call:
+    core: int
+    message: UtilityCall
+    answer: Future[Any]
+
+
+class UtilityCalls:
+    """Gives each call a number and each answer to the one who waits for it; a future that was cancelled is fine."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._calls: dict[int, _Call] = {}
+
+    def start(self, core: int, method: str, args: Sequence[Any]) -> tuple[Future[Any], UtilityCall]:
+        """A new call; its future's error is an `EngineError` if the core refuses."""
+        message = UtilityCall(next(self._numbers), method, list(args))
+        self._calls[message.call_id] = call = _Call(core, message, Future())
+        return call.answer, message
+
+    def owed_by(self, core: int) -> list[UtilityCall]:
+        """The calls that a core has not answered, in order."""
+        return [call.message for call in self._calls.values() if call.core == core]
+
+    def answer(self, result: UtilityResult) -> None:
+        """Hand a core's answer over."""
+        answer = self._calls.pop(result.call_id).answer
+        if not answer.set_running_or_notify_cancel():
+            return
+        if result.error is not None:
+            answer.set_exception(EngineError(result.error))
+        else:
+            answer.set_result(result.result)
+
+    def fail_all(self, error: Exception) -> None:
+        """There will be no answers any more."""
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if call.answer.set_running_or_notify_cancel():
+                call.answer.set_exception(error)

@@ -1,0 +1,400 @@
+"""The front end without any I/O: messages are handed to cores in this process, lost, or never sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.front_end import FrontEnd, Outgoing
+from quire.engine.messages import AbortRequests, AddRequest, CoreMessage, CoreRequest
+from quire.engine.startup import prepare
+from quire.errors import EngineDeadError, EngineError, ValidationError
+from quire.metrics.stats import IterationStats
+from quire.outputs import RequestOutput
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.scheduler.output import SchedulerStats
+from tests.engine.test_state_machine import parameters, prompts
+from tests.engine.whole_engine import alone, letters_model
+
+
+class Cores:
+    """A front end, its cores, and a clock that only the test moves."""
+
+    def __init__(self, num_cores: int = 1, **args: Any) -> None:
+        defaults: dict[str, Any] = {"distributed_executor_backend": "null", "max_num_seqs": 8}
+        model = args.pop("model", None) or str(letters_model(None))
+        config = EngineConfig.from_args(model=model, **defaults | args)
+        self.config = prepare(config, "offline")
+        self.now = 100.0
+        self.front_end = FrontEnd(
+            self.config, strict_length=False, num_cores=num_cores, clock=lambda: self.now
+        )
+        self.outputs: dict[str, list[RequestOutput | Exception]] = {}
+        self.sent: list[Outgoing] = []
+        self.cores = [EngineCore(self.config) for _ in range(num_cores)]
+        for index, core in enumerate(self.cores):
+            self.front_end.take_in(index, core.ready)
+
+    def add(self, label: str, prompt: Any, **params: Any) -> str:
+        options = {name: params.pop(name) for name in ("timeout_s",) if name in params}
+        outputs = self.outputs.setdefault(label, [])
+        tokenized = self.front_end.input_processor.tokenize(prompt)
+        name, messages = self.front_end.submit(
+            label, tokenized, SamplingParams(**params), outputs.append, **options
+        )
+        self.send(messages)
+        return name
+
+    def send(self, messages: list[Outgoing]) -> None:
+        for index, message in messages:
+            self.sent.append((index, message))
+            answer = self.cores[index].handle(over_the_wire(message, CoreRequest))
+            if answer is not None:
+                self.send(self.front_end.take_in(index, answer))
+
+    def step(self) -> None:
+        for index, core in enumerate(self.cores):
+            if core.has_work():
+                self.send(self.front_end.take_in(index, over_the_wire(core.step(), CoreMessage)))
+
+    def run(self) -> None:
+        for _ in range(500):
+            if not self.front_end.num_unfinished:
+                return
+            self.step()
+        raise AssertionError("the requests do not come to an end")
+
+    def replace(self, index: int) -> None:
+        """The core dies and a new one takes its place."""
+        self.cores[index].shutdown()
+        self.cores[index] = EngineCore(self.config)
+        self.send(self.front_end.unfinished(index))
+
+    def last(self, label: str) -> RequestOutput:
+        output = self.outputs[label][-1]
+        assert isinstance(output, RequestOutput)
+        assert output.finished
+        return output
+
+
+def over_the_wire(message: Any, kind: Any) -> Any:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
+
+
+def result(output: RequestOutput) -> tuple[Any, ...]:
+    return output.outputs, output.prompt_logprobs, output.prompt_token_ids
+
+
+# Several cores
+
+
+def test_a_request_goes_to_the_core_with_the_fewest_sequences_and_its_forks_go_with_it() -> None:
+    cores = Cores(num_cores=2)
+    for label, n in (("a", 3), ("b", 1), ("c", 1), ("d", 1), ("e", 1)):
+        cores.add(label, [1, 2, 3], n=n, max_tokens=6, ignore_eos=True, seed=1)
+    sent = [
+        (core, message.request.request_id) for core, message in cores.sent if isinstance(message, AddRequest)
+    ]
+    assert sent == [(0, "a-0.0"), (1, "b-1"), (1, "c-2"), (1, "d-3"), (0, "e-4")]
+    cores.run()
+    one = Cores()
+    for label, n in (("a", 3), ("b", 1), ("c", 1), ("d", 1), ("e", 1)):
+        one.add(label, [1, 2, 3], n=n, max_tokens=6, ignore_eos=True, seed=1)
+    one.run()
+    assert {label: result(cores.last(label)) for label in "abcde"} == {
+        label: result(one.last(label)) for label in "abcde"
+    }
+    cores.add("f", [1], max_tokens=1)
+    assert cores.sent[-1][0] == 0, "all that has ended is no work"
+
+
+def test_each_core_answers_its_own_calls_and_ends_its_own_requests() -> None:
+    cores = Cores(num_cores=2)
+    for label in "ab":
+        cores.add(label, [1, 2], max_tokens=30, ignore_eos=True)
+    cores.step()
+    running = []
+    for index in range(2):
+        answer, messages = cores.front_end.call(index, "stats")
+        assert not answer.done()
+        assert cores.front_end.expects(index)
+        cores.send(messages)
+        running.append(answer.result()["num_running"])
+    assert running == [1, 1]
+    ends = cores.front_end.abort(["a", "b", "nobody"])
+    assert ends == [(0, AbortRequests(["a-0"], "abort")), (1, AbortRequests(["b-1"], "abort"))]
+    assert not cores.front_end.expects(0)
+    refused, messages = cores.front_end.call(1, "nope")
+    cores.send(messages)
+    with pytest.raises(EngineError, match="no utility 'nope'"):
+        refused.result()
+
+
+# The wire
+
+
+def test_completions_of_one_prompt_cross_the_wire_once() -> None:
+    cores = Cores()
+    cores.add("r", [1] * 30, n=8, max_tokens=4, temperature=1.0, seed=5)
+    ((_, message),) = cores.sent
+    assert msgspec.msgpack.encode(message).count(bytes([1] * 30)) == 1
+    assert isinstance(message, AddRequest)
+    assert [request.sampling_params.seed for request in message.requests()] == list(range(5, 13))
+    cores.run()
+
+
+def test_the_callers_list_is_copied_once() -> None:
+    cores = Cores()
+    prompt = [1, 2, 3]
+    cores.add("r", prompt, max_tokens=4, ignore_eos=True)
+    cores.add("s", {"prompt_token_ids": prompt}, max_tokens=4, ignore_eos=True)
+    prompt[:] = [10**9] * 50
+    cores.run()
+    for label in "rs":
+        assert cores.last(label).prompt_token_ids == [1, 2, 3]
+        assert cores.last(label).outputs[0].finish_reason == "length"
+
+
+def test_the_core_is_told_why_a_sequence_ends() -> None:
+    cores = Cores()
+    told: list[tuple[list[str], str]] = []
+    finish = cores.cores[0].scheduler.finish_requests
+
+    def remembered(names: Any, reason: str, now: float) -> Any:
+        told.append((list(names), reason))
+        return finish(names, reason, now)
+
+    cores.cores[0].scheduler.finish_requests = remembered  # type: ignore[method-assign]
+    cores.add("alone", [1, 2, 3], max_tokens=20, ignore_eos=True, seed=1)
+    cores.run()
+    text = cores.last("alone").outputs[0].text
+    cores.add("stop", [1, 2, 3], max_tokens=20, ignore_eos=True, seed=1, stop=text[2:4])
+    cores.add("left", [1, 2, 3], max_tokens=20, ignore_eos=True, seed=1)
+    cores.run()
+    cores.send(cores.front_end.release(cores.add("left", [4], max_tokens=20)))
+    assert told == [(["stop-1"], "stop"), (["left-3"], "abort")]
+
+
+# Deadlines
+
+
+def test_a_request_ends_at_its_deadline_with_what_it_has() -> None:
+    cores = Cores()
+    cores.add("late", [1, 2, 3], max_tokens=30, ignore_eos=True, n=2, seed=3, timeout_s=5)
+    cores.add("other", [1, 2, 3], max_tokens=12, ignore_eos=True)
+    cores.add("first", [1, 2], max_tokens=1, timeout_s=1)
+    assert cores.front_end.next_deadline == 101.0
+    for _ in range(4):
+        cores.step()
+    assert cores.front_end.next_deadline == 105.0, "what has ended has no deadline"
+    assert cores.front_end.expire(104.9) == []
+    cores.now = 105.0
+    cores.send(cores.front_end.expire(105.0))
+    late = cores.last("late")
+    assert [completion.finish_reason for completion in late.outputs] == ["timeout", "timeout"]
+    assert [len(completion.token_ids) for completion in late.outputs] == [4, 3]
+    assert late.outputs[0].text
+    assert cores.front_end.next_deadline is None
+    cores.run()
+    assert len(cores.last("other").outputs[0].token_ids) == 12
+    while cores.cores[0].has_work():
+        cores.step()
+    cores.cores[0].scheduler.check_integrity()
+    assert cores.cores[0].scheduler.stats().kv_cache_usage == 0
+
+
+def test_a_request_that_waits_ends_at_its_deadline_too() -> None:
+    cores = Cores(max_num_seqs=1)
+    cores.add("long", [1], max_tokens=20, ignore_eos=True)
+    cores.add("waits", [1], max_tokens=20, timeout_s=2.5)
+    cores.step()
+    cores.send(cores.front_end.expire(102.5))
+    assert cores.last("waits").outputs[0].finish_reason == "timeout"
+    cores.run()
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan"), "3", True])
+def test_a_bad_timeout_is_refused(timeout_s: Any) -> None:
+    cores = Cores()
+    with pytest.raises(ValidationError, match="timeout_s must be a positive number"):
+        cores.add("r", [1], timeout_s=timeout_s)
+    assert len(cores.front_end) == 0
+
+
+# Errors of ours
+
+
+class Panic(BaseException):
+    """As a library that is written in Rust raises them."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, Panic])
+@pytest.mark.parametrize("method", ["_append_tokens", "_record_times", "completion", "_end"])
+def test_an_error_in_one_sequence_takes_nothing_from_its_neighbours(
+    method: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(culprit: str | None) -> tuple[Cores, list[tuple[Any, ...]]]:
+        cores = Cores()
+        for index in range(4):
+            cores.add(f"r{index}", [index, 7], max_tokens=8, ignore_eos=True, logprobs=1)
+        steps = itertools.count()
+        if culprit is not None:
+            sequence, _ = cores.front_end.output_processor._running[culprit]
+            original = getattr(sequence, method)
+
+            def broken(*args: Any) -> Any:
+                if next(steps) == (0 if method == "_end" else 3):
+                    raise error("a bug")
+                return original(*args)
+
+            monkeypatch.setattr(sequence, method, broken)
+        cores.run()
+        return cores, [result(cores.last(f"r{index}")) for index in range(4)]
+
+    _, expected = run(None)
+    cores, got = run("r1-1")
+    assert [got[index] for index in (0, 2, 3)] == [expected[index] for index in (0, 2, 3)]
+    (completion,) = cores.last("r1").outputs
+    assert (completion.finish_reason, completion.stop_reason) == (
+        "error",
+        "the engine failed while it made the output",
+    )
+    assert sum(isinstance(one, RequestOutput) and one.finished for one in cores.outputs["r1"]) == 1
+    if method != "_end":  # by then the core has ended it
+        assert (0, AbortRequests(["r1-1"], "error")) in cores.sent
+    assert len(cores.front_end) == 0
+
+
+def test_a_stat_logger_that_fails_is_logged_once_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+            raise ZeroDivisionError
+
+    class Counting:
+        num_tokens = 0
+
+        def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+            self.num_tokens += iteration.num_generation_tokens
+
+    cores, counting = Cores(), Counting()
+    cores.front_end.stat_loggers += [Broken(), counting]
+    cores.add("r", [1], max_tokens=8, ignore_eos=True)
+    with caplog.at_level(logging.ERROR):
+        cores.run()
+    assert len(cores.last("r").outputs[0].token_ids) == counting.num_tokens == 8
+    assert len(caplog.records) == 1
+
+
+def test_a_dead_engine_tells_everybody_once_and_takes_nothing_more() -> None:
+    cores = Cores(num_cores=2)
+    for label in "abc":
+        cores.add(label, [1], n=2, max_tokens=9)
+    answer, _ = cores.front_end.call(1, "stats")
+    error = EngineDeadError("gone")
+    cores.front_end.die(error)
+    cores.front_end.die(EngineDeadError("again"))
+    assert all(cores.outputs[label] == [error] for label in "abc")
+    assert answer.exception() is error
+    for attempt in (lambda: cores.add("d", [1]), lambda: cores.front_end.call(0, "stats")):
+        with pytest.raises(EngineDeadError, match="gone"):
+            attempt()
+    assert len(cores.front_end) == cores.front_end.num_unfinished == 0
+
+
+# A core that is replaced
+
+REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
+    ([3, 1, 4, 1, 5, 9, 2, 6], {"temperature": 0.0, "logprobs": 2}),
+    ([3, 1, 4, 1, 5], {"n": 3, "seed": 4, "logprobs": 1, "output_kind": RequestOutputKind.FINAL_ONLY}),
+    ([2, 7] * 6, {"seed": 9, "prompt_logprobs": 2, "n": 2}),
+    ([2, 7] * 5, {"seed": 1, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3}),
+    ([8] * 3, {"seed": 2, "min_tokens": 9, "ignore_eos": False, "stop_token_ids": list(range(20))}),
+    ([5, 6], {"seed": 3, "output_kind": RequestOutputKind.DELTA, "prompt_logprobs": 0}),
+    ([1] * 20, {"seed": 8, "max_tokens": 1, "prompt_logprobs": 1}),
+]
+
+
+def run_all(cores: Cores, stop: str | None, drops: Iterator[bool]) -> list[tuple[Any, ...]]:
+    for index, (prompt, params) in enumerate(REQUESTS):
+        with_stop = {"stop": stop} if stop and index == 0 else {}
+        cores.add(f"r{index}", prompt, **{"max_tokens": 14, "ignore_eos": True} | params | with_stop)
+    while cores.front_end.num_unfinished:
+        cores.step()
+        if next(drops):
+            cores.replace(0)
+    return [joined(cores.outputs[f"r{index}"], params) for index, (_, params) in enumerate(REQUESTS)]
+
+
+def joined(outputs: list[Any], params: dict[str, Any]) -> tuple[Any, ...]:
+    """What a caller has at the end, with what it was told of the prompt."""
+    last = outputs[-1]
+    if params.get("output_kind") is RequestOutputKind.DELTA:
+        last = dataclasses.replace(outputs[0])
+        for output in outputs[1:]:
+            last.add(output)
+    return result(last)
+
+
+def undisturbed() -> Iterator[bool]:
+    return itertools.repeat(False)
+
+
+@pytest.mark.parametrize(("backend", "every"), [("null", 1), ("null", 3), ("null", 7), ("tiny", 4)])
+def test_a_core_is_replaced_and_nobody_sees_a_difference(
+    backend: str, every: int, tiny_model: Callable[[str], Path]
+) -> None:
+    """Small steps, so that cores die while prompts are computed, too."""
+    args: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "max_model_len": 40}
+    if backend == "tiny":
+        args |= {"model": str(tiny_model("llama")), "distributed_executor_backend": "uni"}
+        args |= {"num_gpu_blocks_override": 40}
+    text = run_all(Cores(**args), None, undisturbed())[0][0][0].text
+    expected = run_all(Cores(**args), text[5:7], undisturbed())
+    assert expected[0][0][0].finish_reason == "stop"
+    drops = (number % (every + 1) == every for number in itertools.count())
+    assert run_all(Cores(**args), text[5:7], drops) == expected
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(prompts(), parameters()), min_size=1, max_size=4),
+    st.lists(st.integers(0, 3), max_size=6),
+    st.sampled_from([{}, {"async_scheduling": True, "max_steps_in_flight": 3}]),
+    st.sampled_from([6, 24]),
+)
+def test_cores_replaced_at_any_moments_make_what_each_request_is_alone(
+    requests: list[tuple[list[int], SamplingParams]], drops: list[int], loop: dict[str, Any], budget: int
+) -> None:
+    """Each number of `drops` is how many steps a core lives."""
+    cores = Cores(max_num_batched_tokens=budget, max_num_seqs=4, block_size=4, **loop)
+    for index, (prompt, params) in enumerate(requests):
+        cores.add(f"r{index}", prompt, **msgspec.structs.asdict(params))
+    for num_steps in drops:
+        for _ in range(num_steps):
+            cores.step()
+        cores.replace(0)
+    cores.run()
+    for index, (prompt, params) in enumerate(requests):
+        outputs = cores.outputs[f"r{index}"]
+        got = joined(outputs, {"output_kind": params.output_kind})
+        expected = alone(prompt, params)
+        assert sorted(got[0], key=lambda completion: completion.index) == expected.outputs
+        assert got[1] == expected.prompt_logprobs
+
+
+def test_calls_in_flight_are_asked_of_the_new_core_again() -> None:
+    cores = Cores()
+    answer, _ = cores.front_end.call(0, "check_integrity")
+    cores.replace(0)
+    assert answer.done()
