@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from quire.config import EngineConfig
-from quire.errors import ValidationError
+from quire.errors import EngineError, ValidationError
 from quire.kv_cache.events import KVCacheEvent
 from quire.kv_cache.manager import IntegrityError, KVCacheManager
 from quire.kv_cache.spec import KVCacheConfig
@@ -18,12 +18,18 @@ from quire.scheduler.admission import check_admissible
 from quire.scheduler.explain import Cause, Explanation
 from quire.scheduler.fair import Fair
 from quire.scheduler.forks import HeldForks
-from quire.scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput, SchedulerStats
+from quire.scheduler.output import (
+    WAIST_VERSION,
+    ModelRunnerOutput,
+    RequestUpdate,
+    SchedulerOutput,
+    SchedulerStats,
+)
 from quire.scheduler.planner import Planner
 from quire.scheduler.policies import FCFS, Policy, Priority
 from quire.scheduler.request import Request, RequestStatus
 from quire.scheduler.step import Chunk, StepPlan
-from quire.scheduler.stop import check_stop
+from quire.scheduler.stop import Stop, check_stop
 from quire.scheduler.updates import last_update, update_of
 from quire.scheduler.wait_account import WaitAccount
 
@@ -130,7 +136,14 @@ class Scheduler:
         """Take in the result of the oldest step in flight: what was sampled, what ended, what may now be reused.
 
         Requests that ended while the step ran are passed over, even if a new one has taken the same id.
+
+        Raises:
+            EngineError: the worker is of another version than the scheduler.
         """
+        if output.version != WAIST_VERSION:
+            raise EngineError(
+                f"the result of step {plan.step_id} is of version {output.version}, not {WAIST_VERSION}"
+            )
         assert plan.step_id == output.step_id, "steps are out of order"
         step = self._take_from_flight(plan.step_id)
         updates = [self._apply(chunk, output, now) for chunk in step.chunks if not chunk.request.is_finished]
@@ -202,28 +215,36 @@ class Scheduler:
     def _apply(self, chunk: Chunk, output: ModelRunnerOutput, now: float) -> RequestUpdate | None:
         """What one request's share of a step's result means for it; None if there is nothing to tell."""
         request, request_id = chunk.request, chunk.request.request_id
-        request.settle(chunk.samples)
+        request.settle(chunk.num_samples)
         error = output.failed.get(request_id)
         if error is not None:
             self._finish(request, "error", now)
             return last_update(request, error)
-        if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
-            self._kv.cache_blocks(request, chunk.end)
         sampled = output.sampled_token_ids.get(request_id, [])
-        assert bool(sampled) == chunk.samples, f"{request!r} sampled {sampled}"
-        new_token_ids, stop_reason = self._append(request, sampled, now)
-        if new_token_ids:
+        is_planned = min(chunk.num_samples, 1) <= len(sampled) <= chunk.num_samples
+        assert is_planned, f"{request!r} sampled {sampled}, and {chunk.num_samples} were planned"
+        new_token_ids, stop = self._append(request, sampled)
+        if output.draft_token_ids or request.draft_token_ids:
+            request.update_drafts(new_token_ids, output.draft_token_ids.get(request_id))
+        if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
+            end = chunk.end
+            if len(new_token_ids) > 1 and self._kv.rolls_back:
+                end += len(new_token_ids) - 1
+                request.num_computed_tokens = end
+            self._kv.cache_blocks(request, end)
+        if stop is not None:
+            self._finish(request, stop[0], now)
+        elif new_token_ids:
             self._release_forks(request, now)
-        return update_of(chunk, output, new_token_ids, stop_reason)
+        return update_of(chunk, output, new_token_ids, stop and stop[1])
 
-    def _append(self, request: Request, sampled: list[int], now: float) -> tuple[list[int], int | None]:
-        """Add sampled tokens up to the one that ends the request; returns those added and the stop reason."""
+    def _append(self, request: Request, sampled: list[int]) -> tuple[list[int], Stop | None]:
+        """Add sampled tokens up to the one that ends the request; returns those added and why they are the last."""
         for count, token_id in enumerate(sampled, 1):
             request.token_ids.append(token_id)
             stop = check_stop(request, self._max_model_len)
             if stop is not None:
-                self._finish(request, stop[0], now)
-                return sampled[:count], stop[1]
+                return sampled[:count], stop
         return sampled, None
 
     def _finish(self, request: Request, reason: str, now: float) -> None:

@@ -306,21 +306,9 @@ def test_a_victim_that_fits_again_at_once_is_planned_once(policy):
     engine.step()
     plan = engine.step()
     assert (plan.removed_request_ids, new_ids(plan)) == (["b"], ["b"])
-    assert [data.request_id for data in plan.cached_requests] == ["a"]
+    assert [request.request_id for request in plan.scheduled] == ["a", "b"]
     engine.drain()
     assert engine.tokens("a") == engine.tokens("b")
-
-
-def test_tokens_after_the_end_token_are_dropped():
-    engine = Engine()
-    engine.add("a", [1, 2], stop_token_ids=[39], logprobs=0)
-    plan = engine.schedule()
-    output = engine.executor.execute_model(plan)
-    several = msgspec.structs.replace(
-        output, sampled_token_ids={"a": [5, 39, 6]}, logprobs={"a": output.logprobs["a"] * 3}
-    )
-    engine.finish_step(plan, several)
-    assert (engine.tokens("a"), len(engine.last("a").logprobs)) == ([5, 39], 2)
 
 
 def test_abort_in_each_state_frees_at_once_and_reports_once():
