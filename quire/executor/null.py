@@ -105,7 +105,7 @@ class NullExecutor(Executor):
         max_drafts: int = 0,
     ) -> None:
         super().__init__(config)
-        self._max_drafts = max_drafts
+        self.max_drafts = max_drafts
         self.vocab_size = config.model_arch.vocab_size if config.model_arch else vocab_size
         self._specs = dict(specs or _default_specs(config))
         self._kv_config: KVCacheConfig | None = None
@@ -174,7 +174,7 @@ class NullExecutor(Executor):
             output.sampled_token_ids[row.request_id] = sampled
             if params.logprobs is not None:
                 output.logprobs[row.request_id] = self._uniform(sampled, params.logprobs)
-            if self._max_drafts:
+            if self.max_drafts:
                 output.draft_token_ids[row.request_id] = self._guess(row)
 
     def _sample(self, row: _Row, drafts: list[int]) -> list[int]:
@@ -193,11 +193,11 @@ class NullExecutor(Executor):
     def _guess(self, row: _Row) -> list[int]:
         """What may follow: how many tokens, and how many of them right, is a function of the row's tokens."""
         num_known, luck = len(row.token_ids), row.fingerprints[-1] >> 7
-        for _ in range(luck % (self._max_drafts + 1)):
+        for _ in range(luck % (self.max_drafts + 1)):
             row.append(self._next_token(row))
         drafts = row.token_ids[num_known:]
         row.truncate(num_known)
-        num_right = luck // 31 % (self._max_drafts + 1)
+        num_right = luck // 31 % (self.max_drafts + 1)
         return [token if i < num_right else (token + i) % self.vocab_size for i, token in enumerate(drafts)]
 
     def _check_header(self, plan: SchedulerOutput) -> None:

@@ -99,6 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.sampled_from([True, True, False]),
         enable_chunked_prefill=st.sampled_from([True, True, False]),
         long_prefill_token_threshold=st.sampled_from([0, 0, 4]),
+        max_drafts=st.sampled_from([0, 0, 3, 8]),
     )
     def start(
         self,
@@ -177,6 +178,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.drain(max_steps=self._bound_on_steps())
         self.seen.update(msgspec.to_builtins(self.engine.core.scheduler.stats()))
         self.seen["num_steps"] += self.engine.num_steps
+        self.seen["num_accepted"] += self.engine.num_accepted
         for name, (prompt, params) in self.requests.items():
             check_result(self.engine.result(name), alone(prompt, params), disturbed=name in self.disturbed)
 
@@ -200,9 +202,10 @@ def options(max_examples: int, num_events: int, **more: Any) -> settings:
 
 
 def test_every_output_is_that_of_the_request_alone() -> None:
-    """Some 20,000 steps, in which some 1,400 requests are preempted, most of them to the host."""
+    """Some 20,000 steps, in which some 1,400 requests are preempted, most of them to the host, and drafts are accepted."""
     run_state_machine_as_test(EngineMachine, settings=options(90, 30, derandomize=True))
     seen = EngineMachine.seen
+    assert seen["num_accepted"] > 500
     assert min(seen["num_swaps"], seen["num_preemptions"] - seen["num_swaps"]) > 50
 
 

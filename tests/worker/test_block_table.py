@@ -65,7 +65,7 @@ def test_the_null_block_may_stand_only_where_nothing_is_read() -> None:
     blocks.append(0, [0, 0, 7, 3], 12)
     assert blocks.capacity(rows_of(0)).tolist() == [16]
     for position in (0, 11):
-        with pytest.raises(EngineError, match="0 behind a window"):
+        with pytest.raises(EngineError, match="0 where no block is needed"):
             blocks.append(1, [0, 0, 7], position)
-    with pytest.raises(EngineError, match="0 behind a window"):
+    with pytest.raises(EngineError, match="0 where no block is needed"):
         blocks.append(0, [0], 14)
