@@ -202,7 +202,7 @@ def options(max_examples: int, num_events: int, **more: Any) -> settings:
 
 
 def test_every_output_is_that_of_the_request_alone() -> None:
-    """Some 20,000 steps, in which some 1,400 requests are preempted, most of them to the host, and drafts are accepted."""
+    """Some 20,000 steps, in which drafts are accepted and some 1,400 requests preempted, most of them to the host."""
     run_state_machine_as_test(EngineMachine, settings=options(90, 30, derandomize=True))
     seen = EngineMachine.seen
     assert seen["num_accepted"] > 500
