@@ -221,14 +221,14 @@ class Scheduler:
             self._finish(request, "error", now)
             return last_update(request, error)
         sampled = output.sampled_token_ids.get(request_id, [])
-        is_planned = min(chunk.num_samples, 1) <= len(sampled) <= chunk.num_samples
-        assert is_planned, f"{request!r} sampled {sampled}, and {chunk.num_samples} were planned"
+        count, planned = len(sampled), chunk.num_samples
+        assert count == planned or 0 < count < planned, f"{request!r}: {sampled} for {planned} samples"
         new_token_ids, stop = self._append(request, sampled)
         if output.draft_token_ids or request.draft_token_ids:
             request.update_drafts(new_token_ids, output.draft_token_ids.get(request_id))
         if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
             end = chunk.end
-            if len(new_token_ids) > 1 and self._kv.rolls_back:
+            if count > 1 and self._kv.rolls_back:
                 end += len(new_token_ids) - 1
                 request.num_computed_tokens = end
             self._kv.cache_blocks(request, end)

@@ -170,5 +170,5 @@ def test_more_tokens_than_were_planned_are_a_bug():
     engine.launch()
     output = engine.executor.collect()
     several = msgspec.structs.replace(output, sampled_token_ids={"a": [1, 2]})
-    with pytest.raises(AssertionError, match="1 were planned"):
+    with pytest.raises(AssertionError, match="for 1 samples"):
         engine.finish_step(engine.in_flight.popleft(), several)
