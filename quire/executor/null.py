@@ -92,8 +92,7 @@ class NullExecutor(Executor):
 
     It honours `min_tokens`, `logprobs` and `prompt_logprobs` (as of a uniform distribution); what else shapes
     a distribution has nothing to act on here. `specs` and `vocab_size` are used where the config has no model.
-    It guesses up to `max_drafts` tokens after each that it samples: the right ones, as far as another pure function of
-    the tokens so far says, and a wrong one behind them.
+    It proposes up to `max_drafts` drafts, of which the first ones are right; how many is a function of the tokens, too.
     """
 
     def __init__(

@@ -86,7 +86,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do; such a plan is not executed and gets no result."""
-        return not self.scheduled and not self.removed_request_ids
+        moves = self.swap_outs or self.swap_ins or self.block_copies
+        return not (self.scheduled or self.removed_request_ids or moves)
 
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:

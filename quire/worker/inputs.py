@@ -62,10 +62,6 @@ class StepLayout:
         return self.num_tokens == len(self.sampling)
 
     @property
-    def has_drafts(self) -> bool:
-        return bool((self.num_samples > 1).any())
-
-    @property
     def num_drafts(self) -> NDArray[np.int64]:
         """[R]."""
         return (self.num_samples - 1).clip(0)
@@ -87,7 +83,7 @@ class StepInputs:
     positions: Tensor
     """[T] int64."""
     logits_indices: Tensor
-    """[N] int32 or int64, those of the layout."""
+    """[N] int32 or int64: those of the layout."""
     metadata: StepMetadata
     graph_size: int = 0
     """The size of the captured graph for which they were made, with padding behind the R requests; 0: none."""

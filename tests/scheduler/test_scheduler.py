@@ -386,7 +386,7 @@ def test_a_missing_sample_is_noticed():
     engine = Engine()
     engine.add("a", [1])
     plan = engine.schedule()
-    with pytest.raises(AssertionError, match="sampled"):
+    with pytest.raises(AssertionError, match="for 1 samples"):
         engine.scheduler.update_from_output(plan, ModelRunnerOutput(plan.step_id, {}), 0.0)
 
 

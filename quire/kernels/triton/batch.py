@@ -17,8 +17,9 @@ TILE = 256
 
 
 class StagedStep(NamedTuple):
-    """What a step uploads: R rows, R first positions, R + 1 query starts, N requests and N tokens behind which one is
-    sampled, and whatever follows."""
+    """What a step uploads: R rows, R first positions, R + 1 query starts, and of N samples the request and the token
+    behind which it is; then whatever follows.
+    """
 
     numbers: Tensor
     """int32, in this order."""
