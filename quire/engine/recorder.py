@@ -98,13 +98,15 @@ class RecordedScheduler:
         self._rows.update((data.request_id, self._numbers[data.request_id]) for data in plan.new_requests)
         blocks = [(data.request_id, data.block_ids) for data in plan.new_requests]
         blocks += [
-            (data.request_id, data.new_block_ids) for data in plan.cached_requests if any(data.new_block_ids)
+            (request.request_id, request.new_block_ids)
+            for request in plan.scheduled
+            if any(request.new_block_ids)
         ]
         return Planned(
             now=now,
             step_id=plan.step_id,
-            numbers=[self._rows[name] for name in plan.num_scheduled_tokens],
-            num_tokens=list(plan.num_scheduled_tokens.values()),
+            numbers=[self._rows[request.request_id] for request in plan.scheduled],
+            num_tokens=[request.num_tokens for request in plan.scheduled],
             starts={self._rows[data.request_id]: data.num_computed_tokens for data in plan.new_requests},
             new_block_ids={self._rows[name]: ids for name, ids in blocks},
             removed=removed,
@@ -135,7 +137,8 @@ def _data_of(hold: Hold) -> HoldData:
 
 
 def _returned(plan: SchedulerOutput, output: ModelRunnerOutput, now: float) -> Returned:
-    names = list(plan.num_scheduled_tokens)
+    names = [request.request_id for request in plan.scheduled]
     sampled = [output.sampled_token_ids.get(name, []) for name in names]
     failed = {names.index(name): reason for name, reason in output.failed.items()}
-    return Returned(now, plan.step_id, sampled, failed, output.forward_s, output.sample_s)
+    drafts = {names.index(name): tokens for name, tokens in output.draft_token_ids.items()}
+    return Returned(now, plan.step_id, sampled, failed, output.forward_s, output.sample_s, drafts)

@@ -41,15 +41,15 @@ class ReplayExecutor(NullExecutor):
 
     def __init__(self, config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> None:
         super().__init__(config, specs=specs)
-        self._sampled: dict[str, list[int]] = {}
+        self._sampled: dict[str, Iterator[int]] = {}
 
     def replay(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Execute a plan that once had this output."""
-        self._sampled = output.sampled_token_ids
+        self._sampled = {name: iter(ids) for name, ids in output.sampled_token_ids.items()}
         self.execute_model(plan)
 
     def _next_token(self, row: Any) -> int:
-        return self._sampled.get(row.request_id, [0])[0]  # nothing where it failed
+        return next(self._sampled.get(row.request_id, iter(())), 0)  # nothing where it failed
 
 
 class Replay:
@@ -91,7 +91,7 @@ class Replay:
 
     def result(self, frame: Returned) -> None:
         plan = self._in_flight.pop(frame.step_id)
-        output = _output(frame, list(plan.num_scheduled_tokens))
+        output = _output(frame, [request.request_id for request in plan.scheduled])
         self._executor.replay(plan, output)
         self._scheduler.update_from_output(plan, output, frame.now)
 
@@ -138,5 +138,10 @@ def _output(frame: Returned, names: list[str]) -> ModelRunnerOutput:
     sampled = {name: ids for name, ids in zip(names, frame.sampled, strict=True) if ids}
     failed = {names[place]: reason for place, reason in frame.failed.items()}
     return ModelRunnerOutput(
-        frame.step_id, sampled, failed=failed, forward_s=frame.forward_s, sample_s=frame.sample_s
+        frame.step_id,
+        sampled,
+        failed=failed,
+        draft_token_ids={names[place]: drafts for place, drafts in frame.drafts.items()},
+        forward_s=frame.forward_s,
+        sample_s=frame.sample_s,
     )

@@ -94,7 +94,7 @@ class Planned(msgspec.Struct, tag="plan", array_like=True, frozen=True):
 
 
 class Returned(msgspec.Struct, tag="result", array_like=True, frozen=True):
-    """The result of a plan; `sampled` is in the plan's order, and `failed` has positions in it."""
+    """The result of a plan; `sampled` is in the plan's order, `failed` and `drafts` have positions in it."""
 
     now: float
     step_id: int
@@ -102,6 +102,7 @@ class Returned(msgspec.Struct, tag="result", array_like=True, frozen=True):
     failed: dict[int, str]
     forward_s: float
     sample_s: float
+    drafts: dict[int, list[int]] = {}
 
 
 class Ended(msgspec.Struct, tag="end", array_like=True, frozen=True):

@@ -30,9 +30,9 @@ from quire.kv_cache.spec import (
 )
 from quire.scheduler.output import (
     WAIST_VERSION,
-    CachedRequestData,
     ModelRunnerOutput,
     NewRequestData,
+    ScheduledRequest,
     SchedulerOutput,
     TokenLogprobs,
 )
@@ -53,10 +53,12 @@ def places_read(spec: KVCacheSpec, start: int, end: int) -> Iterator[Place]:
     return ((position, divmod(position, spec.block_size)) for position in range(first, end))
 
 
-def places_written(spec: KVCacheSpec, table: list[int], start: int, end: int) -> Iterator[Place]:
-    """What computing the tokens `start` to `end` (exclusive) leaves behind."""
+def places_written(
+    spec: KVCacheSpec, table: list[int], start: int, end: int, num_drafts: int = 0
+) -> Iterator[Place]:
+    """What computing the tokens `start` to `end` (exclusive) and the drafts behind them leaves behind."""
     if not isinstance(spec, RecurrentStateSpec):
-        return ((position, divmod(position, spec.block_size)) for position in range(start, end))
+        return ((position, divmod(position, spec.block_size)) for position in range(start, end + num_drafts))
     indices = range(start // spec.block_size, (end - 1) // spec.block_size + 1)
     wanted = [i for i in indices if table[i] != NULL_BLOCK_ID or i == indices[-1]]
     return ((min((i + 1) * spec.block_size, end) - 1, (i, 0)) for i in wanted)
@@ -81,12 +83,16 @@ class _Row:
         self.fingerprints.append(fingerprint(self.fingerprints[-1] if self.fingerprints else 0, token_id))
         self.token_ids.append(token_id)
 
+    def truncate(self, num_tokens: int) -> None:
+        del self.fingerprints[num_tokens:], self.token_ids[num_tokens:]
+
 
 class NullExecutor(Executor):
     """An executor without a model, for tests of everything above it.
 
     It honours `min_tokens`, `logprobs` and `prompt_logprobs` (as of a uniform distribution); what else shapes
     a distribution has nothing to act on here. `specs` and `vocab_size` are used where the config has no model.
+    It proposes up to `max_drafts` drafts, of which the first ones are right; how many is a function of the tokens, too.
     """
 
     def __init__(
@@ -95,8 +101,10 @@ class NullExecutor(Executor):
         *,
         specs: Mapping[str, KVCacheSpec] | None = None,
         vocab_size: int = DEFAULT_VOCAB_SIZE,
+        max_drafts: int = 0,
     ) -> None:
         super().__init__(config)
+        self.max_drafts = max_drafts
         self.vocab_size = config.model_arch.vocab_size if config.model_arch else vocab_size
         self._specs = dict(specs or _default_specs(config))
         self._kv_config: KVCacheConfig | None = None
@@ -137,44 +145,70 @@ class NullExecutor(Executor):
         self._last_step_id = plan.step_id
         for request_id in plan.removed_request_ids:
             self._remove_row(request_id)
-        for cached_request in plan.cached_requests:
-            self._let_go(cached_request)
+        new = {data.request_id for data in plan.new_requests}
+        for scheduled in plan.scheduled:
+            if scheduled.request_id not in new:
+                self._let_go(scheduled.request_id)
         self._move_blocks(plan)
-        for new_request in plan.new_requests:
-            self._add_row(new_request)
-        for cached_request in plan.cached_requests:
-            self._grow_row(cached_request)
+        for data in plan.new_requests:
+            self._add_row(data)
+        for scheduled in plan.scheduled:
+            self._grow_row(scheduled)
         _check(len(self._rows) <= self.config.scheduler.max_num_seqs, f"{len(self._rows)} rows are too many")
-        scheduled = [(self._rows[name], count) for name, count in plan.num_scheduled_tokens.items()]
         output = ModelRunnerOutput(step_id=plan.step_id, sampled_token_ids={})
-        for row, count in scheduled:
-            self._run_row(row, count, output)
+        for scheduled in plan.scheduled:
+            self._run_row(self._rows[scheduled.request_id], scheduled, output)
         return output
 
-    def _run_row(self, row: _Row, count: int, output: ModelRunnerOutput) -> None:
-        """Compute `count` tokens, sample if that reaches the last known one, and report as asked for."""
-        params, start = row.params, row.num_computed_tokens
-        self._compute(row, count)
+    def _run_row(self, row: _Row, scheduled: ScheduledRequest, output: ModelRunnerOutput) -> None:
+        """Compute, sample and report as planned and asked for."""
+        params, start = row.params, scheduled.start
+        count = scheduled.num_tokens - len(scheduled.draft_token_ids)
+        self._compute(row, count, scheduled)
         if params.prompt_logprobs is not None and start + 1 < row.num_prompt_tokens:
             about = row.token_ids[start + 1 : min(start + 1 + count, row.num_prompt_tokens)]
             output.prompt_logprobs[row.request_id] = self._uniform(about, params.prompt_logprobs)
-        if row.num_computed_tokens == len(row.token_ids):
-            row.append(self._next_token(row))
-            output.sampled_token_ids[row.request_id] = [row.token_ids[-1]]
+        if scheduled.num_samples:
+            sampled = self._sample(row, scheduled.draft_token_ids)
+            output.sampled_token_ids[row.request_id] = sampled
             if params.logprobs is not None:
-                output.logprobs[row.request_id] = self._uniform(row.token_ids[-1:], params.logprobs)
+                output.logprobs[row.request_id] = self._uniform(sampled, params.logprobs)
+            if self.max_drafts:
+                output.draft_token_ids[row.request_id] = self._guess(row)
+
+    def _sample(self, row: _Row, drafts: list[int]) -> list[int]:
+        """The tokens that follow the row's, up to the first that was not guessed; they are the row's then."""
+        sampled: list[int] = []
+        for draft in [*drafts, None]:
+            sampled.append(self._next_token(row))
+            row.append(sampled[-1])
+            if sampled[-1] != draft:
+                break
+        assert self._kv_config is not None
+        if self._kv_config.rolls_back:
+            row.num_computed_tokens += len(sampled) - 1
+        return sampled
+
+    def _guess(self, row: _Row) -> list[int]:
+        """What may follow: how many tokens, and how many of them right, is a function of the row's tokens."""
+        num_known, luck = len(row.token_ids), row.fingerprints[-1] >> 7
+        for _ in range(luck % (self.max_drafts + 1)):
+            row.append(self._next_token(row))
+        drafts = row.token_ids[num_known:]
+        row.truncate(num_known)
+        num_right = luck // 31 % (self.max_drafts + 1)
+        return [token if i < num_right else (token + i) % self.vocab_size for i, token in enumerate(drafts)]
 
     def _check_header(self, plan: SchedulerOutput) -> None:
         _check(self._kv_config is not None, "a plan came before the cache was allocated")
         _check(plan.version == WAIST_VERSION, f"waist version {plan.version}, not {WAIST_VERSION}")
         _check(plan.step_id > self._last_step_id, f"step {plan.step_id} after step {self._last_step_id}")
-        planned = [data.request_id for data in plan.new_requests]
-        planned += [data.request_id for data in plan.cached_requests]
+        planned = [request.request_id for request in plan.scheduled]
         _check(len(set(planned)) == len(planned), f"a request is planned twice: {planned}")
-        _check(set(planned) == plan.num_scheduled_tokens.keys(), "planned requests and token counts differ")
-        counts = plan.num_scheduled_tokens.values()
-        _check(all(count > 0 for count in counts), "a request is planned without tokens")
-        _check(sum(counts) == plan.total_num_scheduled_tokens, "the token counts do not add up")
+        new = [data.request_id for data in plan.new_requests]
+        _check(
+            len(set(new)) == len(new) and set(new) <= set(planned), f"{new} are new, and {planned} planned"
+        )
         budget = self.config.scheduler.max_num_batched_tokens
         _check(plan.total_num_scheduled_tokens <= budget, f"the plan exceeds the budget of {budget} tokens")
 
@@ -201,21 +235,21 @@ class NullExecutor(Executor):
             self._hold(row, spec, ids, ids)
         self._check_reads(row, 0)
 
-    def _let_go(self, data: CachedRequestData) -> None:
+    def _let_go(self, request_id: str) -> None:
         """Blocks that a row reads no more may serve others in this plan."""
-        _check(data.request_id in self._rows, f"{data.request_id} is cached and has no row")
-        row = self._rows[data.request_id]
-        expected = row.num_computed_tokens
-        _check(data.num_computed_tokens == expected, f"{data}, but {expected} tokens are computed")
+        _check(request_id in self._rows, f"{request_id} is not new and has no row")
+        row = self._rows[request_id]
         for spec, table in self._tables(row):
-            for index in range(min(spec.first_block(expected), len(table))):
+            for index in range(min(spec.first_block(row.num_computed_tokens), len(table))):
                 if table[index] != NULL_BLOCK_ID:
                     self._holders[table[index]] -= 1
                     table[index] = NULL_BLOCK_ID
 
-    def _grow_row(self, data: CachedRequestData) -> None:
-        row = self._rows[data.request_id]
-        for (spec, ids), new_ids in zip(self._tables(row), data.new_block_ids, strict=True):
+    def _grow_row(self, scheduled: ScheduledRequest) -> None:
+        row = self._rows[scheduled.request_id]
+        if not any(scheduled.new_block_ids):
+            return
+        for (spec, ids), new_ids in zip(self._tables(row), scheduled.new_block_ids, strict=True):
             ids.extend(new_ids)
             self._hold(row, spec, ids, new_ids)
 
@@ -225,7 +259,7 @@ class NullExecutor(Executor):
         return zip(specs, row.block_ids, strict=True)
 
     def _hold(self, row: _Row, spec: KVCacheSpec, table: list[int], new_ids: list[int]) -> None:
-        """Blocks may be left out where nothing is read, and between states."""
+        """Blocks are left out where nothing is read, and may be where the spec says so."""
         if not new_ids:
             return
         assert self._kv_config is not None
@@ -233,9 +267,9 @@ class NullExecutor(Executor):
         _check(len(set(held)) == len(held), f"{row.request_id}: a block is twice in {table}")
         num_old = len(table) - len(new_ids)
         num_unread = max(spec.first_block(row.num_computed_tokens) - num_old, 0)
-        lowest = NULL_BLOCK_ID + (not isinstance(spec, RecurrentStateSpec))
-        valid = range(lowest, self._kv_config.num_blocks)
-        good = all(block_id in valid for block_id in new_ids[num_unread:])
+        nulls = [index for index, block_id in enumerate(new_ids, num_old) if block_id == NULL_BLOCK_ID]
+        missing = [i for i in nulls if spec.needs_block(i, row.num_computed_tokens, len(table))]
+        good = all(block_id in range(self._kv_config.num_blocks) for block_id in new_ids) and not missing
         _check(good and not any(new_ids[:num_unread]), f"{row.request_id}: no such blocks {new_ids}")
         self._holders.update(block_id for block_id in new_ids if block_id != NULL_BLOCK_ID)
 
@@ -246,20 +280,33 @@ class NullExecutor(Executor):
                 found = self._cache.device.read(*slot) == row.fingerprints[position]
                 _check(found, f"{row.request_id}: {slot} does not hold the prefix to token {position}")
 
-    def _compute(self, row: _Row, count: int) -> None:
-        """Write the fingerprints of the next `count` tokens to their slots."""
-        start, end = row.num_computed_tokens, row.num_computed_tokens + count
-        _check(end <= len(row.token_ids), f"{row.request_id}: token {end} of {len(row.token_ids)} planned")
-        limit = self.config.model.max_model_len
-        _check(
-            end < limit, f"{row.request_id}: token {end} planned, and the context of {limit} is full before"
-        )
+    def _check_scheduled(self, row: _Row, end: int, scheduled: ScheduledRequest) -> None:
+        """`end` is that of the tokens that are no drafts."""
+        who, num_known, num_drafts = row.request_id, len(row.token_ids), len(scheduled.draft_token_ids)
+        expected = row.num_computed_tokens
+        _check(scheduled.start == expected, f"{scheduled}, but {expected} tokens are computed")
+        _check(scheduled.start < end, f"{who} is planned without tokens")
+        _check(end <= num_known, f"{who}: token {end} of {num_known} planned")
+        num_samples = 1 + num_drafts if end == num_known else 0
+        _check(scheduled.num_samples == num_samples, f"{scheduled}, which is to have {num_samples} samples")
+        _check(num_drafts == 0 or num_samples > 0, f"{who}: drafts behind token {end} of {num_known}")
+        limit, last = self.config.model.max_model_len, end + num_drafts
+        _check(last < limit, f"{who}: token {last} planned, and the context of {limit} is full before")
+
+    def _compute(self, row: _Row, count: int, scheduled: ScheduledRequest) -> None:
+        """Write the fingerprints of the next `count` tokens, and of drafts behind them, to their slots."""
+        start, end, drafts = row.num_computed_tokens, scheduled.start + count, scheduled.draft_token_ids
+        self._check_scheduled(row, end, scheduled)
         self._check_reads(row, max(start - 1, 0))
+        num_known = len(row.token_ids)
+        for token_id in drafts:
+            row.append(token_id)
         for spec, table in self._tables(row):
-            for position, place in places_written(spec, table, start, end):
+            for position, place in places_written(spec, table, start, end, len(drafts)):
                 slot = self._slot(row, table, position, place)
                 _check(self._holders[slot[0]] == 1, f"{row.request_id} writes to a shared block: {slot}")
                 self._cache.device.write(*slot, row.fingerprints[position])
+        row.truncate(num_known)
         row.num_computed_tokens = end
 
     def _slot(self, row: _Row, table: list[int], position: int, place: tuple[int, int]) -> tuple[int, int]:

@@ -107,6 +107,19 @@ class KVCacheCoordinator:
         """Grow the tables to cover `num_tokens` tokens; returns the new block ids per group."""
         return [manager.allocate(request_id, num_tokens) for manager in self.managers]
 
+    def num_blocks_for_drafts(self, request_id: str, num_tokens: int) -> int:
+        """Free blocks that `allocate_for_drafts` takes."""
+        return sum([manager.num_blocks_for_drafts(request_id, num_tokens) for manager in self.managers])
+
+    def allocate_for_drafts(self, request_id: str, num_tokens: int) -> list[list[int]]:
+        """As `allocate`, where the new tokens are drafts; see `SingleTypeManager.allocate_for_drafts`."""
+        return [manager.allocate_for_drafts(request_id, num_tokens) for manager in self.managers]
+
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """Give back blocks behind the first `num_tokens` tokens, which were for drafts."""
+        for manager in self.managers:
+            manager.truncate(request_id, num_tokens)
+
     def drop(self, request_id: str, num_computed_tokens: int, *, cached_only: bool) -> None:
         """Give back blocks that are not read any more; see `SingleTypeManager.drop`."""
         for manager in self._dropping:

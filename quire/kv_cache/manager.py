@@ -46,8 +46,9 @@ class KVCacheManager:
 
     `prefix_queries` and `prefix_hits` count tokens: of requests that were looked up in the prefix cache for their first
     start, and of these the ones found, on either tier. What starts as a fork is looked up nowhere, and a request that
-    resumes was counted before. `num_swaps` counts requests that were swapped out. `max_chunk` is the most tokens of a
-    request in a step. With `enable_events`, what `take_events` gives must be taken now and then.
+    resumes was counted before. `num_swaps` counts requests that were swapped out. `rolls_back` is the config's.
+    `max_chunk` is the most tokens of a request in a step. With `enable_events`, what `take_events` gives must be taken
+    now and then.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class KVCacheManager:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.num_swaps = 0
+        self.rolls_back = kv_config.rolls_back
         self._enable_prefix_caching = enable_prefix_caching
         self._prefers_swap = PREEMPTION_MODES[preemption_mode]
         self._swap_costs = kv_config.swap_costs
@@ -175,6 +177,20 @@ class KVCacheManager:
             return None
         return self._coordinator.allocate(request_id, num_tokens)
 
+    def allocate_drafts(
+        self, request: CachedSequence, num_tokens: int, num_kept_free: int
+    ) -> list[list[int]] | None:
+        """Cover `num_tokens` tokens, of which the last are drafts and all others are covered.
+
+        Returns the new block ids as `allocate_slots` does, or None if less than `num_kept_free` blocks stayed free.
+        """
+        if self._coordinator.covers(request.request_id, num_tokens):
+            return self._no_block_ids
+        needed = self._coordinator.num_blocks_for_drafts(request.request_id, num_tokens)
+        if needed > self._pool.num_free_blocks - num_kept_free:
+            return None
+        return self._coordinator.allocate_for_drafts(request.request_id, num_tokens)
+
     def cache_blocks(self, request: CachedSequence, num_computed_tokens: int) -> None:
         """Let others reuse the full blocks of the first `num_computed_tokens` tokens, which are computed."""
         num_full = num_computed_tokens // self._coordinator.block_size
@@ -200,6 +216,7 @@ class KVCacheManager:
         """Take a started request's device blocks; its content goes to the host if that is worth it."""
         request_id, num_tokens = request.request_id, request.num_computed_tokens
         self._coordinator.drop(request_id, num_tokens, cached_only=False)
+        self._coordinator.truncate(request_id, num_tokens)
         num_bytes = self._coordinator.num_held_blocks(request_id) * self._block_bytes
         if self._prefers_swap(self._swap_costs, num_bytes, num_tokens):
             tables = self._coordinator.tables(request_id)

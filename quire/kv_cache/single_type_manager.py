@@ -1,7 +1,7 @@
 """Block tables of one group of layers; one class per way of using a table.
 
-Invariant: a request's table grows at its end only; its first `num_dropped` entries are the null block, because no
-later token reads them, and its first `num_cached` have been offered to the prefix cache.
+Invariant: a running request's table grows at its end only; its first `num_dropped` entries are the null block, because
+no later token reads them, and its first `num_cached` have been offered to the prefix cache.
 """
 
 from __future__ import annotations
@@ -114,10 +114,23 @@ class SingleTypeManager(ABC):
 
     def allocate(self, request_id: str, num_tokens: int) -> list[int]:
         """Grow the table to cover `num_tokens` tokens; returns the ids of the new entries."""
-        table = self._tables[request_id]
-        blocks = self._new_blocks(len(table), self._spec.num_blocks(num_tokens))
-        table.extend(blocks)
-        return [block.block_id for block in blocks]
+        start, end = len(self._tables[request_id]), self._spec.num_blocks(num_tokens)
+        return self._extend(request_id, self._new_blocks(start, end))
+
+    def num_blocks_for_drafts(self, request_id: str, num_tokens: int) -> int:
+        """Free blocks that `allocate_for_drafts` takes."""
+        return max(self._spec.num_blocks(num_tokens) - len(self._tables[request_id]), 0)
+
+    def allocate_for_drafts(self, request_id: str, num_tokens: int) -> list[int]:
+        """Grow the table to cover `num_tokens` tokens, each of the new ones perhaps the last: no entry is left out."""
+        num_new = self.num_blocks_for_drafts(request_id, num_tokens)
+        return self._extend(request_id, self._pool.get_new_blocks(num_new))
+
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """Give back the blocks behind the first `num_tokens` tokens, in which nothing is computed for good."""
+        table, end = self._tables[request_id], self._spec.num_blocks(num_tokens)
+        self._pool.free([block for block in table[end:] if block is not self._null_block])
+        del table[end:]
 
     def drop(self, request_id: str, num_computed_tokens: int, *, cached_only: bool) -> None:
         """Give back the blocks that are not read once `num_computed_tokens` tokens are computed.
@@ -154,6 +167,10 @@ class SingleTypeManager(ABC):
         self._num_cached.pop(request_id, None)
         self._num_dropped.pop(request_id, None)
         return self._tables.pop(request_id, [])
+
+    def _extend(self, request_id: str, blocks: list[KVCacheBlock]) -> list[int]:
+        self._tables[request_id].extend(blocks)
+        return [block.block_id for block in blocks]
 
     def _num_new(self, start: int, end: int) -> int:
         """Blocks that entries `start` to `end` (exclusive) take."""

@@ -23,6 +23,8 @@ class KVCacheSpec:
 
     planes: ClassVar[int] = 1
     """Equal parts of a block, one behind the other, each of which is a tensor of its own to the layer's kernels."""
+    rolls_back: ClassVar[bool] = True
+    """Whether each token has a place of its own, so that it may be computed, found wrong and left behind."""
 
     @property
     def block_bytes(self) -> int:
@@ -38,8 +40,18 @@ class KVCacheSpec:
         """Index of the first block that the token at `position`, or any later one, still reads."""
         raise NotImplementedError
 
+    def needs_block(self, index: int, num_computed_tokens: int, num_blocks: int) -> bool:
+        """Whether entry `index` of a table of `num_blocks` entries must have a block; else it may be null.
+
+        The table's request is to be computed from `num_computed_tokens` on.
+        """
+        return index >= self.first_block(num_computed_tokens)
+
     def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """Blocks that a sequence of `num_tokens` holds at most, if no step computes more than `max_chunk` tokens."""
+        """Blocks that a sequence of `num_tokens` holds at most, if no step computes more than `max_chunk` tokens.
+
+        Blocks for drafts may come on top of them for a while, and are only taken where they are free.
+        """
         raise NotImplementedError
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -123,7 +135,10 @@ class RecurrentStateSpec(KVCacheSpec):
     tokens if there are fewer. A step over tokens [c, e) reads entry (c - 1) // block_size (none if c is 0), and
     leaves a state in each of the entries c // block_size to (e - 1) // block_size that is not the null block.
     Of those the last, and every `checkpoint_blocks`-th of the sequence, from which others may resume, has a block.
+    Drafts are none of these tokens: the state behind them would replace the one to go back to.
     """
+
+    rolls_back: ClassVar[bool] = False
 
     state_bytes: int
     checkpoint_blocks: int = 1
@@ -142,6 +157,11 @@ class RecurrentStateSpec(KVCacheSpec):
     def has_block(self, index: int, num_blocks: int) -> bool:
         """Whether entry `index` of a table that is grown to `num_blocks` entries gets a block."""
         return index == num_blocks - 1 or (index + 1) % self.checkpoint_blocks == 0
+
+    def needs_block(self, index: int, num_computed_tokens: int, num_blocks: int) -> bool:
+        first = self.first_block(num_computed_tokens)
+        is_read = index == first and num_computed_tokens > 0
+        return is_read or (index >= first and self.has_block(index, num_blocks))
 
     def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
         checkpoints = -(-_max_blocks_touched(max_chunk, self.block_size) // self.checkpoint_blocks)
@@ -191,6 +211,11 @@ class KVCacheConfig:
     def tensor_block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block in each tensor."""
         return tensor_block_bytes(self.groups, self.layer_specs)
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether accepted drafts count as computed; else they are computed again, as tokens like others."""
+        return all(group.spec.rolls_back for group in self.groups)
 
     @property
     def bytes(self) -> int:

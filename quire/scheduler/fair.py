@@ -95,8 +95,8 @@ class Fair(Policy):
     def charge(self, chunks: Sequence[Chunk]) -> None:
         cost = self.config.fair_output_token_weight
         for chunk in chunks:
-            if chunk.samples:
-                self._tenants[chunk.request.tenant].charge(cost)
+            if chunk.num_samples:  # a draft costs what a token costs, right or wrong
+                self._tenants[chunk.request.tenant].charge(cost * chunk.num_samples)
 
     def finish(self, request: Request) -> None:
         self._tenants[request.tenant].num_unfinished -= 1

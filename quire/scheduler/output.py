@@ -10,7 +10,7 @@ import msgspec
 
 from quire.sampling_params import SamplingParams
 
-WAIST_VERSION = 2
+WAIST_VERSION = 3
 
 BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""
@@ -32,25 +32,38 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     eos_token_ids: list[int] = []
 
 
-class CachedRequestData(msgspec.Struct, frozen=True, gc=False):
-    """What changed for a request the worker already has a row for.
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
+    """What a step does for a request that has a row, or gets one with the same plan.
 
-    `num_computed_tokens` are computed once all earlier plans have been executed. Tokens that the worker sampled
-    itself are in its row and not repeated here, so a plan may count on one that the scheduler has not seen yet.
+    It computes `num_tokens` tokens, from position `start` on, which are so many as are computed once all earlier plans
+    have been executed. The last of them are `draft_token_ids`: guesses, which stand behind the tokens that the request
+    has. Behind each of the last `num_samples` tokens one is sampled: 0, or 1 + the number of drafts.
+
+    `new_block_ids` were added since the last plan that had the request; those of a new row are in `NewRequestData`.
+    Tokens that the worker sampled itself are in its row and not repeated here, so a plan may count on one that the
+    scheduler has not seen yet.
     """
 
     request_id: str
+    start: int
+    num_tokens: int
+    num_samples: int
     new_block_ids: BlockIds
-    num_computed_tokens: int
+    draft_token_ids: list[int] = []
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
     """The plan of one step.
 
-    Every id in `num_scheduled_tokens` appears in exactly one of `new_requests` and `cached_requests`; rows of
+    Each request is at most once in `scheduled`, and those of `new_requests` are among them; rows of
     `removed_request_ids` (finished, aborted or preempted since the last step) are freed before rows are added.
-    A request samples in this step iff its computed plus scheduled tokens reach its known tokens, which are those
-    it came with and one for each time it sampled since.
+
+    Drafts are verified by sampling: behind each token the worker samples what it would sample were all tokens before it
+    known, so a draft is right, and accepted, if it and those before it are what was sampled in their places. A request
+    gets the accepted drafts and the token sampled behind them, and is not planned again until the scheduler has heard
+    how many these are. Accepted drafts count as computed, and the others as if they had never been there. Only where a
+    layer keeps a state (`KVCacheConfig.rolls_back` is false) no draft counts: there a step leaves the state behind the
+    last token that was no draft, and those accepted are computed again.
 
     Before the forward pass whole blocks are copied, (source, target), in every layer: first `swap_outs` from the
     device to the host, then `swap_ins` from the host to the device, then `block_copies` on the device. Within
@@ -63,9 +76,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
     step_id: int
     new_requests: list[NewRequestData]
-    cached_requests: list[CachedRequestData]
-    num_scheduled_tokens: dict[str, int]
-    total_num_scheduled_tokens: int
+    scheduled: list[ScheduledRequest]
     removed_request_ids: list[str]
     swap_outs: list[tuple[int, int]] = []
     swap_ins: list[tuple[int, int]] = []
@@ -75,7 +86,17 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do; such a plan is not executed and gets no result."""
-        return not self.num_scheduled_tokens and not self.removed_request_ids
+        moves = self.swap_outs or self.swap_ins or self.block_copies
+        return not (self.scheduled or self.removed_request_ids or moves)
+
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        """Request id -> tokens to compute, in the plan's order."""
+        return {request.request_id: request.num_tokens for request in self.scheduled}
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum([request.num_tokens for request in self.scheduled])
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -89,9 +110,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class ModelRunnerOutput(msgspec.Struct, frozen=True):
     """The result of one step, keyed by request id.
 
-    `sampled_token_ids` holds an entry for every request that sampled. `prompt_logprobs` holds the positions
-    whose logits this step computed: entry i of a chunk starting at c is about prompt token c + i + 1.
-    `failed` maps a request to the reason it cannot go on (for example non-finite logits).
+    `sampled_token_ids` holds an entry for every request that sampled: its accepted drafts, if any, and the token behind
+    them; `logprobs` has one entry for each of these. `prompt_logprobs` holds the positions whose logits this step
+    computed: entry i of a chunk starting at c is about prompt token c + i + 1. `failed` maps a request to the reason it
+    cannot go on (for example non-finite logits). `draft_token_ids` are guesses of what follows a request's tokens, for
+    a later plan to verify.
     """
 
     step_id: int
@@ -99,6 +122,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True):
     logprobs: dict[str, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
     failed: dict[str, str] = {}
+    draft_token_ids: dict[str, list[int]] = {}
     forward_s: float = 0.0
     sample_s: float = 0.0
     version: int = WAIST_VERSION

@@ -57,7 +57,12 @@ class Planner:
                 num_new_tokens = min(room, step.prompt_cap)
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, now)
             if new_block_ids is not None:
-                step.add_cached(request, num_new_tokens, new_block_ids)
+                drafts: list[int] = []
+                if request.draft_token_ids and num_new_tokens == num_missing:
+                    new_block_ids, drafts = self._allocate_drafts(
+                        request, num_new_tokens, new_block_ids, step
+                    )
+                step.add_cached(request, num_new_tokens, new_block_ids, drafts)
                 if num_new_tokens < num_missing:
                     self._leave_rest(request, step, is_capped=num_new_tokens < room)
 
@@ -77,6 +82,21 @@ class Planner:
                 return block_ids
             self._queues.preempt_last(request, now)
         return None
+
+    def _allocate_drafts(
+        self, request: Request, num_new_tokens: int, block_ids: BlockIds, step: StepPlan
+    ) -> tuple[BlockIds, list[int]]:
+        """Drafts to verify behind a request's last token, with the blocks for both.
+
+        Nobody waits or is preempted for a draft: it takes what the budget and the free blocks leave.
+        """
+        limit = step.budget - self._num_unplanned(step) + 1 - num_new_tokens
+        drafts = request.next_drafts(limit, self._max_model_len)
+        num_tokens = request.num_computed_tokens + num_new_tokens + len(drafts)
+        draft_block_ids = self._kv.allocate_drafts(request, num_tokens, step.promised_blocks)
+        if draft_block_ids is None:
+            return block_ids, []
+        return [own + new for own, new in zip(block_ids, draft_block_ids, strict=True)], drafts
 
     def _start_waiting(self, step: StepPlan, now: float, before: Request | None = None) -> None:
         """Start waiting requests, strictly in the policy's order, until one does not fit.

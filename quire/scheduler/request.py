@@ -1,7 +1,8 @@
 """`Request`: one sequence to generate, as the scheduler sees it.
 
 Invariant: `status` moves along the edges of `_EDGES` only, and a finished request never changes again.
-`num_computed_tokens` counts tokens whose keys and values are in the cache or will be after the steps in flight.
+`num_computed_tokens` counts tokens whose keys and values are in the cache or will be after the steps in flight; a draft
+counts once it is accepted. A request with drafts in flight is not planned again until it is known which are.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Request:
         token_ids: all known tokens, `num_prompt_tokens` of the prompt and then the generated ones.
         num_computed_tokens: how many tokens are computed; the scheduler lets this catch up.
         num_placeholder_tokens: tokens that steps in flight sample; they follow `token_ids` and can be planned.
+        draft_token_ids: guesses of the tokens behind `token_ids`, to be verified; they may be wrong.
+        num_drafts_in_flight: how many of them a step in flight verifies.
         num_steps_in_flight: steps that compute something of it and have not come back.
         num_cached_tokens: how many were found in the prefix cache when the request first ran.
         block_hashes: names of the first full blocks, for the KV cache manager.
@@ -85,6 +88,8 @@ class Request:
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0
         self.num_placeholder_tokens = 0
+        self.draft_token_ids: list[int] = []
+        self.num_drafts_in_flight = 0
         self.num_steps_in_flight = 0
         self.num_cached_tokens = 0
         self.num_prompt_logprobs = 0
@@ -134,27 +139,52 @@ class Request:
         return min(self.num_prompt_tokens + self.sampling_params.max_tokens, max_model_len)
 
     def num_missing_tokens(self, max_model_len: int) -> int:
-        """Tokens to compute next, among them at most one that a step in flight has yet to sample.
+        """Tokens to compute next, among them at most one that a step in flight has yet to sample, and no drafts.
 
         The last token that the request may have is never computed: nothing is sampled from it.
         """
         if self.num_placeholder_tokens == 0:  # one that has not ended is short of its last token
             return len(self.token_ids) - self.num_computed_tokens
+        if self.num_drafts_in_flight:  # then nobody knows where its next token stands
+            return 0
         num_to_compute = self.max_num_tokens(max_model_len) - 1
         return min(self.num_tokens + self.num_placeholder_tokens, num_to_compute) - self.num_computed_tokens
 
-    def advance(self, num_tokens: int) -> bool:
-        """Put the next tokens into a step; whether they reach the last one, so that another is sampled."""
+    def next_drafts(self, max_num_drafts: int, max_model_len: int) -> list[int]:
+        """Drafts to verify in the step that computes the request's last token, which may itself be in flight.
+
+        What is sampled behind the last draft must still be a token that the request may have.
+        """
+        first = self.num_placeholder_tokens
+        num_known = self.num_tokens + first
+        room = min(max_num_drafts, self.max_num_tokens(max_model_len) - 1 - num_known)
+        return self.draft_token_ids[first : first + max(room, 0)]
+
+    def advance(self, num_tokens: int, num_drafts: int = 0) -> int:
+        """Put the next tokens into a step, and drafts behind the last one; returns how many tokens are sampled."""
         self.num_computed_tokens += num_tokens
         self.num_steps_in_flight += 1
-        samples = self.num_computed_tokens == self.num_tokens + self.num_placeholder_tokens
-        self.num_placeholder_tokens += samples
-        return samples
+        if self.num_computed_tokens < len(self.token_ids) + self.num_placeholder_tokens:
+            assert num_drafts == 0, f"drafts for {self!r}, which does not reach its last token"
+            return 0
+        self.num_placeholder_tokens += 1
+        self.num_drafts_in_flight = num_drafts
+        return 1 + num_drafts
 
-    def settle(self, sampled: bool) -> None:
-        """The oldest of its steps in flight has come back, with or without a token."""
+    def settle(self, num_samples: int) -> None:
+        """The oldest of its steps in flight, which had so many samples, has come back."""
         self.num_steps_in_flight -= 1
-        self.num_placeholder_tokens -= sampled
+        if num_samples:
+            self.num_placeholder_tokens -= 1
+        if num_samples > 1:
+            self.num_drafts_in_flight = 0
+
+    def update_drafts(self, new_token_ids: list[int], proposed: list[int] | None) -> None:
+        """Keep what is proposed to follow the tokens just added, or else what is left of earlier guesses."""
+        count = len(new_token_ids)
+        is_right = self.draft_token_ids[:count] == new_token_ids
+        rest = self.draft_token_ids[count:] if is_right else []
+        self.draft_token_ids = rest if proposed is None else proposed
 
     def start(self, now: float, num_cached_tokens: int) -> None:
         """Begin or resume running with the first `num_cached_tokens` tokens computed."""

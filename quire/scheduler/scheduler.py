@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from quire.config import EngineConfig
-from quire.errors import ValidationError
+from quire.errors import EngineError, ValidationError
 from quire.kv_cache.events import KVCacheEvent
 from quire.kv_cache.manager import IntegrityError, KVCacheManager
 from quire.kv_cache.spec import KVCacheConfig
@@ -19,13 +19,19 @@ from quire.scheduler.explain import Explanation
 from quire.scheduler.fair import Fair
 from quire.scheduler.forks import make_fork
 from quire.scheduler.holds import Hold
-from quire.scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput, SchedulerStats
+from quire.scheduler.output import (
+    WAIST_VERSION,
+    ModelRunnerOutput,
+    RequestUpdate,
+    SchedulerOutput,
+    SchedulerStats,
+)
 from quire.scheduler.planner import Planner
 from quire.scheduler.policies import FCFS, Policy, Priority
 from quire.scheduler.queues import RequestQueues
 from quire.scheduler.request import Request, RequestStatus
 from quire.scheduler.step import Chunk, StepPlan
-from quire.scheduler.stop import check_stop
+from quire.scheduler.stop import Stop, check_stop
 from quire.scheduler.updates import last_update, update_of
 
 POLICIES: dict[str, type[Policy]] = {"fcfs": FCFS, "priority": Priority, "fair": Fair}
@@ -124,11 +130,8 @@ class Scheduler:
         self._num_steps += 1
         step = self._planner.plan(self._num_steps, now)
         self._queues.note(step, now)
-        moves = self._kv.take_moves()
-        plan = step.seal(self._queues.take_vacated(), moves)
-        if plan.is_empty:
-            assert not any(moves), f"nobody would make the moves of an empty plan: {moves}"
-        else:
+        plan = step.seal(self._queues.take_vacated(), self._kv.take_moves())
+        if not plan.is_empty:
             self._in_flight.append(step)
         return plan
 
@@ -138,7 +141,14 @@ class Scheduler:
         """Take in the result of the oldest step in flight: what was sampled, what ended, what may now be reused.
 
         Requests that ended while the step ran are passed over, even if a new one has taken the same id.
+
+        Raises:
+            EngineError: the worker is of another version than the scheduler.
         """
+        if output.version != WAIST_VERSION:
+            raise EngineError(
+                f"the result of step {plan.step_id} is of version {output.version}, not {WAIST_VERSION}"
+            )
         assert plan.step_id == output.step_id, "steps are out of order"
         step = self._take_from_flight(plan.step_id)
         updates = [self._apply(chunk, output, now) for chunk in step.chunks if not chunk.request.is_finished]
@@ -202,27 +212,35 @@ class Scheduler:
     def _apply(self, chunk: Chunk, output: ModelRunnerOutput, now: float) -> RequestUpdate | None:
         """What one request's share of a step's result means for it; None if there is nothing to tell."""
         request, request_id = chunk.request, chunk.request.request_id
-        request.settle(chunk.samples)
+        request.settle(chunk.num_samples)
         error = output.failed.get(request_id)
         if error is not None:
             self._kv.disown(request)
             self._queues.finish(request, "error", now)
             return last_update(request, error)
-        if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
-            self._kv.cache_blocks(request, chunk.end)
         sampled = output.sampled_token_ids.get(request_id, [])
-        assert bool(sampled) == chunk.samples, f"{request!r} sampled {sampled}"
-        new_token_ids, stop_reason = self._append(request, sampled, now)
-        if new_token_ids:
+        count, planned = len(sampled), chunk.num_samples
+        assert count == planned or 0 < count < planned, f"{request!r}: {sampled} for {planned} samples"
+        new_token_ids, stop = self._append(request, sampled)
+        if output.draft_token_ids or request.draft_token_ids:
+            request.update_drafts(new_token_ids, output.draft_token_ids.get(request_id))
+        if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
+            end = chunk.end
+            if count > 1 and self._kv.rolls_back:
+                end += len(new_token_ids) - 1
+                request.num_computed_tokens = end
+            self._kv.cache_blocks(request, end)
+        if stop is not None:
+            self._queues.finish(request, stop[0], now)
+        elif new_token_ids:
             self._queues.release(request, now)
-        return update_of(chunk, output, new_token_ids, stop_reason)
+        return update_of(chunk, output, new_token_ids, stop and stop[1])
 
-    def _append(self, request: Request, sampled: list[int], now: float) -> tuple[list[int], int | None]:
-        """Add sampled tokens up to the one that ends the request; returns those added and the stop reason."""
+    def _append(self, request: Request, sampled: list[int]) -> tuple[list[int], Stop | None]:
+        """Add sampled tokens up to the one that ends the request; returns those added and why they are the last."""
         for count, token_id in enumerate(sampled, 1):
             request.token_ids.append(token_id)
             stop = check_stop(request, self._max_model_len)
             if stop is not None:
-                self._queues.finish(request, stop[0], now)
-                return sampled[:count], stop[1]
+                return sampled[:count], stop
         return sampled, None

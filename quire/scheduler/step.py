@@ -10,17 +10,20 @@ from typing import NamedTuple
 
 from quire.kv_cache.manager import PlannedMoves
 from quire.scheduler.explain import Cause
-from quire.scheduler.output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
+from quire.scheduler.output import BlockIds, NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.scheduler.request import Request
 
 
 class Chunk(NamedTuple):
-    """Tokens `start` to `end` (exclusive) of a request, computed in one step; the last one `samples` or not."""
+    """Tokens `start` to `end` (exclusive) of a request, computed in one step, and drafts behind them.
+
+    `num_samples` is 0 if they do not reach its last token, else one more than the drafts.
+    """
 
     request: Request
     start: int
     end: int
-    samples: bool
+    num_samples: int
 
 
 class Blocked(NamedTuple):
@@ -53,7 +56,7 @@ class StepPlan:
         self.capped: set[Request] = set()
         self.chunks: list[Chunk] = []
         self._new_requests: list[NewRequestData] = []
-        self._cached_requests: list[CachedRequestData] = []
+        self._scheduled: list[ScheduledRequest] = []
 
     def add_new(self, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
         """Plan the first tokens of a request for which the worker has no row."""
@@ -67,14 +70,13 @@ class StepPlan:
             eos_token_ids=request.eos_token_ids,
         )
         self._new_requests.append(data)
-        self._take(request, num_tokens)
+        self._take(request, num_tokens, [], [])
 
-    def add_cached(self, request: Request, num_tokens: int, new_block_ids: BlockIds) -> None:
-        """Plan the next tokens of a request that has a row."""
-        self._cached_requests.append(
-            CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens)
-        )
-        self._take(request, num_tokens)
+    def add_cached(
+        self, request: Request, num_tokens: int, new_block_ids: BlockIds, draft_token_ids: list[int]
+    ) -> None:
+        """Plan the next tokens of a request that has a row, and drafts behind its last one."""
+        self._take(request, num_tokens, new_block_ids, draft_token_ids)
 
     def num_ready_tokens(self, request: Request) -> int:
         """Tokens of a running request that are in the cache before this step's forward pass."""
@@ -83,22 +85,26 @@ class StepPlan:
 
     def seal(self, removed_request_ids: list[str], moves: PlannedMoves) -> SchedulerOutput:
         """The plan as the executor gets it."""
-        num_scheduled_tokens = {chunk.request.request_id: chunk.end - chunk.start for chunk in self.chunks}
         return SchedulerOutput(
             step_id=self.step_id,
             new_requests=self._new_requests,
-            cached_requests=self._cached_requests,
-            num_scheduled_tokens=num_scheduled_tokens,
-            total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
+            scheduled=self._scheduled,
             removed_request_ids=removed_request_ids,
             swap_outs=moves.swap_outs,
             swap_ins=moves.swap_ins,
             block_copies=moves.block_copies,
         )
 
-    def _take(self, request: Request, num_tokens: int) -> None:
-        assert 0 < num_tokens <= self.budget, f"{num_tokens} tokens of {self.budget} planned for {request!r}"
+    def _take(
+        self, request: Request, num_tokens: int, new_block_ids: BlockIds, draft_token_ids: list[int]
+    ) -> None:
+        num_drafts = len(draft_token_ids)
+        total = num_tokens + num_drafts
+        assert num_drafts < total <= self.budget, f"{total} tokens of {self.budget} planned for {request!r}"
         start = request.num_computed_tokens
-        samples = request.advance(num_tokens)
-        self.chunks.append(Chunk(request, start, start + num_tokens, samples))
-        self.budget -= num_tokens
+        num_samples = request.advance(num_tokens, num_drafts)
+        self._scheduled.append(
+            ScheduledRequest(request.request_id, start, total, num_samples, new_block_ids, draft_token_ids)
+        )
+        self.chunks.append(Chunk(request, start, start + num_tokens, num_samples))
+        self.budget -= total

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from quire.scheduler.request import Request
 
+Stop = tuple[str, int | None]
+"""Finish reason and stop reason."""
 
-def check_stop(request: Request, max_model_len: int) -> tuple[str, int | None] | None:
-    """(finish reason, stop reason) if the last token ends the request, else None.
+
+def check_stop(request: Request, max_model_len: int) -> Stop | None:
+    """The reasons if the last token ends the request, else None.
 
     An end token wins over a length limit that is reached with it. The stop reason is the id of a stop token,
     and None for end-of-sequence and for length.

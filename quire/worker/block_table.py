@@ -1,8 +1,8 @@
 """Block tables: which cache blocks hold a row's tokens, for one KV cache group.
 
 Invariant: `block_ids[row, :num_blocks[row]]` are blocks of the pool (times `parts_per_block`), checked when they come
-in, so that no kernel ever indexes with anything else. The null block 0 stands only where no token still to be computed
-reads. What a request gave back while it runs stays in its row, and is never read again.
+in, so that no kernel ever indexes with anything else. The null block 0 stands only where the spec needs no block. What
+a request gave back while it runs stays in its row, and is never read again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import EngineError
-from quire.kv_cache.spec import KVCacheSpec, RecurrentStateSpec
+from quire.kv_cache.spec import NULL_BLOCK_ID, KVCacheSpec, RecurrentStateSpec
 
 
 class BlockTable:
@@ -52,9 +52,12 @@ class BlockTable:
         if not block_ids:
             return
         start, end = int(self.num_blocks[row]), int(self.num_blocks[row]) + len(block_ids)
-        num_unread = max(self._spec.first_block(num_computed_tokens) - start, 0)
-        if min(block_ids) < 0 or max(block_ids) >= self.pool_size or 0 in block_ids[num_unread:]:
-            raise EngineError(f"block ids {block_ids} must be in [1, {self.pool_size}), or 0 behind a window")
+        nulls = [index for index, block_id in enumerate(block_ids, start) if block_id == NULL_BLOCK_ID]
+        missing = any(self._spec.needs_block(index, num_computed_tokens, end) for index in nulls)
+        if min(block_ids) < 0 or max(block_ids) >= self.pool_size or missing:
+            raise EngineError(
+                f"block ids {block_ids} must be in [1, {self.pool_size}), or 0 where no block is needed"
+            )
         if end > self.block_ids.shape[1]:
             raise EngineError(f"a row of {end} blocks is longer than the limit of {self.block_ids.shape[1]}")
         self.block_ids[row, start:end] = np.array(block_ids) * self._parts_per_block

@@ -147,7 +147,7 @@ class DeviceBatch:
         self._prepare(num_requests, 1, 1)
 
     def keep(self, codes: Tensor) -> None:
-        """Append what the last step's requests sampled to their rows, where the next step reads it."""
+        """Put what the last step's requests sampled into their rows, where the next step reads it."""
         kernels.keep_sampled(self._tokens, codes, self._step)
 
     def _upload(self, layout: StepLayout) -> tuple[StagedStep, list[tuple[Tensor, int, _Segments]]]:
@@ -156,9 +156,7 @@ class DeviceBatch:
         parts += [layout.logits_indices]
         is_new = self._generations[rows] != self._batch.generations[rows]
         self._generations[rows] = self._batch.generations[rows]
-        new = rows[is_new]
-        tokens = _Segments(new, np.zeros_like(new), self._batch.num_tokens[new], self._batch.token_ids)
-        pieces = [(self._tokens, tokens)]
+        pieces = [(self._tokens, self._new_tokens(layout, is_new))]
         pieces += [(group.rows, group.new_segments(rows, is_new)) for group in self._groups]
         sizes = [sum(map(len, parts)), *(segments.size for _, segments in pieces)]
         writes = []
@@ -167,6 +165,13 @@ class DeviceBatch:
             writes.append((target, first, segments))
         numbers = np.concatenate(parts).astype(np.int32, copy=False)
         return StagedStep(self._device.upload(torch.from_numpy(numbers)), len(rows), len(sampling)), writes
+
+    def _new_tokens(self, layout: StepLayout, is_new: NDArray[np.bool_]) -> _Segments:
+        """All tokens of a row that is new, and drafts."""
+        known = self._batch.num_tokens[layout.rows]
+        starts, ends = np.where(is_new, 0, known), known + layout.num_drafts
+        has_some = ends > starts
+        return _Segments(layout.rows[has_some], starts[has_some], ends[has_some], self._batch.token_ids)
 
     def _prepare(self, num_padded: int, max_query_len: int, max_seq_len: int) -> None:
         tokens = (self._input_ids, self._positions, self._starts, self._lengths)

@@ -5,9 +5,7 @@ Invariant: nothing here waits for the device.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.config import EngineConfig
@@ -15,7 +13,7 @@ from quire.worker.device_batch import DeviceBatch
 from quire.worker.devices import Device
 from quire.worker.graphs import Capturer, DecodeGraphs, default_sizes
 from quire.worker.input_batch import InputBatch
-from quire.worker.inputs import StepInputs, lay_out
+from quire.worker.inputs import StepInputs, StepLayout
 from quire.worker.pipeline import LanguageModel
 
 
@@ -37,16 +35,14 @@ class DevicePipeline:
         capturer: Capturer | None,
     ) -> None:
         self._model = model
-        self._batch = batch
         self._rows = DeviceBatch(batch, config.scheduler.max_num_batched_tokens, device)
         self._captures_at_start = config.device.cuda_graph_capture == "start"
         sizes = _sizes(config)
         self._graphs = DecodeGraphs(sizes, self._run_decode, capturer) if capturer and sizes else None
 
-    def gather(self, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64]) -> StepInputs:
-        layout = lay_out(self._batch, rows, num_scheduled_tokens)
+    def gather(self, layout: StepLayout) -> StepInputs:
         fits_graph = self._graphs is not None and layout.is_one_token_each
-        size = self._graphs.size_for(len(rows)) if self._graphs and fits_graph else 0
+        size = self._graphs.size_for(len(layout.rows)) if self._graphs and fits_graph else 0
         return self._rows.gather(layout, size)
 
     def forward(self, inputs: StepInputs) -> Tensor:

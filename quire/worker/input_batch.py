@@ -1,8 +1,9 @@
 """The persistent batch: one row per request for its whole life.
 
 Invariant: adding, growing or removing a request touches its own row only, and never moves another; a step
-reads rows by gathering them (`quire.worker.inputs`). Big arrays are zero pages of the kernel until a row is
-really used.
+reads rows by gathering them (`quire.worker.inputs`). What stands behind a row's `num_tokens` tokens, drafts and what
+was sampled behind wrong ones, means nothing and is written over. Big arrays are zero pages of the kernel until a row
+is really used.
 """
 
 from __future__ import annotations
@@ -13,18 +14,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import EngineError
-from quire.scheduler.output import CachedRequestData, NewRequestData
+from quire.scheduler.output import NewRequestData, ScheduledRequest
 from quire.worker.block_table import BlockTable
 
 
+class Samples(NamedTuple):
+    """The N samples of a step, or some of them: a row may have several, whose columns follow each other."""
+
+    rows: NDArray[np.int64]
+    """[N]."""
+    columns: NDArray[np.int64]
+    """[N] where the sampled token is to stand: all before it in the row are known, or drafts taken to be right."""
+
+    def part(self, part: slice) -> Samples:
+        return Samples(self.rows[part], self.columns[part])
+
+
 class TokenPlaces(NamedTuple):
-    """Where tokens stand: their rows, their columns, and the generations that the rows had."""
+    """Where sampled tokens stand: their rows, their columns, and the generations that the rows had."""
 
     rows: NDArray[np.int64]
     columns: NDArray[np.int64]
     generations: NDArray[np.int64]
     num_added: int
     """Requests that had been added to the batch; while there are no more, no generation has changed."""
+
+    def at(self, indices: NDArray[np.int64]) -> TokenPlaces:
+        """Some of them."""
+        return TokenPlaces(
+            self.rows[indices], self.columns[indices], self.generations[indices], self.num_added
+        )
 
 
 class InputBatch:
@@ -37,9 +56,17 @@ class InputBatch:
         max_num_seqs: number of rows.
         max_model_len: most tokens of a request.
         block_tables: one per KV cache group.
+        rolls_back: whether accepted drafts count as computed (`KVCacheConfig.rolls_back`).
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_tables: tuple[BlockTable, ...]) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_tables: tuple[BlockTable, ...],
+        *,
+        rolls_back: bool = True,
+    ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.block_tables = block_tables
@@ -48,6 +75,7 @@ class InputBatch:
         self.num_prompt_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
+        self._rolls_back = rolls_back
         self._num_added = 0
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
@@ -79,11 +107,22 @@ class InputBatch:
         self._append_blocks(row, request.block_ids, request.num_computed_tokens)
         return row
 
-    def update(self, request: CachedRequestData) -> None:
-        """Take over what the plan says has changed for a request that has a row."""
+    def grow(self, request: ScheduledRequest) -> None:
+        """Take over the blocks and the drafts that a plan brings for a request.
+
+        Raises:
+            EngineError: it has no row, a block id is bad, or the drafts are not what is to be sampled.
+        """
         row = self.row(request.request_id)
-        self.num_computed_tokens[row] = request.num_computed_tokens
-        self._append_blocks(row, request.new_block_ids, request.num_computed_tokens)
+        if any(request.new_block_ids):
+            self._append_blocks(row, request.new_block_ids, request.start)
+        drafts, first = request.draft_token_ids, int(self.num_tokens[row])
+        if len(drafts) != max(request.num_samples - 1, 0) or first + len(drafts) > self.max_model_len:
+            raise EngineError(
+                f"request {request.request_id}: {len(drafts)} drafts behind {first} tokens, "
+                f"for {request.num_samples} samples in a context of {self.max_model_len}"
+            )
+        self.token_ids[row, first : first + len(drafts)] = drafts
 
     def remove(self, request_id: str) -> int:
         """Free the request's row and return it.
@@ -109,14 +148,30 @@ class InputBatch:
             raise EngineError(f"request {request_id} has no row")
         return row
 
-    def append_unknown(self, rows: NDArray[np.int64]) -> TokenPlaces:
-        """Add one token at the end of each of some rows, all different, whose value is set later."""
-        columns = self.num_tokens[rows]
-        self.num_tokens[rows] = columns + 1
-        return TokenPlaces(rows, columns, self.generations[rows], self._num_added)
+    def rows(self, request_ids: list[str]) -> NDArray[np.int64]:
+        """The rows of requests, [R].
+
+        Raises:
+            EngineError: one has none.
+        """
+        found = [self._row_of.get(request_id, -1) for request_id in request_ids]
+        if -1 in found:
+            self.row(request_ids[found.index(-1)])
+        return np.array(found, dtype=np.int64)
+
+    def advance(
+        self, rows: NDArray[np.int64], num_computed: NDArray[np.int64], has_new: NDArray[np.bool_]
+    ) -> None:
+        """Some rows [R], all different, have computed so many tokens, and some have a new one, which is set later."""
+        self.num_computed_tokens[rows] = num_computed
+        self.num_tokens[rows] += has_new
+
+    def places(self, samples: Samples) -> TokenPlaces:
+        """Where the tokens of these samples are to be set."""
+        return TokenPlaces(*samples, self.generations[samples.rows], self._num_added)
 
     def set_tokens(self, places: TokenPlaces, token_ids: NDArray[np.int64]) -> None:
-        """Set tokens that were added, but for rows that others have been given since."""
+        """Set what was sampled, but in rows that others have been given since."""
         rows, columns, generations, num_added = places
         if num_added == self._num_added:
             self.token_ids[rows, columns] = token_ids
@@ -124,9 +179,17 @@ class InputBatch:
             same = generations == self.generations[rows]
             self.token_ids[rows[same], columns[same]] = token_ids[same]
 
-    def num_output_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens generated so far, [R]: also the output index of the token each row samples next."""
-        return self.num_tokens[rows] - self.num_prompt_tokens[rows]
+    def keep(self, first: TokenPlaces, num_kept: NDArray[np.int64]) -> None:
+        """Of the tokens set from some places [R] on, the first count: accepted drafts, and the one behind them."""
+        same = first.generations == self.generations[first.rows]
+        rows = first.rows[same]
+        self.num_tokens[rows] = first.columns[same] + num_kept[same]
+        if self._rolls_back:
+            self.num_computed_tokens[rows] += num_kept[same] - 1
+
+    def output_indices(self, samples: Samples) -> NDArray[np.int64]:
+        """[N] how many generated tokens stand before each sample."""
+        return samples.columns - self.num_prompt_tokens[samples.rows]
 
     def _append_blocks(self, row: int, block_ids: list[list[int]], num_computed_tokens: int) -> None:
         for table, new in zip(self.block_tables, block_ids, strict=True):

@@ -6,6 +6,7 @@ that does the same is the oracle in the tests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,24 +17,29 @@ from torch import Tensor
 from quire.errors import EngineError
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.layers.step import StepContext
+from quire.scheduler.output import ScheduledRequest
 from quire.worker.block_table import BlockTable
-from quire.worker.input_batch import InputBatch
+from quire.worker.input_batch import InputBatch, Samples
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Which tokens of which rows a step computes: R requests and T tokens; N of the requests sample."""
+    """Which tokens of which rows a step computes: R requests and T tokens, behind N of which one is sampled."""
 
     rows: NDArray[np.int64]
     """[R] batch row of each request, in the plan's order."""
     starts: NDArray[np.int64]
     """[R] position of each request's first token in this step."""
     ends: NDArray[np.int64]
-    """[R] tokens of each request after the step."""
+    """[R] tokens of each request after the step, its drafts included."""
     query_start_loc: NDArray[np.int64]
     """[R + 1] index of each request's first token in the flat inputs, and T."""
+    num_samples: NDArray[np.int64]
+    """[R] of each request: 0, or 1 and one for each of its drafts."""
     sampling: NDArray[np.int64]
-    """[N] indices, into `rows`, of the requests that sample."""
+    """[N] index, into `rows`, of each sample's request."""
+    logits_indices: NDArray[np.int64]
+    """[N] index, in the flat inputs, of the token behind which it is sampled."""
 
     @property
     def num_tokens(self) -> int:
@@ -54,13 +60,19 @@ class StepLayout:
 
     @property
     def is_all_sampled(self) -> bool:
-        """Whether every token is the last of a request that samples, as in most steps that only decode."""
+        """Whether a token is sampled behind every one, as in most steps that only decode."""
         return self.num_tokens == len(self.sampling)
 
     @property
-    def logits_indices(self) -> NDArray[np.int64]:
-        """[N] index, in the flat inputs, of the last token of each request that samples."""
-        return self.query_start_loc[1:][self.sampling] - 1
+    def num_drafts(self) -> NDArray[np.int64]:
+        """[R]."""
+        return (self.num_samples - 1).clip(0)
+
+    @property
+    def samples(self) -> Samples:
+        """The rows and columns of all samples."""
+        positions = (self.ends - self.query_start_loc[1:])[self.sampling] + self.logits_indices
+        return Samples(self.rows[self.sampling], positions + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,37 +91,34 @@ class StepInputs:
     """The size of the captured graph for which they were made, with padding behind the R requests; 0: none."""
 
 
-def lay_out(
-    batch: InputBatch, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64]
-) -> StepLayout:
-    """Lay the scheduled tokens of some rows side by side.
-
-    Args:
-        rows: [R] rows of the step, all different.
-        num_scheduled_tokens: [R] tokens to compute for each, counted from its computed tokens.
+def lay_out(batch: InputBatch, scheduled: Sequence[ScheduledRequest]) -> StepLayout:
+    """Lay the tokens of some requests, all different and with their drafts in their rows, side by side.
 
     Raises:
-        EngineError: the plan schedules tokens that a row does not know or has no blocks for.
+        EngineError: the plan is not one for what the rows know, have computed and have blocks for.
     """
-    starts = batch.num_computed_tokens.take(rows)
-    ends = starts + num_scheduled_tokens
-    known = batch.num_tokens.take(rows)
-    _check_bounds(batch, rows, starts, ends, known)
+    rows = batch.rows([request.request_id for request in scheduled])
+    starts = np.array([request.start for request in scheduled], dtype=np.int64)
+    num_tokens = np.array([request.num_tokens for request in scheduled], dtype=np.int64)
+    num_samples = np.array([request.num_samples for request in scheduled], dtype=np.int64)
+    ends = starts + num_tokens
+    _check(batch, scheduled, rows, starts, ends, num_samples)
     query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
-    num_scheduled_tokens.cumsum(out=query_start_loc[1:])
-    return StepLayout(rows, starts, ends, query_start_loc, sampling=(ends == known).nonzero()[0])
+    num_tokens.cumsum(out=query_start_loc[1:])
+    sampling = np.arange(len(rows)).repeat(num_samples)
+    first_to_last = query_start_loc[1:] - num_samples.cumsum()
+    logits_indices = np.arange(len(sampling)) + first_to_last[sampling]
+    return StepLayout(rows, starts, ends, query_start_loc, num_samples, sampling, logits_indices)
 
 
-def gather_inputs(
-    batch: InputBatch, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64]
-) -> StepInputs:
-    """The inputs of the layout of these rows, gathered by the host; raises as `lay_out` does."""
-    layout = lay_out(batch, rows, num_scheduled_tokens)
+def gather_inputs(batch: InputBatch, layout: StepLayout) -> StepInputs:
+    """The inputs of a layout, gathered by the host."""
     if layout.is_one_token_each:
-        token_rows, positions = rows, layout.starts
+        token_rows, positions = layout.rows, layout.starts
     else:
-        token_rows = rows.repeat(num_scheduled_tokens)
-        offsets = (layout.starts - layout.query_start_loc[:-1]).repeat(num_scheduled_tokens)
+        num_tokens = layout.ends - layout.starts
+        token_rows = layout.rows.repeat(num_tokens)
+        offsets = (layout.starts - layout.query_start_loc[:-1]).repeat(num_tokens)
         positions = np.arange(layout.num_tokens) + offsets
     return StepInputs(
         layout=layout,
@@ -158,15 +167,25 @@ def _metadata(
     )
 
 
-def _check_bounds(
+def _check(
     batch: InputBatch,
+    scheduled: Sequence[ScheduledRequest],
     rows: NDArray[np.int64],
     starts: NDArray[np.int64],
     ends: NDArray[np.int64],
-    known: NDArray[np.int64],
+    num_samples: NDArray[np.int64],
 ) -> None:
-    if not ((starts >= 0) & (starts < ends) & (ends <= known)).all():
-        raise EngineError("the plan schedules tokens outside those that a request has")
+    """What the plan counts on, against what the rows have."""
+    known, computed = batch.num_tokens.take(rows), batch.num_computed_tokens.take(rows)
+    last = ends - (num_samples - 1).clip(0)  # behind it are drafts
+    is_good = (
+        (starts == computed) & (starts < last) & (last <= known) & ((last == known) == (num_samples > 0))
+    )
+    _require(is_good, scheduled, "the request has other tokens, or has computed others")
     for table in batch.block_tables:
-        if (ends > table.capacity(rows)).any():
-            raise EngineError("the plan schedules tokens for which a request has no cache blocks")
+        _require(ends <= table.capacity(rows), scheduled, "the request has no cache blocks for these tokens")
+
+
+def _require(is_good: NDArray[np.bool_], scheduled: Sequence[ScheduledRequest], problem: str) -> None:
+    if not is_good.all():
+        raise EngineError(f"the plan has {scheduled[int(is_good.argmin())]}, but {problem}")

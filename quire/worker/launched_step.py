@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from quire.scheduler.output import ModelRunnerOutput, TokenLogprobs
 from quire.worker.devices import Mark
+from quire.worker.drafts import Drafter, count_kept
 from quire.worker.input_batch import InputBatch, TokenPlaces
 from quire.worker.prompt_logprobs import PromptEntries
-from quire.worker.sampler import NON_FINITE, Sampled
+from quire.worker.sampler import NON_FINITE, Sampled, SamplerOutput
 
 Value = TypeVar("Value")
 
@@ -29,33 +30,83 @@ class Marks(NamedTuple):
     done: Mark
 
 
+class Outcome(NamedTuple):
+    """What requests get of a step, by their indices in it."""
+
+    token_ids: dict[int, list[int]]
+    logprobs: dict[int, list[TokenLogprobs]]
+    failed: dict[int, str]
+
+
 class SampledTokens(NamedTuple):
     """What the requests of a step sampled, on its way to the host."""
 
     indices: NDArray[np.int64]
-    """[N] of the requests in the step."""
+    """[N] index, in the step, of each sample's request."""
     parts: list[Sampled]
-    """Of some of them each, in order."""
+    """Some samples each, in order."""
     places: TokenPlaces
     """[N] of the tokens in the host's rows."""
+    drafts: dict[int, list[int]]
+    """Those that were verified, by the requests' indices."""
 
-    def read(self, batch: InputBatch) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
-        """[N] token ids, and logprobs and reasons of failure by the requests' indices; the batch gets the tokens."""
-        token_ids: list[NDArray[np.int64]] = []
-        logprobs: dict[int, TokenLogprobs] = {}
-        failed: dict[int, str] = {}
-        rest = self.indices
-        for part in self.parts:
-            output = part.read()
-            token_ids.append(output.token_ids)
-            logprobs |= {int(rest[row]): entry for row, entry in output.logprobs.items()}
-            failed |= {int(rest[row]): reason for row, reason in output.failed.items()}
-            rest = rest[len(output.token_ids) :]
-        if not token_ids:
-            return [], {}, {}
-        tokens = token_ids[0] if len(token_ids) == 1 else np.concatenate(token_ids)
-        batch.set_tokens(self.places, tokens)
-        return tokens.tolist(), logprobs, failed
+    def read(self, batch: InputBatch) -> Outcome:
+        """The batch gets the tokens."""
+        output = self._join()
+        batch.set_tokens(self.places, output.token_ids)
+        if self.drafts:
+            return self._verified(output, batch)
+        indices, tokens = self.indices.tolist(), output.token_ids.tolist()
+        return Outcome(
+            {index: [token] for index, token in zip(indices, tokens, strict=True)},
+            {indices[sample]: [entry] for sample, entry in output.logprobs.items()},
+            {indices[sample]: reason for sample, reason in output.failed.items()},
+        )
+
+    def known_tokens(self, batch: InputBatch, outcome: Outcome) -> dict[int, NDArray[np.int32]]:
+        """All tokens up to those of the outcome, of the requests that go on."""
+        indices, firsts = np.unique(self.indices, return_index=True)
+        rows, columns, generations, _ = self.places.at(firsts)
+        return {
+            index: batch.token_ids[row, : column + len(outcome.token_ids[index])]
+            for index, row, column, generation in zip(
+                indices.tolist(), rows, columns, generations, strict=True
+            )
+            if index not in outcome.failed and generation == batch.generations[row]
+        }
+
+    def _join(self) -> SamplerOutput:
+        """Of all N samples."""
+        outputs = [part.read() for part in self.parts]
+        if len(outputs) == 1:
+            return outputs[0]
+        joined = SamplerOutput(np.zeros(len(self.indices), dtype=np.int64), {}, {})
+        first = 0
+        for token_ids, logprobs, failed in outputs:
+            joined.token_ids[first : first + len(token_ids)] = token_ids
+            joined.logprobs.update({first + sample: entry for sample, entry in logprobs.items()})
+            joined.failed.update({first + sample: reason for sample, reason in failed.items()})
+            first += len(token_ids)
+        return joined
+
+    def _verified(self, output: SamplerOutput, batch: InputBatch) -> Outcome:
+        """The same where some requests have drafts, and so several samples, of which the first ones count."""
+        outcome, tokens = Outcome({}, {}, {}), output.token_ids.tolist()
+        indices, firsts = np.unique(self.indices, return_index=True)
+        for index, first in zip(indices.tolist(), firsts.tolist(), strict=True):
+            drafts = self.drafts.get(index, [])
+            is_bad = [sample in output.failed for sample in range(first, first + 1 + len(drafts))]
+            sampled = tokens[first : first + 1 + len(drafts)]
+            outcome.token_ids[index] = sampled[: count_kept(sampled, drafts, is_bad)]
+            if first in output.failed:
+                outcome.failed[index] = output.failed[first]
+            if first in output.logprobs:
+                last = first + len(outcome.token_ids[index])
+                outcome.logprobs[index] = [output.logprobs[sample] for sample in range(first, last)]
+        drafted = [place for place, index in enumerate(indices.tolist()) if index in self.drafts]
+        num_kept = [len(outcome.token_ids[index]) for index in indices[drafted].tolist()]
+        batch.keep(self.places.at(firsts[drafted]), np.array(num_kept))
+        return outcome
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +122,7 @@ class LaunchedStep:
     batch: InputBatch
     sampled: SampledTokens | None = None
     prompts: list[PromptEntries] = field(default_factory=list)
+    drafter: Drafter | None = None
     _result: ModelRunnerOutput | None = None
 
     @property
@@ -85,11 +137,12 @@ class LaunchedStep:
         return self._result
 
     def _read(self) -> ModelRunnerOutput:
-        ids, sampled = self.request_ids, self.sampled
-        tokens, logprobs, failed = ([], {}, {}) if sampled is None else sampled.read(self.batch)
-        indices = [] if sampled is None else sampled.indices.tolist()
+        ids, outcome = self.request_ids, Outcome({}, {}, {})
+        if self.sampled is not None:
+            outcome = self.sampled.read(self.batch)
+        failed = outcome.failed
         prompts = {prompt.request: prompt.read() for prompt in self.prompts}
-        failed |= {index: NON_FINITE for index, entries in prompts.items() if entries is None}
+        failed.update({index: NON_FINITE for index, entries in prompts.items() if entries is None})
         found = {index: entries for index, entries in prompts.items() if entries is not None}
 
         def by_id(values: Mapping[int, Value]) -> dict[str, Value]:
@@ -97,10 +150,18 @@ class LaunchedStep:
 
         return ModelRunnerOutput(
             step_id=self.step_id,
-            sampled_token_ids=by_id({index: [token] for index, token in zip(indices, tokens, strict=True)}),
-            logprobs=by_id({index: [entry] for index, entry in logprobs.items()}),
+            sampled_token_ids=by_id(outcome.token_ids),
+            logprobs=by_id(outcome.logprobs),
             prompt_logprobs=by_id(found),
             failed=self.unusable | {ids[index]: reason for index, reason in failed.items()},
+            draft_token_ids=self._propose(outcome),
             forward_s=self.marks.forwarded.seconds_since(self.marks.started),
             sample_s=self.marks.done.seconds_since(self.marks.forwarded),
         )
+
+    def _propose(self, outcome: Outcome) -> dict[str, list[int]]:
+        """Drafts to follow what was sampled, if somebody guesses."""
+        if self.drafter is None or self.sampled is None:
+            return {}
+        known = self.sampled.known_tokens(self.batch, outcome)
+        return self.drafter.propose({self.request_ids[index]: tokens for index, tokens in known.items()})

@@ -12,17 +12,23 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import EngineError
 from quire.kv_cache.spec import KVCacheConfig
-from quire.scheduler.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire.scheduler.output import (
+    WAIST_VERSION,
+    ModelRunnerOutput,
+    NewRequestData,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from quire.worker.block_table import BlockTable
 from quire.worker.devices import Device
-from quire.worker.input_batch import InputBatch
-from quire.worker.inputs import StepInputs
+from quire.worker.drafts import Drafter
+from quire.worker.input_batch import InputBatch, Samples
+from quire.worker.inputs import StepInputs, lay_out
 from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
 from quire.worker.pipeline import LanguageModel
 from quire.worker.prompt_logprobs import PromptLogprobs
@@ -38,6 +44,7 @@ class ModelRunner:
         config: prepared.
         kv_config: the cache that was allocated.
         device: where the model and its cache are.
+        drafter: guesses tokens for later plans to verify, if there is one.
         is_rehearsal: its steps are run to see what memory steps take.
     """
 
@@ -48,6 +55,7 @@ class ModelRunner:
         kv_config: KVCacheConfig,
         device: Device,
         *,
+        drafter: Drafter | None = None,
         is_rehearsal: bool = False,
     ) -> None:
         max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
@@ -63,10 +71,11 @@ class ModelRunner:
         )
         self._model = model
         self._device = device
+        self._drafter = drafter
         self._max_model_len = max_model_len
         self._vocab_size = config.arch.vocab_size
         self._slice_size = max(1, device.logits_elements // self._vocab_size)
-        self.batch = InputBatch(max_num_seqs, max_model_len, tables)
+        self.batch = InputBatch(max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back)
         self._pipeline = device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal)
         self._sampler = Sampler(self.batch, self._vocab_size, device)
         self._prompt_logprobs = PromptLogprobs(self.batch, model.compute_logits, self._slice_size, device)
@@ -82,22 +91,27 @@ class ModelRunner:
         """Hand a step over to the device.
 
         Raises:
-            EngineError: the plan contradicts itself or the batch, which is a bug of ours.
+            EngineError: the plan contradicts itself or the batch, or is of another version, which is a bug of ours.
         """
+        if plan.version != WAIST_VERSION:
+            raise EngineError(
+                f"step {plan.step_id} is planned in version {plan.version}, not {WAIST_VERSION}"
+            )
         unusable = self._update_batch(plan)
-        ids = [request_id for request_id in plan.num_scheduled_tokens if request_id not in unusable]
+        scheduled = [request for request in plan.scheduled if request.request_id not in unusable]
+        ids = [request.request_id for request in scheduled]
         started = self._device.mark()
         if not ids:
             return LaunchedStep(plan.step_id, ids, unusable, Marks(started, started, started), self.batch)
         if self._pipeline.reads_host_tokens:
             self._read_results()
-        inputs = self._gather(plan, ids)
+        inputs = self._pipeline.gather(lay_out(self.batch, scheduled))
         hidden = self._pipeline.forward(inputs)
         forwarded = self._device.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden)
-        sampled = self._sample(inputs, hidden)
+        sampled = self._sample(inputs, hidden, scheduled)
         marks = Marks(started, forwarded, self._device.mark())
-        step = LaunchedStep(plan.step_id, ids, unusable, marks, self.batch, sampled, prompts)
+        step = LaunchedStep(plan.step_id, ids, unusable, marks, self.batch, sampled, prompts, self._drafter)
         self._unread = [*(earlier for earlier in self._unread if not earlier.is_read), step]
         return step
 
@@ -125,16 +139,23 @@ class ModelRunner:
                 self._add(request)
             else:
                 self._unusable[request.request_id] = reason
-        for update in plan.cached_requests:
-            if update.request_id not in self._unusable:
-                self.batch.update(update)
-        planned = self._unusable.keys() & plan.num_scheduled_tokens.keys() if self._unusable else ()
-        return {request_id: self._unusable[request_id] for request_id in planned}
+        unusable: dict[str, str] = {}
+        for scheduled in plan.scheduled:
+            if scheduled.request_id in self._unusable:
+                unusable[scheduled.request_id] = self._unusable[scheduled.request_id]
+            elif scheduled.num_samples > 1 or scheduled.draft_token_ids or any(scheduled.new_block_ids):
+                self._grow(scheduled)
+        return unusable
 
     def _add(self, request: NewRequestData) -> None:
         row = self.batch.add(request)
         self._sampler.add_request(row, request)
         self._prompt_logprobs.add_request(row, request)
+
+    def _grow(self, scheduled: ScheduledRequest) -> None:
+        if not all(0 <= token_id < self._vocab_size for token_id in scheduled.draft_token_ids):
+            raise EngineError(f"the plan has {scheduled}, and the model {self._vocab_size} tokens")
+        self.batch.grow(scheduled)
 
     def _remove(self, request_id: str) -> None:
         if self._unusable.pop(request_id, None) is None:
@@ -142,28 +163,23 @@ class ModelRunner:
             self._sampler.remove_request(row)
             self._prompt_logprobs.remove_request(row)
 
-    def _gather(self, plan: SchedulerOutput, ids: list[str]) -> StepInputs:
-        rows = np.array([self.batch.row(request_id) for request_id in ids], dtype=np.int64)
-        num_scheduled = np.array(
-            [plan.num_scheduled_tokens[request_id] for request_id in ids], dtype=np.int64
-        )
-        return self._pipeline.gather(rows, num_scheduled)
-
-    def _sample(self, inputs: StepInputs, hidden: Tensor) -> SampledTokens:
-        """Sample for the requests that reached their last known token, and append to their rows what they got."""
-        rows = inputs.layout.rows[inputs.layout.sampling]
-        if self._sampler.reads_tokens(rows):
+    def _sample(
+        self, inputs: StepInputs, hidden: Tensor, scheduled: list[ScheduledRequest]
+    ) -> SampledTokens | None:
+        """Sample what is planned, and make room in the rows for it; how far drafts lead is known with the result."""
+        layout, samples = inputs.layout, inputs.layout.samples
+        if self._sampler.reads_tokens(samples.rows):
             self._read_results()
-        parts = [self._sample_part(inputs, hidden, rows, part) for part in self._slices(len(rows))]
-        if parts:
-            self._pipeline.keep([part.codes for part in parts])
-        places = self.batch.append_unknown(rows)
+        parts = [self._sample_part(inputs, hidden, samples, part) for part in self._slices(len(samples.rows))]
+        self.batch.advance(layout.rows, layout.ends - layout.num_drafts, layout.num_samples == 1)
+        if not parts:
+            return None
+        self._pipeline.keep([part.codes for part in parts])
         downloaded = [part.moved(self._device.download) for part in parts]
-        return SampledTokens(inputs.layout.sampling, downloaded, places)
+        drafts = {i: scheduled[i].draft_token_ids for i in np.flatnonzero(layout.num_drafts).tolist()}
+        return SampledTokens(layout.sampling, downloaded, self.batch.places(samples), drafts)
 
-    def _sample_part(
-        self, inputs: StepInputs, hidden: Tensor, rows: NDArray[np.int64], part: slice
-    ) -> Sampled:
+    def _sample_part(self, inputs: StepInputs, hidden: Tensor, samples: Samples, part: slice) -> Sampled:
         layout = inputs.layout
         if layout.is_all_sampled:  # then nothing has to be gathered
             last = hidden[: layout.num_tokens][part]
@@ -172,7 +188,7 @@ class ModelRunner:
         logits = self._model.compute_logits(last).contiguous()
         if logits.shape[1] != self._vocab_size:
             raise EngineError(f"the model gave {logits.shape[1]} logits for {self._vocab_size} tokens")
-        return self._sampler.sample(logits, self._sampler.stage(rows[part]))
+        return self._sampler.sample(logits, self._sampler.stage(samples.part(part)))
 
     def _slices(self, count: int) -> Iterator[slice]:
         return (slice(i, i + self._slice_size) for i in range(0, count, self._slice_size))

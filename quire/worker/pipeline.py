@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.layers.step import StepContext
 from quire.worker.input_batch import InputBatch
-from quire.worker.inputs import StepInputs, gather_inputs
+from quire.worker.inputs import StepInputs, StepLayout, gather_inputs
 
 
 class LanguageModel(Protocol):
@@ -42,7 +40,7 @@ class Pipeline(Protocol):
     reads_host_tokens: bool
     """Whether `gather` reads sampled tokens from the host's rows; else `keep` has put them where it reads them."""
 
-    def gather(self, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64]) -> StepInputs:
+    def gather(self, layout: StepLayout) -> StepInputs:
         """See `gather_inputs`."""
 
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -64,8 +62,8 @@ class HostPipeline:
         self._batch = batch
         self._forward = forward
 
-    def gather(self, rows: NDArray[np.int64], num_scheduled_tokens: NDArray[np.int64]) -> StepInputs:
-        return gather_inputs(self._batch, rows, num_scheduled_tokens)
+    def gather(self, layout: StepLayout) -> StepInputs:
+        return gather_inputs(self._batch, layout)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         return self._forward(inputs)

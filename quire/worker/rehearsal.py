@@ -12,7 +12,7 @@ from itertools import count, islice
 from quire.config import EngineConfig
 from quire.kv_cache.spec import KVCacheGroup, KVCacheSpec, RecurrentStateSpec
 from quire.sampling_params import SamplingParams
-from quire.scheduler.output import NewRequestData, SchedulerOutput
+from quire.scheduler.output import NewRequestData, ScheduledRequest, SchedulerOutput
 
 _PARAMS = SamplingParams(
     seed=0, temperature=0.9, top_k=2, top_p=0.9, repetition_penalty=1.1, logprobs=1, max_tokens=1
@@ -65,11 +65,14 @@ class Rehearsal:
         return steps
 
     def _plan(self, step_id: int, lengths: dict[str, int], removed: list[str]) -> SchedulerOutput:
-        new, unused = [], count(1)
+        new, scheduled, unused = [], [], count(1)
         for name, length in lengths.items():
             block_ids = [list(islice(unused, self._blocks_of(length))) for _ in range(self._num_groups)]
             new.append(NewRequestData(name, [0] * length, length, _PARAMS, block_ids, 0))
-        return SchedulerOutput(step_id, new, [], lengths, sum(lengths.values()), removed)
+            scheduled.append(
+                ScheduledRequest(name, start=0, num_tokens=length, num_samples=1, new_block_ids=[])
+            )
+        return SchedulerOutput(step_id, new, scheduled, removed)
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -33,7 +33,7 @@ class LinearAttention(nn.Module):
         self.shape = (attention.num_kv_heads, attention.head_dim)
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        return RecurrentStateSpec(self.block_size, 4 * self.shape[0] * self.shape[1])
+        return RecurrentStateSpec(self.block_size, 4 * self.shape[0] * self.shape[1], checkpoint_blocks=3)
 
     def why_not_captured(self) -> str | None:
         return "a loop over tokens cannot be captured"

@@ -85,9 +85,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     Attributes:
         seen: counts of all engines so far, which say what was really tried.
+        swaps_always: whether every engine has a roomy host tier and uses it, whatever is drawn.
     """
 
     seen: Counter[str] = Counter()
+    swaps_always = False
 
     @initialize(
         loop=loops,
@@ -101,6 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.sampled_from([True, True, False]),
         enable_chunked_prefill=st.sampled_from([True, True, False]),
         long_prefill_token_threshold=st.sampled_from([0, 0, 4]),
+        max_drafts=st.sampled_from([0, 0, 3, 8]),
     )
     def start(
         self,
@@ -118,6 +121,8 @@ class EngineMachine(RuleBasedStateMachine):
             fields["long_prefill_token_threshold"] = 0
         needed = blocks_per_request(window, block_size, fields["max_num_batched_tokens"])
         fields |= loop | {"scheduling_policy": policy, "block_size": block_size, "window": window}
+        if self.swaps_always:
+            host_tier = {"preemption_mode": "swap", "host_blocks": 100}
         if host_tier:
             block_bytes = 2 * block_size * 2 * 8 * 4  # keys and values of 2 heads of 8 float32
             fields["swap_space"] = host_tier["host_blocks"] * block_bytes / GIB
@@ -188,6 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.seen.update(msgspec.to_builtins(self.engine.core.scheduler.stats()))
         self.seen["num_steps"] += self.engine.num_steps
         self.seen["num_held"] += self.engine.holder.num_held
+        self.seen["num_accepted"] += self.engine.num_accepted
         for name, (prompt, params) in self.requests.items():
             check_result(self.engine.result(name), alone(prompt, params), disturbed=name in self.disturbed)
 
@@ -195,6 +201,10 @@ class EngineMachine(RuleBasedStateMachine):
         """The first running request advances in every step, or its last result is at most 4 steps away."""
         num_sequences = sum(self.requests[name][1].n for name in self.running)
         return num_sequences * (MAX_MODEL_LEN + 4) + 10
+
+
+class SwappingMachine(EngineMachine):
+    swaps_always = True
 
 
 def options(max_examples: int, num_events: int, **more: Any) -> settings:
@@ -211,9 +221,11 @@ def options(max_examples: int, num_events: int, **more: Any) -> settings:
 
 
 def test_every_output_is_that_of_the_request_alone() -> None:
-    """Some 20,000 steps, in which some 1,400 requests are preempted, most of them to the host."""
-    run_state_machine_as_test(EngineMachine, settings=options(90, 30, derandomize=True))
+    """Some 20,000 steps, in which drafts are accepted and some 1,400 requests preempted, most of them to the host."""
+    for machine in (EngineMachine, SwappingMachine):
+        run_state_machine_as_test(machine, settings=options(45, 30, derandomize=True))
     seen = EngineMachine.seen
+    assert seen["num_accepted"] > 500
     assert min(seen["num_swaps"], seen["num_preemptions"] - seen["num_swaps"], seen["num_held"]) > 50
 
 

@@ -84,6 +84,6 @@ def test_a_step_that_fails_ends_the_loop_and_is_named(max_steps_in_flight: int) 
     rig.add("a", max_tokens=9)
     rig.loop.step()
     rig.executor._rows.clear()
-    with pytest.raises(AssertionError, match="a is cached and has no row") as caught:
+    with pytest.raises(AssertionError, match="a is not new and has no row") as caught:
         rig.loop.step()
     assert caught.value.__notes__ == ["in step 2: tokens {'a': 1}, of new requests [], removed []"]

@@ -371,12 +371,13 @@ def disturb(engine: Engine, kind: str, name: str) -> None:
     num_groups=st.sampled_from([1, 2]),
     slack=st.sampled_from([1, 4, 40]),
     policy=st.sampled_from(["fcfs", "priority", "fair"]),
+    max_drafts=st.sampled_from([0, 5]),
 )
 def test_whatever_happened_is_replayed(
-    moments: list[tuple[str, Any]], num_groups: int, slack: int, policy: str
+    moments: list[tuple[str, Any]], num_groups: int, slack: int, policy: str, max_drafts: int
 ) -> None:
     config = make_config(num_gpu_blocks_override=8 * num_groups + slack, scheduling_policy=policy)
-    engine, frames = Engine(config, num_groups), Recording()
+    engine, frames = Engine(config, num_groups, max_drafts=max_drafts), Recording()
     engine.scheduler = recorded(engine.scheduler, frames)
     for kind, value in moments:
         play(engine, kind, value)

@@ -69,14 +69,16 @@ def make_engine(window: int | None = None, **args: Any) -> LLMEngine:
 class WholeEngine:
     """Runs steps and collects each request's outputs; what must hold after every step is checked here."""
 
-    def __init__(self, **args: Any) -> None:
+    def __init__(self, max_drafts: int = 0, **args: Any) -> None:
         self.engine = make_engine(**args)
         self.core: EngineCore = self.engine._clients[0]._core  # type: ignore[attr-defined]
         assert isinstance(self.core.executor, NullExecutor)
         self.executor = self.core.executor
         self.holder = Holder(self.core)
+        self.executor.max_drafts = max_drafts
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.num_steps = 0
+        self.num_accepted = 0
         self._kinds: dict[str, RequestOutputKind] = {}
         self._failing: set[str] = set()
         self._ended: set[str] = set()
@@ -104,6 +106,7 @@ class WholeEngine:
 
     def _collect_with_faults(self) -> ModelRunnerOutput:
         output = self._collect()
+        self.num_accepted += sum(len(ids) - 1 for ids in output.sampled_token_ids.values())
         failed = {
             core_id: FAULT
             for core_id in output.sampled_token_ids

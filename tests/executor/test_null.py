@@ -3,7 +3,7 @@ import pytest
 
 from quire.executor.null import DEFAULT_NUM_BLOCKS
 from quire.sampling_params import SamplingParams
-from quire.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from quire.scheduler.output import NewRequestData, ScheduledRequest, SchedulerOutput
 from tests.scheduler.harness import Engine, make_config
 
 
@@ -21,9 +21,9 @@ def change(plan: SchedulerOutput, **fields) -> SchedulerOutput:
     return msgspec.structs.replace(plan, **fields)
 
 
-def cached(**fields) -> list[CachedRequestData]:
-    given = {"request_id": "a", "new_block_ids": [[3]], "num_computed_tokens": 8, **fields}
-    return [CachedRequestData(**given)]
+def scheduled(**fields) -> list[ScheduledRequest]:
+    given = {"request_id": "a", "start": 8, "num_tokens": 1, "num_samples": 1, "new_block_ids": [[3]]}
+    return [ScheduledRequest(**given | fields)]
 
 
 @pytest.mark.parametrize(
@@ -31,19 +31,21 @@ def cached(**fields) -> list[CachedRequestData]:
     [
         ({"version": 999}, "waist version"),
         ({"step_id": 2}, "step 2 after step 2"),
-        ({"total_num_scheduled_tokens": 2}, "do not add up"),
-        ({"num_scheduled_tokens": {"b": 1}}, "differ"),
-        ({"num_scheduled_tokens": {"a": 0}, "total_num_scheduled_tokens": 0}, "without tokens"),
-        ({"num_scheduled_tokens": {"a": 17}, "total_num_scheduled_tokens": 17}, "budget of 16"),
-        ({"num_scheduled_tokens": {"a": 2}, "total_num_scheduled_tokens": 2}, "token 10 of 9 planned"),
+        ({"scheduled": scheduled(request_id="b")}, "b is not new and has no row"),
+        ({"scheduled": scheduled(num_tokens=0)}, "without tokens"),
+        ({"scheduled": scheduled(num_tokens=17)}, "budget of 16"),
+        ({"scheduled": scheduled(num_tokens=2)}, "token 10 of 9 planned"),
+        ({"scheduled": scheduled(num_samples=0)}, "is to have 1 samples"),
+        ({"scheduled": scheduled(num_tokens=2, draft_token_ids=[5])}, "is to have 2 samples"),
+        ({"scheduled": scheduled(draft_token_ids=[5])}, "without tokens"),
         ({"removed_request_ids": ["b"]}, "has no row"),
         ({"removed_request_ids": ["a"]}, "has no row"),
-        ({"cached_requests": cached() * 2}, "planned twice"),
-        ({"cached_requests": cached(num_computed_tokens=7)}, "but 8 tokens are computed"),
-        ({"cached_requests": cached(new_block_ids=[[]])}, "no block covers token 8"),
-        ({"cached_requests": cached(new_block_ids=[[0]])}, "no such blocks"),
-        ({"cached_requests": cached(new_block_ids=[[65]])}, "no such blocks"),
-        ({"cached_requests": cached(new_block_ids=[[1]])}, "twice in"),
+        ({"scheduled": scheduled() * 2}, "planned twice"),
+        ({"scheduled": scheduled(start=7)}, "but 8 tokens are computed"),
+        ({"scheduled": scheduled(new_block_ids=[[]])}, "no block covers token 8"),
+        ({"scheduled": scheduled(new_block_ids=[[0]])}, "no such blocks"),
+        ({"scheduled": scheduled(new_block_ids=[[65]])}, "no such blocks"),
+        ({"scheduled": scheduled(new_block_ids=[[1]])}, "twice in"),
         ({"swap_outs": [(1, 1)]}, "copied to: no such blocks"),
         ({"swap_ins": [(1, 9)]}, "copied from: no such blocks"),
         ({"block_copies": [(0, 9)]}, "copied from: no such blocks"),
@@ -61,7 +63,7 @@ def test_a_plan_that_breaks_a_promise_is_refused(steps, fields, message):
 
 def test_the_plan_that_the_cases_above_change_is_a_good_one(steps):
     engine, plan = steps
-    assert plan.cached_requests == cached()
+    assert plan.scheduled == scheduled()
     engine.finish_step(plan, engine.executor.execute_model(plan))
     engine.drain()
 
@@ -96,10 +98,11 @@ def resumed_after(moves: dict[str, list[tuple[int, int]]]) -> None:
     engine = Engine(num_host_blocks=4)
     engine.add("a", range(7))
     engine.step()
-    empty = SchedulerOutput(2, [], [], {}, 0, ["a"], swap_outs=[(1, 1), (2, 2)])
+    empty = SchedulerOutput(2, [], [], ["a"], swap_outs=[(1, 1), (2, 2)])
     engine.executor.execute_model(empty)
     data = NewRequestData("a", [*range(7)], 7, SamplingParams(), [[5, 6]], 6)
-    engine.executor.execute_model(SchedulerOutput(3, [data], [], {"a": 1}, 1, [], **moves))
+    scheduled = [ScheduledRequest("a", 6, 1, 1, [])]
+    engine.executor.execute_model(SchedulerOutput(3, [data], scheduled, [], **moves))
 
 
 @pytest.mark.parametrize(

@@ -118,10 +118,10 @@ def test_blocks_of_any_shape_come_back_from_the_host_as_they_were(kinds: list[st
     before = [tensor.clone() for tensor in tensors]
     host = [torch.zeros(3, tensor.shape[1], dtype=torch.uint8) for tensor in tensors]
     copier = BlockCopier(tensors, host, copy_on_host)
-    copier.execute(SchedulerOutput(1, [], [], {}, 0, [], swap_outs=[(1, 2), (3, 1)]))
+    copier.execute(SchedulerOutput(1, [], [], [], swap_outs=[(1, 2), (3, 1)]))
     for tensor in tensors:
         tensor[[1, 3]] = 0
-    copier.execute(SchedulerOutput(2, [], [], {}, 0, [], swap_ins=[(2, 4), (1, 1)], block_copies=[(4, 3)]))
+    copier.execute(SchedulerOutput(2, [], [], [], swap_ins=[(2, 4), (1, 1)], block_copies=[(4, 3)]))
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor[1:], old[[3, 2, 1, 1]])
 

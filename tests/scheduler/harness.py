@@ -71,10 +71,13 @@ class Engine:
         num_groups: int = 1,
         kinds: Sequence[str] = ("full",),
         num_host_blocks: int = 0,
+        max_drafts: int = 0,
     ) -> None:
         self.config = config or make_config()
         kv_config = make_kv_config(self.config, num_groups, kinds, num_host_blocks)
-        self.executor = NullExecutor(self.config, specs=kv_config.layer_specs, vocab_size=VOCAB_SIZE)
+        self.executor = NullExecutor(
+            self.config, specs=kv_config.layer_specs, vocab_size=VOCAB_SIZE, max_drafts=max_drafts
+        )
         self.executor.initialize_kv_cache(kv_config)
         self.scheduler = Scheduler(self.config, kv_config)
         self.requests: dict[str, Request] = {}

@@ -73,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 0, 1, 5]),
         scheduling_policy=st.sampled_from(["fcfs", "priority", "fair"]),
         priority_ageing_s=st.sampled_from([0.0, 5.0]),
+        max_drafts=st.sampled_from([0, 2, 7]),
     )
     def start(
         self,
@@ -83,6 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens,
         block_size,
         num_host_blocks,
+        max_drafts,
         **fields,
     ):
         """`slack` is what the pool has beyond the blocks of one request of 28 tokens."""
@@ -97,7 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_batched_tokens,
             **fields,
         )
-        self.engine = Engine(config, len(kinds), kinds, num_host_blocks)
+        self.engine = Engine(config, len(kinds), kinds, num_host_blocks, max_drafts)
         self.specs = [make_spec(kind, block_size) for kind in kinds]
         self.ended_early: set[str] = set()
 

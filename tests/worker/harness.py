@@ -19,16 +19,16 @@ from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig
 from quire.layers.step import StepContext
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import (
-    CachedRequestData,
     ModelRunnerOutput,
     NewRequestData,
+    ScheduledRequest,
     SchedulerOutput,
     TokenLogprobs,
 )
 from quire.worker.block_table import BlockTable
 from quire.worker.cpu import CpuDevice
 from quire.worker.devices import Device
-from quire.worker.input_batch import InputBatch
+from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.launched_step import LaunchedStep
 from quire.worker.model_runner import ModelRunner
 
@@ -62,10 +62,15 @@ def request(
 
 
 def input_batch(
-    max_num_seqs: int = 8, max_model_len: int = 64, block_size: int = BLOCK_SIZE, pool_size: int = NUM_BLOCKS
+    max_num_seqs: int = 8,
+    max_model_len: int = 64,
+    block_size: int = BLOCK_SIZE,
+    pool_size: int = NUM_BLOCKS,
+    *,
+    rolls_back: bool = True,
 ) -> InputBatch:
     table = BlockTable(max_num_seqs, max_model_len, FullAttentionSpec(block_size, 1, 1, 4), pool_size)
-    return InputBatch(max_num_seqs, max_model_len, (table,))
+    return InputBatch(max_num_seqs, max_model_len, (table,), rolls_back=rolls_back)
 
 
 def tiny_config(**args: Any) -> EngineConfig:
@@ -154,6 +159,8 @@ class Driver:
         random.Random(seed).shuffle(self.free_blocks)
         self.sequences: dict[str, Sequence] = {}
         self.removed: list[str] = []
+        self.drafts: dict[str, list[int]] = {}
+        """Put by a test behind the last token of its next step."""
         self.step_id = 0
 
     def submit(self, request_id: str, prompt: list[int], params: SamplingParams) -> Sequence:
@@ -180,17 +187,20 @@ class Driver:
         return output
 
     def _plan(self, num_scheduled_tokens: Mapping[str, int]) -> SchedulerOutput:
-        new, cached = [], []
+        new, scheduled = [], []
         for request_id, count in num_scheduled_tokens.items():
-            sequence = self.sequences[request_id]
-            blocks = self._grow(sequence, sequence.num_computed_tokens + count)
-            if sequence.has_row:
-                cached.append(CachedRequestData(request_id, [blocks], sequence.num_computed_tokens))
-            else:
+            sequence, drafts = self.sequences[request_id], self.drafts.pop(request_id, [])
+            start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
+            blocks = self._grow(sequence, end + len(drafts))
+            if not sequence.has_row:
                 new.append(self._new(request_id, sequence))
+            num_samples = 1 + len(drafts) if end == len(sequence.token_ids) else 0
+            blocks = blocks if sequence.has_row else []
+            scheduled.append(
+                ScheduledRequest(request_id, start, count + len(drafts), num_samples, [blocks], drafts)
+            )
             sequence.has_row = True
-        total = sum(num_scheduled_tokens.values())
-        plan = SchedulerOutput(self.step_id, new, cached, dict(num_scheduled_tokens), total, self.removed)
+        plan = SchedulerOutput(self.step_id, new, scheduled, self.removed)
         self.removed, self.step_id = [], self.step_id + 1
         return plan
 
@@ -223,7 +233,7 @@ class Driver:
         )
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        missing = -(-num_tokens // self.block_size) - len(sequence.block_ids)
+        missing = max(-(-num_tokens // self.block_size) - len(sequence.block_ids), 0)
         blocks = [self.free_blocks.pop() for _ in range(missing)]
         sequence.block_ids += blocks
         return blocks
@@ -234,12 +244,34 @@ class Driver:
         samples = sequence.num_computed_tokens == len(sequence.token_ids) and request_id not in output.failed
         assert samples == (request_id in output.sampled_token_ids)
         sequence.token_ids += output.sampled_token_ids.get(request_id, [])
+        if samples:  # accepted drafts are computed
+            sequence.num_computed_tokens = len(sequence.token_ids) - 1
         sequence.logprobs += output.logprobs.get(request_id, [])
         sequence.prompt_logprobs += output.prompt_logprobs.get(request_id, [])
 
 
 def append_tokens(batch: InputBatch, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-    batch.set_tokens(batch.append_unknown(rows), token_ids)
+    """Sample for rows that have computed everything."""
+    places = batch.places(next_samples(batch, rows))
+    batch.advance(rows, batch.num_tokens[rows], np.ones(len(rows), dtype=np.bool_))
+    batch.set_tokens(places, token_ids)
+
+
+def next_samples(batch: InputBatch, rows: NDArray[np.int64]) -> Samples:
+    """One for each row, behind its last token."""
+    return Samples(rows, batch.num_tokens[rows])
+
+
+def scheduled(batch: InputBatch, counts: Mapping[str, int]) -> list[ScheduledRequest]:
+    """So many tokens of each request, of those that its row has; it samples behind its last one."""
+    rows = {name: batch.row(name) for name in counts}
+    starts = {name: int(batch.num_computed_tokens[row]) for name, row in rows.items()}
+    return [
+        ScheduledRequest(
+            name, starts[name], count, int(starts[name] + count == batch.num_tokens[rows[name]]), []
+        )
+        for name, count in counts.items()
+    ]
 
 
 def rows_of(*rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:

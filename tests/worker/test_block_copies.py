@@ -17,8 +17,6 @@ def plan(swap_outs: Moves = (), swap_ins: Moves = (), block_copies: Moves = ()) 
         1,
         [],
         [],
-        {},
-        0,
         [],
         swap_outs=list(swap_outs),
         swap_ins=list(swap_ins),

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.errors import EngineError
-from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from quire.kv_cache.device_pool import DevicePool
+from quire.kv_cache.single_type_manager import MANAGERS
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
 from quire.worker.block_table import BlockTable
 from tests.worker.harness import rows_of
 
@@ -65,7 +69,56 @@ def test_the_null_block_may_stand_only_where_nothing_is_read() -> None:
     blocks.append(0, [0, 0, 7, 3], 12)
     assert blocks.capacity(rows_of(0)).tolist() == [16]
     for position in (0, 11):
-        with pytest.raises(EngineError, match="0 behind a window"):
+        with pytest.raises(EngineError, match="0 where no block is needed"):
             blocks.append(1, [0, 0, 7], position)
-    with pytest.raises(EngineError, match="0 behind a window"):
+    with pytest.raises(EngineError, match="0 where no block is needed"):
         blocks.append(0, [0], 14)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.sampled_from(
+        [
+            FullAttentionSpec(4, 1, 1, 4),
+            SlidingWindowSpec(4, 1, 1, 4, sliding_window=5),
+            RecurrentStateSpec(4, state_bytes=64, checkpoint_blocks=2),
+            RecurrentStateSpec(4, state_bytes=64, checkpoint_blocks=100),
+        ]
+    ),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), max_size=4),
+    st.integers(0, 3),
+)
+def test_what_a_manager_makes_is_taken(
+    spec: KVCacheSpec, chunks: list[tuple[int, int]], num_before: int
+) -> None:
+    """Chunks with drafts behind them, of which `num_before` are computed when the row is made."""
+    manager = MANAGERS[type(spec)](spec, DevicePool(200), 0, 64)
+    manager.adopt("a", 0, [], [])
+    blocks = BlockTable(max_num_rows=1, max_model_len=200, spec=spec, pool_size=200)
+    computed, given_ids = 0, []
+    for number, (num_tokens, num_drafts) in enumerate(chunks):
+        manager.drop("a", computed, cached_only=False)
+        new = manager.allocate("a", computed + num_tokens)
+        new += manager.allocate_for_drafts("a", computed + num_tokens + num_drafts)
+        if number >= num_before:
+            table = [block.block_id for block in manager.tables["a"]]
+            blocks.append(0, new if given_ids else table, computed)
+            given_ids = table
+        computed += num_tokens
+    if given_ids:
+        assert blocks.capacity(rows_of(0)) >= computed
+
+
+@pytest.mark.parametrize(
+    ("table", "num_computed_tokens"),
+    [([0, 1, 0, 2, 0], 0), ([0, 0, 0, 2, 3], 0), ([0, 0, 0, 2], 10)],
+    ids=["last", "checkpoint", "read"],
+)
+def test_a_state_that_is_needed_has_a_block(table: list[int], num_computed_tokens: int) -> None:
+    """Every second of blocks of 4 is a checkpoint; behind 10 tokens the state of the third is read."""
+    spec = RecurrentStateSpec(4, state_bytes=64, checkpoint_blocks=2)
+    blocks = BlockTable(max_num_rows=1, max_model_len=24, spec=spec, pool_size=20)
+    blocks.append(0, [0, 1, 0, 2, 3], 0)
+    blocks.clear(0)
+    with pytest.raises(EngineError, match="0 where no block is needed"):
+        blocks.append(0, table, num_computed_tokens)

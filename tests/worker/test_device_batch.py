@@ -14,13 +14,13 @@ from torch import Tensor
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata
 from quire.kv_cache.spec import FullAttentionSpec, RecurrentStateSpec, SlidingWindowSpec
 from quire.sampling_params import SamplingParams
-from quire.scheduler.output import CachedRequestData, NewRequestData
+from quire.scheduler.output import NewRequestData, ScheduledRequest
 from quire.worker.block_table import BlockTable
 from quire.worker.device_batch import DeviceBatch
 from quire.worker.input_batch import InputBatch
-from quire.worker.inputs import gather_inputs
+from quire.worker.inputs import StepLayout, gather_inputs, lay_out
 from tests.worker.fake_gpu import FakeGpu
-from tests.worker.harness import rows_of
+from tests.worker.harness import scheduled
 
 MAX_SEQS, MAX_LEN, POOL = 6, 600, 900
 SPECS = (FullAttentionSpec(4, 1, 1, 4), SlidingWindowSpec(16, 1, 1, 4, 40), RecurrentStateSpec(32, 64))
@@ -52,9 +52,11 @@ class Rows:
         return self.rng.sample(range(1, POOL), count)
 
     def step(self, names: list[str], counts: list[int], graph_size: int = 0) -> None:
-        """Gather on both sides, compare, and sample."""
-        rows = rows_of(*(self.batch.row(name) for name in names))
-        expected = gather_inputs(self.batch, rows, np.array(counts))
+        """Gather on both sides, compare, and sample; requests that sample have drafts, but for a graph."""
+        planned = scheduled(self.batch, dict(zip(names, counts, strict=True)))
+        if not graph_size:
+            planned = [self.with_drafts(request) for request in planned]
+        expected = gather_inputs(self.batch, lay_out(self.batch, planned))
         got = self.device.gather(expected.layout, graph_size)
         padding = max(graph_size - len(names), 0)
         assert torch.equal(got.input_ids, padded(expected.input_ids, padding, 0))
@@ -62,27 +64,46 @@ class Rows:
         assert torch.equal(got.logits_indices, expected.logits_indices.int())
         for spec, one, other in zip(SPECS, got.step.groups, expected.step.groups, strict=True):
             check(one, other, spec.block_size, padding, graph_size)
-        self.sample(expected.layout.rows[expected.layout.sampling])
-        self.advance(names, counts)
-
-    def sample(self, rows: np.ndarray) -> None:
-        codes = torch.tensor([self.rng.choice([5, 700, -1, -2]) for _ in rows], dtype=torch.int64)
-        self.device.keep(codes)
-        names = {self.batch.row(name): name for name in self.tokens}
-        for row, code in zip(rows.tolist(), codes.clamp(min=0).tolist(), strict=True):
-            self.tokens[names[row]].append(code)
-        # The host's rows stay without them for the device's gather, and get them for its oracle.
-        self.batch.set_tokens(self.batch.append_unknown(rows), codes.clamp(min=0).numpy())
-
-    def advance(self, names: list[str], counts: list[int]) -> None:
-        for name, count in zip(names, counts, strict=True):
+        self.sample(expected.layout)
+        for name in names:
             row = self.batch.row(name)
-            computed = int(self.batch.num_computed_tokens[row]) + count
-            new = []
-            for table in self.batch.block_tables:
-                missing = -(-len(self.tokens[name]) // table.block_size) - int(table.num_blocks[row])
-                new.append(self.blocks(missing))
-            self.batch.update(CachedRequestData(name, new, computed))
+            self.tokens[name] = self.batch.token_ids[row, : self.batch.num_tokens[row]].tolist()
+            self.grow(name, len(self.tokens[name]), [])
+
+    def with_drafts(self, request: ScheduledRequest) -> ScheduledRequest:
+        name, known = request.request_id, len(self.tokens[request.request_id])
+        num_drafts = self.rng.choice([0, 0, 1, 7]) if request.num_samples else 0
+        if num_drafts == 0 or known + num_drafts > MAX_LEN:
+            return request
+        drafts = [self.rng.randrange(1000) for _ in range(num_drafts)]
+        self.grow(name, known + num_drafts, drafts)
+        return ScheduledRequest(
+            name, request.start, request.num_tokens + num_drafts, 1 + num_drafts, [], drafts
+        )
+
+    def sample(self, layout: StepLayout) -> None:
+        """Any number of drafts turns out to be right."""
+        samples = layout.samples
+        codes = torch.tensor([self.rng.choice([5, 700, -1, -2]) for _ in samples.rows], dtype=torch.int64)
+        self.device.keep(codes)
+        # The host's rows stay without them for the device's gather, and get them for its oracle.
+        self.batch.advance(layout.rows, layout.ends - layout.num_drafts, layout.num_samples == 1)
+        places = self.batch.places(samples)
+        self.batch.set_tokens(places, codes.clamp(min=0).numpy())
+        drafted = layout.num_samples > 1
+        num_kept = np.array([self.rng.randint(1, count) for count in layout.num_samples[drafted]], dtype=int)
+        first = (layout.num_samples.cumsum() - layout.num_samples)[drafted]
+        self.batch.keep(places.at(first), num_kept)
+
+    def grow(self, name: str, num_tokens: int, drafts: list[int]) -> None:
+        """Blocks for so many tokens, and drafts behind those that there are."""
+        row = self.batch.row(name)
+        new = []
+        for table in self.batch.block_tables:
+            missing = -(-num_tokens // table.block_size) - int(table.num_blocks[row])
+            new.append(self.blocks(max(missing, 0)))
+        start = int(self.batch.num_computed_tokens[row])
+        self.batch.grow(ScheduledRequest(name, start, 1, 1 + len(drafts), new, drafts))
 
 
 def padded(tensor: Tensor, count: int, value: int) -> Tensor:

@@ -17,7 +17,7 @@ from quire.kernels.limits import Limits
 from quire.kernels.reference_sampling import sample_by_gumbel
 from quire.kernels.triton import launch
 from quire.sampling_params import SamplingParams
-from quire.scheduler.output import SchedulerOutput
+from quire.scheduler.output import ScheduledRequest, SchedulerOutput
 from quire.worker.devices import make_device
 from quire.worker.graphs import DecodeGraphs, default_sizes
 from tests.end_to_end.test_overlapped import Job, facts, jobs_of_all_kinds, overlapped, serve
@@ -176,7 +176,7 @@ def test_failures_of_steps_in_flight() -> None:
     assert [list(result.failed) for result in results] == [["bad"], []]
     assert list(results[0].sampled_token_ids) == ["good"]
     unusable = driver.runner.launch(
-        SchedulerOutput(9, [request([99], request_id="odd")], [], {"odd": 1}, 1, [])
+        SchedulerOutput(9, [request([99], request_id="odd")], [ScheduledRequest("odd", 0, 1, 1, [])], [])
     )
     assert list(unusable.result().failed) == ["odd"]
 
@@ -247,7 +247,7 @@ def test_swapped_blocks_come_back(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, on_fake_gpu: list[FakeGpu]
 ) -> None:
     args: dict[str, Any] = {"model": str(tiny_model("llama")), "max_model_len": 96, "max_num_seqs": 8}
-    args |= {"num_gpu_blocks_override": 16, "enable_prefix_caching": False}
+    args |= {"num_gpu_blocks_override": 12, "enable_prefix_caching": False}
     jobs = jobs_of_all_kinds()[:8]
     swapping = {"swap_space": 1e-3, "preemption_mode": "swap"}
     got, stats = serve(jobs, **args, **swapping, **overlapped(2))

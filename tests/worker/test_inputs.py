@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,10 +11,19 @@ from hypothesis import strategies as st
 
 from quire.errors import EngineError
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.scheduler.output import CachedRequestData
+from quire.scheduler.output import ScheduledRequest
 from quire.worker.input_batch import InputBatch
-from quire.worker.inputs import StepInputs, gather_inputs
-from tests.worker.harness import BLOCK_SIZE, NUM_BLOCKS, append_tokens, input_batch, request, rows_of
+from quire.worker.inputs import StepInputs, gather_inputs, lay_out
+from tests.worker.harness import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    append_tokens,
+    input_batch,
+    next_samples,
+    request,
+    rows_of,
+    scheduled,
+)
 
 
 class PlainRequest:
@@ -51,7 +59,7 @@ def sample_token(batch: InputBatch, plain: PlainRequest, token: int) -> None:
     )
     plain.blocks += new_blocks[0]
     append_tokens(batch, rows_of(row), rows_of(token))
-    batch.update(CachedRequestData(plain.request_id, new_blocks, plain.num_computed_tokens))
+    batch.grow(ScheduledRequest(plain.request_id, plain.num_computed_tokens, 1, 1, new_blocks))
 
 
 def check_gather(inputs: StepInputs, requests: list[PlainRequest], counts: list[int]) -> None:
@@ -105,8 +113,8 @@ def test_gather_equals_a_loop_over_tokens(seed: int, actions: list[str]) -> None
         elif action == "g":
             requests = [known[request_id] for request_id in picked]
             counts = [rng.randint(1, len(plain.tokens) - plain.num_computed_tokens) for plain in requests]
-            rows = rows_of(*(batch.row(request_id) for request_id in picked))
-            check_gather(gather_inputs(batch, rows, np.array(counts)), requests, counts)
+            layout = lay_out(batch, scheduled(batch, dict(zip(picked, counts, strict=True))))
+            check_gather(gather_inputs(batch, layout), requests, counts)
     assert len(batch) == len(known)
 
 
@@ -116,7 +124,7 @@ def test_a_row_is_for_life() -> None:
     assert batch.remove("b") == rows[1]
     assert (batch.row("a"), batch.row("c")) == (rows[0], rows[2])
     assert batch.add(request([3], request_id="d")) == rows[1]
-    assert batch.num_output_tokens(rows_of(rows[1])).tolist() == [0]
+    assert batch.num_tokens[rows[1]] == 1
 
 
 def test_batch_refuses_contradictions() -> None:
@@ -133,21 +141,72 @@ def test_batch_refuses_contradictions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_computed", "num_scheduled", "blocks", "message"),
+    ("start", "num_tokens", "num_samples", "blocks", "message"),
     [
-        (0, 4, [1], "outside those"),
-        (0, 0, [1], "outside those"),
-        (-1, 2, [1], "outside those"),
-        (0, 3, [], "no cache blocks"),
+        (0, 4, 1, [1], "other tokens"),
+        (0, 0, 0, [1], "other tokens"),
+        (-1, 2, 0, [1], "other tokens"),
+        (1, 2, 1, [1], "computed others"),
+        (0, 3, 0, [1], "other tokens"),
+        (0, 2, 1, [1], "other tokens"),
+        (0, 3, 2, [1], "other tokens"),
+        (0, 3, 1, [], "no cache blocks"),
     ],
 )
-def test_gather_refuses_an_impossible_plan(
-    num_computed: int, num_scheduled: int, blocks: list[int], message: str
+def test_an_impossible_plan_is_refused_by_name(
+    start: int, num_tokens: int, num_samples: int, blocks: list[int], message: str
 ) -> None:
     batch = input_batch()
-    batch.add(request([1, 2, 3], block_ids=blocks, num_computed_tokens=num_computed))
-    with pytest.raises(EngineError, match=message):
-        gather_inputs(batch, rows_of(0), rows_of(num_scheduled))
+    batch.add(request([1, 2, 3], request_id="good", block_ids=[2]))
+    batch.add(request([1, 2, 3], request_id="bad", block_ids=blocks))
+    good = ScheduledRequest("good", 0, 3, 1, [])
+    with pytest.raises(EngineError, match=f"'bad'.*{message}"):
+        lay_out(batch, [good, ScheduledRequest("bad", start, num_tokens, num_samples, [])])
+
+
+@pytest.mark.parametrize(
+    "scheduled",
+    [
+        ScheduledRequest("r", 2, 3, 2, [], [5, 6]),
+        ScheduledRequest("r", 2, 1, 2, []),
+        ScheduledRequest("r", 2, 1, 1, [], [5]),
+        ScheduledRequest("r", 2, 63, 63, [], [5] * 62),
+    ],
+)
+def test_drafts_are_those_that_are_to_be_sampled(scheduled: ScheduledRequest) -> None:
+    batch = input_batch()
+    batch.add(request([1, 2, 3], block_ids=[2], num_computed_tokens=2))
+    with pytest.raises(EngineError, match=r"request r: .* drafts behind 3 tokens"):
+        batch.grow(scheduled)
+
+
+@pytest.mark.parametrize("rolls_back", [True, False])
+@pytest.mark.parametrize("num_kept", [1, 2, 4])
+def test_a_row_keeps_what_is_accepted(rolls_back: bool, num_kept: int) -> None:
+    batch = input_batch(rolls_back=rolls_back)
+    batch.add(request([1, 2, 3], block_ids=[2, 3], num_computed_tokens=2))
+    batch.grow(ScheduledRequest("r", 2, 4, 4, [], [5, 6, 7]))
+    layout = lay_out(batch, [ScheduledRequest("r", 2, 4, 4, [], [5, 6, 7])])
+    assert gather_inputs(batch, layout).input_ids.tolist() == [3, 5, 6, 7]
+    assert layout.samples.columns.tolist() == [3, 4, 5, 6]
+    batch.advance(layout.rows, layout.ends - layout.num_drafts, layout.num_samples == 1)
+    assert (batch.num_tokens[0], batch.num_computed_tokens[0]) == (3, 3)
+    places = batch.places(layout.samples)
+    batch.set_tokens(places, rows_of(5, 6, 8, 9))
+    batch.keep(places.at(rows_of(0)), rows_of(num_kept))
+    assert batch.token_ids[0, : batch.num_tokens[0]].tolist() == [1, 2, 3, 5, 6, 8, 9][: 3 + num_kept]
+    assert batch.num_computed_tokens[0] == (2 + num_kept if rolls_back else 3)
+
+
+def test_a_row_that_changed_hands_keeps_nothing() -> None:
+    batch = input_batch(max_num_seqs=1)
+    batch.add(request([1, 2, 3], block_ids=[2]))
+    places = batch.places(next_samples(batch, rows_of(0)))
+    batch.remove("r")
+    batch.add(request([4], request_id="other", block_ids=[2]))
+    batch.set_tokens(places, rows_of(9))
+    batch.keep(places, rows_of(1))
+    assert (batch.num_tokens[0], batch.num_computed_tokens[0], batch.token_ids[0, 3]) == (1, 0, 0)
 
 
 def test_context_can_be_full() -> None:

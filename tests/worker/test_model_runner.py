@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.errors import EngineError
 from quire.sampling_params import SamplingParams
-from quire.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from quire.scheduler.output import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.worker.cpu import CpuDevice
 from tests.worker.harness import NUM_BLOCKS, POISON, VOCAB_SIZE, Driver, Sequence, request, toy_runner
 
@@ -83,6 +84,12 @@ def test_any_company_chunking_and_preemption_equals_alone(seed: int) -> None:
 
 def _pending(sequence: Sequence) -> int:
     return len(sequence.token_ids) - sequence.num_computed_tokens
+
+
+def planned(name: str, start: int, num_tokens: int, drafts: Iterable[int] = ()) -> ScheduledRequest:
+    """One that samples behind its last token, and behind its drafts."""
+    drafts = list(drafts)
+    return ScheduledRequest(name, start, num_tokens, 1 + len(drafts), [], drafts)
 
 
 def test_prefix_hit_starts_behind_the_cached_tokens() -> None:
@@ -172,31 +179,33 @@ def test_non_finite_prompt_logits_fail_the_request() -> None:
 def test_unusable_request_fails_alone(bad: NewRequestData, message: str) -> None:
     runner = toy_runner()
     good = request([1, 2], request_id="good", block_ids=[5])
-    plan = SchedulerOutput(0, [bad, good], [], {"bad": 1, "good": 2}, 3, [])
+    plan = SchedulerOutput(0, [bad, good], [planned("bad", 0, 1), planned("good", 0, 2)], [])
     output = runner.execute_model(plan)
     assert message in output.failed["bad"]
     assert list(output.sampled_token_ids) == ["good"]
-    both = [CachedRequestData("good", [[]], 2), CachedRequestData("bad", [[]], 1)]
-    in_flight = runner.execute_model(SchedulerOutput(1, [], both, {"good": 1, "bad": 1}, 2, []))
+    both = [planned("good", 2, 1), planned("bad", 1, 1)]
+    in_flight = runner.execute_model(SchedulerOutput(1, [], both, []))
     assert (list(in_flight.sampled_token_ids), list(in_flight.failed)) == (["good"], ["bad"])
-    after = SchedulerOutput(2, [], [CachedRequestData("good", [[]], 3)], {"good": 1}, 1, ["bad"])
+    after = SchedulerOutput(2, [], [planned("good", 3, 1)], ["bad"])
     assert list(runner.execute_model(after).sampled_token_ids) == ["good"]
-    assert not runner.execute_model(SchedulerOutput(3, [], [], {}, 0, ["good"])).failed
+    assert not runner.execute_model(SchedulerOutput(3, [], [], ["good"])).failed
 
 
 def test_plan_of_failures_alone_runs_nothing() -> None:
     bad = request([VOCAB_SIZE], request_id="bad")
-    output = toy_runner().execute_model(SchedulerOutput(4, [bad], [], {"bad": 1}, 1, []))
+    output = toy_runner().execute_model(SchedulerOutput(4, [bad], [planned("bad", 0, 1)], []))
     assert (output.step_id, list(output.failed), output.forward_s) == (4, ["bad"], 0.0)
 
 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (SchedulerOutput(0, [], [CachedRequestData("x", [[]], 1)], {"x": 1}, 1, []), "x has no row"),
-        (SchedulerOutput(0, [], [], {"x": 1}, 1, []), "x has no row"),
-        (SchedulerOutput(0, [request([1], block_ids=[NUM_BLOCKS])], [], {"r": 1}, 1, []), "block ids"),
-        (SchedulerOutput(0, [request([1], block_ids=[3])], [], {"r": 2}, 2, []), "outside those"),
+        (SchedulerOutput(0, [], [planned("x", 1, 1)], []), "x has no row"),
+        (SchedulerOutput(0, [], [planned("x", 1, 2, [5])], []), "x has no row"),
+        (SchedulerOutput(0, [request([1], block_ids=[NUM_BLOCKS])], [planned("r", 0, 1)], []), "block ids"),
+        (SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 2)], []), "other tokens"),
+        (SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 2, [99])], []), "23 tokens"),
+        (SchedulerOutput(0, [], [], ["x"], version=2), "version 2, not 3"),
     ],
 )
 def test_contradictory_plan_is_an_engine_error(plan: SchedulerOutput, message: str) -> None:

@@ -11,14 +11,15 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.worker.cpu import CpuDevice
-from quire.worker.sampler import Sampler, SamplerOutput, clear_unusable
+from quire.worker.sampler import Sampler, SamplerOutput, StagedRows, clear_unusable
 from quire.worker.sampler.logprobs import token_logprobs
 from tests.worker import sampler_oracle as oracle
-from tests.worker.harness import append_tokens, input_batch, request, rows_of
+from tests.worker.harness import append_tokens, input_batch, next_samples, request, rows_of
 
 VOCAB = 17
 # Numbers no sum of simple probabilities hits exactly: rounding then decides nothing.
@@ -80,7 +81,10 @@ class Bench:
 
     def sample(self, logits: list[list[float]], rows: list[int] | None = None) -> SamplerOutput:
         picked = rows_of(*(rows if rows is not None else range(len(logits))))
-        return self.sampler.sample(torch.tensor(logits), self.sampler.stage(picked)).read()
+        return self.sampler.sample(torch.tensor(logits), self.stage(picked)).read()
+
+    def stage(self, rows: NDArray[np.int64]) -> StagedRows:
+        return self.sampler.stage(next_samples(self.batch, rows))
 
 
 def renamed(member: NewRequestData, request_id: str) -> NewRequestData:
@@ -402,8 +406,8 @@ def test_a_request_that_excludes_every_token_fails_alone() -> None:
 
 def test_unused_features_stage_nothing() -> None:
     bench = Bench([request([1]), request([1], params(presence_penalty=2.0))])
-    assert bench.sampler.stage(rows_of(0)).features == []
-    assert len(bench.sampler.stage(rows_of(0, 1)).features) == 1
+    assert bench.stage(rows_of(0)).features == []
+    assert len(bench.stage(rows_of(0, 1)).features) == 1
 
 
 def test_features_that_change_logits_leave_the_reported_ones_alone() -> None:

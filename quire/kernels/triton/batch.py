@@ -17,7 +17,9 @@ TILE = 256
 
 
 class StagedStep(NamedTuple):
-    """What a step uploads: R rows, R first positions, R + 1 query starts, N sampling requests, and whatever follows."""
+    """What a step uploads: R rows, R first positions, R + 1 query starts, and of N samples the request and the token
+    behind which it is; then whatever follows.
+    """
 
     numbers: Tensor
     """int32, in this order."""
@@ -106,9 +108,9 @@ def _keep_sampled(token_rows, codes, staged, num_requests, num_sampling, row_str
     row = tl.load(staged + request, mask=inside, other=0).to(tl.int64)
     start = tl.load(staged + num_requests + request, mask=inside, other=0)
     first = tl.load(staged + 2 * num_requests + request, mask=inside, other=0)
-    end = tl.load(staged + 2 * num_requests + request + 1, mask=inside, other=0)
+    behind = tl.load(staged + 3 * num_requests + 1 + num_sampling + sample, mask=inside, other=0)
     token = tl.maximum(tl.load(codes + sample, mask=inside, other=0), 0)
-    tl.store(token_rows + row * row_stride + start + end - first, token.to(tl.int32), mask=inside)
+    tl.store(token_rows + row * row_stride + start + behind - first + 1, token.to(tl.int32), mask=inside)
 
 
 def write_segments(
@@ -168,7 +170,7 @@ def prepare_blocks(
 
 
 def keep_sampled(token_rows: Tensor, codes: Tensor, step: StagedStep) -> None:
-    """Append each sampling request's token to its row: codes [N] int64, of which a negative one is kept as 0."""
+    """Put each sampled token into its row: codes [N] int64, of which a negative one is kept as 0."""
     if step.num_sampling:
         grid = (triton.cdiv(step.num_sampling, TILE),)
         _keep_sampled[grid](

@@ -17,12 +17,12 @@ from quire.kernels import ops
 from quire.kernels.limits import NO_LIMITS, Limits
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
-from quire.worker.input_batch import InputBatch
+from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.feature import Feature
 
 
 class StagedDraw(NamedTuple):
-    """What `ops.sample_tokens` takes besides the logits, for all N rows of the step."""
+    """What `ops.sample_tokens` takes besides the logits, for all N samples of the step."""
 
     settings: Tensor
     keys: Tensor | None
@@ -56,11 +56,11 @@ class Draw(Feature[StagedDraw]):
     def _forget(self, row: int) -> None:
         self._settings[row] = self._greedy
 
-    def _stage(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> StagedDraw:
-        settings, positions = self._settings[rows], self._batch.num_output_tokens(rows)
+    def _stage(self, samples: Samples, users: NDArray[np.int64]) -> StagedDraw:
+        settings, positions = self._settings[samples.rows], self._batch.output_indices(samples)
         return StagedDraw(
             torch.from_numpy(settings),
-            torch.from_numpy(np.stack((self._seeds[rows], positions), axis=1)),
+            torch.from_numpy(np.stack((self._seeds[samples.rows], positions), axis=1)),
             Limits(*(settings[:, 1:] != self._greedy[1:]).any(0).tolist()),
         )
 

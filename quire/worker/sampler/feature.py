@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
+from quire.worker.input_batch import Samples
 
 Staged = TypeVar("Staged")
 
@@ -55,12 +56,12 @@ class Feature(ABC, Generic[Staged]):
         """Whether one of these rows uses the feature."""
         return self._num_users > 0 and bool(self._is_user[rows].any())
 
-    def stage(self, rows: NDArray[np.int64]) -> Staged | None:
-        """Gather what `apply` needs for the rows [N] that sample, or None if none of them uses the feature."""
+    def stage(self, samples: Samples) -> Staged | None:
+        """Gather what `apply` needs for N samples, or None if none of their rows uses the feature."""
         if not self._num_users:
             return None
-        users = np.flatnonzero(self._is_user[rows])
-        return self._stage(rows, users) if len(users) else None
+        users = np.flatnonzero(self._is_user[samples.rows])
+        return self._stage(samples, users) if len(users) else None
 
     @abstractmethod
     def wants(self, params: SamplingParams) -> bool:
@@ -75,8 +76,8 @@ class Feature(ABC, Generic[Staged]):
         return None
 
     @abstractmethod
-    def _stage(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> Staged | None:
-        """`stage`, where the indices `users` into `rows` are of users and not empty."""
+    def _stage(self, samples: Samples, users: NDArray[np.int64]) -> Staged | None:
+        """`stage`, where the indices `users` into `samples` are of users and not empty."""
 
 
 class LogitsFeature(Feature[Staged]):
@@ -84,10 +85,10 @@ class LogitsFeature(Feature[Staged]):
 
     @abstractmethod
     def apply(self, logits: Tensor, staged: Staged) -> None:
-        """Change logits [N, V] float32, contiguous, in place. Each row's result depends on that row alone."""
+        """Change logits [N, V] float32, contiguous, in place. Each sample's result depends on that sample alone."""
 
 
 def flat_indices(users: NDArray[np.int64], ids: Sequence[NDArray[np.int64]], vocab_size: int) -> Tensor:
-    """Indices into the flattened logits of the token ids `ids[i]` of step row `users[i]`."""
+    """Indices into the flattened logits of the token ids `ids[i]` of sample `users[i]`."""
     lengths = [len(some) for some in ids]
     return torch.from_numpy((users * vocab_size).repeat(lengths) + np.concatenate(ids))

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.kernels import ops
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, TokenLogprobs
-from quire.worker.input_batch import InputBatch
+from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.feature import Feature
 
 WHOLE_VOCABULARY = -1
@@ -24,7 +24,7 @@ WHOLE_VOCABULARY = -1
 
 class StagedLogprobs(NamedTuple):
     rows: NDArray[np.int64]
-    """[U] of the step's rows."""
+    """[U] of the step's samples."""
     indices: Tensor
     """The same, for the device."""
     num_logprobs: list[int]
@@ -67,8 +67,9 @@ class Logprobs(Feature[StagedLogprobs]):
         assert num_logprobs is not None
         self._num_logprobs[row] = num_logprobs
 
-    def _stage(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> StagedLogprobs:
-        return StagedLogprobs(users, torch.from_numpy(users), self._num_logprobs[rows[users]].tolist())
+    def _stage(self, samples: Samples, users: NDArray[np.int64]) -> StagedLogprobs:
+        num_logprobs = self._num_logprobs[samples.rows[users]].tolist()
+        return StagedLogprobs(users, torch.from_numpy(users), num_logprobs)
 
 
 def token_logprobs(logits: Tensor, chosen: Tensor, num_logprobs: list[int]) -> RawLogprobs:

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
-from quire.worker.input_batch import InputBatch
+from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.feature import LogitsFeature, flat_indices
 
 
 class StagedIds(NamedTuple):
-    """Some token ids of some rows."""
+    """Some token ids of some samples."""
 
     users: Tensor
-    """[U] rows of the step."""
+    """[U] of the step's samples."""
     flat: Tensor
     """[M] indices into the flattened logits."""
 
@@ -41,8 +41,8 @@ class AllowedTokenIds(LogitsFeature[StagedIds]):
     def _forget(self, row: int) -> None:
         del self._ids[row]
 
-    def _stage(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> StagedIds:
-        ids = [self._ids[row] for row in rows[users].tolist()]
+    def _stage(self, samples: Samples, users: NDArray[np.int64]) -> StagedIds:
+        ids = [self._ids[row] for row in samples.rows[users].tolist()]
         return StagedIds(torch.from_numpy(users), flat_indices(users, ids, self._vocab_size))
 
     def apply(self, logits: Tensor, staged: StagedIds) -> None:
@@ -74,12 +74,12 @@ class MinTokens(LogitsFeature[StagedIds]):
     def _forget(self, row: int) -> None:
         del self._ids[row]
 
-    def _stage(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> StagedIds | None:
-        used_rows = rows[users]
-        short = users[self._batch.num_output_tokens(used_rows) < self._min_tokens[used_rows]]
+    def _stage(self, samples: Samples, users: NDArray[np.int64]) -> StagedIds | None:
+        is_short = self._batch.output_indices(samples)[users] < self._min_tokens[samples.rows[users]]
+        short = users[is_short]
         if not len(short):
             return None
-        ids = [self._ids[row] for row in rows[short].tolist()]
+        ids = [self._ids[row] for row in samples.rows[short].tolist()]
         return StagedIds(torch.from_numpy(short), flat_indices(short, ids, self._vocab_size))
 
     def apply(self, logits: Tensor, staged: StagedIds) -> None:
@@ -113,8 +113,8 @@ class LogitBias(LogitsFeature[StagedBias]):
     def _forget(self, row: int) -> None:
         del self._ids[row], self._values[row]
 
-    def _stage(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> StagedBias:
-        used_rows = rows[users].tolist()
+    def _stage(self, samples: Samples, users: NDArray[np.int64]) -> StagedBias:
+        used_rows = samples.rows[users].tolist()
         flat = flat_indices(users, [self._ids[row] for row in used_rows], self._vocab_size)
         return StagedBias(flat, torch.from_numpy(np.concatenate([self._values[row] for row in used_rows])))
 

@@ -1,7 +1,8 @@
 """Repetition, frequency and presence penalties.
 
 Invariant: a row's distinct tokens and their counts are kept up to date, so a step costs the number of
-distinct tokens of the penalised rows and never the vocabulary. The arrays over the vocabulary are zero pages
+distinct tokens of the penalised rows and never the vocabulary. Drafts are counted for the samples behind them, and
+taken back. The arrays over the vocabulary are zero pages
 until a row uses them.
 
 Repetition: N. Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and presence:
@@ -20,12 +21,12 @@ from torch import Tensor
 from quire.kernels import ops
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
-from quire.worker.input_batch import InputBatch
+from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.feature import LogitsFeature
 
 
 class StagedPenalties(NamedTuple):
-    """One entry for each distinct token of each penalised row."""
+    """One entry for each distinct token before each penalised sample."""
 
     flat: Tensor
     """[M] index into the flattened logits."""
@@ -33,6 +34,14 @@ class StagedPenalties(NamedTuple):
     """[M] float64 factor."""
     subtracted: Tensor
     """[M] float64: frequency penalty times count, plus presence penalty if it was generated."""
+
+
+class _Counted(NamedTuple):
+    """A token of each of some rows, and whether it was the row's first of its kind."""
+
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    is_new: NDArray[np.bool_]
 
 
 class Penalties(LogitsFeature[StagedPenalties]):
@@ -76,11 +85,24 @@ class Penalties(LogitsFeature[StagedPenalties]):
         self._is_known[row, distinct] = False
         self._output_counts[row, distinct] = 0
 
-    def _stage(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> StagedPenalties:
-        used_rows = rows[users]
-        self._count_new_tokens(used_rows)
-        sizes = self._num_distinct[used_rows]
-        entry_rows = used_rows.repeat(sizes)
+    def _stage(self, samples: Samples, users: NDArray[np.int64]) -> StagedPenalties:
+        rows = samples.rows[users]
+        self._count_known_tokens(rows)
+        num_drafts = samples.columns[users] - self._batch.num_tokens[rows]  # before each sample
+        parts = [self._entries(rows[num_drafts == 0], users[num_drafts == 0])]
+        counted = []
+        for depth in range(1, int(num_drafts.max()) + 1):
+            drafted = np.unique(rows[num_drafts >= depth])
+            counted.append(self._count(drafted, self._batch.num_tokens[drafted] + depth - 1))
+            parts.append(self._entries(rows[num_drafts == depth], users[num_drafts == depth]))
+        while counted:
+            self._take_back(counted.pop())
+        return StagedPenalties(*map(torch.cat, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
+
+    def _entries(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> StagedPenalties:
+        """Of samples `users`, before which stand the tokens that are counted for their rows."""
+        sizes = self._num_distinct[rows]
+        entry_rows = rows.repeat(sizes)
         entry_index = np.arange(sizes.sum()) - (sizes.cumsum() - sizes).repeat(sizes)
         tokens = self._distinct[entry_rows, entry_index].astype(np.int64)
         counts = self._output_counts[entry_rows, tokens]
@@ -91,17 +113,29 @@ class Penalties(LogitsFeature[StagedPenalties]):
             subtracted=torch.from_numpy(frequency * counts + presence * (counts > 0)),
         )
 
-    def _count_new_tokens(self, rows: NDArray[np.int64]) -> None:
+    def _count_known_tokens(self, rows: NDArray[np.int64]) -> None:
         """Take in what was generated since the last step that staged these rows: one token each, as a rule."""
         while len(rows := rows[self._num_counted[rows] < self._batch.num_tokens[rows]]):
-            tokens = self._batch.token_ids[rows, self._num_counted[rows]]
+            self._count(rows, self._num_counted[rows])
             self._num_counted[rows] += 1
-            self._output_counts[rows, tokens] += 1
-            is_new = ~self._is_known[rows, tokens]
-            new_rows, new_tokens = rows[is_new], tokens[is_new]
-            self._is_known[new_rows, new_tokens] = True
-            self._distinct[new_rows, self._num_distinct[new_rows]] = new_tokens
-            self._num_distinct[new_rows] += 1
+
+    def _count(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> _Counted:
+        """Count a token of each row. A row that is given several times, with the same column, counts once."""
+        tokens = self._batch.token_ids[rows, columns]
+        self._output_counts[rows, tokens] += 1
+        is_new = ~self._is_known[rows, tokens]
+        new_rows, new_tokens = rows[is_new], tokens[is_new]
+        self._is_known[new_rows, new_tokens] = True
+        self._distinct[new_rows, self._num_distinct[new_rows]] = new_tokens
+        self._num_distinct[new_rows] += 1
+        return _Counted(rows, tokens, is_new)
+
+    def _take_back(self, counted: _Counted) -> None:
+        """Undo the last `_count`."""
+        rows, tokens, was_new = counted
+        self._output_counts[rows, tokens] -= 1
+        self._is_known[rows[was_new], tokens[was_new]] = False
+        self._num_distinct[rows[was_new]] -= 1
 
     def apply(self, logits: Tensor, staged: StagedPenalties) -> None:
         ops.apply_penalties(logits, staged.flat, staged.repetition, staged.subtracted)

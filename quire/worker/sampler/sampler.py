@@ -1,7 +1,8 @@
-"""The sampler: logits in, one token per row out.
+"""The sampler: logits in, one token per row of them out. A row of the batch has several if it has drafts.
 
-Invariant: a row's token and logprobs depend on that row's logits, tokens and parameters alone, bit for bit;
-every feature works row by row. A new way to change logits is a new class and a line in `LOGITS_FEATURES`.
+Invariant: a sample's token and logprobs depend on its logits, the tokens before it and its request's parameters alone,
+bit for bit; every feature works sample by sample. A new way to change logits is a new class and a line in
+`LOGITS_FEATURES`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from quire.kernels import ops
 from quire.plugins import FACTORY, PluginTable
 from quire.scheduler.output import NewRequestData, TokenLogprobs
 from quire.worker.devices import Device, moved
-from quire.worker.input_batch import InputBatch
+from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.draw import Draw, StagedDraw
 from quire.worker.sampler.feature import Feature, LogitsFeature
 from quire.worker.sampler.logprobs import Logprobs, RawLogprobs, StagedLogprobs, token_logprobs
@@ -113,17 +114,17 @@ class Sampler:
         """Whether `stage` needs these rows' sampled tokens on the host."""
         return any(feature.reads_tokens and feature.has_users(rows) for feature in self._features)
 
-    def stage(self, rows: NDArray[np.int64]) -> StagedRows:
-        """The host's part of sampling for rows [N]; needs no logits, so it can run while the model computes."""
-        staged = ((feature, self._staged(feature, rows)) for feature in self._logits_features)
+    def stage(self, samples: Samples) -> StagedRows:
+        """The host's part of sampling for N samples; needs no logits, so it can run while the model computes."""
+        staged = ((feature, self._staged(feature, samples)) for feature in self._logits_features)
         return StagedRows(
             features=[(feature, value) for feature, value in staged if value is not None],
-            draw=self._staged(self._draw, rows),
-            logprobs=self._staged(self._logprobs, rows),
+            draw=self._staged(self._draw, samples),
+            logprobs=self._staged(self._logprobs, samples),
         )
 
-    def _staged(self, feature: Feature[Any], rows: NDArray[np.int64]) -> Any:
-        value = feature.stage(rows)
+    def _staged(self, feature: Feature[Any], samples: Samples) -> Any:
+        value = feature.stage(samples)
         return None if value is None else moved(value, self._device.upload)
 
     def sample(self, logits: Tensor, staged: StagedRows) -> Sampled:
