@@ -68,7 +68,7 @@ def test_the_cache_may_take_what_the_share_leaves(gpu: tuple[GpuDevice, Memory])
 
 
 def test_a_step_that_does_not_fit_is_said(gpu: tuple[GpuDevice, Memory]) -> None:
-    with pytest.raises(StartupError, match="largest step"), gpu[0].rehearsal():
+    with pytest.raises(StartupError, match="largest step"), gpu[0].memory.rehearsal():
         raise torch.OutOfMemoryError("12 GiB")
 
 
