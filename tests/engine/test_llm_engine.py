@@ -449,3 +449,13 @@ def test_a_constructor_that_fails_leaves_no_core_behind(
     with pytest.raises(ModelLoadError, match="not a valid tokenizer file"):
         engine_class(config, in_process=False)
     assert all(process.poll() is not None for process in started)
+
+
+def test_nothing_waits_for_an_engine_that_was_shut_down(null_model_dir: Path) -> None:
+    engine = make_engine(null_model_dir)
+    engine.add_request("r", [1, 2], params())
+    engine.shutdown()
+    engine.shutdown()
+    for ask in (engine.step, engine.reset_prefix_cache, lambda: engine.add_request("s", [1], params())):
+        with pytest.raises(EngineDeadError, match="was shut down"):
+            ask()
