@@ -71,9 +71,9 @@ REFUSED: Mapping[str, Refused] = {
     "length_penalty": unless(1.0),
     "logits_processors": unless([]),
     "logprob_token_ids": unless(),
-    "messages": Refused(why="has no place in this request"),
+    "messages": Refused(why="is no field of this request"),
     "modalities": unless(["text"]),
-    "prompt": Refused(why="has no place in this request"),
+    "prompt": Refused(why="is no field of this request"),
     "prompt_embeds": unless(),
     "regex": unless(),
     "repetition_detection": unless(),
@@ -97,6 +97,8 @@ REFUSED: Mapping[str, Refused] = {
 TOOL_CALL = Place(
     frozenset({"id", "type", "function"}), inner={"function": Place(frozenset({"name", "arguments"}))}
 )
+MEDIA = frozenset({"image_url", "input_image", "input_audio", "audio_url", "video_url", "file"})
+"""Not honoured, but refused together with the part of the message that they are."""
 MESSAGE = Place(
     frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}),
     refused={
@@ -105,7 +107,7 @@ MESSAGE = Place(
         "images": unless([]),
         "prefix": Refused((False,), why="is not supported, but continue_final_message is"),
     },
-    inner={"content": Place(frozenset({"type", "text", "refusal"})), "tool_calls": TOOL_CALL},
+    inner={"content": Place(frozenset({"type", "text", "refusal"}) | MEDIA), "tool_calls": TOOL_CALL},
     empty=frozenset({"content"}),
 )
 INNER: Mapping[str, Place] = {

@@ -157,6 +157,8 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
      "messages.0.content.0"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": {}}]}]},
+     "messages.0.content.0"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
