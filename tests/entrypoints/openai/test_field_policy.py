@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from quire.entrypoints.openai.field_policy import REFUSED
-from quire.entrypoints.openai.protocol.requests import CompletionRequest
+from quire.entrypoints.openai.field_policy import REFUSED, settle_fields
+from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, CompletionRequest
+from quire.errors import ValidationError
 from tests.entrypoints.openai.fake_engine import TEMPLATE, FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for, stream
 
@@ -148,3 +153,57 @@ async def test_notes_are_bounded(client: httpx.AsyncClient) -> None:
         COMPLETIONS, json={"prompt": "hi", **{f"f{index}": 1 for index in range(99)}}
     )
     assert len(response.json()["ignored"]) == 32
+
+
+names = st.sampled_from(
+    [
+        "messages",
+        "tools",
+        "function",
+        "content",
+        "tool_calls",
+        "stream_options",
+        "name",
+        "type",
+        "strict",
+        "prefix",
+        "x",
+    ]
+)
+values = st.recursive(
+    st.sampled_from([None, False, 1, "x", []]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4),
+    max_leaves=30,
+)
+
+
+def paths(value: Any, path: str = "") -> Iterator[str]:
+    """Names of all fields in it that have a value, in the form that notes have."""
+    if isinstance(value, list):
+        for item in value:
+            yield from paths(item, f"{path}[]")
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            if inner is not None:
+                here = f"{path}.{name}" if path else name
+                yield here
+                yield from paths(inner, here)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150, database=None)
+@given(body=st.dictionaries(names, values, max_size=5))
+def test_every_field_is_kept_or_told_or_refused(body: dict[str, Any]) -> None:
+    notes = Notes()
+    try:
+        kept = settle_fields(body, ChatCompletionRequest.model_fields, notes)
+    except ValidationError:
+        return
+    told = {
+        path
+        for path in paths(body)
+        if any(f"{path}.".startswith((f"{one}.", f"{one}[")) for one in notes.ignored)
+    }
+    assert set(paths(body)) - set(paths(kept)) <= told | {
+        path for path in paths(body) if path.endswith("prefix")
+    }
+    assert not set(paths(kept)) & set(notes.ignored)
