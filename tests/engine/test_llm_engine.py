@@ -238,7 +238,7 @@ def test_a_length_fitted_to_memory_is_known_to_the_front_end(null_model_dir: Pat
     assert engine.config.model.max_model_len == engine.core_ready.max_model_len == 5 * 16
     engine.add_request("r", list(range(70)), params(max_tokens=100))
     assert len(run(engine)["r"][-1].outputs[0].token_ids) == 10
-    with pytest.raises(ValidationError, match="context of 80 tokens"):
+    with pytest.raises(ValidationError, match="context length is 80 tokens"):
         engine.add_request("s", list(range(80)), params())
     engine.shutdown()
 
