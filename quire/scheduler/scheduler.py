@@ -218,16 +218,13 @@ class Scheduler:
             self._kv.disown(request)
             self._queues.finish(request, "error", now)
             return last_update(request, error)
-        sampled = output.sampled_token_ids.get(request_id, [])
-        count, planned = len(sampled), chunk.num_samples
-        assert count == planned or 0 < count < planned, f"{request!r}: {sampled} for {planned} samples"
-        new_token_ids, stop = self._append(request, sampled)
+        new_token_ids, stop = self._take_tokens(chunk, output)
         if output.draft_token_ids or request.draft_token_ids:
             request.update_drafts(new_token_ids, output.draft_token_ids.get(request_id))
         if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
             end = chunk.end
-            if count > 1 and self._kv.rolls_back:
-                end += len(new_token_ids) - 1
+            if chunk.num_samples > 1 and self._kv.rolls_back:
+                end += min(output.num_accepted(request_id), len(new_token_ids))
                 request.num_computed_tokens = end
             self._kv.cache_blocks(request, end)
         if stop is not None:
@@ -236,8 +233,15 @@ class Scheduler:
             self._queues.release(request, now)
         return update_of(chunk, output, new_token_ids, stop and stop[1])
 
-    def _append(self, request: Request, sampled: list[int]) -> tuple[list[int], Stop | None]:
-        """Add sampled tokens up to the one that ends the request; returns those added and why they are the last."""
+    def _take_tokens(self, chunk: Chunk, output: ModelRunnerOutput) -> tuple[list[int], Stop | None]:
+        """Add what a request sampled up to the token that ends it; returns those added and why no others follow."""
+        request, planned = chunk.request, chunk.num_samples
+        sampled = output.sampled_token_ids.get(request.request_id, [])
+        count = len(sampled)
+        assert count == planned or 0 < count < planned, f"{request!r}: {sampled} for {planned} samples"
+        if chunk.pools:
+            assert request.request_id in output.pooled, f"{request!r} was planned to pool, and has nothing"
+            return [], ("stop", None)
         for count, token_id in enumerate(sampled, 1):
             request.token_ids.append(token_id)
             stop = check_stop(request, self._max_model_len)
@@ -252,19 +256,20 @@ def check_admissible(request: Request, max_model_len: int, kv: KVCacheManager) -
     Raises:
         ValidationError: with the request's numbers and the limit.
     """
-    if not 0 < request.num_prompt_tokens < max_model_len:
+    pools, num_prompt_tokens = request.pooling_params is not None, request.num_prompt_tokens
+    if not 0 < num_prompt_tokens < max_model_len + pools:
         raise ValidationError(
-            f"the prompt has {request.num_prompt_tokens} tokens; it must have at least 1 and leave room for "
-            f"one more in the model's context of {max_model_len}",
+            f"the prompt has {num_prompt_tokens} tokens; it must have at least 1 and "
+            f"{'fit' if pools else 'leave room for one more in'} the model's context of {max_model_len}",
             param="prompt",
         )
-    num_tokens = request.max_num_tokens(max_model_len)
-    needed = kv.max_blocks(num_tokens - 1)  # the last token is never computed
+    num_tokens = request.max_computed_tokens(max_model_len)
+    needed = kv.max_blocks(num_tokens)
     if needed > kv.num_usable_blocks:
         raise ValidationError(
-            f"the request may grow to {num_tokens} tokens ({request.num_prompt_tokens} of prompt), which "
-            f"take {needed} KV cache blocks of {kv.block_size} tokens; the cache has {kv.num_usable_blocks}",
-            param="max_tokens",
+            f"the request may need {num_tokens} tokens in the KV cache ({num_prompt_tokens} of prompt), which take "
+            f"{needed} blocks of {kv.block_size} tokens; the cache has {kv.num_usable_blocks}",
+            param="prompt" if pools else "max_tokens",
         )
 
 

@@ -17,13 +17,15 @@ from quire.scheduler.request import Request
 class Chunk(NamedTuple):
     """Tokens `start` to `end` (exclusive) of a request, computed in one step, and drafts behind them.
 
-    `num_samples` is 0 if they do not reach its last token, else one more than the drafts.
+    `num_samples` is 0 if they do not reach its last token, else one more than the drafts; where a request is pooled
+    instead, it is 0, and the last chunk `pools`.
     """
 
     request: Request
     start: int
     end: int
     num_samples: int
+    pools: bool = False
 
 
 class Blocked(NamedTuple):
@@ -68,6 +70,7 @@ class StepPlan:
             block_ids=block_ids,
             num_computed_tokens=request.num_computed_tokens,
             eos_token_ids=request.eos_token_ids,
+            pooling_params=request.pooling_params,
         )
         self._new_requests.append(data)
         self._take(request, num_tokens, [], [])
@@ -103,8 +106,11 @@ class StepPlan:
         assert num_drafts < total <= self.budget, f"{total} tokens of {self.budget} planned for {request!r}"
         start = request.num_computed_tokens
         num_samples = request.advance(num_tokens, num_drafts)
+        pools = num_samples == 0 and request.is_ready_to_pool
         self._scheduled.append(
-            ScheduledRequest(request.request_id, start, total, num_samples, new_block_ids, draft_token_ids)
+            ScheduledRequest(
+                request.request_id, start, total, num_samples, new_block_ids, draft_token_ids, pools
+            )
         )
-        self.chunks.append(Chunk(request, start, start + num_tokens, num_samples))
+        self.chunks.append(Chunk(request, start, start + num_tokens, num_samples, pools))
         self.budget -= total
