@@ -22,7 +22,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
 
     `token_ids` are all known tokens, `num_prompt_tokens` of them from the prompt (the rest was generated
     before a preemption); `block_ids` are all its blocks; `num_computed_tokens` tokens are in the cache already.
-    One that has `pooling_params` samples nothing, whatever `sampling_params` say, and gets what is pooled of its prompt.
+    One with `pooling_params` samples nothing, whatever `sampling_params` say, and gets what is pooled of its prompt.
     """
 
     request_id: str

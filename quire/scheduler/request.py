@@ -61,6 +61,40 @@ class Request:
         wait: what kept the request waiting, and how long.
     """
 
+    # Attributes that would be slow to reach otherwise: 30 are more than CPython keeps in an instance's shared layout.
+    __slots__ = (
+        "_status",
+        "arrival_time",
+        "block_hashes",
+        "draft_token_ids",
+        "eos_token_ids",
+        "extra_keys",
+        "finish_reason",
+        "fork_of",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_drafts_in_flight",
+        "num_placeholder_tokens",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "num_steps_in_flight",
+        "number",
+        "parent",
+        "pooling_params",
+        "priority",
+        "prompt_token_ids",
+        "queued_ts",
+        "rank",
+        "reported",
+        "request_id",
+        "sampling_params",
+        "scheduled_ts",
+        "tenant",
+        "token_ids",
+        "wait",
+    )
+
     def __init__(
         self,
         *,
@@ -129,11 +163,6 @@ class Request:
         return len(self.token_ids)
 
     @property
-    def is_ready_to_pool(self) -> bool:
-        """Whether it is to be pooled, and all of its prompt is computed or in a step."""
-        return self.pooling_params is not None and self.num_computed_tokens == len(self.token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -176,8 +205,8 @@ class Request:
         """Put the next tokens into a step, and drafts behind the last one; returns how many tokens are sampled."""
         self.num_computed_tokens += num_tokens
         self.num_steps_in_flight += 1
-        num_known = len(self.token_ids) + self.num_placeholder_tokens
-        if self.num_computed_tokens < num_known or self.pooling_params is not None:
+        is_short = self.num_computed_tokens < len(self.token_ids) + self.num_placeholder_tokens
+        if is_short or self.pooling_params is not None:
             assert num_drafts == 0, f"drafts for {self!r}, which samples nothing"
             return 0
         self.num_placeholder_tokens += 1

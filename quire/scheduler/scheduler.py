@@ -218,12 +218,18 @@ class Scheduler:
             self._kv.disown(request)
             self._queues.finish(request, "error", now)
             return last_update(request, error)
-        new_token_ids, stop = self._take_tokens(chunk, output)
+        sampled = output.sampled_token_ids.get(request_id, [])
+        count, planned = len(sampled), chunk.num_samples
+        assert count == planned or 0 < count < planned, f"{request!r}: {sampled} for {planned} samples"
+        new_token_ids, stop = self._append(request, sampled)
+        if planned == 0 and chunk.pools:
+            assert request_id in output.pooled, f"{request!r} was planned to pool, and has nothing"
+            stop = "stop", None
         if output.draft_token_ids or request.draft_token_ids:
             request.update_drafts(new_token_ids, output.draft_token_ids.get(request_id))
         if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
             end = chunk.end
-            if chunk.num_samples > 1 and self._kv.rolls_back:
+            if planned > 1 and self._kv.rolls_back:
                 end += min(output.num_accepted(request_id), len(new_token_ids))
                 request.num_computed_tokens = end
             self._kv.cache_blocks(request, end)
@@ -233,15 +239,8 @@ class Scheduler:
             self._queues.release(request, now)
         return update_of(chunk, output, new_token_ids, stop and stop[1])
 
-    def _take_tokens(self, chunk: Chunk, output: ModelRunnerOutput) -> tuple[list[int], Stop | None]:
-        """Add what a request sampled up to the token that ends it; returns those added and why no others follow."""
-        request, planned = chunk.request, chunk.num_samples
-        sampled = output.sampled_token_ids.get(request.request_id, [])
-        count = len(sampled)
-        assert count == planned or 0 < count < planned, f"{request!r}: {sampled} for {planned} samples"
-        if chunk.pools:
-            assert request.request_id in output.pooled, f"{request!r} was planned to pool, and has nothing"
-            return [], ("stop", None)
+    def _append(self, request: Request, sampled: list[int]) -> tuple[list[int], Stop | None]:
+        """Add sampled tokens up to the one that ends the request; returns those added and why they are the last."""
         for count, token_id in enumerate(sampled, 1):
             request.token_ids.append(token_id)
             stop = check_stop(request, self._max_model_len)

@@ -17,15 +17,18 @@ from quire.scheduler.request import Request
 class Chunk(NamedTuple):
     """Tokens `start` to `end` (exclusive) of a request, computed in one step, and drafts behind them.
 
-    `num_samples` is 0 if they do not reach its last token, else one more than the drafts; where a request is pooled
-    instead, it is 0, and the last chunk `pools`.
+    `num_samples` is 0 if they do not reach its last token, or if it is to be pooled, else one more than the drafts.
     """
 
     request: Request
     start: int
     end: int
     num_samples: int
-    pools: bool = False
+
+    @property
+    def pools(self) -> bool:
+        """Whether the request is pooled when these are computed, the last of its prompt."""
+        return self.request.pooling_params is not None and self.end == self.request.num_tokens
 
 
 class Blocked(NamedTuple):
@@ -106,11 +109,12 @@ class StepPlan:
         assert num_drafts < total <= self.budget, f"{total} tokens of {self.budget} planned for {request!r}"
         start = request.num_computed_tokens
         num_samples = request.advance(num_tokens, num_drafts)
-        pools = num_samples == 0 and request.is_ready_to_pool
+        chunk = Chunk(request, start, start + num_tokens, num_samples)
+        pools = num_samples == 0 and chunk.pools
         self._scheduled.append(
             ScheduledRequest(
                 request.request_id, start, total, num_samples, new_block_ids, draft_token_ids, pools
             )
         )
-        self.chunks.append(Chunk(request, start, start + num_tokens, num_samples, pools))
+        self.chunks.append(chunk)
         self.budget -= total

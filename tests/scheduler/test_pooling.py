@@ -84,9 +84,9 @@ def test_prompts_are_cached_for_each_other_and_the_last_token_is_computed(genera
 def test_a_prompt_to_pool_may_fill_the_context_and_the_cache():
     """64 tokens of context, in 16 blocks of 4 tokens."""
     engine = Engine(make_config(num_gpu_blocks_override=17))
-    with pytest.raises(ValidationError, match="has 64 tokens; .* leave room for one more in .* of 64"):
+    with pytest.raises(ValidationError, match=r"has 64 tokens; .* leave room for one more in .* of 64"):
         engine.add("generates", range(64))
-    with pytest.raises(ValidationError, match="has 65 tokens; it must have at least 1 and fit the .* of 64"):
+    with pytest.raises(ValidationError, match=r"has 65 tokens; it must have at least 1 and fit the .* of 64"):
         engine.add("long", range(65), **POOLED)
     with pytest.raises(ValidationError, match="has 0 tokens"):
         engine.add("empty", [], **POOLED)
@@ -97,7 +97,7 @@ def test_a_prompt_to_pool_may_fill_the_context_and_the_cache():
 
 def test_a_prompt_to_pool_must_fit_the_cache():
     engine = Engine(make_config(num_gpu_blocks_override=16))
-    with pytest.raises(ValidationError, match="61 tokens .* 16 blocks of 4 .* has 15") as caught:
+    with pytest.raises(ValidationError, match=r"61 tokens .* 16 blocks of 4 .* has 15") as caught:
         engine.add("a", range(61), **POOLED)
     assert caught.value.param == "prompt"
     engine.add("a", range(60), **POOLED)
@@ -176,5 +176,5 @@ def test_a_plan_that_does_not_pool_at_the_end_of_the_prompt_is_refused(fields):
     engine.add("a", range(10), **POOLED)
     plan = engine.schedule()
     scheduled = [msgspec.structs.replace(plan.scheduled[0], **fields)]
-    with pytest.raises(AssertionError, match="is to have 0 samples|pools at its end"):
+    with pytest.raises(AssertionError, match=r"is to have 0 samples|pools at its end"):
         engine.executor.execute_model(msgspec.structs.replace(plan, scheduled=scheduled))

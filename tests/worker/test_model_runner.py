@@ -6,11 +6,13 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import EngineError
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.worker.cpu import CpuDevice
@@ -189,6 +191,16 @@ def test_unusable_request_fails_alone(bad: NewRequestData, message: str) -> None
     after = SchedulerOutput(2, [], [planned("good", 3, 1)], ["bad"])
     assert list(runner.execute_model(after).sampled_token_ids) == ["good"]
     assert not runner.execute_model(SchedulerOutput(3, [], [], ["good"])).failed
+
+
+def test_a_model_without_a_pooler_fails_a_request_that_wants_one_and_no_other() -> None:
+    runner, pooling = toy_runner(), PoolingParams()
+    wanting = msgspec.structs.replace(request([1, 2], request_id="wanting"), pooling_params=pooling)
+    new = [wanting, request([3], request_id="other", block_ids=[3])]
+    pools = ScheduledRequest("wanting", 0, 2, 0, [], pools=True)
+    output = runner.execute_model(SchedulerOutput(0, new, [pools, planned("other", 0, 1)], []))
+    assert output.failed == {"wanting": "the model has no pooler"}
+    assert (list(output.sampled_token_ids), output.pooled) == (["other"], {})
 
 
 def test_plan_of_failures_alone_runs_nothing() -> None:
