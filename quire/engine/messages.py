@@ -24,8 +24,8 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
 
     `arrival_time` is seconds on the monotonic clock, which the processes of one machine share. `fork_of` names an
     earlier request with the same prompt, which need then be computed only once. `output_token_ids` were generated
-    by a core that is gone; generation goes on after them. With `pooling_params` nothing is
-    generated, whatever `sampling_params` say: the one update has what is pooled of the prompt.
+    by a core that is gone; generation goes on after them.
+    With `pooling_params` nothing is generated, whatever `sampling_params` say: the one update has what is pooled.
     """
 
     request_id: str
