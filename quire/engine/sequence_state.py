@@ -90,7 +90,7 @@ class SequenceState:
         """
         request, params = self._core_request, self._core_request.sampling_params
         if self._token_ids and params.prompt_logprobs is not None:
-            params = params.clone(prompt_logprobs=None)
+            params = params.settled(prompt_logprobs=None)
         elif self.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
         return msgspec.structs.replace(
