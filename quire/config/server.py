@@ -32,6 +32,15 @@ class ServerConfig(Config):
         choices=("reject", "ignore"),
     )
     max_request_bytes: int = option(16 * 2**20, "Largest request body in bytes.", ge=1024)
+    max_connections: int = option(
+        0, "Most open connections; one more is answered 503. 0: what the limit of open files leaves.", ge=0
+    )
+    read_timeout: float = option(
+        60.0, "Seconds that a client may take to send a request, from its connection or first byte on.", gt=0.0
+    )
+    write_timeout: float = option(
+        30.0, "Seconds after which a client that does not read its answer is cut off.", gt=0.0
+    )
     shutdown_timeout: float = option(30.0, "Seconds that SIGTERM leaves running requests to finish.", ge=0.0)
     uvicorn_log_level: str = option(
         "info",

@@ -89,12 +89,14 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, liste
 
 
 def http_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
-    """uvicorn's settings. h11, because it bounds the size of the headers and refuses ambiguous ones."""
+    """uvicorn's settings. On h11, because it bounds the size of the headers and refuses ambiguous ones."""
     import uvicorn
+
+    from quire.entrypoints.openai.connection import protocol_class
 
     return uvicorn.Config(
         app,
-        http="h11",
+        http=protocol_class(config),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
