@@ -177,6 +177,7 @@ class SequenceState:
             queue_s=max(0.0, started - times.arrival_time),
             prefill_s=max(0.0, first - started),
             decode_s=max(0.0, now - first),
+            tenant=self._core_request.tenant,
         )
 
 

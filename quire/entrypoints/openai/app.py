@@ -26,11 +26,13 @@ from quire.entrypoints.openai import (
     tokenize,
 )
 from quire.entrypoints.openai.errors import handle_http_exception, handle_quire_error
+from quire.entrypoints.openai.keys import Keyring, make_keyring
 from quire.entrypoints.openai.middleware.auth import Auth
 from quire.entrypoints.openai.middleware.availability import Availability
-from quire.entrypoints.openai.middleware.body_limit import BodyLimit
+from quire.entrypoints.openai.middleware.body_limit import BodyLimit, HeaderLimit
 from quire.entrypoints.openai.middleware.boundary import Boundary
 from quire.entrypoints.openai.middleware.http_metrics import HttpMetrics
+from quire.entrypoints.openai.middleware.quota import Meters, Quota
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
 from quire.metrics.prometheus import PrometheusStatLogger
@@ -48,14 +50,16 @@ DEV_ROUTERS = (prefix_cache.router,)
 def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     """An app that serves `engine`; the caller starts and ends both."""
     registry = CollectorRegistry()
-    state = ServerState(engine, config, registry, uses_keys=bool(api_keys(config)))
+    state = ServerState(engine, config, registry, keyring(config))
+    meters = Meters(state.keys.tenants)
+    engine.add_stat_logger(meters)
     engine.add_stat_logger(
         PrometheusStatLogger(state.model_names[0], engine.config.model.max_model_len, registry=registry)
     )
     app = FastAPI(
         title="quire",
         version=__version__,
-        middleware=_middleware(state),
+        middleware=_middleware(state, meters),
         # Without the schema there are no pages that show it either.
         openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
     )
@@ -67,9 +71,9 @@ def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     return app
 
 
-def _middleware(state: ServerState) -> list[Middleware]:
+def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
     config = state.config
-    layers = [Middleware(HttpMetrics, registry=state.registry), Middleware(Boundary)]
+    layers = [Middleware(HttpMetrics, registry=state.registry), Middleware(Boundary), Middleware(HeaderLimit)]
     if config.allowed_origins:
         layers.append(
             Middleware(
@@ -80,7 +84,8 @@ def _middleware(state: ServerState) -> list[Middleware]:
             )
         )
     layers += [
-        Middleware(Auth, api_keys=api_keys(config), root_path=config.root_path),
+        Middleware(Auth, keys=state.keys, root_path=config.root_path),
+        Middleware(Quota, meters=meters),
         Middleware(
             Availability,
             why_not=lambda: state.unavailable,
@@ -90,6 +95,15 @@ def _middleware(state: ServerState) -> list[Middleware]:
         Middleware(BodyLimit, max_bytes=config.max_request_bytes),
     ]
     return layers
+
+
+def keyring(config: ServerConfig) -> Keyring:
+    """All keys that open the server.
+
+    Raises:
+        ConfigError: the file of keys is wrong.
+    """
+    return make_keyring(api_keys(config), config.api_key_file)
 
 
 def api_keys(config: ServerConfig) -> tuple[str, ...]:

@@ -72,6 +72,7 @@ class CompletionAnswer:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
+            timeout_s=request.timeout,
             stream_interval=interval,
         )
 

@@ -15,9 +15,8 @@ import sys
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
-
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from quire.config import ServerConfig
 from quire.entrypoints.openai.errors import error_body, response_of

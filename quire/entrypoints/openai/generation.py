@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import EngineError
+from quire.errors import DeadlineError, EngineError
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -28,6 +28,7 @@ class Outputs:
     Args:
         prompts: any number; each runs as an engine request of its own.
         request_id: of the HTTP request; the engine's ids are derived from it.
+        timeout_s: after so many seconds a prompt ends, as if `max_tokens` had been reached, with stop_reason "timeout".
         stream_interval: tokens of one prompt that are gathered before an output is passed on.
     """
 
@@ -40,13 +41,12 @@ class Outputs:
         *,
         priority: int = 0,
         tenant: str = "",
+        timeout_s: float | None = None,
         stream_interval: int = 1,
     ) -> None:
+        terms: dict[str, Any] = {"priority": priority, "tenant": tenant, "timeout_s": timeout_s}
         generators = [
-            _gathered(
-                engine.generate(prompt, params, f"{request_id}-{index}", priority=priority, tenant=tenant),
-                stream_interval,
-            )
+            _gathered(engine.generate(prompt, params, f"{request_id}-{index}", **terms), stream_interval)
             for index, prompt in enumerate(prompts)
         ]
         self._outputs = _numbered(generators[0]) if len(generators) == 1 else _merged(generators)
@@ -83,6 +83,7 @@ async def _gathered(
     async with aclosing(outputs):
         async for output in outputs:
             _raise_failure(output)
+            _settle_timeout(output, is_first=is_first)
             if gathered is None:
                 gathered = output
             else:
@@ -101,6 +102,19 @@ def _raise_failure(output: RequestOutput) -> None:
         if completion.finish_reason in ("error", "abort"):
             how = "failed" if completion.finish_reason == "error" else "was aborted"
             raise EngineError(f"the request {how} in the engine before it was complete")
+
+
+def _settle_timeout(output: RequestOutput, *, is_first: bool) -> None:
+    """A text that time cut short ends for a reason that clients know.
+
+    Raises:
+        DeadlineError: there is no text.
+    """
+    late = [completion for completion in output.outputs if completion.finish_reason == "timeout"]
+    if late and is_first and not _num_tokens(output):
+        raise DeadlineError("the request's time was over before anything was generated")
+    for completion in late:
+        completion.finish_reason, completion.stop_reason = "length", "timeout"
 
 
 async def _numbered(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Indexed, None]:

@@ -135,3 +135,13 @@ async def test_what_a_request_lists_is_bounded_over_all_its_prompts() -> None:
             if status == 400:
                 assert response.json()["error"]["param"] == "allowed_token_ids"
                 assert "1025 token ids" in response.json()["error"]["message"]
+
+
+async def test_heads_are_bounded() -> None:
+    async with client_for(FakeEngine(), api_key=("key",)) as client:
+        many = [(f"x-{number}", "v") for number in range(129)]
+        for headers in (many, [("x-large", "v" * 2**15)]):
+            response = await client.get("/health", headers=headers)
+            assert response.status_code == 431
+            assert response.json()["error"]["type"] == "RequestHeaderFieldsTooLargeError"
+        assert (await client.get("/health", headers=[("x-large", "v" * 2**14)])).status_code == 200

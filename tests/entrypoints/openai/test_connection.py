@@ -32,12 +32,20 @@ async def is_served(server: LiveServer) -> bool:
 
 
 async def test_a_request_that_does_not_come_in_ends_with_408() -> None:
-    sent = [b"", b"GET / HT", HEAD, HEAD + b"content-length: 100\r\n\r\n", HEAD + b"content-length: 9\r\n\r\n{"]
+    sent = [
+        b"",
+        b"GET / HT",
+        HEAD,
+        HEAD + b"content-length: 100\r\n\r\n",
+        HEAD + b"content-length: 9\r\n\r\n{",
+    ]
     async with live_server(FakeEngine(), read_timeout=0.3) as server:
         clients = [await connect(server) for _ in sent]
         for data, (_, writer) in zip(sent, clients, strict=True):
             writer.write(data)
         answers = await asyncio.gather(*(until_closed(reader) for reader, _ in clients))
+        for _, writer in clients:
+            writer.close()
         assert await is_served(server)
     for answer in answers:
         assert answer.startswith(b"HTTP/1.1 408 "), answer
@@ -55,6 +63,7 @@ async def test_bytes_now_and_then_do_not_keep_a_connection() -> None:
             writer.write(b"x-a: b\r\n")
             await asyncio.sleep(0.05)
         assert b" 408 " in await ended
+        writer.close()
 
 
 async def test_an_answer_that_takes_long_is_not_cut() -> None:
@@ -72,11 +81,12 @@ async def test_an_answer_that_takes_long_is_not_cut() -> None:
 
 async def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None:
     engine = FakeEngine(max_model_len=2**20, max_num_batched_tokens=2**20)
-    engine.reply = lambda prompt, index: "x" * 20_000
+    engine.reply = lambda prompt, index: "x" * 4_000
     async with live_server(engine, write_timeout=0.3) as server:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client = socket.create_connection(("127.0.0.1", server.listener.getsockname()[1]))
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        body = json.dumps({"prompt": "hi", "stream": True, "max_tokens": 20_000, "logprobs": 3}).encode()
+        body = json.dumps({"prompt": "hi", "stream": True, "max_tokens": 4_000, "logprobs": 3}).encode()
         client.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
         async with asyncio.timeout(30):
             while not engine.closed:  # noqa: ASYNC110
@@ -105,6 +115,8 @@ async def test_connections_beyond_the_limit_are_told_so_and_the_others_go_on() -
                     break
                 await asyncio.sleep(0.01)
             assert served.status_code == 200
+        for _, writer in idle:
+            writer.close()
 
 
 def test_the_limit_leaves_files_for_the_rest() -> None:
