@@ -69,6 +69,8 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self.transport.is_closing():
+            if not self.flow.write_paused:
+                self._watch_writing_anew()  # whoever goes on asking has read what came before
             super().data_received(data)
             self._watch_reading()
 
@@ -83,7 +85,11 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_writing()
+        self._watch_writing_anew()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch_writing_anew()
 
     def _watch_reading(self) -> None:
         """The clock runs while a request is awaited; where one has been answered, that is keep-alive's business."""
@@ -131,6 +137,11 @@ class Connection(H11Protocol):
             self._write_timer = self.loop.call_later(
                 self._limits.write_timeout, self._on_write_timeout, num_bytes
             )
+
+    def _watch_writing_anew(self) -> None:
+        _cancel(self._write_timer)
+        self._write_timer = None
+        self._watch_writing()
 
     def _on_write_timeout(self, num_before: int) -> None:
         self._write_timer = None

@@ -97,6 +97,22 @@ async def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None
         client.close()
 
 
+async def test_a_client_that_reads_slowly_gets_everything() -> None:
+    engine = FakeEngine(max_model_len=2**20, max_num_batched_tokens=2**20)
+    engine.reply = lambda prompt, index: "x" * 2_000
+    async with live_server(engine, write_timeout=0.4) as server:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        reader, writer = await connect(server)
+        body = json.dumps({"prompt": "hi", "stream": True, "max_tokens": 5_000, "logprobs": 3}).encode()
+        writer.write(HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        received = b""
+        while piece := await reader.read(2**15):
+            received += piece
+            await asyncio.sleep(0.03)
+        writer.close()
+    assert b"data: [DONE]" in received
+
+
 async def test_connections_beyond_the_limit_are_told_so_and_the_others_go_on() -> None:
     async with live_server(FakeEngine(), max_connections=3) as server:
         idle: list[Any] = [await connect(server) for _ in range(3)]
