@@ -27,14 +27,15 @@ async def completion_prompts(server: ServerState, request: CompletionRequest) ->
         ValidationError: the prompt has no valid form, is empty, or asks for too many sequences.
     """
     prompts = split_prompts(request.prompt)
-    if len(prompts) * max(request.n, 1) > MAX_SEQUENCES:
+    num_each = max(request.n, request.best_of or 1)
+    if len(prompts) * num_each > MAX_SEQUENCES:
         raise ValidationError(
-            f"{len(prompts)} prompts with n = {request.n} are {len(prompts) * request.n} sequences, the limit is "
+            f"{len(prompts)} prompts with n = {num_each} are {len(prompts) * num_each} sequences, the limit is "
             f"{MAX_SEQUENCES}",
             param="n",
         )
     lists = (request.stop_token_ids, request.allowed_token_ids, request.logit_bias)
-    check_listed_ids(sum(len(one or ()) for one in lists), len(prompts) * request.n)
+    check_listed_ids(sum(len(one or ()) for one in lists), len(prompts) * num_each)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     for text in texts:
         check_text(server, text, request)

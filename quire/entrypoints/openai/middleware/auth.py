@@ -1,6 +1,6 @@
-"""Bearer-token authentication.
+"""Authentication by a key, as a bearer token or in `x-api-key`.
 
-Invariant: every path needs a key except those in `OPEN_PATHS`. The decision looks at the path that the router
+Invariant: every path needs a key except those that it was given as open. The decision looks at the path that the router
 will use and at nothing else of the request; keys are compared in constant time.
 """
 
@@ -17,12 +17,18 @@ OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping"})
 
 
 class Auth:
-    """Lets everything pass if there are no keys; leaves the name of the key's tenant in the request's state."""
+    """Lets everything pass if there are no keys; leaves the name of the key's tenant in the request's state.
 
-    def __init__(self, app: ASGIApp, keys: Keyring, root_path: str = "") -> None:
+    Args:
+        open_paths: paths that need no key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Keyring, root_path: str = "", open_paths: frozenset[str] = OPEN_PATHS
+    ) -> None:
         self._app = app
         self._keys = keys
-        self._open_paths = OPEN_PATHS | {root_path + path for path in OPEN_PATHS}
+        self._open_paths = open_paths | {root_path + path for path in open_paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = self._tenant(scope) if self._keys else None
@@ -35,8 +41,15 @@ class Auth:
 
     def _tenant(self, scope: Scope) -> str | None:
         """Whose key the request brings; None if it brings none of ours."""
-        values = Headers(scope=scope).getlist("authorization")
-        scheme, _, token = (values[0] if len(values) == 1 else "").partition(" ")
-        if scheme.lower() != "bearer":
-            return None
-        return self._keys.tenant_of(token.strip().encode("latin-1"))
+        key = _given_key(Headers(scope=scope))
+        return None if key is None else self._keys.tenant_of(key.strip().encode("latin-1"))
+
+
+def _given_key(headers: Headers) -> str | None:
+    """The key of a request; None if it brings none, or two of one kind."""
+    values = headers.getlist("authorization")
+    if not values:
+        keys = headers.getlist("x-api-key")
+        return keys[0] if len(keys) == 1 else None
+    scheme, _, token = (values[0] if len(values) == 1 else "").partition(" ")
+    return token if scheme.lower() == "bearer" else None
