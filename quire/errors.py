@@ -8,8 +8,11 @@
     │   ├── NotFoundError           404  no such model
     │   ├── ConflictError           409  not while the engine is in this state
     │   ├── PayloadTooLargeError    413
-    │   └── UnsupportedMediaTypeError 415
+    │   ├── UnsupportedMediaTypeError 415
+    │   └── HeadersTooLargeError    431
     ├── UnavailableError            503  loading, draining or full: try again later
+    │   └── RateLimitError          429  this client has used up what it may use
+    ├── DeadlineError               504  the request's time was over before it had a token
     ├── EngineError                 500  the engine failed, not the request
     │   └── EngineDeadError         503  the engine core is gone
     └── StartupError                     the process cannot start; one sentence for the operator
@@ -83,6 +86,11 @@ class UnsupportedMediaTypeError(ClientError):
     type = "UnsupportedMediaTypeError"
 
 
+class HeadersTooLargeError(ClientError):
+    status = 431
+    type = "RequestHeaderFieldsTooLargeError"
+
+
 class UnavailableError(QuireError):
     """The server cannot take the request now; `retry_after` is in seconds."""
 
@@ -92,6 +100,20 @@ class UnavailableError(QuireError):
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class RateLimitError(UnavailableError):
+    """This client has used up what it may use for now; others are served."""
+
+    status = 429
+    type = "RateLimitError"
+
+
+class DeadlineError(QuireError):
+    """The request's time was over before anything was generated."""
+
+    status = 504
+    type = "DeadlineExceededError"
 
 
 class EngineError(QuireError):

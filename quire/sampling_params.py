@@ -7,6 +7,7 @@ is.
 
 from __future__ import annotations
 
+import copy
 import enum
 import logging
 import math
@@ -23,6 +24,8 @@ GREEDY_EPSILON = 1e-5
 MIN_TEMPERATURE = 0.01
 MAX_N = 128
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+"""Of all stop strings together: every one is looked for after every token."""
 INT64_MAX = 2**63 - 1
 
 
@@ -50,7 +53,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         top_k: number of most likely tokens kept; 0 or -1 keeps all.
         min_p: tokens less likely than this share of the most likely one are dropped, [0, 1].
         seed: makes the draw reproducible; None or -1 lets the engine choose.
-        stop: strings that end generation; not part of the text unless `include_stop_str_in_output`.
+        stop: strings that end generation, at most 64 of 4,096 characters in all; not part of the text unless
+            `include_stop_str_in_output`.
         stop_token_ids: token ids that end generation.
         ignore_eos: go on after the end-of-sequence token.
         max_tokens: number of tokens to generate at most; None fills the context.
@@ -130,6 +134,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             )
         if any(not text for text in self.stop):
             raise ValidationError("stop must not contain an empty string", param="stop")
+        num_chars = sum(map(len, self.stop))
+        if num_chars > MAX_STOP_CHARS:
+            raise ValidationError(
+                f"stop has {num_chars} characters in all, the limit is {MAX_STOP_CHARS}", param="stop"
+            )
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids, int))
             if not self.allowed_token_ids:
@@ -164,6 +173,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     def clone(self, **changes: Any) -> SamplingParams:
         """A validated copy with some fields replaced."""
         return msgspec.structs.replace(self, **changes)
+
+    def settled(self, **values: Any) -> SamplingParams:
+        """A copy with values that are known to be valid: nothing is checked again, and the lists are shared."""
+        copied = copy.copy(self)
+        for name, value in values.items():
+            copied._set(name, value)
+        return copied
+
+    @property
+    def num_listed_ids(self) -> int:
+        """Token ids that are listed one by one, of which every sequence keeps its own table."""
+        return len(self.stop_token_ids) + len(self.allowed_token_ids or ()) + len(self.logit_bias or ())
 
 
 _GREEDY = (("temperature", 0.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))

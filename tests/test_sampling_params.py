@@ -39,3 +39,9 @@ def test_it_crosses_the_wire_unchanged() -> None:
         stop=["a", "b"], stop_token_ids=[1, 1, 2], allowed_token_ids=[5], logit_bias={1: 2}
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+def test_stop_strings_are_bounded_in_all() -> None:
+    SamplingParams(stop=["x" * 2048, "y" * 2048])
+    with pytest.raises(ValidationError, match="4097 characters in all"):
+        SamplingParams(stop=["x" * 2048, "y" * 2049])

@@ -16,6 +16,9 @@ class ServerConfig(Config):
     api_key: tuple[str, ...] = option(
         (), "Key that requests must bring as a bearer token; may be given several times (or QUIRE_API_KEY)."
     )
+    api_key_file: str | None = option(
+        None, "YAML file of tenants with their keys, shares and limits (see security.md).", metavar="FILE"
+    )
     allow_unauthenticated_metrics: bool = option(
         False, "Serve /metrics without a key, for a Prometheus that has none."
     )
@@ -35,6 +38,20 @@ class ServerConfig(Config):
         choices=("ignore", "reject"),
     )
     max_request_bytes: int = option(16 * 2**20, "Largest request body in bytes.", ge=1024)
+    max_connections: int = option(
+        0, "Most open connections; one more is answered 503. 0: what the limit of open files leaves.", ge=0
+    )
+    read_timeout: float = option(
+        60.0,
+        "Seconds that a client may take to send a request, from its connection or first byte on.",
+        gt=0.0,
+    )
+    write_timeout: float = option(
+        30.0, "Seconds after which a client that does not read its answer is cut off.", gt=0.0
+    )
+    request_timeout: float = option(
+        0.0, "Seconds after which a request ends with what it has, if it names no timeout; 0: never.", ge=0.0
+    )
     shutdown_timeout: float = option(30.0, "Seconds that SIGTERM leaves running requests to finish.", ge=0.0)
     uvicorn_log_level: str = option(
         "info",

@@ -19,6 +19,7 @@ from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.messages import CoreMessage
 from quire.engine.output_stream import OutputStream
 from quire.engine.startup import prepare
+from quire.engine.tokenizer import beside_loop
 from quire.errors import EngineDeadError, QuireError
 from quire.inputs import PromptType
 from quire.metrics.stats import StatLogger
@@ -27,9 +28,6 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.explain import Explanation
 
 logger = logging.getLogger(__name__)
-
-INLINE_TOKENIZE_CHARS = 4096
-"""Shorter prompts are tokenized on the loop (well under a millisecond), longer ones in a thread."""
 
 
 class AsyncLLM:
@@ -200,9 +198,8 @@ class AsyncLLM:
 
     async def _tokenize(self, prompt: PromptType) -> TokenizedPrompt:
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > INLINE_TOKENIZE_CHARS:
-            return await asyncio.to_thread(self.input_processor.tokenize, prompt)
-        return self.input_processor.tokenize(prompt)
+        num_chars = len(text) if isinstance(text, str) else 0
+        return await beside_loop(num_chars, self.input_processor.tokenize, prompt)
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:
         self._ensure_pumps()

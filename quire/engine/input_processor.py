@@ -21,6 +21,8 @@ from quire.sampling_params import SamplingParams
 
 MAX_SALT_CHARS = 128
 MAX_TENANT_CHARS = 256
+MAX_LISTED_IDS = 2**20
+"""Token ids that all sequences of a request may list: a table of them is made for each sequence."""
 MAX_TOKENS = ("max_tokens", "max_new_tokens")
 INT64_RANGE = range(-(2**63), 2**63)
 
@@ -97,10 +99,18 @@ class InputProcessor:
             raise ValidationError("text prompts need a tokenizer; pass token ids", param="prompt")
         if not text:
             raise ValidationError("the prompt must not be empty", param="prompt")
-        # A shorter one may have a token for each of its characters.
-        if len(text) >= self.config.model.max_model_len:
-            self._check_length(self.tokenizer.min_num_tokens(text), "at least ")
+        self.check_text(text)
         return self.tokenizer.encode(text)
+
+    def check_text(self, text: str) -> None:
+        """Ask of the whole text of a prompt, before it is tokenized, whether it can fit at all.
+
+        Raises:
+            ValidationError: it has too many characters, however it is tokenized.
+        """
+        # A shorter one may have a token for each of its characters.
+        if self.tokenizer is not None and len(text) >= self.config.model.max_model_len:
+            self._check_length(self.tokenizer.min_num_tokens(text), "at least ")
 
     def process(
         self,
@@ -127,7 +137,7 @@ class InputProcessor:
         first = EngineCoreRequest(
             request_id=f"{request_id}.0" if params.n > 1 else request_id,
             prompt_token_ids=prompt.token_ids,
-            sampling_params=params if params.n == 1 else params.clone(n=1),
+            sampling_params=params if params.n == 1 else params.settled(n=1),
             arrival_time=self._clock(),
             eos_token_ids=self._eos_token_ids,
             priority=priority,
@@ -196,7 +206,7 @@ class InputProcessor:
         seed = params.seed
         if seed is None and not params.greedy:
             seed = self._seeds.getrandbits(62)
-        return params.clone(max_tokens=max_tokens, seed=seed)
+        return params.settled(max_tokens=max_tokens, seed=seed)
 
     def _check_params(self, params: SamplingParams) -> None:
         limit = self.config.model.max_logprobs
@@ -208,9 +218,28 @@ class InputProcessor:
                 )
         if params.stop and self.tokenizer is None:
             raise ValidationError("stop strings need a tokenizer", param="stop")
+        check_listed_ids(params.num_listed_ids, params.n)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or [])
         self._check_ids("logit_bias", params.logit_bias or {})
+        self._check_some_token_is_left(params)
+
+    def _check_some_token_is_left(self, params: SamplingParams) -> None:
+        """`min_tokens` forbids the tokens that end a generation: without any other, nothing could be generated."""
+        if not params.min_tokens:
+            return
+        ends = {*self._eos_token_ids, *params.stop_token_ids}
+        allowed = params.allowed_token_ids
+        if allowed is not None and ends.issuperset(allowed):
+            raise ValidationError(
+                f"allowed_token_ids has only tokens that end the generation, and min_tokens ({params.min_tokens}) "
+                "forbids these",
+                param="allowed_token_ids",
+            )
+        if allowed is None and len(ends) >= self.config.arch.vocab_size:
+            raise ValidationError(
+                "stop_token_ids has every token, and min_tokens forbids these", param="stop_token_ids"
+            )
 
     def _check_ids(self, name: str, ids: Iterable[Any]) -> None:
         vocab_size = self.config.arch.vocab_size
@@ -220,6 +249,20 @@ class InputProcessor:
                     f"{name} has {token_id!r}, but token ids are integers in [0, {vocab_size - 1}]",
                     param=name,
                 )
+
+
+def check_listed_ids(num_ids: int, num_sequences: int) -> None:
+    """Bound what `stop_token_ids`, `allowed_token_ids` and `logit_bias` cost, before anything is done for each of them.
+
+    Raises:
+        ValidationError: with the number of ids, of sequences and the limit.
+    """
+    if num_ids * num_sequences > MAX_LISTED_IDS:
+        raise ValidationError(
+            f"allowed_token_ids, stop_token_ids and logit_bias list {num_ids} token ids, for each of {num_sequences} "
+            f"sequences; the limit is {MAX_LISTED_IDS} in all",
+            param="allowed_token_ids",
+        )
 
 
 def _default_params(config: EngineConfig) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def forked(first: EngineCoreRequest, fork: Fork) -> EngineCoreRequest:
     return msgspec.structs.replace(
         first,
         request_id=fork.request_id,
-        sampling_params=first.sampling_params.clone(seed=fork.seed, prompt_logprobs=None),
+        sampling_params=first.sampling_params.settled(seed=fork.seed, prompt_logprobs=None),
         fork_of=first.request_id,
         output_token_ids=fork.output_token_ids,
     )
@@ -74,6 +74,8 @@ def forked(first: EngineCoreRequest, fork: Fork) -> EngineCoreRequest:
 def add_message(requests: Sequence[EngineCoreRequest]) -> AddRequest:
     """The message for these completions of one prompt, of which the later ones are forks of the first."""
     first, *others = requests
+    if first.sampling_params.stop:
+        first = msgspec.structs.replace(first, sampling_params=first.sampling_params.settled(stop=()))
     forks = [Fork(one.request_id, one.sampling_params.seed, one.output_token_ids) for one in others]
     return AddRequest(first, forks)
 

@@ -93,7 +93,7 @@ class SequenceState:
         """
         request, params = self._core_request, self._core_request.sampling_params
         if self._token_ids and params.prompt_logprobs is not None:
-            params = params.clone(prompt_logprobs=None)
+            params = params.settled(prompt_logprobs=None)
         elif self.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
         return msgspec.structs.replace(
@@ -182,6 +182,7 @@ class SequenceState:
             queue_s=max(0.0, started - times.arrival_time),
             prefill_s=max(0.0, first - started),
             decode_s=max(0.0, now - first),
+            tenant=self._core_request.tenant,
         )
 
 

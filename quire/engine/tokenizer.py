@@ -7,12 +7,15 @@ their bytes (`token_bytes`), decoded whole or step by step (`place_after`).
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import tokenizers
 
@@ -23,6 +26,24 @@ from quire.errors import ModelLoadError, ValidationError
 logger = logging.getLogger(__name__)
 
 REPLACEMENT = "\ufffd"
+P = ParamSpec("P")
+T = TypeVar("T")
+INLINE_CHARS = 4096
+"""Shorter texts are tokenized on the event loop (well under a millisecond), longer ones in a thread."""
+_THREADS = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2)), thread_name_prefix="quire-tokenize")
+"""Few, and of their own: many long texts at once take neither all cores nor the threads that others wait for."""
+
+
+async def beside_loop(num_chars: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run what tokenizes so many characters, or makes them of tokens, so that the event loop hardly waits.
+
+    Long texts wait for each other, in the order in which they came, and short ones for none.
+    """
+    if num_chars <= INLINE_CHARS:
+        return work(*args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(
+        _THREADS, functools.partial(work, *args, **kwargs)
+    )
 
 
 class Tokenizer:
@@ -68,7 +89,10 @@ class Tokenizer:
                 f"the text is not valid Unicode: lone surrogate at position {error.start}", param="prompt"
             ) from None
         backend = self._backend if allow_special else self._plain_backend
-        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch, because only then does the library let other threads run: `encode` stops them all until it is
+        # done. The fast one makes no offsets, which take more memory than the text.
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def min_num_tokens(self, text: str) -> int:

@@ -25,6 +25,7 @@ class FinishedRequestStats:
     queue_s: float
     prefill_s: float
     decode_s: float
+    tenant: str = ""
 
 
 @dataclass(slots=True)

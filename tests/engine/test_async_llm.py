@@ -231,7 +231,7 @@ async def test_a_core_that_dies_while_a_prompt_is_tokenized_leaves_nobody_waitin
         assert go_on.wait(60)
         return tokenize(prompt)
 
-    monkeypatch.setattr("quire.engine.async_llm.INLINE_TOKENIZE_CHARS", 0)
+    monkeypatch.setattr("quire.engine.tokenizer.INLINE_CHARS", 0)
     monkeypatch.setattr(engine.input_processor, "tokenize", slow)
     request = asyncio.ensure_future(anext(engine.generate("the quick fox", params(), "r")))
     await asyncio.to_thread(tokenizing.wait)

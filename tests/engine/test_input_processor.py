@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.config import EngineConfig
 from quire.engine.input_processor import InputProcessor
+from quire.engine.messages import add_message
 from quire.engine.startup import load_tokenizer, prepare
 from quire.errors import ContextLengthError, ValidationError
 from quire.sampling_params import SamplingParams
@@ -170,3 +174,68 @@ def test_prepared_config_has_no_automatic_value_left(processor: InputProcessor) 
     assert config.scheduler.max_num_batched_tokens > 0
     assert config.model.max_model_len == 128
     assert "auto" not in dataclasses.asdict(config.model)["dtype"]
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_completions_of_a_prompt_share_what_is_large(processor: InputProcessor, n: int) -> None:
+    params = SamplingParams(n=n, allowed_token_ids=list(range(200)), logit_bias={1: 2.0}, seed=7)
+    requests = processor.process("r", processor.tokenize([1, 2]), params)
+    assert len(requests) == n
+    for index, request in enumerate(requests):
+        own = request.sampling_params
+        assert own.allowed_token_ids is params.allowed_token_ids
+        assert own.logit_bias is params.logit_bias
+        assert (own.n, own.seed) == (1, 7 + index)
+
+
+def test_stop_strings_stay_in_the_front_end(processor: InputProcessor) -> None:
+    params = SamplingParams(n=2, stop=["x" * 2000])
+    requests = processor.process("r", processor.tokenize([1, 2]), params)
+    assert requests[0].sampling_params.stop, "the front end looks for them"
+    message = add_message(requests)
+    assert all(not one.sampling_params.stop for one in message.requests())
+    assert len(msgspec.msgpack.encode(message)) < 500
+
+
+def test_listed_ids_are_bounded_over_all_sequences(processor: InputProcessor) -> None:
+    prompt = processor.tokenize([1, 2])
+    params = SamplingParams(allowed_token_ids=[1] * (2**20 // 128))
+    processor.process("r", prompt, params.clone(n=128))
+    with pytest.raises(ValidationError, match=r"list 8193 token ids, for each of 128 sequences") as error:
+        processor.process("r", prompt, params.clone(n=128, stop_token_ids=[1]))
+    assert error.value.param == "allowed_token_ids"
+
+
+@pytest.mark.parametrize("allowed", [["eos"], [5], ["eos", 5, 6]])
+def test_a_request_that_could_generate_nothing_is_refused(
+    processor: InputProcessor, allowed: list[Any]
+) -> None:
+    assert processor.tokenizer is not None
+    ids = [processor.tokenizer.eos_token_id if one == "eos" else one for one in allowed]
+    params = SamplingParams(allowed_token_ids=ids, stop_token_ids=[5, 6], min_tokens=1)
+    prompt = processor.tokenize([1])
+    with pytest.raises(ValidationError, match="only tokens that end the generation") as error:
+        processor.process("r", prompt, params)
+    assert error.value.param == "allowed_token_ids"
+    processor.process("r", prompt, params.clone(min_tokens=0))
+    processor.process("r", prompt, params.clone(allowed_token_ids=[*ids, 7]))
+
+
+def test_not_every_token_may_end_a_generation_that_must_not_end(processor: InputProcessor) -> None:
+    everything = list(range(processor.config.arch.vocab_size))
+    params = SamplingParams(stop_token_ids=everything, min_tokens=1)
+    with pytest.raises(ValidationError, match="every token"):
+        processor.process("r", processor.tokenize([1]), params)
+    processor.process("r", processor.tokenize([1]), params.clone(stop_token_ids=everything[1:]))
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(processor: InputProcessor) -> None:
+    assert processor.tokenizer is not None
+    text = "the quick brown fox jumps over. " * 2**15
+    work = threading.Thread(target=processor.tokenizer.encode, args=(text,))
+    num_turns = 0
+    work.start()
+    while work.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 10, "tokenizing kept the interpreter for itself"

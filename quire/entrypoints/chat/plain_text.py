@@ -23,6 +23,9 @@ MARKS = tuple(map(chr, itertools.chain(range(0xFDD0, 0xFDF0), range(0xE000, 0xF9
 """Candidates for the mark: noncharacters first, then the private use area."""
 
 
+STRETCH_CHARS = 2**16
+
+
 class Encoder(Protocol):
     """What is needed of a tokenizer."""
 
@@ -40,7 +43,9 @@ class PlainText:
     """
 
     def __init__(self, special_tokens: Iterable[str], values: Any) -> None:
-        used = set().union(*map(set, _strings(values)))
+        used = set[str]()
+        for stretch in _without_ascii(_strings(values)):
+            used.update(stretch)
         free = [mark for mark in MARKS if mark not in used][:2]
         if len(free) < 2:
             raise ValidationError("messages use every private-use character there is", param="messages")
@@ -103,6 +108,14 @@ class PlainText:
         if not present:
             return [rendered]
         return re.split(f"((?<!{self._mark})(?:{'|'.join(present)}))", rendered)
+
+
+def _without_ascii(texts: Iterable[str]) -> Iterator[str]:
+    """Stretches of the texts that may hold a mark, none so long that other threads would have to wait for it."""
+    for text in texts:
+        if not text.isascii():
+            for start in range(0, len(text), STRETCH_CHARS):
+                yield text[start : start + STRETCH_CHARS]
 
 
 def _strings(value: Any) -> Iterator[str]:

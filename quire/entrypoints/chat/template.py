@@ -47,6 +47,29 @@ class TemplateTokenizer(Encoder, Protocol):
     def special_tokens(self) -> Iterable[str]: ...
 
 
+class RenderedChat:
+    """A conversation as the model will read it; `text` is for people, and for whoever wants to know its length."""
+
+    def __init__(self, plain: PlainText, marked: str) -> None:
+        self._plain = plain
+        self._marked = marked
+
+    @property
+    def text(self) -> str:
+        return self._plain.unmark(self._marked)
+
+    def encode(self, tokenizer: Encoder) -> list[int]:
+        """Token ids; the template's special tokens are tokens, the conversation's are text.
+
+        Raises:
+            ValidationError: there is text that is not valid Unicode.
+        """
+        try:
+            return self._plain.encode(tokenizer, self._marked)
+        except UnicodeEncodeError:
+            raise ValidationError("messages hold text that is not valid Unicode", param="messages") from None
+
+
 class ChatTemplate:
     """One compiled template.
 
@@ -122,12 +145,10 @@ class ChatTemplate:
             ValidationError: a bad message or option, or the template refused the conversation.
         """
         options = {"tools": tools, "documents": documents, **chat_template_kwargs}
-        plain, rendered = self._render(messages, options, add_generation_prompt, continue_final_message)
-        return plain.unmark(rendered)
+        return self._render(messages, options, add_generation_prompt, continue_final_message).text
 
-    def encode(
+    def compose(
         self,
-        tokenizer: Encoder,
         messages: Conversation,
         /,
         *,
@@ -136,18 +157,18 @@ class ChatTemplate:
         continue_final_message: bool = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
         **chat_template_kwargs: Any,
-    ) -> list[int]:
-        """The prompt's token ids; the template's special tokens are tokens, the conversation's are text.
+    ) -> RenderedChat:
+        """The prompt, ready to be tokenized.
 
         Raises:
             ValidationError: as `render`.
         """
         options = {"tools": tools, "documents": documents, **chat_template_kwargs}
-        plain, rendered = self._render(messages, options, add_generation_prompt, continue_final_message)
-        try:
-            return plain.encode(tokenizer, rendered)
-        except UnicodeEncodeError:
-            raise ValidationError("messages hold text that is not valid Unicode", param="messages") from None
+        return self._render(messages, options, add_generation_prompt, continue_final_message)
+
+    def encode(self, tokenizer: Encoder, messages: Conversation, /, **options: Any) -> list[int]:
+        """The token ids of what `compose` makes of the same arguments."""
+        return self.compose(messages, **options).encode(tokenizer)
 
     def _render(
         self,
@@ -155,7 +176,7 @@ class ChatTemplate:
         options: dict[str, Any],
         add_generation_prompt: bool,
         continue_final: bool,
-    ) -> tuple[PlainText, str]:
+    ) -> RenderedChat:
         if continue_final and add_generation_prompt:
             raise ValidationError(
                 "continue_final_message needs add_generation_prompt false", param="continue_final_message"
@@ -169,7 +190,7 @@ class ChatTemplate:
             conversation[-1]["content"] += plain.end
         variables = {**plain.protect(options), "add_generation_prompt": add_generation_prompt}
         rendered = self._run(plain, {**variables, "messages": conversation})
-        return plain, _cut_at(plain.end, rendered) if continue_final else rendered
+        return RenderedChat(plain, _cut_at(plain.end, rendered) if continue_final else rendered)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         for name in options:

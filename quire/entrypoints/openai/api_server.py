@@ -73,28 +73,32 @@ def _signals_as_interrupt() -> Iterator[None]:
 
 async def _serve(engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket) -> int:
     from quire.engine.async_llm import AsyncLLM
+    from quire.entrypoints.openai.keys import make_keyring
 
+    engine_config = make_keyring((), server_config.api_key_file).weighted(engine_config)
     engine = AsyncLLM.start(engine_config)
     try:
         # Imported while the core's process loads the model: together they take most of a second.
-        from quire.entrypoints.openai.app import api_keys, build_app
+        from quire.entrypoints.openai.app import build_app
         from quire.entrypoints.openai.lifecycle import HttpServer, Lifecycle
 
         app = build_app(engine, server_config)
         http = HttpServer(http_config(app, server_config))
-        needs_key = bool(api_keys(server_config))
+        needs_key = bool(app.state.server.keys)
         return await Lifecycle(app.state.server, http, listener, needs_key=needs_key).run()
     finally:
         await engine.shutdown()
 
 
 def http_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
-    """uvicorn's settings. h11, because it bounds the size of the headers and refuses ambiguous ones."""
+    """uvicorn's settings. On h11, because it bounds the size of the headers and refuses ambiguous ones."""
     import uvicorn
+
+    from quire.entrypoints.openai.connection import protocol_class
 
     return uvicorn.Config(
         app,
-        http="h11",
+        http=protocol_class(config),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,

@@ -26,13 +26,15 @@ from quire.entrypoints.openai import (
     tokenize,
 )
 from quire.entrypoints.openai.errors import handle_http_exception, handle_quire_error
+from quire.entrypoints.openai.keys import Keyring, make_keyring
 from quire.entrypoints.openai.middleware.auth import OPEN_PATHS, Auth
 from quire.entrypoints.openai.middleware.availability import Availability
 from quire.entrypoints.openai.middleware.body_encoding import BodyEncoding
-from quire.entrypoints.openai.middleware.body_limit import BodyLimit
+from quire.entrypoints.openai.middleware.body_limit import BodyLimit, HeaderLimit
 from quire.entrypoints.openai.middleware.boundary import Boundary
 from quire.entrypoints.openai.middleware.head import Head
 from quire.entrypoints.openai.middleware.http_metrics import HttpMetrics
+from quire.entrypoints.openai.middleware.quota import Meters, Quota
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
@@ -53,14 +55,16 @@ EXPOSED_HEADERS = ("x-request-id", "retry-after", IGNORED_HEADER, ADJUSTED_HEADE
 def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     """An app that serves `engine`; the caller starts and ends both."""
     registry = CollectorRegistry()
-    state = ServerState(engine, config, registry, uses_keys=bool(api_keys(config)))
+    state = ServerState(engine, config, registry, keyring(config))
+    meters = Meters(state.keys.tenants)
+    engine.add_stat_logger(meters)
     engine.add_stat_logger(
         PrometheusStatLogger(state.model_names[0], engine.config.model.max_model_len, registry=registry)
     )
     app = FastAPI(
         title="quire",
         version=__version__,
-        middleware=_middleware(state),
+        middleware=_middleware(state, meters),
         # Without the schema there are no pages that show it either.
         openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
     )
@@ -72,9 +76,14 @@ def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     return app
 
 
-def _middleware(state: ServerState) -> list[Middleware]:
+def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
     config = state.config
-    layers = [Middleware(HttpMetrics, registry=state.registry), Middleware(Boundary), Middleware(Head)]
+    layers = [
+        Middleware(HttpMetrics, registry=state.registry),
+        Middleware(Boundary),
+        Middleware(HeaderLimit),
+        Middleware(Head),
+    ]
     if config.allowed_origins:
         layers.append(
             Middleware(
@@ -88,10 +97,11 @@ def _middleware(state: ServerState) -> list[Middleware]:
     layers += [
         Middleware(
             Auth,
-            api_keys=api_keys(config),
+            keys=state.keys,
             root_path=config.root_path,
             open_paths=OPEN_PATHS | ({"/metrics"} if config.allow_unauthenticated_metrics else set()),
         ),
+        Middleware(Quota, meters=meters),
         Middleware(
             Availability,
             why_not=lambda: state.unavailable,
@@ -102,6 +112,15 @@ def _middleware(state: ServerState) -> list[Middleware]:
         Middleware(BodyLimit, max_bytes=config.max_request_bytes),
     ]
     return layers
+
+
+def keyring(config: ServerConfig) -> Keyring:
+    """All keys that open the server.
+
+    Raises:
+        ConfigError: the file of keys is wrong.
+    """
+    return make_keyring(api_keys(config), config.api_key_file)
 
 
 def api_keys(config: ServerConfig) -> tuple[str, ...]:

@@ -89,6 +89,7 @@ class ChatAnswer:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
+            timeout_s=request.timeout,
             stream_interval=interval,
         )
 

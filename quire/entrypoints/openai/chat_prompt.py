@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.chat.template import OWN_VARIABLES, ChatTemplate
+from quire.entrypoints.openai.prompts import check_text
 from quire.entrypoints.openai.protocol.requests import ChatFields
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import ValidationError
@@ -21,7 +23,7 @@ async def chat_token_ids(server: ServerState, fields: ChatFields, *, with_tools:
     """Render and tokenize off the event loop.
 
     Raises:
-        ValidationError: a bad message or option, or the template refused the conversation.
+        ValidationError: a bad message or option, the template refused the conversation, or it is too long.
     """
     if fields.continue_final_message and fields.add_generation_prompt:
         raise ValidationError(
@@ -37,9 +39,12 @@ async def chat_token_ids(server: ServerState, fields: ChatFields, *, with_tools:
     }
     extra = _template_options(template, fields)
     _note_unread_names(template, fields)
-    return await asyncio.to_thread(
-        template.encode, tokenizer, fields.messages, **{**options, "tools": options["tools"] or None}, **extra
+    chat = await asyncio.to_thread(
+        template.compose, fields.messages, **{**options, "tools": options["tools"] or None}, **extra
     )
+    text = chat.text
+    check_text(server, text, fields)
+    return await beside_loop(len(text), chat.encode, tokenizer)
 
 
 def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, Any]:

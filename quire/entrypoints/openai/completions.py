@@ -75,6 +75,7 @@ class CompletionAnswer:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
+            timeout_s=request.timeout,
             stream_interval=interval,
         )
 

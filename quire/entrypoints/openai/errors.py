@@ -15,7 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from quire.errors import ClientError, EngineDeadError, QuireError, StartupError, UnavailableError
+from quire.errors import (
+    ClientError,
+    DeadlineError,
+    EngineDeadError,
+    QuireError,
+    StartupError,
+    UnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -80,4 +87,8 @@ def _headers(error: BaseException) -> dict[str, str] | None:
         return {"Retry-After": str(error.retry_after)}
     if isinstance(error, EngineDeadError):
         return {"Retry-After": "5"}
+    if isinstance(error, DeadlineError):
+        return {
+            "x-should-retry": "false"
+        }  # OpenAI's clients would ask again for what has just taken too long
     return {"WWW-Authenticate": "Bearer"} if getattr(error, "status", 0) == 401 else None

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from quire.errors import EngineError
+from quire.errors import DeadlineError, EngineError
 from quire.inputs import TokensPrompt
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -29,6 +29,7 @@ class Outputs:
     Args:
         prompts: any number, with token ids; each runs as an engine request of its own.
         request_id: of the HTTP request; the engine's ids are derived from it.
+        timeout_s: after so many seconds a prompt ends, as if `max_tokens` had been reached, with stop_reason "timeout".
         stream_interval: tokens of one prompt that are gathered before an output is passed on.
     """
 
@@ -41,13 +42,12 @@ class Outputs:
         *,
         priority: int = 0,
         tenant: str = "",
+        timeout_s: float | None = None,
         stream_interval: int = 1,
     ) -> None:
+        terms: dict[str, Any] = {"priority": priority, "tenant": tenant, "timeout_s": timeout_s}
         generators = [
-            _gathered(
-                engine.generate(prompt, params, f"{request_id}-{index}", priority=priority, tenant=tenant),
-                stream_interval,
-            )
+            _gathered(engine.generate(prompt, params, f"{request_id}-{index}", **terms), stream_interval)
             for index, prompt in enumerate(prompts)
         ]
         self.prompt_lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
@@ -85,6 +85,7 @@ async def _gathered(
     async with aclosing(outputs):
         async for output in outputs:
             _raise_failure(output)
+            _settle_timeout(output, is_first=is_first)
             if gathered is None:
                 gathered = output
             else:
@@ -103,6 +104,19 @@ def _raise_failure(output: RequestOutput) -> None:
         if completion.finish_reason in ("error", "abort"):
             how = "failed" if completion.finish_reason == "error" else "was aborted"
             raise EngineError(f"the request {how} in the engine before it was complete")
+
+
+def _settle_timeout(output: RequestOutput, *, is_first: bool) -> None:
+    """A text that time cut short ends for a reason that clients know.
+
+    Raises:
+        DeadlineError: there is no text.
+    """
+    late = [completion for completion in output.outputs if completion.finish_reason == "timeout"]
+    if late and is_first and not _num_tokens(output):
+        raise DeadlineError("the request's time was over before anything was generated")
+    for completion in late:
+        completion.finish_reason, completion.stop_reason = "length", "timeout"
 
 
 async def _numbered(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Indexed, None]:

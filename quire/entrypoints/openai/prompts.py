@@ -6,10 +6,11 @@ event loop.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-from quire.entrypoints.openai.protocol.requests import CompletionRequest, GenerationRequest
+from quire.engine.input_processor import check_listed_ids
+from quire.engine.tokenizer import beside_loop
+from quire.entrypoints.openai.protocol.requests import CompletionRequest, GenerationRequest, RequestModel
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import ValidationError
 from quire.inputs import TokensPrompt
@@ -33,7 +34,13 @@ async def completion_prompts(server: ServerState, request: CompletionRequest) ->
             f"{MAX_SEQUENCES}",
             param="n",
         )
-    tokenized = await asyncio.to_thread(_tokenize_all, server, prompts, request.add_special_tokens)
+    lists = (request.stop_token_ids, request.allowed_token_ids, request.logit_bias)
+    check_listed_ids(sum(len(one or ()) for one in lists), len(prompts) * num_each)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    for text in texts:
+        check_text(server, text, request)
+    num_chars = sum(map(len, texts))
+    tokenized = await beside_loop(num_chars, _tokenize_all, server, prompts, request.add_special_tokens)
     return [with_options(prompt, request) for prompt in tokenized]
 
 
@@ -54,6 +61,16 @@ def split_prompts(prompt: Any) -> list[str | list[int]]:
     for one in prompts:
         _check_prompt(one)
     return prompts
+
+
+def check_text(server: ServerState, text: str, request: RequestModel) -> None:
+    """Refuse a text that is too long however it is tokenized; one that will be cut, or only counted, may be that.
+
+    Raises:
+        ValidationError: with the least number of tokens that it has.
+    """
+    if isinstance(request, GenerationRequest) and request.truncate_prompt_tokens is None:
+        server.engine.input_processor.check_text(text)
 
 
 def with_options(prompt: TokensPrompt, request: GenerationRequest) -> TokensPrompt:

@@ -19,6 +19,7 @@ from quire.entrypoints.openai.protocol.requests import GenerationRequest
 from quire.entrypoints.openai.sampling import client_names
 from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.streaming import EventStream
+from quire.entrypoints.openai.tenant import apply_terms
 from quire.outputs import RequestOutput
 
 
@@ -41,6 +42,7 @@ class Answer(Protocol):
 async def respond(request: Request, body: GenerationRequest, answer: Answer) -> Response:
     """Generate, and answer whole or as a stream."""
     in_flight = server_of(request).in_flight
+    apply_terms(request, body)
     with client_names(body):
         outputs = await answer.start()
         if not body.stream:

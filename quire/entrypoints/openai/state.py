@@ -17,6 +17,7 @@ from quire.config import ServerConfig
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.entrypoints.chat.tool_parser import ToolParser, resolve_tool_parser
 from quire.entrypoints.openai.in_flight import InFlight
+from quire.entrypoints.openai.keys import Keyring
 from quire.errors import NotFoundError, ValidationError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class ServerState:
     engine: AsyncLLM
     config: ServerConfig
     registry: CollectorRegistry
-    uses_keys: bool = False
+    keys: Keyring
     in_flight: InFlight = field(default_factory=InFlight)
     draining: bool = False
 
@@ -70,7 +71,7 @@ class ServerState:
     @functools.cached_property
     def idle_fields(self) -> frozenset[str]:
         """Fields that mean nothing as this server is configured: `user` is a tenant only if no key is."""
-        shares = self.engine.config.scheduler.scheduling_policy == "fair" and not self.uses_keys
+        shares = self.engine.config.scheduler.scheduling_policy == "fair" and not self.keys
         return frozenset() if shares else frozenset({"user"})
 
     def prepare(self) -> None:

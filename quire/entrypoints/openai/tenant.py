@@ -1,4 +1,4 @@
-"""Whose share a request takes under the fair policy.
+"""On whose terms a request runs: whose share it takes, how urgent it is, whose prefix cache it sees, and for how long.
 
 Invariant: where keys are in use the key decides, and nothing that a client writes can change it.
 """
@@ -6,17 +6,55 @@ Invariant: where keys are in use the key decides, and nothing that a client writ
 from __future__ import annotations
 
 import hashlib
+import math
 
 from starlette.requests import Request
 
 from quire.entrypoints.openai.protocol.requests import GenerationRequest
+from quire.entrypoints.openai.state import server_of
+from quire.errors import ValidationError
 
-
-def tenant_of_key(key: bytes) -> str:
-    """A name for an API key, which can be shown and written to a command line, as the key cannot."""
-    return f"key-{hashlib.sha256(key).hexdigest()[:12]}"
+TIMEOUT_HEADER = "x-request-timeout"
 
 
 def tenant_of(request: Request, body: GenerationRequest) -> str:
-    """The key's name if the server has keys, else the field `user`."""
+    """The name of the key's tenant if the server has keys, else the field `user`."""
     return str(request.scope["state"].get("tenant") or body.user or "")
+
+
+def apply_terms(request: Request, body: GenerationRequest) -> None:
+    """Write into a request what the server and the key say of it.
+
+    Raises:
+        ValidationError: its deadline is no number of seconds.
+    """
+    server, name = server_of(request), request.scope["state"].get("tenant")
+    body.timeout = _timeout(request, body) or server.config.request_timeout or None
+    tenant = server.keys.tenants.get(name)
+    if tenant is None:
+        return
+    body.priority = body.priority or tenant.priority
+    if not tenant.shared_cache:
+        body.cache_salt = _salt(name, body.cache_salt)
+
+
+def _timeout(request: Request, body: GenerationRequest) -> float | None:
+    """The body's field, else the header."""
+    text = request.headers.get(TIMEOUT_HEADER)
+    if body.timeout is not None or text is None:
+        return body.timeout
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValidationError(
+            f"the header {TIMEOUT_HEADER} must be a positive number of seconds", param="timeout"
+        )
+    return seconds
+
+
+def _salt(tenant: str, own: str | None) -> str:
+    """Equal for equal pairs only; of fixed length, since salts are short."""
+    parts = [tenant, *([] if own is None else [own])]
+    return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).hexdigest()

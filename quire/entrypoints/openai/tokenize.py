@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.openai.chat_prompt import chat_token_ids
 from quire.entrypoints.openai.json_body import read_json
 from quire.entrypoints.openai.json_response import json_response
@@ -29,12 +28,15 @@ async def tokenize(request: Request) -> Response:
     if "messages" in raw:
         chat = checked(request, raw, TokenizeChatRequest)
         server.check_model(chat.model)
-        return _tokenized(server, await chat_token_ids(server, chat), chat.return_token_strs)
+        token_ids = await chat_token_ids(server, chat)
+        return await _tokenized(server, token_ids, chat.return_token_strs)
     body = checked(request, raw, TokenizeRequest)
     server.check_model(body.model)
     encode = server.tokenizer.encode
-    token_ids = await asyncio.to_thread(encode, body.prompt, add_special_tokens=body.add_special_tokens)
-    return _tokenized(server, token_ids, body.return_token_strs)
+    token_ids = await beside_loop(
+        len(body.prompt), encode, body.prompt, add_special_tokens=body.add_special_tokens
+    )
+    return await _tokenized(server, token_ids, body.return_token_strs)
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
@@ -49,11 +51,16 @@ async def detokenize(request: Request) -> Response:
             raise ValidationError(
                 f"tokens has {token_id}, but token ids are integers in [0, {vocab_size - 1}]", param="tokens"
             )
-    text = await asyncio.to_thread(server.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    decode = server.tokenizer.decode
+    text = await beside_loop(len(body.tokens), decode, body.tokens, skip_special_tokens=False)
     return json_response(Detokenized(text))
 
 
-def _tokenized(server: ServerState, token_ids: list[int], with_texts: bool) -> Response:
-    texts = [server.tokenizer.token_text(token_id) for token_id in token_ids] if with_texts else None
+async def _tokenized(server: ServerState, token_ids: list[int], with_texts: bool) -> Response:
+    texts = await beside_loop(len(token_ids), _texts, server, token_ids) if with_texts else None
     max_model_len = server.engine.config.model.max_model_len
     return json_response(Tokenized(len(token_ids), max_model_len, token_ids, texts))
+
+
+def _texts(server: ServerState, token_ids: list[int]) -> list[str]:
+    return list(map(server.tokenizer.token_text, token_ids))

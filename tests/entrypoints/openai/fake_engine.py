@@ -93,6 +93,8 @@ class FakeEngine:
         self.closed: list[str] = []
         self.seen: list[tuple[Any, SamplingParams]] = []
         self.tenants: list[str] = []
+        self.timeouts: list[float | None] = []
+        self.late_after: int | None = None
         self.is_full = False
         self.stat_loggers: list[StatLogger] = []
         self.was_shut_down = False
@@ -141,6 +143,7 @@ class FakeEngine:
         *,
         priority: int = 0,
         tenant: str = "",
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
         tokenized = self.input_processor.tokenize(prompt)
@@ -148,6 +151,7 @@ class FakeEngine:
             request_id, tokenized, sampling_params, priority=priority, tenant=tenant
         )
         self.tenants.append(tenant)
+        self.timeouts.append(timeout_s)
         self.seen.append((prompt, sampling_params))
         text = self.tokenizer.decode(tokenized.token_ids, skip_special_tokens=False) if self.tokenizer else ""
         sequences = [
@@ -176,6 +180,11 @@ class FakeEngine:
         self, sequences: list[_Sequence], params: SamplingParams
     ) -> AsyncGenerator[list[CompletionOutput], None]:
         num_steps, delta = 0, params.output_kind is RequestOutputKind.DELTA
+        if self.late_after == 0:
+            for sequence in sequences:
+                sequence.finish_reason = "timeout"
+            yield [sequence.news() for sequence in sequences]
+            return
         while active := [sequence for sequence in sequences if sequence.finish_reason is None]:
             await self._maybe_misbehave(num_steps)
             num_steps += 1
@@ -183,6 +192,8 @@ class FakeEngine:
                 sequence.step()
                 if self.fail_after is not None and num_steps > self.fail_after:
                     sequence.finish_reason = "error"
+                if num_steps == self.late_after:
+                    sequence.finish_reason = "timeout"
             self._tell_loggers(len(active))
             if delta:
                 yield [sequence.news() for sequence in active]

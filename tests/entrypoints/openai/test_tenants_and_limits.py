@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.entrypoints.openai.tenant import tenant_of_key
+from quire.entrypoints.openai.keys import tenant_of_key
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
 

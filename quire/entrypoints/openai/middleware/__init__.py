@@ -1,4 +1,5 @@
-"""What every request passes, outermost first: metrics, boundary, HEAD, CORS, auth, availability, body encoding, limit.
+"""What every request passes, outermost first: metrics, boundary, header limit, HEAD, CORS, auth, quota, availability,
+body encoding, body limit.
 
 Plain ASGI callables: none of them buffers a body, and all decide from the raw scope.
 """

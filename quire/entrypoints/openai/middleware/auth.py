@@ -6,35 +6,28 @@ will use and at nothing else of the request; keys are compared in constant time.
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Sequence
-
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.entrypoints.openai.errors import request_id_of, response_of
-from quire.entrypoints.openai.tenant import tenant_of_key
+from quire.entrypoints.openai.keys import Keyring
 from quire.errors import AuthenticationError
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping"})
 
 
 class Auth:
-    """Lets everything pass if there are no keys; leaves the name of the one that was used in the request's state.
+    """Lets everything pass if there are no keys; leaves the name of the key's tenant in the request's state.
 
     Args:
         open_paths: paths that need no key.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        api_keys: Sequence[str],
-        root_path: str = "",
-        open_paths: frozenset[str] = OPEN_PATHS,
+        self, app: ASGIApp, keys: Keyring, root_path: str = "", open_paths: frozenset[str] = OPEN_PATHS
     ) -> None:
         self._app = app
-        self._keys = {tenant_of_key(key.encode()): key.encode() for key in api_keys}
+        self._keys = keys
         self._open_paths = open_paths | {root_path + path for path in open_paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,14 +40,9 @@ class Auth:
         await self._app(scope, receive, send)
 
     def _tenant(self, scope: Scope) -> str | None:
-        """Name of the key that the request brings; None if it brings none of ours."""
+        """Whose key the request brings; None if it brings none of ours."""
         key = _given_key(Headers(scope=scope))
-        if key is None:
-            return None
-        given = key.strip().encode("latin-1")
-        # All keys are compared, so that the time does not tell which one came near.
-        found = [name for name, key in self._keys.items() if hmac.compare_digest(given, key)]
-        return found[0] if found else None
+        return None if key is None else self._keys.tenant_of(key.strip().encode("latin-1"))
 
 
 def _given_key(headers: Headers) -> str | None:

@@ -1,6 +1,6 @@
-"""Limits the size of request bodies.
+"""Limits the size of requests: of their heads, and of their bodies.
 
-Invariant: bytes are counted while they are read, so a body without a declared length, or with a false one,
+Invariant: of a body, bytes are counted while they are read, so a body without a declared length, or with a false one,
 costs no more memory than the limit.
 """
 
@@ -10,7 +10,29 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.entrypoints.openai.errors import request_id_of, response_of
-from quire.errors import PayloadTooLargeError
+from quire.errors import HeadersTooLargeError, PayloadTooLargeError
+
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 32 * 2**10
+
+
+class HeaderLimit:
+    """What the HTTP server has read anyway may be larger, if it came at once."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope["headers"]
+        num_bytes = sum(len(name) + len(value) for name, value in headers)
+        if len(headers) <= MAX_HEADERS and num_bytes <= MAX_HEADER_BYTES:
+            await self._app(scope, receive, send)
+            return
+        error = HeadersTooLargeError(
+            f"the request has {len(headers)} headers of {num_bytes} bytes; {MAX_HEADERS} and {MAX_HEADER_BYTES} are "
+            "allowed"
+        )
+        await response_of(error, request_id_of(scope))(scope, receive, send)
 
 
 class BodyLimit:

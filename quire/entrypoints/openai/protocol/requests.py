@@ -85,6 +85,7 @@ class GenerationRequest(RequestModel):
     priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)
     cache_salt: str | None = Field(None, min_length=1, max_length=128)
     user: str | None = Field(None, max_length=256)
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
 
 
 class CompletionRequest(GenerationRequest):

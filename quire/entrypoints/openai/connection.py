@@ -1,0 +1,164 @@
+"""One HTTP connection, on uvicorn's, with an end to every wait for its client.
+
+Invariant: a client that is slow, silent or gone keeps a connection for a bounded time, whatever it was doing, and more
+connections than there are file descriptors for are answered at once instead of failing somewhere. A connection that is
+cut ends its request, as a disconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import resource
+import sys
+from typing import Any
+
+import h11
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from quire.config import ServerConfig
+from quire.entrypoints.openai.errors import error_body, response_of
+from quire.errors import UnavailableError
+
+RESERVED_FILES = 64
+"""Descriptors for all that is no admitted client: the core's sockets, files, and those who are told to come later."""
+LEAST_CONNECTIONS = 8
+MAX_EXTRA = 16
+"""Connections beyond the limit that get an answer; those beyond these are closed without one."""
+EXTRA_READ_S = 1.0
+LEAST_PROGRESS_BYTES = 16 * 2**10
+"""What a client must read within the write timeout, unless that empties the buffer."""
+
+
+def protocol_class(config: ServerConfig) -> functools.partial[Connection]:
+    """What uvicorn makes for every connection."""
+    return functools.partial(Connection, limits=config, max_connections=max_connections(config))
+
+
+def max_connections(config: ServerConfig) -> int:
+    """As configured, else what the limit of open files leaves."""
+    if config.max_connections:
+        return config.max_connections
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if num_files == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(LEAST_CONNECTIONS, num_files - RESERVED_FILES)
+
+
+class Connection(H11Protocol):
+    """Two clocks: one until the request has come in as a whole, one while the client leaves what it was sent unread."""
+
+    def __init__(self, *args: Any, limits: ServerConfig, max_connections: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._max_connections = max_connections
+        self._read_timeout = limits.read_timeout
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        num_extra = len(self.connections) - self._max_connections
+        if num_extra > MAX_EXTRA:
+            transport.abort()
+        elif num_extra > 0:
+            self.app, self._read_timeout = self._come_later, min(EXTRA_READ_S, self._read_timeout)
+        self._watch_reading()
+
+    def data_received(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            if not self.flow.write_paused:
+                self._watch_writing_anew()  # whoever goes on asking has read what came before
+            super().data_received(data)
+            self._watch_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _cancel(self._read_timer, self._write_timer)
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_reading()
+        self._watch_writing()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing_anew()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch_writing_anew()
+
+    def _watch_reading(self) -> None:
+        """The clock runs while a request is awaited; where one has been answered, that is keep-alive's business."""
+        if self.transport.is_closing() or not self._awaits_more:
+            _cancel(self._read_timer)
+            self._read_timer = None
+        elif self._read_timer is None:
+            self._read_timer = self.loop.call_later(self._read_timeout, self._on_read_timeout)
+
+    @property
+    def _awaits_more(self) -> bool:
+        """Whether the client has a request to begin or to finish."""
+        if self.conn.their_state is h11.SEND_BODY:
+            return True
+        is_first = self.cycle is None
+        return self.conn.their_state is h11.IDLE and (is_first or bool(self.conn.trailing_data[0]))
+
+    def _on_read_timeout(self) -> None:
+        """Say so, if nothing has been answered yet, and hang up."""
+        self._read_timer = None
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send_408()
+        self.transport.close()
+        self._watch_writing()
+
+    def _send_408(self) -> None:
+        message = f"the request did not come in within {self._read_timeout:g} seconds (--read-timeout)"
+        body = json.dumps(error_body(message, "RequestTimeoutError", 408)).encode()
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        head = h11.Response(status_code=408, headers=headers, reason=STATUS_PHRASES[408])
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+
+    async def _come_later(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application of a connection beyond the limit."""
+        message = f"the server has {self._max_connections} connections, which is its limit; try again later"
+        response = response_of(UnavailableError(message), "unknown")
+        response.headers["connection"] = "close"
+        await response(scope, receive, send)
+
+    def _watch_writing(self) -> None:
+        """The clock runs while bytes wait for the client and nothing but its reading can free them."""
+        num_bytes = self.transport.get_write_buffer_size()
+        if self._write_timer is None and num_bytes:
+            self._write_timer = self.loop.call_later(
+                self._limits.write_timeout, self._on_write_timeout, num_bytes
+            )
+
+    def _watch_writing_anew(self) -> None:
+        _cancel(self._write_timer)
+        self._write_timer = None
+        self._watch_writing()
+
+    def _on_write_timeout(self, num_before: int) -> None:
+        self._write_timer = None
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_bytes > max(0, num_before - LEAST_PROGRESS_BYTES) and self._waits_for_reader:
+            self.transport.abort()
+        else:
+            self._watch_writing()
+
+    @property
+    def _waits_for_reader(self) -> bool:
+        """Whether no more is written before the client reads."""
+        is_over = self.transport.is_closing() or self.cycle is None or self.cycle.response_complete
+        return self.flow.write_paused or is_over
+
+
+def _cancel(*timers: asyncio.TimerHandle | None) -> None:
+    for timer in timers:
+        if timer is not None:
+            timer.cancel()

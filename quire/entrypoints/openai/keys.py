@@ -1,0 +1,133 @@
+"""Who may use the server: its keys, and what each tenant that they name is given.
+
+Invariant: no key is kept, only its SHA-256, and a given key is compared with all of them in constant time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+
+HASHED = "sha256:"
+INT64 = msgspec.Meta(ge=-(2**63), le=2**63 - 1)
+Limit = Annotated[int, msgspec.Meta(ge=1)] | None
+"""None: there is none."""
+
+
+class Tenant(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What the holders of some keys share; documented in docs/security.md."""
+
+    keys: list[str] = []
+    priority: Annotated[int, INT64] = 0
+    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    max_concurrent: Limit = None
+    requests_per_minute: Limit = None
+    tokens_per_minute: Limit = None
+    shared_cache: bool = False
+
+
+class Keyring:
+    """The tenants by name, and which of them a key belongs to; without any key the server is open to all.
+
+    Raises:
+        ConfigError: a key is no key, or belongs to two tenants.
+    """
+
+    def __init__(self, tenants: Mapping[str, Tenant]) -> None:
+        self.tenants = dict(tenants)
+        self._names: dict[bytes, str] = {}
+        for name, tenant in tenants.items():
+            for key in tenant.keys:
+                digest = _digest(name, key)
+                if self._names.setdefault(digest, name) != name:
+                    raise ConfigError(
+                        f"--api-key-file: the tenants {self._names[digest]!r} and {name!r} have the same key"
+                    )
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def tenant_of(self, key: bytes) -> str | None:
+        """The name of the tenant who has this key."""
+        given = hashlib.sha256(key).digest()
+        # All are compared, so that the time does not tell which one came near.
+        found = [name for digest, name in self._names.items() if hmac.compare_digest(given, digest)]
+        return found[0] if found else None
+
+    def weighted(self, config: EngineConfig) -> EngineConfig:
+        """The engine's configuration with the tenants' weights.
+
+        Raises:
+            ConfigError: a weight or a priority would have no effect under the scheduling policy.
+        """
+        weights = {name: tenant.weight for name, tenant in self.tenants.items() if tenant.weight != 1.0}
+        policy = config.scheduler.scheduling_policy
+        if weights and policy != "fair":
+            raise ConfigError("--api-key-file: a weight needs --scheduling-policy fair")
+        if policy != "priority" and any(tenant.priority for tenant in self.tenants.values()):
+            raise ConfigError("--api-key-file: a priority needs --scheduling-policy priority")
+        if not weights:
+            return config
+        return config.evolve(fair_weights={**config.scheduler.fair_weights, **weights})
+
+
+def make_keyring(keys: Sequence[str], path: str | None) -> Keyring:
+    """Of keys given one by one, each of which is a tenant of its own, and those of a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or something in it is wrong.
+    """
+    alone = {tenant_of_key(key.encode()): Tenant(keys=[key], shared_cache=True) for key in keys}
+    return Keyring({**alone, **(_read(path) if path is not None else {})})
+
+
+def tenant_of_key(key: bytes) -> str:
+    """A name for an API key, which can be shown and written to a command line, as the key cannot."""
+    return f"key-{hashlib.sha256(key).hexdigest()[:12]}"
+
+
+def _read(path: str) -> dict[str, Tenant]:
+    import yaml  # only a server with such a file pays for it
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        tenants = msgspec.convert(content, dict[str, Tenant])
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError):
+        # Without the reason, which may quote a key.
+        raise ConfigError(f"--api-key-file {path} is not YAML") from None
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--api-key-file {path}: {error}") from None
+    for name, tenant in tenants.items():
+        if not 0 < len(name) <= 256 or not tenant.keys or not math.isfinite(tenant.weight):
+            raise ConfigError(
+                f"--api-key-file {path}: the tenant {name!r:.80} needs a name of 1 to 256 characters, a key and a "
+                "finite weight"
+            )
+    return tenants
+
+
+def _digest(name: str, key: str) -> bytes:
+    if not key.startswith(HASHED):
+        if not key or key != key.strip():
+            raise ConfigError(f"a key of {name!r} is empty, or begins or ends with white space")
+        return hashlib.sha256(key.encode()).digest()
+    try:
+        digest = bytes.fromhex(key.removeprefix(HASHED))
+    except ValueError:
+        digest = b""
+    if len(digest) != hashlib.sha256().digest_size:
+        raise ConfigError(
+            f"--api-key-file: a key of {name!r} begins with {HASHED}, but 64 hex digits do not follow"
+        )
+    return digest

@@ -1,0 +1,118 @@
+"""What a tenant may use in a minute, and at once.
+
+Invariant: counted per tenant of the keys, so a client cannot split itself; a request is refused before its body is
+read. Tokens are counted when they have been computed, by the engine's own statistics, so that a request may overdraw
+the minute's tokens, and the next ones wait until the debt is paid.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.entrypoints.openai.errors import request_id_of, response_of
+from quire.entrypoints.openai.keys import Tenant
+from quire.errors import RateLimitError
+from quire.metrics.stats import IterationStats
+from quire.scheduler.output import SchedulerStats
+
+Clock = Callable[[], float]
+
+
+class Bucket:
+    """A minute's allowance, which fills steadily; `limit` None: there is no end of it."""
+
+    def __init__(self, limit: int | None, clock: Clock) -> None:
+        self._limit = math.inf if limit is None else float(limit)
+        self._level = self._limit
+        self._clock = clock
+        self._filled_at = clock()
+
+    def wait_s(self, wanted: float) -> float:
+        """Seconds until `wanted` is there; 0: now."""
+        if self._limit == math.inf:
+            return 0.0
+        now = self._clock()
+        self._level = min(self._limit, self._level + (now - self._filled_at) * self._limit / 60)
+        self._filled_at = now
+        return max(0.0, (wanted - self._level) * 60 / self._limit)
+
+    def take(self, amount: float) -> None:
+        self._level -= amount
+
+
+class Meter:
+    """One tenant's use."""
+
+    def __init__(self, tenant: Tenant, clock: Clock) -> None:
+        self._tenant = tenant
+        self._num_running = 0
+        self._requests = Bucket(tenant.requests_per_minute, clock)
+        self.tokens = Bucket(tenant.tokens_per_minute, clock)
+
+    def enter(self) -> None:
+        """Count a request that begins; every one that may is to `leave`.
+
+        Raises:
+            RateLimitError: it may not yet.
+        """
+        tenant = self._tenant
+        if tenant.max_concurrent is not None and self._num_running >= tenant.max_concurrent:
+            raise RateLimitError(
+                f"{self._num_running} requests of this key are running, its limit", retry_after=1
+            )
+        _refuse_for(self._requests.wait_s(1), f"{tenant.requests_per_minute} requests per minute")
+        _refuse_for(self.tokens.wait_s(1), f"{tenant.tokens_per_minute} tokens per minute")
+        self._requests.take(1)
+        self._num_running += 1
+
+    def leave(self) -> None:
+        self._num_running -= 1
+
+
+def _refuse_for(wait_s: float, limit: str) -> None:
+    if wait_s > 0:
+        raise RateLimitError(f"the limit of this key is {limit}", retry_after=math.ceil(wait_s))
+
+
+class Meters:
+    """All tenants' meters; as a logger of the engine's statistics it sees the tokens of every request that ended."""
+
+    def __init__(self, tenants: Mapping[str, Tenant], clock: Clock = time.monotonic) -> None:
+        self._meters = {name: Meter(tenant, clock) for name, tenant in tenants.items()}
+
+    def __getitem__(self, tenant: str) -> Meter:
+        return self._meters[tenant]
+
+    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+        for one in iteration.finished:
+            if one.tenant in self._meters:
+                num_computed = one.num_prompt_tokens - one.num_cached_tokens
+                self._meters[one.tenant].tokens.take(num_computed + one.num_generation_tokens)
+
+
+class Quota:
+    """429 with Retry-After for work of a tenant who has used up what it may; what only asks is free."""
+
+    def __init__(self, app: ASGIApp, meters: Meters) -> None:
+        self._app = app
+        self._meters = meters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = scope["state"]["tenant"]
+        if tenant is None or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        meter = self._meters[tenant]
+        try:
+            meter.enter()
+        except RateLimitError as error:
+            await response_of(error, request_id_of(scope))(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            meter.leave()

@@ -1,0 +1,68 @@
+"""A request that takes too long ends with what it has, or with an error that says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.entrypoints.openai.fake_engine import FakeEngine
+from tests.entrypoints.openai.serving import client_for, stream
+
+COMPLETION: tuple[str, dict[str, Any]] = ("/v1/completions", {"prompt": "hi"})
+CHAT: tuple[str, dict[str, Any]] = (
+    "/v1/chat/completions",
+    {"messages": [{"role": "user", "content": "hi"}]},
+)
+ROUTES = pytest.mark.parametrize(("path", "body"), [COMPLETION, CHAT])
+
+
+@ROUTES
+async def test_the_field_wins_over_the_header_and_the_header_over_the_server(
+    path: str, body: dict[str, Any]
+) -> None:
+    engine = FakeEngine()
+    async with client_for(engine, request_timeout=9.0) as client:
+        await client.post(path, json={**body, "timeout": 2}, headers={"x-request-timeout": "5"})
+        await client.post(path, json=body, headers={"x-request-timeout": "5"})
+        await client.post(path, json=body)
+    async with client_for(engine) as client:
+        await client.post(path, json=body)
+    assert engine.timeouts == [2, 5, 9, None]
+
+
+@ROUTES
+async def test_a_bad_deadline_is_refused(path: str, body: dict[str, Any]) -> None:
+    async with client_for(FakeEngine()) as client:
+        for timeout in (0, -1, "5", True):
+            response = await client.post(path, json={**body, "timeout": timeout})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "timeout")
+        for header in ("0", "-1", "nan", "inf", "soon", ""):
+            response = await client.post(path, json=body, headers={"x-request-timeout": header})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "timeout"), header
+
+
+@ROUTES
+async def test_a_text_that_is_cut_short_ends_as_if_at_its_length(path: str, body: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    engine.late_after = 3
+    async with client_for(engine) as client:
+        whole = (await client.post(path, json=body)).json()["choices"][0]
+        chunks = await stream(client, path, **body)
+    assert (whole["finish_reason"], whole["stop_reason"]) == ("length", "timeout")
+    assert "Rep" in (whole.get("text"), whole.get("message", {}).get("content"))
+    last = chunks[-1]["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == ("length", "timeout")
+
+
+@ROUTES
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_without_any_text_it_is_an_error_that_clients_do_not_retry(
+    path: str, body: dict[str, Any], streamed: bool
+) -> None:
+    engine = FakeEngine()
+    engine.late_after = 0
+    async with client_for(engine) as client:
+        response = await client.post(path, json={**body, "stream": streamed})
+    assert (response.status_code, response.headers["x-should-retry"]) == (504, "false")
+    assert response.json()["error"]["type"] == "DeadlineExceededError"
