@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,15 +16,20 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire import __version__
 from quire.config import ServerConfig
+from quire.entrypoints import anthropic, ollama
 from quire.entrypoints.openai import (
     chat_completions,
     completions,
+    front_page,
     health,
     metrics,
     models,
     prefix_cache,
+    requests,
+    responses,
     tokenize,
 )
+from quire.entrypoints.openai.admin import admin_key
 from quire.entrypoints.openai.errors import handle_http_exception, handle_quire_error
 from quire.entrypoints.openai.middleware.auth import Auth
 from quire.entrypoints.openai.middleware.availability import Availability
@@ -38,11 +43,13 @@ from quire.metrics.prometheus import PrometheusStatLogger
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
 
-ROUTERS = tuple(
-    family.router for family in (completions, chat_completions, models, tokenize, health, metrics)
-)
-DEV_ROUTERS = (prefix_cache.router,)
-"""For `--server-dev-mode`."""
+FAMILIES = (
+    front_page, completions, chat_completions, responses, anthropic, ollama, models, tokenize, requests, health,
+    metrics,
+)  # fmt: skip
+"""Modules and packages with a `router`, in the order of the published schema."""
+CONTROLS = (requests.controls, prefix_cache.controls)
+"""What acts on all requests: for the admin key."""
 
 
 def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
@@ -62,9 +69,17 @@ def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.state.server = state
     app.add_exception_handler(QuireError, handle_quire_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
-    for router in ROUTERS + (DEV_ROUTERS if config.server_dev_mode else ()):
+    for router in routers(config):
         app.include_router(router)
     return app
+
+
+def routers(config: ServerConfig) -> list[APIRouter]:
+    """What this configuration offers."""
+    chosen = [family.router for family in FAMILIES]
+    if config.enable_tokenizer_info_endpoint:
+        chosen.append(tokenize.info_router)
+    return [*chosen, *CONTROLS] if admin_key(config) else chosen
 
 
 def _middleware(state: ServerState) -> list[Middleware]:
@@ -80,7 +95,7 @@ def _middleware(state: ServerState) -> list[Middleware]:
             )
         )
     layers += [
-        Middleware(Auth, api_keys=api_keys(config), root_path=config.root_path),
+        Middleware(Auth, api_keys=accepted_keys(config), root_path=config.root_path),
         Middleware(
             Availability,
             why_not=lambda: state.unavailable,
@@ -90,6 +105,12 @@ def _middleware(state: ServerState) -> list[Middleware]:
         Middleware(BodyLimit, max_bytes=config.max_request_bytes),
     ]
     return layers
+
+
+def accepted_keys(config: ServerConfig) -> tuple[str, ...]:
+    """The keys that open the server; none: it is open to all."""
+    keys, admin = api_keys(config), admin_key(config)
+    return (*keys, admin) if keys and admin and admin not in keys else keys
 
 
 def api_keys(config: ServerConfig) -> tuple[str, ...]:

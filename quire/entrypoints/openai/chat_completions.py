@@ -108,22 +108,28 @@ class ChatAnswer:
         )
 
     async def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self.chunks(outputs)) as chunks:
+            async for chunk in chunks:
+                yield frame(chunk)
+
+    async def chunks(self, outputs: Outputs) -> AsyncGenerator[ChatChunk, None]:
+        """The stream, before it is written: one with the roles, the deltas, and the usage if it is wanted."""
         usage = StreamUsage(
             self._request.stream_options, force=self._server.config.enable_force_include_usage
         )
         async with aclosing(outputs):
             async for _, output in outputs:
+                usage.add(0, output)
                 if not self._choices:
                     prompt_token_ids = output.prompt_token_ids if self._request.return_token_ids else UNSET
                     for opening in self._openings():
-                        yield frame(self._chunk([opening], usage.of_chunk(), prompt_token_ids))
-                usage.add(0, output)
+                        yield self._chunk([opening], usage.of_chunk(), prompt_token_ids)
                 for completion in output.outputs:
                     choice = self._chunk_choice(completion)
                     if _has_news(choice):
-                        yield frame(self._chunk([choice], usage.of_chunk()))
+                        yield self._chunk([choice], usage.of_chunk())
         if usage.wanted:
-            yield frame(self._chunk([], usage.total()))
+            yield self._chunk([], usage.total())
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         part = self._take(completion)

@@ -29,6 +29,9 @@ class Outputs:
         prompts: any number; each runs as an engine request of its own.
         request_id: of the HTTP request; the engine's ids are derived from it.
         stream_interval: tokens of one prompt that are gathered before an output is passed on.
+
+    Attributes:
+        last: the output that was passed on last.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Outputs:
         ]
         self._outputs = _numbered(generators[0]) if len(generators) == 1 else _merged(generators)
         self._first: list[Indexed] = []
+        self.last: RequestOutput | None = None
 
     async def prime(self) -> None:
         """Wait for the first output, so that a refusal comes before the response has begun."""
@@ -68,7 +72,9 @@ class Outputs:
         return self
 
     async def __anext__(self) -> Indexed:
-        return self._first.pop() if self._first else await anext(self._outputs)
+        item = self._first.pop() if self._first else await anext(self._outputs)
+        self.last = item[1]
+        return item
 
     async def aclose(self) -> None:
         await self._outputs.aclose()
