@@ -1,8 +1,7 @@
 """Chat completions in the shapes of other APIs.
 
 Invariant: another API's request becomes a chat request under all of chat's rules, and its answer is made from chat's
-answer: there is no second way through the server. A whole answer and a stream go through the same writer, the one in
-one piece, the other in many.
+chunks: there is no second way through the server. A whole answer is the end of a stream that nobody sees.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.parsing import checked
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest
 from quire.entrypoints.openai.protocol.responses import (
-    ChatChoice,
+    ChatChunk,
     ChatChunkChoice,
     TokenLogprob,
     ToolCallMessage,
@@ -31,6 +30,7 @@ from quire.entrypoints.openai.protocol.responses import (
 )
 from quire.entrypoints.openai.respond import respond
 from quire.entrypoints.openai.state import server_of
+from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import Wire
 from quire.entrypoints.openai.tenant import tenant_of
 from quire.errors import ValidationError
@@ -87,28 +87,30 @@ class TranslatedAnswer:
         return await self._chat.start()
 
     def whole(self, outputs: list[RequestOutput]) -> msgspec.Struct:
-        completion, stats = self._chat.whole(outputs), outputs[0].metrics
-        (choice,) = completion.choices
-        _drain(self._writer.opening(completion.usage))
-        _drain(self._writer.take(_piece_of_choice(choice)))
-        _drain(self._writer.closing(completion.usage, stats))
+        """A stream of one output, whose events nobody sees."""
+        (output,) = outputs
+        usage = StreamUsage(None, force=True)
+        for chunk in self._chat.chunks_of(output, usage):
+            deque(self._events(chunk, output.metrics), maxlen=0)
+        deque(self._writer.closing(usage.total(), output.metrics), maxlen=0)
         return self._writer.result()
 
     async def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._chat.chunks(outputs)) as chunks:
-            opens = True
             async for chunk in chunks:
-                assert isinstance(chunk.usage, Usage)
                 assert outputs.last is not None
-                if opens:
-                    events = self._writer.opening(chunk.usage)
-                elif chunk.choices:
-                    events = self._writer.take(_piece_of_delta(chunk.choices[0]))
-                else:
-                    events = self._writer.closing(chunk.usage, outputs.last.metrics)
-                opens = False
-                for event in events:
+                for event in self._events(chunk, outputs.last.metrics):
                     yield self._writer.encode(event)
+
+    def _events(self, chunk: ChatChunk, stats: RequestStateStats) -> Iterable[msgspec.Struct]:
+        """Of chat's first chunk, which has the role; of one that adds something; of the last, which has no choices."""
+        assert isinstance(chunk.usage, Usage)
+        if not chunk.choices:
+            return self._writer.closing(chunk.usage, stats)
+        (choice,) = chunk.choices
+        if choice.delta.role is not UNSET:
+            return self._writer.opening(chunk.usage)
+        return self._writer.take(_piece(choice))
 
 
 async def respond_translated(
@@ -157,30 +159,12 @@ def given(body: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
-def _piece_of_choice(choice: ChatChoice) -> Piece:
-    message = choice.message
-    calls = [] if message.tool_calls is UNSET else message.tool_calls
-    for index, call in enumerate(calls):
-        call.index = index
-    return Piece(
-        content=message.content or "",
-        tool_calls=calls,
-        logprobs=choice.logprobs.content if choice.logprobs else [],
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-    )
-
-
-def _piece_of_delta(choice: ChatChunkChoice) -> Piece:
+def _piece(choice: ChatChunkChoice) -> Piece:
     delta = choice.delta
     return Piece(
-        content="" if delta.content is UNSET else delta.content or "",
+        content="" if delta.content is UNSET else delta.content,
         tool_calls=[] if delta.tool_calls is UNSET else delta.tool_calls,
         logprobs=choice.logprobs.content if choice.logprobs else [],
         finish_reason=choice.finish_reason,
         stop_reason=None if choice.stop_reason is UNSET else choice.stop_reason,
     )
-
-
-def _drain(events: Iterable[msgspec.Struct]) -> None:
-    deque(events, maxlen=0)

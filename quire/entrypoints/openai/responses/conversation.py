@@ -44,6 +44,8 @@ def chat_fields(request: ResponsesRequest) -> Fields:
     if request.tool_choice is not None and (request.tools or request.tool_choice != "auto"):
         fields["tool_choice"] = _tool_choice(request.tool_choice)
     if request.top_logprobs is not None or LOGPROBS in (request.include or ()):
+        if request.tools:  # the tokens of a call would stand among those of the text
+            raise ValidationError("logprobs are not supported together with tools", param="top_logprobs")
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     form = (request.text or {}).get("format")
     return fields if form is None else {**fields, "response_format": _response_format(form)}
