@@ -26,7 +26,7 @@ from quire.entrypoints.anthropic.protocol import (
     TextDelta,
     ToolUseBlock,
 )
-from quire.entrypoints.openai.errors import anthropic_body, body_of
+from quire.entrypoints.openai.errors import anthropic_body, body_of, status_of
 from quire.entrypoints.openai.protocol.responses import ToolCallMessage, Usage
 from quire.entrypoints.openai.streaming import Wire
 from quire.entrypoints.openai.translation import Piece
@@ -36,7 +36,7 @@ STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tok
 
 
 def _error_event(error: BaseException, request_id: str) -> bytes:
-    body = anthropic_body(body_of(error, request_id), request_id)
+    body = anthropic_body(body_of(error, request_id), status_of(error), request_id)
     return b"event: error\ndata: " + msgspec.json.encode(body) + b"\n\n"
 
 

@@ -19,7 +19,7 @@ from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi import body_schema
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import server_of
-from quire.entrypoints.openai.translation import given, respond_translated
+from quire.entrypoints.openai.translation import given, note_ignored, respond_translated
 
 router = APIRouter()
 
@@ -53,6 +53,6 @@ def _writer(request: Request, body: TurnRequest, *, is_chat: bool) -> LineWriter
 async def _respond(
     request: Request, body: TurnRequest, fields: dict[str, object], writer: LineWriter
 ) -> Response:
-    request.state.ignored_fields += [*given(body, WITHOUT_EFFECT), *ignored_options(body)]
+    note_ignored(request, [*given(body, WITHOUT_EFFECT), *ignored_options(body)])
     answer_id = f"ollama-{request_id_of(request.scope)}"
     return await respond_translated(request, fields, writer, answer_id, CHAT_NAMES)

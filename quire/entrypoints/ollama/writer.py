@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET
 
 from quire.entrypoints.ollama.protocol import Call, CalledFunction, Line, TurnMessage
-from quire.entrypoints.openai.errors import body_of, ollama_body
+from quire.entrypoints.openai.errors import body_of, ollama_body, status_of
 from quire.entrypoints.openai.protocol.responses import TokenLogprob, ToolCallMessage, Usage
 from quire.entrypoints.openai.streaming import Wire
 from quire.entrypoints.openai.translation import Piece
@@ -23,7 +23,7 @@ DONE_REASONS = {"length": "length", "timeout": "length"}
 
 
 def _error_line(error: BaseException, request_id: str) -> bytes:
-    return msgspec.json.encode(ollama_body(body_of(error, request_id), request_id)) + b"\n"
+    return msgspec.json.encode(ollama_body(body_of(error, request_id), status_of(error), request_id)) + b"\n"
 
 
 def now() -> str:

@@ -124,6 +124,12 @@ class ChatAnswer:
         if usage.wanted:
             yield self._chunk([], usage.total())
 
+    def chunks_of_whole(self, output: RequestOutput) -> Iterator[ChatChunk]:
+        """The stream that a final output would have been, in one piece."""
+        usage = StreamUsage(None, force=True)
+        yield from self.chunks_of(output, usage)
+        yield self._chunk([], usage.total())
+
     def chunks_of(self, output: RequestOutput, usage: StreamUsage) -> Iterator[ChatChunk]:
         """What one output adds to the stream; the first one begins it."""
         usage.add(0, output)

@@ -53,36 +53,35 @@ def body_of(error: BaseException, request_id: str) -> dict[str, Any]:
     return error_body(sentence, QuireError.type, QuireError.status)
 
 
-def anthropic_body(body: dict[str, Any], request_id: str) -> dict[str, Any]:
-    """Anthropic's shape of the same error; types that have no status of their own go by their hundred."""
-    error = body["error"]
-    kind = ANTHROPIC_TYPES.get(
-        error["code"], "api_error" if error["code"] >= 500 else "invalid_request_error"
-    )
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": error["message"]},
-        "request_id": request_id,
-    }
+def status_of(error: BaseException) -> int:
+    """The HTTP status of the answer to an error."""
+    return error.status if isinstance(error, QuireError) else QuireError.status
 
 
-def ollama_body(body: dict[str, Any], request_id: str) -> dict[str, Any]:
-    """Ollama's shape: a sentence."""
+def anthropic_body(body: dict[str, Any], status: int, request_id: str) -> dict[str, Any]:
+    """The error as Anthropic's clients read it."""
+    kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error = {"type": kind, "message": body["error"]["message"]}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+def ollama_body(body: dict[str, Any], status: int, request_id: str) -> dict[str, Any]:
+    """The error as Ollama's clients read it: a sentence."""
     return {"error": body["error"]["message"]}
 
 
-SHAPES: dict[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
+SHAPES: dict[str, Callable[[dict[str, Any], int, str], dict[str, Any]]] = {
     "/v1/messages": anthropic_body,
     "/api/": ollama_body,
 }
-"""Start of a path -> how OpenAI's error object and the request's id become that API's."""
+"""Start of a path -> how OpenAI's body, the status and the request's id become that API's body."""
 
 
 class ErrorResponse(JSONResponse):
-    """An answer in OpenAI's shape, which becomes that of the path's own API when it is sent."""
+    """An answer with OpenAI's body, which becomes that of the path's own API when it is sent."""
 
-    def __init__(self, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(body, status_code=body["error"]["code"], headers=headers)
+    def __init__(self, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(body, status, headers)
         self._openai_body, self._more_headers = body, headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,13 +90,13 @@ class ErrorResponse(JSONResponse):
         if shape is None:
             await super().__call__(scope, receive, send)
             return
-        body = shape(self._openai_body, request_id_of(scope))
+        body = shape(self._openai_body, self.status_code, request_id_of(scope))
         await JSONResponse(body, self.status_code, self._more_headers)(scope, receive, send)
 
 
 def response_of(error: BaseException, request_id: str) -> ErrorResponse:
     """The whole HTTP answer to an error."""
-    return ErrorResponse(body_of(error, request_id), _headers(error))
+    return ErrorResponse(body_of(error, request_id), status_of(error), _headers(error))
 
 
 def frame_of(error: BaseException, request_id: str) -> bytes:
@@ -113,7 +112,8 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
     kind, sentence = HTTP_ERRORS.get(error.status_code, ("BadRequestError", "The request cannot be handled."))
-    return ErrorResponse(error_body(sentence, kind, error.status_code), error.headers)
+    body = error_body(sentence, kind, error.status_code)
+    return ErrorResponse(body, error.status_code, error.headers)
 
 
 def request_id_of(scope: Any) -> str:

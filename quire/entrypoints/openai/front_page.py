@@ -47,7 +47,6 @@ li {{ margin: .2em 0 }}
 
 
 @router.get("/")
-@router.head("/", include_in_schema=False)
 async def front_page(request: Request) -> Response:
     """Name, version, models, state and endpoints."""
     facts = _facts(request)

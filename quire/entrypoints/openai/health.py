@@ -17,7 +17,6 @@ router = APIRouter()
 
 
 @router.get("/health")
-@router.head("/health", include_in_schema=False)
 @router.get("/readyz")
 @router.get("/ping")
 @router.post("/ping")

@@ -17,7 +17,6 @@ CREATED = int(time.time())
 
 
 @router.get("/v1/models")
-@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models/", include_in_schema=False)
 async def list_models(request: Request) -> Response:
     """The names under which the model is served."""

@@ -30,7 +30,6 @@ from quire.entrypoints.openai.protocol.responses import (
 )
 from quire.entrypoints.openai.respond import respond
 from quire.entrypoints.openai.state import server_of
-from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import Wire
 from quire.entrypoints.openai.tenant import tenant_of
 from quire.errors import ValidationError
@@ -89,10 +88,8 @@ class TranslatedAnswer:
     def whole(self, outputs: list[RequestOutput]) -> msgspec.Struct:
         """A stream of one output, whose events nobody sees."""
         (output,) = outputs
-        usage = StreamUsage(None, force=True)
-        for chunk in self._chat.chunks_of(output, usage):
+        for chunk in self._chat.chunks_of_whole(output):
             deque(self._events(chunk, output.metrics), maxlen=0)
-        deque(self._writer.closing(usage.total(), output.metrics), maxlen=0)
         return self._writer.result()
 
     async def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
@@ -131,13 +128,18 @@ async def respond_translated(
         return await respond(request, chat, TranslatedAnswer(answer, writer), writer.wire)
 
 
+def note_ignored(request: Request, names: Iterable[str]) -> None:
+    """Have the reply name fields that change nothing, besides those that were found while the body was read."""
+    request.state.ignored_fields = [*request.state.ignored_fields, *names]
+
+
 def as_chat(request: Request, fields: dict[str, Any]) -> ChatCompletionRequest:
     """The checked chat request; the fields that are ignored join those of the client's own request."""
     ignored = request.state.ignored_fields
     if fields.get("stream"):
         fields = {**fields, "stream_options": STREAM_OPTIONS}
     chat = checked(request, fields, ChatCompletionRequest)
-    request.state.ignored_fields = [*ignored, *request.state.ignored_fields]
+    note_ignored(request, ignored)
     return chat
 
 
@@ -151,7 +153,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         if head not in names:
             raise
         param = names[head] + dot + rest
-        raise ValidationError(error.message.replace(str(error.param), param, 1), param=param) from None
+        raise type(error)(error.message.replace(str(error.param), param, 1), param=param) from None
 
 
 def given(body: Any, names: Iterable[str]) -> dict[str, Any]:

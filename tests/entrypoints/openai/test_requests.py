@@ -98,7 +98,6 @@ async def test_the_front_page_is_for_both(client: httpx.AsyncClient, engine: Fak
     assert "&lt;b&gt;fake" in page.text
     assert "<b>" not in page.text
     assert not re.search(r"https?:|<script|<link|<img", page.text)
-    assert (await client.head("/")).status_code == 200
     engine.is_ready = False
     assert (await client.get("/")).json()["status"] == "the model is loading"
 
@@ -106,8 +105,6 @@ async def test_the_front_page_is_for_both(client: httpx.AsyncClient, engine: Fak
 async def test_models_by_any_spelling(client: httpx.AsyncClient) -> None:
     listed = (await client.get("/v1/models")).json()
     assert (await client.get("/v1/models/")).json() == listed
-    assert (await client.head("/v1/models")).status_code == 200
-    assert (await client.head("/health")).status_code == 200
 
 
 async def test_tokenizer_info_is_opt_in(client: httpx.AsyncClient, engine: FakeEngine) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.entrypoints.openai.responses.protocol import ResponsesRequest
 from tests.entrypoints.openai.fake_engine import FakeEngine
-from tests.entrypoints.openai.replies import ODD, REPLIES
+from tests.entrypoints.openai.replies import CALL, ODD, REPLIES
 from tests.entrypoints.openai.serving import client_for, live_server, named_events
 from tests.entrypoints.openai.test_bad_input import check_error
 from tests.entrypoints.openai.test_fuzz import SETTINGS
@@ -68,7 +68,8 @@ def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("reply", REPLIES)
 async def test_stream_joins_to_the_whole(client: httpx.AsyncClient, engine: FakeEngine, reply: str) -> None:
     engine.reply, engine.num_cached_tokens = lambda prompt, index: reply, 3
-    body = {"tools": [TOOL], "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    with_logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    body: dict[str, Any] = {"tools": [TOOL]} if CALL in reply else with_logprobs
     whole = await ask(client, **body)
     response = await client.post(PATH, json={"input": "hi", "stream": True, **body})
     events = named_events(response.text)
@@ -132,6 +133,7 @@ async def test_settings_are_honoured_and_sent_back(client: httpx.AsyncClient, en
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"type": "function"}]}, "tools.0.name"),
+        ({"tools": [TOOL], "top_logprobs": 1}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 9}, "temperature"),
         ({"input": [{"role": "user", "content": "boom"}]}, "input"),

@@ -17,7 +17,7 @@ from quire.entrypoints.openai.responses.conversation import CHAT_NAMES, chat_fie
 from quire.entrypoints.openai.responses.protocol import WITHOUT_EFFECT, ResponsesRequest
 from quire.entrypoints.openai.responses.writer import ResponseWriter
 from quire.entrypoints.openai.state import server_of
-from quire.entrypoints.openai.translation import given, respond_translated
+from quire.entrypoints.openai.translation import given, note_ignored, respond_translated
 
 router = APIRouter()
 
@@ -26,7 +26,7 @@ router = APIRouter()
 async def create_response(request: Request) -> Response:
     """Answer an input."""
     body = await read_request(request, ResponsesRequest)
-    request.state.ignored_fields += given(body, WITHOUT_EFFECT)
+    note_ignored(request, given(body, WITHOUT_EFFECT))
     response_id = f"resp_{request_id_of(request.scope)}"
     writer = ResponseWriter(response_id, server_of(request).check_model(body.model), body)
     return await respond_translated(request, chat_fields(body), writer, response_id, CHAT_NAMES)

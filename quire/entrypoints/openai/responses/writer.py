@@ -13,7 +13,7 @@ from functools import cached_property
 import msgspec
 from msgspec.structs import replace
 
-from quire.entrypoints.openai.errors import body_of
+from quire.entrypoints.openai.errors import body_of, status_of
 from quire.entrypoints.openai.protocol.responses import ToolCallMessage, Usage
 from quire.entrypoints.openai.responses.protocol import (
     ArgumentsDelta,
@@ -156,9 +156,9 @@ class ResponseWriter:
         return MessageItem(f"msg_{stem}_{len(self._response.output)}", "in_progress")
 
     def _failure(self, error: BaseException, request_id: str) -> bytes:
-        told = body_of(error, request_id)["error"]
-        code = "server_error" if told["code"] >= 500 else "invalid_prompt"
-        self._response.status, self._response.error = "failed", Problem(code, told["message"])
+        sentence = body_of(error, request_id)["error"]["message"]
+        code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
+        self._response.status, self._response.error = "failed", Problem(code, sentence)
         return self.encode(Failed(response=self._response))
 
 
