@@ -34,7 +34,7 @@ router = APIRouter()
 async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_request(request, MessagesRequest)
-    note_ignored(request, given(body, WITHOUT_EFFECT))
+    note_ignored(body, given(body, WITHOUT_EFFECT))
     message_id = f"msg_{request_id_of(request.scope)}"
     writer = MessageWriter(message_id, server_of(request).check_model(body.model))
     return await respond_translated(request, chat_fields(body), writer, message_id, CHAT_NAMES)
@@ -45,7 +45,7 @@ async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of this request would have."""
     server = server_of(request)
     body = await read_request(request, CountTokensRequest)
-    note_ignored(request, given(body, WITHOUT_EFFECT))
+    note_ignored(body, given(body, WITHOUT_EFFECT))
     server.check_model(body.model)
     with renamed(CHAT_NAMES):
         chat = as_chat(request, prompt_fields(body))

@@ -22,6 +22,8 @@ WITHOUT_EFFECT = (
 class CountTokensRequest(RequestModel):
     """POST /v1/messages/count_tokens"""
 
+    foreign = frozenset({"messages", "tools"})
+
     model: str | None = None
     messages: Messages
     system: str | list[dict[str, Any]] | None = None

@@ -21,6 +21,8 @@ WITHOUT_EFFECT = ("keep_alive", "think")
 class TurnRequest(RequestModel):
     """What /api/chat and /api/generate share; unlike elsewhere, a stream is what one gets without asking."""
 
+    foreign = frozenset({"messages", "tools"})
+
     model: str = Field(min_length=1)
     stream: bool = True
     format: str | dict[str, Any] | None = None

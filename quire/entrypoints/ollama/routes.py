@@ -53,6 +53,6 @@ def _writer(request: Request, body: TurnRequest, *, is_chat: bool) -> LineWriter
 async def _respond(
     request: Request, body: TurnRequest, fields: dict[str, object], writer: LineWriter
 ) -> Response:
-    note_ignored(request, [*given(body, WITHOUT_EFFECT), *ignored_options(body)])
+    note_ignored(body, [*given(body, WITHOUT_EFFECT), *ignored_options(body)])
     answer_id = f"ollama-{request_id_of(request.scope)}"
     return await respond_translated(request, fields, writer, answer_id, CHAT_NAMES)

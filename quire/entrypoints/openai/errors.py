@@ -36,8 +36,8 @@ HTTP_ERRORS = {
 }
 
 
-def error_body(message: str, kind: str, code: int, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object."""
+def error_body(message: str, kind: str, code: int | str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object; `code` is the HTTP status where OpenAI has no code of its own."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -47,7 +47,7 @@ def body_of(error: BaseException, request_id: str) -> dict[str, Any]:
         return error_body(ENGINE_DEAD, error.type, error.status)
     if isinstance(error, QuireError) and not isinstance(error, StartupError):
         param = error.param if isinstance(error, ClientError) else None
-        return error_body(str(error), error.type, error.status, param)
+        return error_body(str(error), error.type, error.code or error.status, param)
     logger.error("request %s failed", request_id, exc_info=error)
     sentence = f"The server met an unexpected error; its log tells more about request {request_id}."
     return error_body(sentence, QuireError.type, QuireError.status)

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from quire.entrypoints.openai.chat_completions import ChatAnswer
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.parsing import checked
-from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest
+from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, RequestModel
 from quire.entrypoints.openai.protocol.responses import (
     ChatChunk,
     ChatChunkChoice,
@@ -128,19 +128,11 @@ async def respond_translated(
         return await respond(request, chat, TranslatedAnswer(answer, writer), writer.wire)
 
 
-def note_ignored(request: Request, names: Iterable[str]) -> None:
-    """Have the reply name fields that change nothing, besides those that were found while the body was read."""
-    request.state.ignored_fields = [*request.state.ignored_fields, *names]
-
-
 def as_chat(request: Request, fields: dict[str, Any]) -> ChatCompletionRequest:
-    """The checked chat request; the fields that are ignored join those of the client's own request."""
-    ignored = request.state.ignored_fields
+    """The checked chat request; what is to be noted about it joins the notes on the client's own."""
     if fields.get("stream"):
         fields = {**fields, "stream_options": STREAM_OPTIONS}
-    chat = checked(request, fields, ChatCompletionRequest)
-    note_ignored(request, ignored)
-    return chat
+    return checked(request, fields, ChatCompletionRequest)
 
 
 @contextmanager
@@ -154,6 +146,12 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
             raise
         param = names[head] + dot + rest
         raise type(error)(error.message.replace(str(error.param), param, 1), param=param) from None
+
+
+def note_ignored(body: RequestModel, names: Iterable[str]) -> None:
+    """Note fields that change nothing, besides those that were found while the body was read."""
+    for name in names:
+        body.notes.ignore(name)
 
 
 def given(body: Any, names: Iterable[str]) -> dict[str, Any]:

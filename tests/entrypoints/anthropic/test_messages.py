@@ -141,7 +141,7 @@ async def test_fields_without_effect_are_named(client: httpx.AsyncClient) -> Non
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "invalid_request_error"),
         ({"tools": [TOOL], "tool_choice": {"type": "maybe"}}, 400, "invalid_request_error"),
-        ({"tool_choice": {"type": "auto"}}, 400, "invalid_request_error"),
+        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "invalid_request_error"),
     ],
 )

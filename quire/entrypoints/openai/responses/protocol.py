@@ -21,6 +21,8 @@ WITHOUT_EFFECT = ("reasoning", "stream_options")
 class ResponsesRequest(RequestModel):
     """POST /v1/responses; the fields from `top_k` on are quire's own."""
 
+    foreign = frozenset({"tools", "stream_options"})
+
     model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None

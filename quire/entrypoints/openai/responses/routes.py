@@ -26,7 +26,7 @@ router = APIRouter()
 async def create_response(request: Request) -> Response:
     """Answer an input."""
     body = await read_request(request, ResponsesRequest)
-    note_ignored(request, given(body, WITHOUT_EFFECT))
+    note_ignored(body, given(body, WITHOUT_EFFECT))
     response_id = f"resp_{request_id_of(request.scope)}"
     writer = ResponseWriter(response_id, server_of(request).check_model(body.model), body)
     return await respond_translated(request, chat_fields(body), writer, response_id, CHAT_NAMES)
