@@ -5,11 +5,13 @@ Invariant: `type` stands first in every event and block, under the name that Ant
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 from pydantic import Field
 
+from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.protocol.requests import Messages, RequestModel
 
 WITHOUT_EFFECT = (
@@ -19,10 +21,18 @@ WITHOUT_EFFECT = (
 """Fields of Anthropic's that cannot change the answer of a model of ours."""
 
 
+TEXT = Place(frozenset({"type", "text"}))
+BLOCK = Place(
+    frozenset({"type", "text", "id", "name", "input", "tool_use_id", "content"}), inner={"content": TEXT}
+)
+MESSAGE = Place(frozenset({"role", "content"}), inner={"content": BLOCK}, empty=frozenset({"content"}))
+TOOL = Place(frozenset({"type", "name", "description", "input_schema"}))
+
+
 class CountTokensRequest(RequestModel):
     """POST /v1/messages/count_tokens"""
 
-    foreign = frozenset({"messages", "tools"})
+    inner: ClassVar[Mapping[str, Place]] = {"messages": MESSAGE, "system": TEXT, "tools": TOOL}
 
     model: str | None = None
     messages: Messages

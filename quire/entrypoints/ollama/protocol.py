@@ -5,12 +5,14 @@ Invariant: a line of a stream and a whole reply are one struct; only the one wit
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
+from quire.entrypoints.openai.field_policy import INNER, Place
 from quire.entrypoints.openai.protocol.requests import RequestModel
 from quire.entrypoints.openai.protocol.responses import TokenLogprob
 
@@ -18,10 +20,17 @@ WITHOUT_EFFECT = ("keep_alive", "think")
 """The model stays loaded as long as the server runs, and does not think aloud."""
 
 
+CALL = Place(frozenset({"id", "function"}), inner={"function": Place(frozenset({"name", "arguments"}))})
+MESSAGE = Place(
+    frozenset({"role", "content", "images", "tool_calls", "tool_name", "name", "tool_call_id"}),
+    inner={"tool_calls": CALL},
+)
+
+
 class TurnRequest(RequestModel):
     """What /api/chat and /api/generate share; unlike elsewhere, a stream is what one gets without asking."""
 
-    foreign = frozenset({"messages", "tools"})
+    inner: ClassVar[Mapping[str, Place]] = {"messages": MESSAGE, "tools": INNER["tools"]}
 
     model: str = Field(min_length=1)
     stream: bool = True

@@ -121,16 +121,18 @@ INNER: Mapping[str, Place] = {
 
 
 def settle_fields(
-    body: Mapping[str, Any], honoured: Iterable[str], notes: Notes, foreign: frozenset[str] = frozenset()
+    body: Mapping[str, Any], honoured: Iterable[str], notes: Notes, inner: Mapping[str, Place] = INNER
 ) -> dict[str, Any]:
     """The fields of a request body that are to be honoured, at any depth; the names of others go to `notes`.
 
-    A null is the same as an absent field, as in OpenAI's own clients. The inside of `foreign` fields is left alone.
+    A null is the same as an absent field, as in OpenAI's own clients.
+
+    Args:
+        inner: the objects in the request that have rules of their own.
 
     Raises:
         ValidationError: names the field that cannot be honoured.
     """
-    inner = {name: place for name, place in INNER.items() if name not in foreign}
     return _settle(body, Place(frozenset(honoured), REFUSED, inner), notes, "")
 
 

@@ -119,10 +119,13 @@ async def test_the_model_goes_on_in_words_it_is_given(client: httpx.AsyncClient,
 
 
 async def test_fields_without_effect_are_named(client: httpx.AsyncClient) -> None:
-    body = {**BASE, "thinking": {"type": "enabled", "budget_tokens": 2048}, "metadata": {"user_id": "u"}}
+    block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    messages = [{"role": "user", "content": [block]}]
+    body = {**BASE, "messages": messages, "thinking": {"type": "enabled", "budget_tokens": 2048}}
     response = await client.post(PATH, json=body)
     assert response.status_code == 200
-    assert "thinking" in response.headers["x-quire-ignored-fields"]
+    named = response.headers["x-quire-ignored-fields"].split(", ")
+    assert named == ["messages[].content[].cache_control", "thinking"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Invariant: a model has exactly the fields that the server honours; what happens 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
@@ -37,8 +38,8 @@ class RequestModel(BaseModel):
 
     # What reaches a model has been settled; to a client any field is allowed.
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"additionalProperties": True})
-    foreign: ClassVar[frozenset[str]] = frozenset()
-    """Fields whose inside has the form of another API than chat's, and is settled when it has become chat's."""
+    inner: ClassVar[Mapping[str, Any] | None] = None
+    """Rules (`field_policy.Place`) of the objects in a request of another form than chat's."""
     _notes: Notes = PrivateAttr(default_factory=Notes)
 
     @property

@@ -147,7 +147,7 @@ def _tool(tool: Fields, where: str) -> Fields:
             f"{where}.type must be function, the only kind of tool that this server has",
             param=f"{where}.type",
         )
-    function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
+    function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise ValidationError(f"{where}.name must be text", param=f"{where}.name")
     return {"type": "function", "function": function}

@@ -5,12 +5,14 @@ Invariant: `type` stands first in every item and event, and every event has its 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import field
 from pydantic import Field
 
+from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.protocol.requests import RequestModel
 from quire.entrypoints.openai.protocol.responses import TokenLogprob
 
@@ -18,10 +20,18 @@ WITHOUT_EFFECT = ("reasoning", "stream_options")
 """Fields that change nothing: there is no reasoning here, and no padding of the stream."""
 
 
+PART = Place(frozenset({"type", "text", "refusal"}))
+ITEM = Place(
+    frozenset({"type", "role", "content", "call_id", "name", "arguments", "output"}),
+    inner={"content": PART, "output": PART},
+)
+TOOL = Place(frozenset({"type", "name", "description", "parameters"}))
+
+
 class ResponsesRequest(RequestModel):
     """POST /v1/responses; the fields from `top_k` on are quire's own."""
 
-    foreign = frozenset({"tools", "stream_options"})
+    inner: ClassVar[Mapping[str, Place]] = {"input": ITEM, "tools": TOOL}
 
     model: str | None = None
     input: str | list[dict[str, Any]]
