@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.protocol.requests import Messages, RequestModel
+from quire.entrypoints.openai.protocol.responses import Timings
 
 WITHOUT_EFFECT = (
     "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
@@ -100,6 +102,9 @@ class Message(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    timings: Timings | UnsetType = UNSET
+    ignored: list[str] | UnsetType = UNSET
+    adjusted: dict[str, int] | UnsetType = UNSET
 
 
 class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
@@ -136,6 +141,9 @@ class Stopped(msgspec.Struct):
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
     delta: Stopped
     usage: MessageUsage
+    timings: Timings | UnsetType = UNSET
+    ignored: list[str] | UnsetType = UNSET
+    adjusted: dict[str, int] | UnsetType = UNSET
 
 
 class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):

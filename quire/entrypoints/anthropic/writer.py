@@ -27,7 +27,7 @@ from quire.entrypoints.anthropic.protocol import (
     ToolUseBlock,
 )
 from quire.entrypoints.openai.errors import anthropic_body, body_of, status_of
-from quire.entrypoints.openai.protocol.responses import ToolCallMessage, Usage
+from quire.entrypoints.openai.protocol.responses import ChatChunk, ToolCallMessage, Usage
 from quire.entrypoints.openai.streaming import Wire
 from quire.entrypoints.openai.translation import Piece
 from quire.outputs import RequestStateStats
@@ -70,10 +70,13 @@ class MessageWriter:
             yield from self._stop()
             self._note_reason(piece)
 
-    def closing(self, usage: Usage, stats: RequestStateStats) -> Iterator[msgspec.Struct]:
+    def closing(self, last: ChatChunk, stats: RequestStateStats) -> Iterator[msgspec.Struct]:
+        assert isinstance(last.usage, Usage)
         message = self._message
-        message.usage = _usage(usage)
-        yield MessageDelta(Stopped(message.stop_reason, message.stop_sequence), message.usage)
+        message.usage = _usage(last.usage)
+        message.timings, message.ignored, message.adjusted = last.timings, last.ignored, last.adjusted
+        stopped = Stopped(message.stop_reason, message.stop_sequence)
+        yield MessageDelta(stopped, message.usage, message.timings, message.ignored, message.adjusted)
         yield MessageStop()
 
     def result(self) -> Message:

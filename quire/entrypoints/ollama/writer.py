@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from quire.entrypoints.ollama.protocol import Call, CalledFunction, Line, TurnMessage
 from quire.entrypoints.openai.errors import body_of, ollama_body, status_of
-from quire.entrypoints.openai.protocol.responses import TokenLogprob, ToolCallMessage, Usage
+from quire.entrypoints.openai.protocol.responses import ChatChunk, TokenLogprob, ToolCallMessage, Usage
 from quire.entrypoints.openai.streaming import Wire
 from quire.entrypoints.openai.translation import Piece
 from quire.outputs import RequestStateStats
@@ -62,13 +62,14 @@ class LineWriter:
         if piece.content or calls or piece.logprobs:
             yield self._line(piece.content, calls, piece.logprobs)
 
-    def closing(self, usage: Usage, stats: RequestStateStats) -> Iterator[msgspec.Struct]:
+    def closing(self, last: ChatChunk, stats: RequestStateStats) -> Iterator[msgspec.Struct]:
+        assert isinstance(last.usage, Usage)
         self._last = self.loaded(self._done_reason)
         self._last.total_duration = _ns(stats.queued_ts, stats.last_token_ts)
         self._last.load_duration = 0
-        self._last.prompt_eval_count = usage.prompt_tokens
+        self._last.prompt_eval_count = last.usage.prompt_tokens
         self._last.prompt_eval_duration = _ns(stats.scheduled_ts, stats.first_token_ts)
-        self._last.eval_count = usage.completion_tokens
+        self._last.eval_count = last.usage.completion_tokens
         self._last.eval_duration = _ns(stats.first_token_ts, stats.last_token_ts)
         yield self._last
 

@@ -66,8 +66,8 @@ class Writer(Protocol):
 
     def take(self, piece: Piece) -> Iterable[msgspec.Struct]: ...
 
-    def closing(self, usage: Usage, stats: RequestStateStats) -> Iterable[msgspec.Struct]:
-        """The last piece was taken."""
+    def closing(self, last: ChatChunk, stats: RequestStateStats) -> Iterable[msgspec.Struct]:
+        """The last piece was taken; chat's last chunk has the usage, the timings and the notes."""
         ...
 
     def result(self) -> msgspec.Struct:
@@ -103,7 +103,7 @@ class TranslatedAnswer:
         """Of chat's first chunk, which has the role; of one that adds something; of the last, which has no choices."""
         assert isinstance(chunk.usage, Usage)
         if not chunk.choices:
-            return self._writer.closing(chunk.usage, stats)
+            return self._writer.closing(chunk, stats)
         (choice,) = chunk.choices
         if choice.delta.role is not UNSET:
             return self._writer.opening(chunk.usage)

@@ -45,7 +45,8 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
             pieces = block.pop("pieces")
             block |= {"text": pieces} if block["type"] == "text" else {"input": json.loads(pieces)}
         elif kind == "message_delta":
-            message |= {**event["delta"], "usage": event["usage"]}
+            told = {name: value for name, value in event.items() if name not in ("type", "delta")}
+            message |= {**event["delta"], **told}
     return message
 
 
@@ -61,6 +62,7 @@ async def test_stream_joins_to_the_whole(client: httpx.AsyncClient, engine: Fake
     events = named_events((await client.post(PATH, json={**BASE, "tools": [TOOL], "stream": True})).text)
     assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
     assert comparable(joined(events)) == comparable(whole)
+    assert whole["timings"].keys() == {"queue_s", "prefill_s", "decode_s", "tokens_per_s"}
     assert whole["usage"]["cache_read_input_tokens"] == 3
     prompt = len(engine.seen[-1][0]["prompt_token_ids"])
     assert whole["usage"]["input_tokens"] == events[0]["message"]["usage"]["input_tokens"] == prompt - 3

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
-from msgspec import field
+from msgspec import UNSET, UnsetType, field
 from pydantic import Field
 
 from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.protocol.requests import RequestModel
-from quire.entrypoints.openai.protocol.responses import TokenLogprob
+from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob
 
 WITHOUT_EFFECT = ("reasoning", "stream_options")
 """Fields that change nothing: there is no reasoning here, and no padding of the stream."""
@@ -146,6 +146,9 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None
     metadata: dict[str, str]
+    timings: Timings | UnsetType = UNSET
+    ignored: list[str] | UnsetType = UNSET
+    adjusted: dict[str, int] | UnsetType = UNSET
 
 
 class Event(msgspec.Struct, tag_field="type", kw_only=True):

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quire.entrypoints.openai.errors import body_of, status_of
-from quire.entrypoints.openai.protocol.responses import ToolCallMessage, Usage
+from quire.entrypoints.openai.protocol.responses import ChatChunk, ToolCallMessage, Usage
 from quire.entrypoints.openai.responses.protocol import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -80,15 +80,18 @@ class ResponseWriter:
         if piece.finish_reason is not None:
             yield from self._end(piece.finish_reason)
 
-    def closing(self, usage: Usage, stats: RequestStateStats) -> Iterator[msgspec.Struct]:
-        self._response.usage = ResponseUsage(
+    def closing(self, last: ChatChunk, stats: RequestStateStats) -> Iterator[msgspec.Struct]:
+        assert isinstance(last.usage, Usage)
+        response, usage = self._response, last.usage
+        response.timings, response.ignored, response.adjusted = last.timings, last.ignored, last.adjusted
+        response.usage = ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputDetails(usage.prompt_tokens_details.cached_tokens),
             output_tokens=usage.completion_tokens,
             total_tokens=usage.total_tokens,
         )
-        ended = Completed if self._response.status == "completed" else EndedIncomplete
-        yield ended(response=self._response)
+        ended = Completed if response.status == "completed" else EndedIncomplete
+        yield ended(response=response)
 
     def result(self) -> ResponseObject:
         return self._response
