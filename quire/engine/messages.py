@@ -11,19 +11,21 @@ from typing import Any
 
 import msgspec
 
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
-    """One sequence to generate; text, `n` and stop strings never reach the core.
+    """One sequence to generate, or to pool; text, `n` and stop strings never reach the core.
 
     `arrival_time` is seconds on the monotonic clock, which the processes of one machine share. `fork_of` names an
     earlier request with the same prompt, which need then be computed only once. `output_token_ids` were generated
     by a core that is gone; generation goes on after them.
+    With `pooling_params` nothing is generated, whatever `sampling_params` say: the one update has what is pooled.
     """
 
     request_id: str
@@ -36,6 +38,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     tenant: str = ""
     fork_of: str | None = None
     output_token_ids: list[int] = []
+    pooling_params: PoolingParams | None = None
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):

@@ -91,7 +91,7 @@ class Replay:
 
     def result(self, frame: Returned) -> None:
         plan = self._in_flight.pop(frame.step_id)
-        output = _output(frame, [request.request_id for request in plan.scheduled])
+        output = _output(frame, plan)
         self._executor.replay(plan, output)
         self._scheduler.update_from_output(plan, output, frame.now)
 
@@ -134,7 +134,8 @@ def _hold_of(data: HoldData) -> Hold:
     return Hold(key, Cause[cause], detail)
 
 
-def _output(frame: Returned, names: list[str]) -> ModelRunnerOutput:
+def _output(frame: Returned, plan: SchedulerOutput) -> ModelRunnerOutput:
+    names = [request.request_id for request in plan.scheduled]
     sampled = {name: ids for name, ids in zip(names, frame.sampled, strict=True) if ids}
     failed = {names[place]: reason for place, reason in frame.failed.items()}
     return ModelRunnerOutput(
@@ -144,4 +145,5 @@ def _output(frame: Returned, names: list[str]) -> ModelRunnerOutput:
         draft_token_ids={names[place]: drafts for place, drafts in frame.drafts.items()},
         forward_s=frame.forward_s,
         sample_s=frame.sample_s,
+        pooled={one.request_id: [] for one in plan.scheduled if one.pools and one.request_id not in failed},
     )

@@ -60,12 +60,15 @@ class SequenceState:
 
     def apply(self, update: RequestUpdate, now: float, stats: IterationStats) -> None:
         """Take in one update of the core."""
-        self._record_times(update, now, stats)
+        self._record_start(update)
         if update.prompt_logprobs and self.prompt_logprobs is not None:
             bytes_of = self._tokenizer.token_bytes if self._tokenizer and self._params.detokenize else None
             self.prompt_logprobs += [_position(entry, bytes_of) for entry in update.prompt_logprobs]
             assert len(self.prompt_logprobs) <= self._num_prompt_tokens
+        num_known = len(self._token_ids)
         self._append_tokens(update)
+        if len(self._token_ids) > num_known:
+            self._record_tokens(len(self._token_ids) - num_known, now, stats)
         if self._stop.matched is not None:
             self._end("stop", self._stop.matched)
         elif update.finish_reason is not None:
@@ -143,14 +146,15 @@ class SequenceState:
             if self._stop.matched is not None:
                 return
 
-    def _record_times(self, update: RequestUpdate, now: float, stats: IterationStats) -> None:
-        mine, count = self.stats, len(update.new_token_ids)
+    def _record_start(self, update: RequestUpdate) -> None:
+        mine = self.stats
         if update.scheduled_ts and not mine.scheduled_ts:
             mine.queued_ts, mine.scheduled_ts = update.queued_ts, update.scheduled_ts
             self.num_cached_tokens = update.num_cached_tokens
         mine.num_preemptions = max(mine.num_preemptions, update.num_preemptions)
-        if not count:
-            return
+
+    def _record_tokens(self, count: int, now: float, stats: IterationStats) -> None:
+        mine = self.stats
         if not mine.first_token_ts:
             mine.first_token_ts = now
             if self._core_request.fork_of is None:  # a prompt counts once, however many completions it has

@@ -25,7 +25,7 @@ from quire.scheduler.output import WAIST_VERSION, BlockIds
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 2
+TRACE_VERSION = 3
 MAGIC = b"quire-trace\n"
 LENGTH_BYTES = 4
 SPECS: dict[str, type[KVCacheSpec]] = {spec.__name__: spec for spec in MANAGERS}
@@ -94,7 +94,10 @@ class Planned(msgspec.Struct, tag="plan", array_like=True, frozen=True):
 
 
 class Returned(msgspec.Struct, tag="result", array_like=True, frozen=True):
-    """The result of a plan; `sampled` is in the plan's order, `failed` and `drafts` have positions in it."""
+    """The result of a plan; `sampled` is in the plan's order, `failed` and `drafts` have positions in it.
+
+    What was pooled is left out: it changes no plan.
+    """
 
     now: float
     step_id: int

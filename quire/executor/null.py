@@ -39,6 +39,8 @@ from quire.scheduler.output import (
 
 DEFAULT_NUM_BLOCKS = 16384
 DEFAULT_VOCAB_SIZE = 32000
+NUM_POOLED = 3
+"""Numbers of a pooled prompt."""
 
 
 Place = tuple[int, tuple[int, int]]
@@ -70,6 +72,7 @@ class _Row:
     def __init__(self, data: NewRequestData) -> None:
         self.request_id = data.request_id
         self.params = data.sampling_params
+        self.pools = data.pooling_params is not None
         self.eos_token_ids = data.eos_token_ids
         self.num_prompt_tokens = data.num_prompt_tokens
         self.num_computed_tokens = data.num_computed_tokens
@@ -92,6 +95,7 @@ class NullExecutor(Executor):
 
     It honours `min_tokens`, `logprobs` and `prompt_logprobs` (as of a uniform distribution); what else shapes
     a distribution has nothing to act on here. `specs` and `vocab_size` are used where the config has no model.
+    What it pools is a function of the prompt alone.
     It proposes up to `max_drafts` drafts, of which the first ones are right; how many is a function of the tokens, too.
     """
 
@@ -168,6 +172,8 @@ class NullExecutor(Executor):
         if params.prompt_logprobs is not None and start + 1 < row.num_prompt_tokens:
             about = row.token_ids[start + 1 : min(start + 1 + count, row.num_prompt_tokens)]
             output.prompt_logprobs[row.request_id] = self._uniform(about, params.prompt_logprobs)
+        if scheduled.pools:
+            output.pooled[row.request_id] = self._pool(row)
         if scheduled.num_samples:
             sampled = self._sample(row, scheduled.draft_token_ids)
             output.sampled_token_ids[row.request_id] = sampled
@@ -188,6 +194,9 @@ class NullExecutor(Executor):
         if self._kv_config.rolls_back:
             row.num_computed_tokens += len(sampled) - 1
         return sampled
+
+    def _pool(self, row: _Row) -> list[float]:
+        return [(fingerprint(row.fingerprints[-1], i) >> 33) / 2**31 for i in range(NUM_POOLED)]
 
     def _guess(self, row: _Row) -> list[int]:
         """What may follow: how many tokens, and how many of them right, is a function of the row's tokens."""
@@ -287,11 +296,13 @@ class NullExecutor(Executor):
         _check(scheduled.start == expected, f"{scheduled}, but {expected} tokens are computed")
         _check(scheduled.start < end, f"{who} is planned without tokens")
         _check(end <= num_known, f"{who}: token {end} of {num_known} planned")
-        num_samples = 1 + num_drafts if end == num_known else 0
+        is_last = end == num_known
+        num_samples = 1 + num_drafts if is_last and not row.pools else 0
         _check(scheduled.num_samples == num_samples, f"{scheduled}, which is to have {num_samples} samples")
+        _check(scheduled.pools == (is_last and row.pools), f"{scheduled}, which pools at its end, or never")
         _check(num_drafts == 0 or num_samples > 0, f"{who}: drafts behind token {end} of {num_known}")
-        limit, last = self.config.model.max_model_len, end + num_drafts
-        _check(last < limit, f"{who}: token {last} planned, and the context of {limit} is full before")
+        limit, last = self.config.model.max_model_len - (not row.pools), end + num_drafts
+        _check(last <= limit, f"{who}: token {last} planned, and only {limit} are ever computed")
 
     def _compute(self, row: _Row, count: int, scheduled: ScheduledRequest) -> None:
         """Write the fingerprints of the next `count` tokens, and of drafts behind them, to their slots."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
-WAIST_VERSION = 3
+WAIST_VERSION = 4
 
 BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""
@@ -21,6 +22,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
 
     `token_ids` are all known tokens, `num_prompt_tokens` of them from the prompt (the rest was generated
     before a preemption); `block_ids` are all its blocks; `num_computed_tokens` tokens are in the cache already.
+    One with `pooling_params` samples nothing, whatever `sampling_params` say, and gets what is pooled of its prompt.
     """
 
     request_id: str
@@ -30,6 +32,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     block_ids: BlockIds
     num_computed_tokens: int
     eos_token_ids: list[int] = []
+    pooling_params: PoolingParams | None = None
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
@@ -38,6 +41,9 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     It computes `num_tokens` tokens, from position `start` on, which are so many as are computed once all earlier plans
     have been executed. The last of them are `draft_token_ids`: guesses, which stand behind the tokens that the request
     has. Behind each of the last `num_samples` tokens one is sampled: 0, or 1 + the number of drafts.
+
+    Nothing is sampled for a request that has `pooling_params`. Of its chunks the one that reaches the end of the prompt
+    `pools`: with that step the request gets its numbers, and ends.
 
     `new_block_ids` were added since the last plan that had the request; those of a new row are in `NewRequestData`.
     Tokens that the worker sampled itself are in its row and not repeated here, so a plan may count on one that the
@@ -50,6 +56,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     num_samples: int
     new_block_ids: BlockIds
     draft_token_ids: list[int] = []
+    pools: bool = False
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
@@ -112,9 +119,10 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True):
 
     `sampled_token_ids` holds an entry for every request that sampled: its accepted drafts, if any, and the token behind
     them; `logprobs` has one entry for each of these. `prompt_logprobs` holds the positions whose logits this step
-    computed: entry i of a chunk starting at c is about prompt token c + i + 1. `failed` maps a request to the reason it
-    cannot go on (for example non-finite logits). `draft_token_ids` are guesses of what follows a request's tokens, for
-    a later plan to verify.
+    computed: entry i of a chunk starting at c is about prompt token c + i + 1. `pooled` has the numbers of each request
+    whose chunk pools. `failed` maps a request, which has no entry elsewhere then, to the reason it cannot go on (for
+    example non-finite logits). `draft_token_ids` are guesses of what follows a request's tokens, for a later plan to
+    verify.
     """
 
     step_id: int
@@ -125,13 +133,19 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True):
     draft_token_ids: dict[str, list[int]] = {}
     forward_s: float = 0.0
     sample_s: float = 0.0
+    pooled: dict[str, list[float]] = {}
     version: int = WAIST_VERSION
+
+    def num_accepted(self, request_id: str) -> int:
+        """How many of a request's drafts were right; 0 for one that sampled nothing."""
+        return max(len(self.sampled_token_ids.get(request_id, ())) - 1, 0)
 
 
 class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     """What one step meant for one request, as the front end sees it.
 
     `finish_reason` is None while the request runs; when set, no further update of this request follows.
+    `pooled` comes with the end of a request that has pooling parameters.
     The `*_ts` fields are monotonic seconds and are set on the first update and on the last.
     """
 
@@ -146,6 +160,7 @@ class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     scheduled_ts: float = 0.0
     num_preemptions: int = 0
     error: str | None = None
+    pooled: list[float] | None = None
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):

@@ -1,4 +1,4 @@
-"""`Request`: one sequence to generate, as the scheduler sees it.
+"""`Request`: one sequence to generate, or to pool, as the scheduler sees it.
 
 Invariant: `status` moves along the edges of `_EDGES` only, and a finished request never changes again.
 `num_computed_tokens` counts tokens whose keys and values are in the cache or will be after the steps in flight; a draft
@@ -11,6 +11,7 @@ import enum
 from collections.abc import Sequence
 
 from quire.kv_cache.hashing import BlockHash, ExtraKeys
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import WaitLog
 
@@ -44,6 +45,7 @@ class Request:
 
     Attributes:
         prompt_token_ids: the list as it was given, which the forks of a prompt share; nobody changes it.
+        pooling_params: what is wanted instead of tokens; with them it ends with its prompt, and samples nothing.
         token_ids: all known tokens, `num_prompt_tokens` of the prompt and then the generated ones.
         num_computed_tokens: how many tokens are computed; the scheduler lets this catch up.
         num_placeholder_tokens: tokens that steps in flight sample; they follow `token_ids` and can be planned.
@@ -59,6 +61,40 @@ class Request:
         wait: what kept the request waiting, and how long.
     """
 
+    # Attributes that would be slow to reach otherwise: 30 are more than CPython keeps in an instance's shared layout.
+    __slots__ = (
+        "_status",
+        "arrival_time",
+        "block_hashes",
+        "draft_token_ids",
+        "eos_token_ids",
+        "extra_keys",
+        "finish_reason",
+        "fork_of",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_drafts_in_flight",
+        "num_placeholder_tokens",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "num_steps_in_flight",
+        "number",
+        "parent",
+        "pooling_params",
+        "priority",
+        "prompt_token_ids",
+        "queued_ts",
+        "rank",
+        "reported",
+        "request_id",
+        "sampling_params",
+        "scheduled_ts",
+        "tenant",
+        "token_ids",
+        "wait",
+    )
+
     def __init__(
         self,
         *,
@@ -72,12 +108,14 @@ class Request:
         tenant: str = "",
         fork_of: str | None = None,
         output_token_ids: Sequence[int] = (),
+        pooling_params: PoolingParams | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.token_ids = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.sampling_params = sampling_params
+        self.pooling_params = pooling_params
         self.arrival_time = arrival_time
         self.eos_token_ids = list(eos_token_ids)
         self.priority = priority
@@ -132,22 +170,25 @@ class Request:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
-    def max_num_tokens(self, max_model_len: int) -> int:
-        """Prompt plus output at most, given the model's limit."""
+    def max_computed_tokens(self, max_model_len: int) -> int:
+        """Tokens to compute at most, given the model's limit.
+
+        That is all of a prompt to pool. The last token that a request may generate is never computed: nothing is
+        sampled from it.
+        """
+        if self.pooling_params is not None:
+            return self.num_prompt_tokens
         if self.sampling_params.max_tokens is None:
-            return max_model_len
-        return min(self.num_prompt_tokens + self.sampling_params.max_tokens, max_model_len)
+            return max_model_len - 1
+        return min(self.num_prompt_tokens + self.sampling_params.max_tokens, max_model_len) - 1
 
     def num_missing_tokens(self, max_model_len: int) -> int:
-        """Tokens to compute next, among them at most one that a step in flight has yet to sample, and no drafts.
-
-        The last token that the request may have is never computed: nothing is sampled from it.
-        """
-        if self.num_placeholder_tokens == 0:  # one that has not ended is short of its last token
+        """Tokens to compute next, among them at most one that a step in flight has yet to sample, and no drafts."""
+        if self.num_placeholder_tokens == 0:  # one that generates is short of its last token
             return len(self.token_ids) - self.num_computed_tokens
         if self.num_drafts_in_flight:  # then nobody knows where its next token stands
             return 0
-        num_to_compute = self.max_num_tokens(max_model_len) - 1
+        num_to_compute = self.max_computed_tokens(max_model_len)
         return min(self.num_tokens + self.num_placeholder_tokens, num_to_compute) - self.num_computed_tokens
 
     def next_drafts(self, max_num_drafts: int, max_model_len: int) -> list[int]:
@@ -157,15 +198,16 @@ class Request:
         """
         first = self.num_placeholder_tokens
         num_known = self.num_tokens + first
-        room = min(max_num_drafts, self.max_num_tokens(max_model_len) - 1 - num_known)
+        room = min(max_num_drafts, self.max_computed_tokens(max_model_len) - num_known)
         return self.draft_token_ids[first : first + max(room, 0)]
 
     def advance(self, num_tokens: int, num_drafts: int = 0) -> int:
         """Put the next tokens into a step, and drafts behind the last one; returns how many tokens are sampled."""
         self.num_computed_tokens += num_tokens
         self.num_steps_in_flight += 1
-        if self.num_computed_tokens < len(self.token_ids) + self.num_placeholder_tokens:
-            assert num_drafts == 0, f"drafts for {self!r}, which does not reach its last token"
+        is_short = self.num_computed_tokens < len(self.token_ids) + self.num_placeholder_tokens
+        if is_short or self.pooling_params is not None:
+            assert num_drafts == 0, f"drafts for {self!r}, which samples nothing"
             return 0
         self.num_placeholder_tokens += 1
         self.num_drafts_in_flight = num_drafts

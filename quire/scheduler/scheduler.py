@@ -222,12 +222,15 @@ class Scheduler:
         count, planned = len(sampled), chunk.num_samples
         assert count == planned or 0 < count < planned, f"{request!r}: {sampled} for {planned} samples"
         new_token_ids, stop = self._append(request, sampled)
+        if planned == 0 and chunk.pools:
+            assert request_id in output.pooled, f"{request!r} was planned to pool, and has nothing"
+            stop = "stop", None
         if output.draft_token_ids or request.draft_token_ids:
             request.update_drafts(new_token_ids, output.draft_token_ids.get(request_id))
         if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
             end = chunk.end
-            if count > 1 and self._kv.rolls_back:
-                end += len(new_token_ids) - 1
+            if planned > 1 and self._kv.rolls_back:
+                end += min(output.num_accepted(request_id), len(new_token_ids))
                 request.num_computed_tokens = end
             self._kv.cache_blocks(request, end)
         if stop is not None:
@@ -252,19 +255,20 @@ def check_admissible(request: Request, max_model_len: int, kv: KVCacheManager) -
     Raises:
         ValidationError: with the request's numbers and the limit.
     """
-    if not 0 < request.num_prompt_tokens < max_model_len:
+    pools, num_prompt_tokens = request.pooling_params is not None, request.num_prompt_tokens
+    if not 0 < num_prompt_tokens < max_model_len + pools:
         raise ValidationError(
-            f"the prompt has {request.num_prompt_tokens} tokens; it must have at least 1 and leave room for "
-            f"one more in the model's context of {max_model_len}",
+            f"the prompt has {num_prompt_tokens} tokens; it must have at least 1 and "
+            f"{'fit' if pools else 'leave room for one more in'} the model's context of {max_model_len}",
             param="prompt",
         )
-    num_tokens = request.max_num_tokens(max_model_len)
-    needed = kv.max_blocks(num_tokens - 1)  # the last token is never computed
+    num_tokens = request.max_computed_tokens(max_model_len)
+    needed = kv.max_blocks(num_tokens)
     if needed > kv.num_usable_blocks:
         raise ValidationError(
-            f"the request may grow to {num_tokens} tokens ({request.num_prompt_tokens} of prompt), which "
-            f"take {needed} KV cache blocks of {kv.block_size} tokens; the cache has {kv.num_usable_blocks}",
-            param="max_tokens",
+            f"the request may need {num_tokens} tokens in the KV cache ({num_prompt_tokens} of prompt), which take "
+            f"{needed} blocks of {kv.block_size} tokens; the cache has {kv.num_usable_blocks}",
+            param="prompt" if pools else "max_tokens",
         )
 
 

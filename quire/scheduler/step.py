@@ -17,13 +17,18 @@ from quire.scheduler.request import Request
 class Chunk(NamedTuple):
     """Tokens `start` to `end` (exclusive) of a request, computed in one step, and drafts behind them.
 
-    `num_samples` is 0 if they do not reach its last token, else one more than the drafts.
+    `num_samples` is 0 if they do not reach its last token, or if it is to be pooled, else one more than the drafts.
     """
 
     request: Request
     start: int
     end: int
     num_samples: int
+
+    @property
+    def pools(self) -> bool:
+        """Whether the request is pooled when these are computed, the last of its prompt."""
+        return self.request.pooling_params is not None and self.end == self.request.num_tokens
 
 
 class Blocked(NamedTuple):
@@ -68,6 +73,7 @@ class StepPlan:
             block_ids=block_ids,
             num_computed_tokens=request.num_computed_tokens,
             eos_token_ids=request.eos_token_ids,
+            pooling_params=request.pooling_params,
         )
         self._new_requests.append(data)
         self._take(request, num_tokens, [], [])
@@ -103,8 +109,12 @@ class StepPlan:
         assert num_drafts < total <= self.budget, f"{total} tokens of {self.budget} planned for {request!r}"
         start = request.num_computed_tokens
         num_samples = request.advance(num_tokens, num_drafts)
+        chunk = Chunk(request, start, start + num_tokens, num_samples)
+        pools = num_samples == 0 and chunk.pools
         self._scheduled.append(
-            ScheduledRequest(request.request_id, start, total, num_samples, new_block_ids, draft_token_ids)
+            ScheduledRequest(
+                request.request_id, start, total, num_samples, new_block_ids, draft_token_ids, pools
+            )
         )
-        self.chunks.append(Chunk(request, start, start + num_tokens, num_samples))
+        self.chunks.append(chunk)
         self.budget -= total

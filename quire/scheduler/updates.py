@@ -23,16 +23,19 @@ def update_of(
     """The report on a request's share of a step, which has given it these tokens; None if there is nothing to tell."""
     request_id = chunk.request.request_id
     prompt_logprobs = _unreported(chunk, output.prompt_logprobs.get(request_id))
-    if not new_token_ids and not prompt_logprobs:
+    if not (new_token_ids or prompt_logprobs or request_id in output.pooled):
         return None
     logprobs = output.logprobs.get(request_id)
-    return _update(
+    update = _update(
         chunk.request,
         new_token_ids,
         stop_reason,
         None if logprobs is None else logprobs[: len(new_token_ids)],
         prompt_logprobs,
     )
+    if output.pooled:
+        update.pooled = output.pooled.get(request_id)
+    return update
 
 
 def _update(

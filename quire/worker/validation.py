@@ -18,6 +18,8 @@ def why_unusable(request: NewRequestData, vocab_size: int, max_model_len: int) -
         return f"the request has {num_tokens} tokens, the limit is 1 to {max_model_len}"
     if not 0 < request.num_prompt_tokens <= num_tokens:
         return f"the request has {request.num_prompt_tokens} prompt tokens of {num_tokens} tokens"
+    if request.pooling_params is not None:
+        return "the model has no pooler"
     params = request.sampling_params
     indexed: dict[str, Iterable[int]] = {
         "token id": request.token_ids,

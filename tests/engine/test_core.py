@@ -13,6 +13,8 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest, EngineCoreOutputs, EngineCoreRequest
 from quire.engine.startup import prepare
+from quire.executor.null import NUM_POOLED
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
 STEP_S = 3600.0
@@ -62,3 +64,20 @@ def test_a_core_lives_in_the_time_of_its_clock(async_scheduling: bool, null_mode
     ]
     assert times
     assert all(time >= 1_000_000.0 and (time - 1_000_000.0) % STEP_S == 0 for time in times)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_core_is_asked_by_a_message_to_pool_and_answers_with_one(
+    async_scheduling: bool, null_model_dir: Path
+) -> None:
+    args = {"model": str(null_model_dir), "distributed_executor_backend": "null"}
+    core = EngineCore(prepare(EngineConfig.from_args(**args, async_scheduling=async_scheduling), "offline"))
+    wanted = EngineCoreRequest("a", [1, 2, 3], SamplingParams(), 0.0, pooling_params=PoolingParams())
+    core.handle(msgspec.msgpack.decode(msgspec.msgpack.encode(AddRequest(wanted)), type=AddRequest))
+    told = [msgspec.msgpack.encode(core.step()) for _ in range(2)]
+    updates = [one for data in told for one in msgspec.msgpack.decode(data, type=EngineCoreOutputs).updates]
+    assert [(one.finish_reason, one.new_token_ids, len(one.pooled or ())) for one in updates] == [
+        ("stop", [], NUM_POOLED)
+    ]
+    assert not core.scheduler.has_unfinished_requests()
+    core.shutdown()

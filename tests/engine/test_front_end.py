@@ -25,7 +25,7 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import SchedulerStats
 from tests.engine.test_state_machine import parameters, prompts
-from tests.engine.whole_engine import alone, letters_model
+from tests.engine.whole_engine import WholeEngine, alone, letters_model
 
 
 class Cores:
@@ -240,7 +240,9 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, Panic])
-@pytest.mark.parametrize("method", ["_append_tokens", "_record_times", "completion", "_end"])
+@pytest.mark.parametrize(
+    "method", ["_append_tokens", "_record_start", "_record_tokens", "completion", "_end"]
+)
 def test_an_error_in_one_sequence_takes_nothing_from_its_neighbours(
     method: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +276,21 @@ def test_an_error_in_one_sequence_takes_nothing_from_its_neighbours(
     if method != "_end":  # by then the core has ended it
         assert (0, AbortRequests(["r1-1"], "error")) in cores.sent
     assert len(cores.front_end) == 0
+
+
+def test_tokens_behind_a_stop_string_are_not_counted() -> None:
+    """With drafts, several tokens come at once, and the string may end within them."""
+    params, engine = (
+        SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+        WholeEngine(max_drafts=8),
+    )
+    letters = dict.fromkeys(alone([1, 2, 3], params).outputs[0].text)
+    for letter in letters:
+        engine.add(letter, [1, 2, 3], params.clone(stop=letter))
+    engine.drain(max_steps=500)
+    assert engine.num_accepted > 0
+    told = [engine.result(letter) for letter in letters]
+    assert engine.num_generated == sum(len(output.outputs[0].token_ids) for output in told)
 
 
 def test_a_stat_logger_that_fails_is_logged_once_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:

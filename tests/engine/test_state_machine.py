@@ -22,8 +22,17 @@ from hypothesis.stateful import (
 
 from quire.kv_cache.spec import SlidingWindowSpec
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import POLICIES
-from tests.engine.whole_engine import LETTERS, MAX_MODEL_LEN, VOCAB_SIZE, WholeEngine, alone, check_result
+from tests.engine.whole_engine import (
+    LETTERS,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    WholeEngine,
+    alone,
+    check_result,
+    pooled_alone,
+)
 
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2] * 16, [3, 1, 4, 1, 2, 7, 1, 8, 2, 8, 1, 8])
 GIB = 2**30
@@ -59,6 +68,10 @@ def parameters(draw: Any) -> SamplingParams:
         output_kind=draw(st.sampled_from(RequestOutputKind)),
     )
 
+
+Wanted = SamplingParams | None
+"""What of a prompt: tokens, or None, to pool it."""
+wanted = st.integers(0, 3).flatmap(lambda share: parameters() if share else st.none())
 
 loops = st.sampled_from(
     [{}, *({"async_scheduling": True, "max_steps_in_flight": steps} for steps in (1, 2, 2, 4, 4))]
@@ -129,7 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
             fields["preemption_mode"] = host_tier["preemption_mode"]
         self.policy = policy
         self.engine = WholeEngine(num_gpu_blocks_override=1 + needed + slack, **fields)
-        self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.requests: dict[str, tuple[list[int], Wanted]] = {}
         self.disturbed: set[str] = set()
 
     @property
@@ -138,28 +151,29 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         burst=st.lists(
-            st.tuples(prompts(), parameters(), st.integers(-1, 1), tenants, needs), min_size=1, max_size=4
+            st.tuples(prompts(), wanted, st.integers(-1, 1), tenants, needs), min_size=1, max_size=4
         )
     )
-    def add(self, burst: list[tuple[list[int], SamplingParams, int, str, list[str]]]) -> None:
+    def add(self, burst: list[tuple[list[int], Wanted, int, str, list[str]]]) -> None:
         for request in burst:
             self._add(*request)
 
     @precondition(lambda self: any(self.engine.outputs.values()))
-    @rule(data=st.data(), params=parameters())
-    def add_next_turn(self, data: st.DataObject, params: SamplingParams) -> None:
+    @rule(data=st.data(), params=wanted)
+    def add_next_turn(self, data: st.DataObject, params: Wanted) -> None:
         """A prompt that goes on from what another request has got by now, or from a part of it."""
         name = data.draw(st.sampled_from(sorted(name for name, outs in self.engine.outputs.items() if outs)))
         told = self.requests[name][0] + self.engine.outputs[name][-1].outputs[0].token_ids
         self._add(told[: data.draw(st.integers(1, 24))], params, 0, "next turn", [])
 
-    def _add(
-        self, prompt: list[int], params: SamplingParams, priority: int, tenant: str, needs: list[str]
-    ) -> None:
+    def _add(self, prompt: list[int], params: Wanted, priority: int, tenant: str, needs: list[str]) -> None:
         name = f"r{len(self.requests)}"
         self.engine.holder.expect(name, needs)
         priority = priority if self.policy == "priority" else 0
-        self.engine.add(name, prompt, params, priority=priority, tenant=tenant)
+        if params is None:
+            self.engine.pool(name, prompt, priority=priority, tenant=tenant)
+        else:
+            self.engine.add(name, prompt, params, priority=priority, tenant=tenant)
         self.requests[name] = (prompt, params)
 
     @rule(key=st.sampled_from(KEYS))
@@ -180,7 +194,7 @@ class EngineMachine(RuleBasedStateMachine):
         if how == "fail":
             self.engine.fail(name)
         else:
-            self.engine.engine.abort_request(name)
+            self.engine.abort(name)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -194,12 +208,32 @@ class EngineMachine(RuleBasedStateMachine):
         self.seen["num_steps"] += self.engine.num_steps
         self.seen["num_held"] += self.engine.holder.num_held
         self.seen["num_accepted"] += self.engine.num_accepted
+        told = {name: self.engine.result(name) for name in self.engine.outputs}
+        num_told = sum(len(one.token_ids) for output in told.values() for one in output.outputs)
+        assert self.engine.num_generated == num_told, (
+            "a token is counted that nobody gets, or none that somebody does"
+        )
         for name, (prompt, params) in self.requests.items():
-            check_result(self.engine.result(name), alone(prompt, params), disturbed=name in self.disturbed)
+            disturbed = name in self.disturbed
+            if params is None:
+                self._check_pooled(self.engine.pooled[name], pooled_alone(tuple(prompt)), disturbed=disturbed)
+            else:
+                check_result(told[name], alone(prompt, params), disturbed=disturbed)
+
+    def _check_pooled(self, last: RequestUpdate | None, expected: list[float], *, disturbed: bool) -> None:
+        """The core says nothing to who has aborted a request."""
+        if last is not None and last.finish_reason == "stop":
+            assert (last.pooled, last.new_token_ids) == (expected, [])
+            self.seen["num_pooled"] += 1
+            self.seen["num_preempted_to_pool"] += last.num_preemptions
+        else:
+            assert disturbed
+            assert last is None or (last.finish_reason, last.pooled) == ("error", None)
 
     def _bound_on_steps(self) -> int:
         """The first running request advances in every step, or its last result is at most 4 steps away."""
-        num_sequences = sum(self.requests[name][1].n for name in self.running)
+        running = [self.requests[name][1] for name in self.running]
+        num_sequences = sum(1 if params is None else params.n for params in running)
         return num_sequences * (MAX_MODEL_LEN + 4) + 10
 
 
@@ -221,11 +255,13 @@ def options(max_examples: int, num_events: int, **more: Any) -> settings:
 
 
 def test_every_output_is_that_of_the_request_alone() -> None:
-    """Some 20,000 steps, in which drafts are accepted and some 1,400 requests preempted, most of them to the host."""
+    """Some 13,000 steps: drafts are accepted, prompts pooled, and hundreds of requests preempted, most to the host."""
     for machine in (EngineMachine, SwappingMachine):
         run_state_machine_as_test(machine, settings=options(45, 30, derandomize=True))
     seen = EngineMachine.seen
     assert seen["num_accepted"] > 500
+    assert seen["num_pooled"] > 200
+    assert seen["num_preempted_to_pool"] > 0
     assert min(seen["num_swaps"], seen["num_preemptions"] - seen["num_swaps"], seen["num_held"]) > 50
 
 

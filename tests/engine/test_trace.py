@@ -38,10 +38,11 @@ from quire.engine.trace import (
 from quire.errors import ConfigError, EngineError
 from quire.kv_cache.single_type_manager import MANAGERS
 from quire.kv_cache.spec import SwapCosts
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerOutput
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.harness import Engine, make_config, make_kv_config
+from tests.scheduler.harness import Engine, failing, make_config, make_kv_config
 
 STEM = [5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71]
 
@@ -199,7 +200,7 @@ def test_a_run_that_was_cut_off_is_read_to_its_last_whole_frame(recording: Path,
         (b"quire-trace\n\x05\0\0\0abc", "is no recorded run"),
         (b"PK\x03\x04" * 10, "is no recorded run"),
         (MAGIC + b"\x05\0\0\0\xff\xff\xff\xff\xff", "is damaged"),
-        (MAGIC + b"\x0a\0\0\0" + msgspec.msgpack.encode({"version": 9}), "of version 9, not 2"),
+        (MAGIC + b"\x0a\0\0\0" + msgspec.msgpack.encode({"version": 9}), "of version 9, not 3"),
     ],
 )
 def test_what_is_no_recorded_run_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
@@ -332,6 +333,8 @@ def play(engine: Engine, kind: str, value: Any) -> None:
         length, max_tokens, priority, tenant, logprobs, lacks = value
         fields = {"priority": priority, "tenant": tenant, "prompt_logprobs": 1 if logprobs else None}
         fields["lacks"] = lacks
+        if max_tokens == 9:
+            fields["pooling_params"] = PoolingParams()
         engine.add(
             f"r{len(engine.requests)}", STEM[:length], max_tokens=max_tokens, eos_token_ids=[3], **fields
         )
@@ -360,8 +363,7 @@ def disturb(engine: Engine, kind: str, name: str) -> None:
     if kind == "abort in flight":
         engine.abort(name)
     elif name in plan.num_scheduled_tokens:
-        output.sampled_token_ids.pop(name, None)
-        output.failed[name] = "numbers went bad"
+        output = failing(output, name)
     engine.finish_step(plan, output)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -14,11 +15,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.messages import EngineCoreOutputs
+from quire.engine.messages import AbortRequests, AddRequest, EngineCoreOutputs, EngineCoreRequest
 from quire.executor.null import NullExecutor
+from quire.metrics.stats import IterationStats
 from quire.outputs import CompletionOutput, RequestOutput
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.scheduler.output import ModelRunnerOutput
+from quire.scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerStats
 from tests.engine.holder import Holder
 
 MAX_MODEL_LEN = 40
@@ -77,8 +80,11 @@ class WholeEngine:
         self.holder = Holder(self.core)
         self.executor.max_drafts = max_drafts
         self.outputs: dict[str, list[RequestOutput]] = {}
+        self.pooled: dict[str, RequestUpdate | None] = {}
         self.num_steps = 0
         self.num_accepted = 0
+        self.num_generated = 0
+        self.engine.add_stat_logger(self)
         self._kinds: dict[str, RequestOutputKind] = {}
         self._failing: set[str] = set()
         self._ended: set[str] = set()
@@ -90,31 +96,55 @@ class WholeEngine:
         self.outputs[name], self._kinds[name] = [], params.output_kind
         self.engine.add_request(name, list(prompt), params.clone(), **fields)
 
+    def pool(self, name: str, prompt: list[int], **fields: Any) -> None:
+        """Ask the core, which alone knows how, for what is pooled of a prompt."""
+        self.pooled[name] = None
+        params, pooling = SamplingParams(), PoolingParams()
+        message = EngineCoreRequest(
+            f"{name}-0", prompt, params, time.monotonic(), pooling_params=pooling, **fields
+        )
+        self.core.handle(AddRequest(message))
+
+    def abort(self, name: str) -> None:
+        if name in self.pooled:
+            self.core.handle(AbortRequests([f"{name}-0"]))
+        else:
+            self.engine.abort_request(name)
+
     def is_running(self, name: str) -> bool:
+        if name in self.pooled:
+            return f"{name}-0" in self.core.scheduler._queues.by_id
         return not any(output.finished for output in self.outputs[name])
 
     def step(self) -> None:
         self.num_steps += 1
+        if not self.engine.has_unfinished_requests() and self.core.has_work():
+            self.core.step()
         for output in self.engine.step():
             assert self.is_running(output.request_id), "an output after the last"
             self.outputs[output.request_id].append(output)
         self.core.scheduler.check_integrity()
 
+    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+        """As a logger of statistics."""
+        self.num_generated += iteration.num_generation_tokens
+
     def fail(self, name: str) -> None:
-        """The next token that a sequence of this request samples turns out to be unusable."""
+        """The next token that a sequence of this request samples, or what is pooled, turns out to be unusable."""
         self._failing.add(name)
 
     def _collect_with_faults(self) -> ModelRunnerOutput:
         output = self._collect()
-        self.num_accepted += sum(len(ids) - 1 for ids in output.sampled_token_ids.values())
+        self.num_accepted += sum(map(output.num_accepted, output.sampled_token_ids))
         failed = {
             core_id: FAULT
-            for core_id in output.sampled_token_ids
+            for core_id in (*output.sampled_token_ids, *output.pooled)
             if self._request_of(core_id) in self._failing
         }
         self._failing -= {self._request_of(core_id) for core_id in failed}
         sampled = {name: ids for name, ids in output.sampled_token_ids.items() if name not in failed}
-        return msgspec.structs.replace(output, sampled_token_ids=sampled, failed=failed)
+        pooled = {name: numbers for name, numbers in output.pooled.items() if name not in failed}
+        return msgspec.structs.replace(output, sampled_token_ids=sampled, pooled=pooled, failed=failed)
 
     def _checked_core_step(self) -> EngineCoreOutputs:
         """The core too reports on no sequence after its end; the front end would not notice."""
@@ -123,11 +153,14 @@ class WholeEngine:
             assert update.request_id not in self._ended
             if update.finish_reason is not None:
                 self._ended.add(update.request_id)
+            name = update.request_id.rpartition("-")[0]
+            if name in self.pooled:
+                self.pooled[name] = update
         return outputs
 
     def _request_of(self, core_id: str) -> str | None:
         name = core_id.rpartition("-")[0]
-        return name if name in self.engine._front_end else None
+        return name if name in self.engine._front_end or name in self.pooled else None
 
     def drain(self, max_steps: int) -> None:
         """Step until nothing is left; then nothing must be held anywhere."""
@@ -176,6 +209,19 @@ def alone(prompt: list[int], params: SamplingParams) -> RequestOutput:
             first.add(other)
         _alone[key] = first
     return _alone[key]
+
+
+@functools.cache
+def pooled_alone(prompt: tuple[int, ...]) -> list[float]:
+    """What is pooled of a prompt in an engine of its own."""
+    oracle = _oracle()
+    name = f"p{len(oracle.pooled)}"
+    oracle.pool(name, list(prompt))
+    oracle.drain(max_steps=100)
+    update = oracle.pooled[name]
+    assert update is not None
+    assert update.pooled is not None
+    return update.pooled
 
 
 def _completion_alone(prompt: list[int], params: SamplingParams, index: int) -> RequestOutput:

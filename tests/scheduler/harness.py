@@ -25,7 +25,7 @@ from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 40
-REQUEST_FIELDS = ("eos_token_ids", "cache_salt", "priority", "tenant", "fork_of")
+REQUEST_FIELDS = ("eos_token_ids", "cache_salt", "priority", "tenant", "fork_of", "pooling_params")
 
 
 def make_config(**changes: Any) -> EngineConfig:
@@ -126,9 +126,7 @@ class Engine:
         """One step, in which the numbers of a request turn out to be unusable, if it computes any."""
         plan = self.schedule()
         output = self.executor.execute_model(plan)
-        sampled = {key: ids for key, ids in output.sampled_token_ids.items() if key != name}
-        failed = {name: "logits are not finite"} if name in plan.num_scheduled_tokens else {}
-        self.finish_step(plan, msgspec.structs.replace(output, sampled_token_ids=sampled, failed=failed))
+        self.finish_step(plan, failing(output, name) if name in plan.num_scheduled_tokens else output)
 
     def schedule(self) -> SchedulerOutput:
         had_ready = self.has_ready()
@@ -193,6 +191,16 @@ class Engine:
         return self.updates[request_id][-1]
 
 
+def failing(output: ModelRunnerOutput, name: str) -> ModelRunnerOutput:
+    """The result of a step, had the numbers of one of its requests been unusable."""
+    sampled, pooled = (
+        {key: value for key, value in results.items() if key != name}
+        for results in (output.sampled_token_ids, output.pooled)
+    )
+    failed = {name: "logits are not finite"}
+    return msgspec.structs.replace(output, sampled_token_ids=sampled, pooled=pooled, failed=failed)
+
+
 def run_alone(request: Request, config: EngineConfig) -> RequestUpdate:
     """What a request gives in an engine of its own, with room for all and one token budget for all."""
     roomy = config.evolve(
@@ -200,10 +208,10 @@ def run_alone(request: Request, config: EngineConfig) -> RequestUpdate:
     )
     engine = Engine(roomy)
     params = request.sampling_params
-    own = {"eos_token_ids": request.eos_token_ids, "cache_salt": request.extra_keys.cache_salt}
+    own = {name: getattr(request, name) for name in ("eos_token_ids", "cache_salt", "pooling_params")}
     copy = Request(request_id="r", prompt_token_ids=request.prompt_token_ids, sampling_params=params, **own)
     engine.requests["r"], engine.updates["r"], engine.lacks["r"] = copy, [], set()
     engine.scheduler.add_request(copy, engine.now)
     engine.drain()
     last = engine.last("r")
-    return RequestUpdate("r", engine.tokens("r"), last.finish_reason, last.stop_reason)
+    return RequestUpdate("r", engine.tokens("r"), last.finish_reason, last.stop_reason, pooled=last.pooled)

@@ -160,8 +160,8 @@ def test_results_of_another_version_are_refused():
     engine = Pipeline()
     engine.add("a", PROMPT)
     engine.launch()
-    with pytest.raises(EngineError, match="version 2, not 3"):
-        engine.land(version=2)
+    with pytest.raises(EngineError, match="version 3, not 4"):
+        engine.land(version=3)
 
 
 def test_more_tokens_than_were_planned_are_a_bug():

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from quire.engine.messages import EngineCoreRequest
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.request import Request, RequestStatus
 
@@ -67,9 +68,14 @@ def test_the_prompt_and_the_output_are_told_apart_and_the_callers_list_is_not_ke
     assert (request.num_tokens, request.num_prompt_tokens, request.num_output_tokens) == (5, 3, 2)
 
 
-@pytest.mark.parametrize(("max_tokens", "expected"), [(None, 20), (5, 8), (17, 20), (100, 20)])
-def test_max_num_tokens_is_bounded_by_the_context(max_tokens, expected):
-    assert make_request(sampling_params=SamplingParams(max_tokens=max_tokens)).max_num_tokens(20) == expected
+@pytest.mark.parametrize(("max_tokens", "expected"), [(None, 19), (5, 7), (17, 19), (100, 19)])
+def test_the_context_bounds_what_is_computed_and_the_last_token_never_is(max_tokens, expected):
+    request = make_request(sampling_params=SamplingParams(max_tokens=max_tokens))
+    assert request.max_computed_tokens(20) == expected
+
+
+def test_of_a_request_to_pool_the_prompt_is_computed_and_no_more():
+    assert make_request(pooling_params=PoolingParams()).max_computed_tokens(3) == 3
 
 
 def test_the_fields_of_the_cores_message_are_the_constructors_keywords():

@@ -257,7 +257,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers(num_blocks, fits):
         engine.add("a", range(8), max_tokens=13)
         engine.drain()
         return
-    with pytest.raises(ValidationError, match=r"21 tokens \(8 of prompt\).* 5 KV cache blocks of 4 .* has 4"):
+    with pytest.raises(ValidationError, match=r"20 tokens .* \(8 of prompt\).* 5 blocks of 4 .* has 4"):
         engine.add("a", range(8), max_tokens=13)
     assert not engine.scheduler.has_work()
 

@@ -4,15 +4,15 @@ The null executor checks every plan and every slot that is read; the harness che
 integrity of the cache after every step.
 """
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.errors import ValidationError
+from quire.pooling_params import PoolingParams
 from quire.scheduler.request import RequestStatus
-from tests.scheduler.harness import VOCAB_SIZE, Engine, make_config, make_spec, run_alone
+from tests.scheduler.harness import VOCAB_SIZE, Engine, failing, make_config, make_spec, run_alone
 
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2] * 16, [3, 1, 4, 1, 2, 7, 1, 8, 2, 8, 1, 8])
 KINDS = [
@@ -53,6 +53,7 @@ def parameters(draw):
         "prompt_logprobs": draw(st.sampled_from([None, None, None, 1])),
         "priority": draw(st.integers(-1, 2)),
         "tenant": draw(st.sampled_from("ab")),
+        "pooling_params": draw(st.sampled_from([None, None, None, PoolingParams()])),
         "lacks": draw(st.sampled_from([[], [], [], [], ["x"], ["y", "x"]])),
     }
 
@@ -132,9 +133,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _add(self, prompt, params):
         config = self.engine.config
         name = f"r{len(self.engine.requests)}"
-        longest = min(len(prompt) + (params["max_tokens"] or 40), config.model.max_model_len)
+        longest = min(len(prompt) + (params["max_tokens"] or 40), config.model.max_model_len) - 1
+        if params["pooling_params"] is not None:
+            longest = len(prompt)
         chunk = config.scheduler.max_num_batched_tokens
-        needed = sum(spec.max_blocks(longest - 1, chunk) for spec in self.specs)
+        needed = sum(spec.max_blocks(longest, chunk) for spec in self.specs)
         if needed <= config.cache.num_gpu_blocks_override - 1:
             self.engine.add(name, prompt, **params)
         else:
@@ -170,9 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.engine.schedule()
         output = self.engine.executor.execute_model(plan)
         name = data.draw(st.sampled_from(sorted(plan.num_scheduled_tokens)))
-        sampled = {key: ids for key, ids in output.sampled_token_ids.items() if key != name}
-        failed = msgspec.structs.replace(output, sampled_token_ids=sampled, failed={name: "numbers went bad"})
-        self.engine.finish_step(plan, failed)
+        self.engine.finish_step(plan, failing(output, name))
         assert self.engine.last(name).finish_reason == "error"
         self.ended_early.add(name)
 
@@ -213,6 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert self.engine.tokens(name) == alone.new_token_ids
                 assert (last.finish_reason, last.stop_reason) == (alone.finish_reason, alone.stop_reason)
+                assert last.pooled == alone.pooled
 
 
 def machine(**options):

@@ -6,11 +6,13 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import EngineError
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.worker.cpu import CpuDevice
@@ -191,6 +193,16 @@ def test_unusable_request_fails_alone(bad: NewRequestData, message: str) -> None
     assert not runner.execute_model(SchedulerOutput(3, [], [], ["good"])).failed
 
 
+def test_a_model_without_a_pooler_fails_a_request_that_wants_one_and_no_other() -> None:
+    runner, pooling = toy_runner(), PoolingParams()
+    wanting = msgspec.structs.replace(request([1, 2], request_id="wanting"), pooling_params=pooling)
+    new = [wanting, request([3], request_id="other", block_ids=[3])]
+    pools = ScheduledRequest("wanting", 0, 2, 0, [], pools=True)
+    output = runner.execute_model(SchedulerOutput(0, new, [pools, planned("other", 0, 1)], []))
+    assert output.failed == {"wanting": "the model has no pooler"}
+    assert (list(output.sampled_token_ids), output.pooled) == (["other"], {})
+
+
 def test_plan_of_failures_alone_runs_nothing() -> None:
     bad = request([VOCAB_SIZE], request_id="bad")
     output = toy_runner().execute_model(SchedulerOutput(4, [bad], [planned("bad", 0, 1)], []))
@@ -205,7 +217,7 @@ def test_plan_of_failures_alone_runs_nothing() -> None:
         (SchedulerOutput(0, [request([1], block_ids=[NUM_BLOCKS])], [planned("r", 0, 1)], []), "block ids"),
         (SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 2)], []), "other tokens"),
         (SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 2, [99])], []), "23 tokens"),
-        (SchedulerOutput(0, [], [], ["x"], version=2), "version 2, not 3"),
+        (SchedulerOutput(0, [], [], ["x"], version=3), "version 3, not 4"),
     ],
 )
 def test_contradictory_plan_is_an_engine_error(plan: SchedulerOutput, message: str) -> None:

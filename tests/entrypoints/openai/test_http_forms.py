@@ -115,6 +115,7 @@ async def test_a_gzip_body_is_bounded_by_what_it_is(engine: FakeEngine) -> None:
         b"", BODY, gzip.compress(BODY)[:-1], gzip.compress(BODY)[:5], gzip.compress(BODY) + b"x",
         gzip.compress(BODY)[:-8] + bytes(8),
     ],
+    ids=["empty", "not compressed", "short of a byte", "header alone", "followed by more", "wrong checksum"],
 )  # fmt: skip
 async def test_broken_gzip_bodies(client: httpx.AsyncClient, body: bytes) -> None:
     response = await client.post(PATH, content=body, headers=GZIP)
