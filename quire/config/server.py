@@ -60,7 +60,12 @@ class ServerConfig(Config):
     )
     disable_uvicorn_access_log: bool = option(False, "No log line per HTTP request.")
     disable_fastapi_docs: bool = option(False, "No /docs, /redoc and /openapi.json.")
-    server_dev_mode: bool = option(
-        False, "Routes for experiments, not for the public: POST /reset_prefix_cache."
+    admin_api_key: str | None = option(
+        None,
+        "Key of the routes that act on all requests, which exist only with it (or QUIRE_ADMIN_API_KEY): "
+        "/v1/requests, /abort_requests, /reset_prefix_cache.",
+    )
+    enable_tokenizer_info_endpoint: bool = option(
+        False, "GET /tokenizer_info, which shows the chat template and the special tokens."
     )
     enable_force_include_usage: bool = option(False, "Send usage with every stream, asked for or not.")

@@ -145,6 +145,10 @@ class AsyncLLM:
         """End requests by label with finish_reason "abort"; unknown labels are ignored."""
         self._send(self._front_end.abort(request_ids))
 
+    def labels(self) -> list[str]:
+        """Of the requests in flight, oldest first."""
+        return self._front_end.labels()
+
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, on a core that is running requests."""
         done = [await self._call(core, "reset_prefix_cache") for core in range(len(self._clients))]

@@ -31,6 +31,10 @@ class CoreIds:
         """Labels in flight."""
         return len(self._in_flight)
 
+    def labels(self) -> list[str]:
+        """Those in flight, oldest first."""
+        return list(self._in_flight)
+
     def new(self, label: str) -> str:
         """A name for a request, of which its sequences make theirs."""
         return f"{label}-{next(self._numbers):x}"

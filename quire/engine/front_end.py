@@ -123,6 +123,10 @@ class FrontEnd:
         """Whether there must be more messages of this core: it has requests, or owes an answer."""
         return bool(self._num_unfinished[core] or self._calls.owed_by(core))
 
+    def labels(self) -> list[str]:
+        """Of unfinished requests, oldest first."""
+        return self._core_ids.labels()
+
     def known(self, label: str) -> list[str]:
         """Core ids of a label's requests in flight, else of its last one that ended."""
         return self._core_ids.known(label)

@@ -34,6 +34,7 @@ names them.
 """
 
 ENVIRONMENT = {
+    "QUIRE_ADMIN_API_KEY": "The admin key if `--admin-api-key` is not given.",
     "QUIRE_API_KEY": "The server's key if `--api-key` is not given; the clients send it.",
     "QUIRE_CPU_ISA": "Instruction set of the C++ kernels: auto (default) or one that `quire doctor` lists.",
     "QUIRE_CPU_LIBRARY": "Another build of the C++ kernels to load, such as the one of `make sanitize`.",

@@ -22,13 +22,15 @@ from quire.version import __version__
 COMMANDS = {
     "serve": "quire.entrypoints.cli.serve",
     "run": "quire.entrypoints.cli.run",
+    "run-batch": "quire.entrypoints.cli.run_batch",
     "chat": "quire.entrypoints.cli.chat",
     "complete": "quire.entrypoints.cli.complete",
     "bench": "quire.entrypoints.cli.bench",
     "trace": "quire.entrypoints.cli.trace",
     "doctor": "quire.entrypoints.cli.doctor",
+    "collect-env": "quire.entrypoints.cli.collect_env",
 }
-"""Command -> the module that holds it under the same name."""
+"""Command -> the module that holds it under the same name, with _ for -."""
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -45,7 +47,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
             ctx.fail(f"No such command {cmd_name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
-        command = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+        command = getattr(import_module(COMMANDS[cmd_name]), cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,15 +16,20 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire import __version__
 from quire.config import ServerConfig
+from quire.entrypoints import anthropic, ollama
 from quire.entrypoints.openai import (
     chat_completions,
     completions,
+    front_page,
     health,
     metrics,
     models,
     prefix_cache,
+    requests,
+    responses,
     tokenize,
 )
+from quire.entrypoints.openai.admin import admin_key
 from quire.entrypoints.openai.errors import handle_http_exception, handle_quire_error
 from quire.entrypoints.openai.keys import Keyring, make_keyring
 from quire.entrypoints.openai.middleware.auth import OPEN_PATHS, Auth
@@ -43,11 +48,13 @@ from quire.metrics.prometheus import PrometheusStatLogger
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
 
-ROUTERS = tuple(
-    family.router for family in (completions, chat_completions, models, tokenize, health, metrics)
-)
-DEV_ROUTERS = (prefix_cache.router,)
-"""For `--server-dev-mode`."""
+FAMILIES = (
+    front_page, completions, chat_completions, responses, anthropic, ollama, models, tokenize, requests, health,
+    metrics,
+)  # fmt: skip
+"""Modules and packages with a `router`, in the order of the published schema."""
+CONTROLS = (requests.controls, prefix_cache.controls)
+"""What acts on all requests: for the admin key."""
 EXPOSED_HEADERS = ("x-request-id", "retry-after", IGNORED_HEADER, ADJUSTED_HEADER)
 """What scripts of a page may read of a response besides its body."""
 
@@ -71,9 +78,17 @@ def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.state.server = state
     app.add_exception_handler(QuireError, handle_quire_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
-    for router in ROUTERS + (DEV_ROUTERS if config.server_dev_mode else ()):
+    for router in routers(config):
         app.include_router(router)
     return app
+
+
+def routers(config: ServerConfig) -> list[APIRouter]:
+    """What this configuration offers."""
+    chosen = [family.router for family in FAMILIES]
+    if config.enable_tokenizer_info_endpoint:
+        chosen.append(tokenize.info_router)
+    return [*chosen, *CONTROLS] if admin_key(config) else chosen
 
 
 def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
@@ -120,7 +135,10 @@ def keyring(config: ServerConfig) -> Keyring:
     Raises:
         ConfigError: the file of keys is wrong.
     """
-    return make_keyring(api_keys(config), config.api_key_file)
+    keys, admin = api_keys(config), admin_key(config)
+    if admin is not None and admin not in keys and (keys or config.api_key_file):
+        keys = (*keys, admin)  # alone it would close the server to everybody else
+    return make_keyring(keys, config.api_key_file)
 
 
 def api_keys(config: ServerConfig) -> tuple[str, ...]:

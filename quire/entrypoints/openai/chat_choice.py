@@ -35,17 +35,27 @@ class ChatChoiceBuilder:
 
     def take(self, text: str, finish_reason: str | None) -> ChoicePart:
         """The next piece of text; with a finish reason, the last one."""
+        parts = self.parts(text, finish_reason)
+        content = "".join(part.content for part in parts)
+        calls = [call for part in parts for call in part.tool_calls]
+        return ChoicePart(content, calls, parts[-1].finish_reason)
+
+    def parts(self, text: str, finish_reason: str | None) -> list[ChoicePart]:
+        """The same in the model's order: a part is text and the calls after it. At least one."""
         found = self._parser.feed(text)
         if finish_reason is not None:
             found += self._parser.finish()
-        part = ChoicePart()
+        parts = [ChoicePart()]
         for item in found:
             if isinstance(item, ToolCall):
-                self._add_call(item, part)
+                self._add_call(item, parts[-1])
+            elif parts[-1].tool_calls:
+                parts.append(ChoicePart(item))
             else:
-                part.content += item
-        part.finish_reason = "tool_calls" if finish_reason == "stop" and self._num_calls else finish_reason
-        return part
+                parts[-1].content += item
+        ends_in_calls = finish_reason == "stop" and self._num_calls
+        parts[-1].finish_reason = "tool_calls" if ends_in_calls else finish_reason
+        return parts
 
     def _add_call(self, call: ToolCall, part: ChoicePart) -> None:
         if self._max_calls is not None and self._num_calls >= self._max_calls:

@@ -6,7 +6,7 @@ Invariant: the deltas of a stream join to the message of the same request withou
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.entrypoints.chat.tool_parser import PlainParser
-from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder, ChoicePart
+from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder
 from quire.entrypoints.openai.chat_prompt import chat_token_ids
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.generation import Outputs
@@ -120,17 +120,32 @@ class ChatAnswer:
         usage = StreamUsage(self._request, outputs.prompt_lengths, force=force)
         async with aclosing(outputs):
             async for _, output in outputs:
-                usage.add(0, output)
-                if not self._choices:
-                    for opening in self._openings():
-                        yield self._chunk([opening], usage.of_opening(), output.prompt_token_ids)
-                for completion in output.outputs:
-                    yield self._chunk([self._chunk_choice(completion)], usage.of_chunk(0, completion))
+                for chunk in self.chunks_of(output, usage):
+                    yield chunk
         if usage.wanted:
             yield self._chunk([], usage.closing())
 
+    def chunks_of_whole(self, output: RequestOutput) -> Iterator[ChatChunk]:
+        """The stream that a final output would have been in one piece, with usage."""
+        usage = StreamUsage(self._request, [len(output.prompt_token_ids)], force=True)
+        yield from self.chunks_of(output, usage)
+        yield self._chunk([], usage.closing())
+
+    def chunks_of(self, output: RequestOutput, usage: StreamUsage) -> Iterator[ChatChunk]:
+        """What one output adds to the stream; the first one begins it."""
+        usage.add(0, output)
+        if not self._choices:
+            for opening in self._openings():
+                yield self._chunk([opening], usage.of_opening(), output.prompt_token_ids)
+        for completion in output.outputs:
+            *earlier, last = self._chunk_choices(completion)
+            told = usage.of_chunk(0, completion)
+            for choice in earlier:
+                yield self._chunk([choice], usage.of_opening())
+            yield self._chunk([last], told)
+
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
-        part = self._take(completion)
+        part = self._builder(completion).take(completion.text, completion.finish_reason)
         for call in part.tool_calls:
             call.index = UNSET
         message = ChatMessage(
@@ -152,19 +167,23 @@ class ChatAnswer:
         delta = ChatDelta(role=ROLE, content="")
         return [ChatChunkChoice(index=index, delta=delta) for index in range(self._request.n)]
 
-    def _chunk_choice(self, completion: CompletionOutput) -> ChatChunkChoice:
-        """The news of one step, also if they are no text yet: clients count chunks, and time them."""
-        part = self._take(completion)
-        content = UNSET if part.tool_calls and not part.content else part.content
-        delta = ChatDelta(content=content, tool_calls=part.tool_calls or UNSET)
-        return ChatChunkChoice(
-            index=completion.index,
-            delta=delta,
-            logprobs=self._logprobs(completion),
-            finish_reason=part.finish_reason,
-            stop_reason=completion.stop_reason if part.finish_reason else UNSET,
-            token_ids=completion.token_ids if self._request.return_token_ids else UNSET,
-        )
+    def _chunk_choices(self, completion: CompletionOutput) -> Iterator[ChatChunkChoice]:
+        """The news of one step, also if they are no text yet: clients count chunks, and time them.
+
+        There is another one for each text that comes after a call; the tokens go with the first.
+        """
+        parts = self._builder(completion).parts(completion.text, completion.finish_reason)
+        for number, part in enumerate(parts):
+            is_first = number == 0
+            content = UNSET if part.tool_calls and not part.content else part.content
+            yield ChatChunkChoice(
+                index=completion.index,
+                delta=ChatDelta(content=content, tool_calls=part.tool_calls or UNSET),
+                logprobs=self._logprobs(completion) if is_first else None,
+                finish_reason=part.finish_reason,
+                stop_reason=completion.stop_reason if part.finish_reason else UNSET,
+                token_ids=completion.token_ids if is_first and self._request.return_token_ids else UNSET,
+            )
 
     def _chunk(
         self, choices: list[ChatChunkChoice], more: dict[str, Any], prompt_token_ids: list[int] | None = None
@@ -180,11 +199,11 @@ class ChatAnswer:
             **more,
         )
 
-    def _take(self, completion: CompletionOutput) -> ChoicePart:
+    def _builder(self, completion: CompletionOutput) -> ChatChoiceBuilder:
         builder = self._choices.get(completion.index)
         if builder is None:
             builder = self._choices[completion.index] = self._new_builder()
-        return builder.take(completion.text, completion.finish_reason)
+        return builder
 
     def _new_builder(self) -> ChatChoiceBuilder:
         make_parser = self._server.make_tool_parser if self._uses_tools else None

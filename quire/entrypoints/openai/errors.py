@@ -1,19 +1,21 @@
 """The one place that decides what an error looks like to a client.
 
-Invariant: always OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`, and never the text of an
-error that nobody wrote for the client: such an error gets a fixed sentence and the request's id, and its
-details go to the log.
+Invariant: always the shape of the API whose path was asked, OpenAI's `{"error": {"message", "type", "param", "code"}}`
+but for those in `SHAPES`, and never the text of an error that nobody wrote for the client: such an error gets a fixed
+sentence and the request's id, and its details go to the log.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from quire.errors import (
     ClientError,
@@ -27,6 +29,14 @@ from quire.errors import (
 logger = logging.getLogger(__name__)
 
 ENGINE_DEAD = "The engine has stopped, and the server is ending; try again later."
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 HTTP_ERRORS = {
     404: ("NotFoundError", "There is nothing at this path."),
     405: ("MethodNotAllowedError", "This path does not take this method."),
@@ -55,9 +65,45 @@ def status_of(error: BaseException) -> int:
     return error.status if isinstance(error, QuireError) else QuireError.status
 
 
-def response_of(error: BaseException, request_id: str) -> JSONResponse:
+def anthropic_body(body: dict[str, Any], status: int, request_id: str) -> dict[str, Any]:
+    """The error as Anthropic's clients read it."""
+    kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error = {"type": kind, "message": body["error"]["message"]}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+def ollama_body(body: dict[str, Any], status: int, request_id: str) -> dict[str, Any]:
+    """The error as Ollama's clients read it: a sentence."""
+    return {"error": body["error"]["message"]}
+
+
+SHAPES: dict[str, Callable[[dict[str, Any], int, str], dict[str, Any]]] = {
+    "/v1/messages": anthropic_body,
+    "/api/": ollama_body,
+}
+"""Start of a path -> how OpenAI's body, the status and the request's id become that API's body."""
+
+
+class ErrorResponse(JSONResponse):
+    """An answer with OpenAI's body, which becomes that of the path's own API when it is sent."""
+
+    def __init__(self, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(body, status, headers)
+        self._openai_body, self._more_headers = body, headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        shape = next((shape for start, shape in SHAPES.items() if path.startswith(start)), None)
+        if shape is None:
+            await super().__call__(scope, receive, send)
+            return
+        body = shape(self._openai_body, self.status_code, request_id_of(scope))
+        await JSONResponse(body, self.status_code, self._more_headers)(scope, receive, send)
+
+
+def response_of(error: BaseException, request_id: str) -> ErrorResponse:
     """The whole HTTP answer to an error."""
-    return JSONResponse(body_of(error, request_id), status_code=status_of(error), headers=_headers(error))
+    return ErrorResponse(body_of(error, request_id), status_of(error), _headers(error))
 
 
 def frame_of(error: BaseException, request_id: str) -> bytes:
@@ -74,7 +120,7 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind, sentence = HTTP_ERRORS.get(error.status_code, ("BadRequestError", "The request cannot be handled."))
     body = error_body(sentence, kind, error.status_code)
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+    return ErrorResponse(body, error.status_code, error.headers)
 
 
 def request_id_of(scope: Any) -> str:

@@ -120,15 +120,20 @@ INNER: Mapping[str, Place] = {
 """Objects in requests; what is not named here (schemas, documents, bias) is the client's own."""
 
 
-def settle_fields(body: Mapping[str, Any], honoured: Iterable[str], notes: Notes) -> dict[str, Any]:
+def settle_fields(
+    body: Mapping[str, Any], honoured: Iterable[str], notes: Notes, inner: Mapping[str, Place] = INNER
+) -> dict[str, Any]:
     """The fields of a request body that are to be honoured, at any depth; the names of others go to `notes`.
 
     A null is the same as an absent field, as in OpenAI's own clients.
 
+    Args:
+        inner: the objects in the request that have rules of their own.
+
     Raises:
         ValidationError: names the field that cannot be honoured.
     """
-    return _settle(body, Place(frozenset(honoured), REFUSED, INNER), notes, "")
+    return _settle(body, Place(frozenset(honoured), REFUSED, inner), notes, "")
 
 
 def _settle(body: Mapping[str, Any], place: Place, notes: Notes, path: str) -> dict[str, Any]:

@@ -31,6 +31,9 @@ class Outputs:
         request_id: of the HTTP request; the engine's ids are derived from it.
         timeout_s: after so many seconds a prompt ends, as if `max_tokens` had been reached, with stop_reason "timeout".
         stream_interval: tokens of one prompt that are gathered before an output is passed on.
+
+    Attributes:
+        last: the output that was passed on last.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Outputs:
         self.prompt_lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
         self._outputs = _numbered(generators[0]) if len(generators) == 1 else _merged(generators)
         self._first: list[Indexed] = []
+        self.last: RequestOutput | None = None
 
     async def prime(self) -> None:
         """Wait for the first output, so that a refusal comes before the response has begun."""
@@ -70,7 +74,9 @@ class Outputs:
         return self
 
     async def __anext__(self) -> Indexed:
-        return self._first.pop() if self._first else await anext(self._outputs)
+        item = self._first.pop() if self._first else await anext(self._outputs)
+        self.last = item[1]
+        return item
 
     async def aclose(self) -> None:
         await self._outputs.aclose()

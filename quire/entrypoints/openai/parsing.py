@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pydantic
 from starlette.requests import Request
 
-from quire.entrypoints.openai.field_policy import settle_fields
+from quire.entrypoints.openai.field_policy import INNER, settle_fields
 from quire.entrypoints.openai.json_body import read_json
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol.requests import RequestModel
@@ -36,7 +36,7 @@ def checked(request: Request, body: dict[str, Any], model: type[Model]) -> Model
     # A request that is made from another one adds to the notes on that.
     reject = server.config.unknown_fields == "reject"
     notes: Notes = request.scope["state"].setdefault("notes", Notes(reject=reject))
-    kept = settle_fields(body, known, notes)
+    kept = settle_fields(body, known, notes, INNER if model.inner is None else model.inner)
     try:
         return model.model_validate(kept).with_notes(notes)
     except pydantic.ValidationError as error:

@@ -1,18 +1,18 @@
-"""POST /reset_prefix_cache, with `--server-dev-mode` only: whoever may ask can slow everybody else down."""
+"""POST /reset_prefix_cache, for the admin key: whoever may ask can slow everybody else down."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from quire.entrypoints.openai.admin import admin_router
 from quire.entrypoints.openai.state import server_of
 from quire.errors import ConflictError, ValidationError
 
-router = APIRouter()
+controls = admin_router()
 
 
-@router.post("/reset_prefix_cache")
+@controls.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> JSONResponse:
     """Forget all cached prefixes. 409, and nothing forgotten, while a request is running: ask again later."""
     for name in request.query_params:

@@ -18,7 +18,7 @@ from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.protocol.requests import GenerationRequest
 from quire.entrypoints.openai.sampling import client_names
 from quire.entrypoints.openai.state import server_of
-from quire.entrypoints.openai.streaming import EventStream
+from quire.entrypoints.openai.streaming import OPENAI_WIRE, EventStream, Wire
 from quire.entrypoints.openai.tenant import apply_terms
 from quire.outputs import RequestOutput
 
@@ -35,11 +35,13 @@ class Answer(Protocol):
         ...
 
     def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events, up to but without `[DONE]`."""
+        """The answer in pieces, up to but without what ends every stream."""
         ...
 
 
-async def respond(request: Request, body: GenerationRequest, answer: Answer) -> Response:
+async def respond(
+    request: Request, body: GenerationRequest, answer: Answer, wire: Wire = OPENAI_WIRE
+) -> Response:
     """Generate, and answer whole or as a stream."""
     in_flight = server_of(request).in_flight
     apply_terms(request, body)
@@ -49,4 +51,4 @@ async def respond(request: Request, body: GenerationRequest, answer: Answer) -> 
             finals = await in_flight.run(outputs.final(), request.receive)
             return json_response(answer.whole(finals))
         await in_flight.run(outputs.prime(), request.receive)
-        return EventStream(answer.frames(outputs), outputs, in_flight)
+        return EventStream(answer.frames(outputs), outputs, in_flight, wire)

@@ -1,13 +1,14 @@
-"""Server-sent events.
+"""Answers that are sent in pieces.
 
-Invariant: a stream that began ends with `data: [DONE]`, after the frames of a complete answer or after exactly
-one error frame; only a client that is gone gets neither.
+Invariant: a stream that began ends with what its `Wire` says (OpenAI's: `data: [DONE]`), after the frames of a complete
+answer or after exactly one error frame; only a client that is gone gets neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import msgspec
 from starlette.responses import Response
@@ -25,17 +26,31 @@ def frame(chunk: msgspec.Struct) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
+@dataclass(frozen=True)
+class Wire:
+    """What the streams of one API are: how an error (with the request's id) ends one, and the bytes that end each."""
+
+    media_type: str
+    error: Callable[[BaseException, str], bytes]
+    end: bytes = b""
+
+
+OPENAI_WIRE = Wire("text/event-stream", frame_of, DONE)
+
+
 class EventStream(Response):
     """Sends `frames`, which are made from `outputs`, while the client is there."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, frames: AsyncGenerator[bytes, None], outputs: Outputs, in_flight: InFlight) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(
+        self, frames: AsyncGenerator[bytes, None], outputs: Outputs, in_flight: InFlight, wire: Wire
+    ) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=headers, media_type=wire.media_type)
         del self.headers["content-length"]
         self._frames = frames
         self._outputs = outputs
         self._in_flight = in_flight
+        self._wire = wire
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._outputs), aclosing(self._frames):
@@ -45,9 +60,8 @@ class EventStream(Response):
             except ClientDisconnectedError:
                 return
             except Exception as error:  # the response has begun: the only way left to tell the client
-                await _send(send, frame_of(error, request_id_of(scope)))
-            await _send(send, DONE)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await _send(send, self._wire.error(error, request_id_of(scope)))
+            await send({"type": "http.response.body", "body": self._wire.end, "more_body": False})
 
     async def _send_frames(self, send: Send) -> None:
         async for data in self._frames:

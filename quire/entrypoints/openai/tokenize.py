@@ -13,11 +13,13 @@ from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi import body_schema
 from quire.entrypoints.openai.parsing import checked, read_request
 from quire.entrypoints.openai.protocol.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from quire.entrypoints.openai.protocol.responses import Detokenized, Tokenized
+from quire.entrypoints.openai.protocol.responses import Detokenized, Tokenized, TokenizerInfo
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.errors import ValidationError
 
 router = APIRouter()
+info_router = APIRouter()
+"""For `--enable-tokenizer-info-endpoint`: the chat template may be a secret."""
 
 
 @router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest, TokenizeChatRequest))
@@ -54,6 +56,24 @@ async def detokenize(request: Request) -> Response:
     decode = server.tokenizer.decode
     text = await beside_loop(len(body.tokens), decode, body.tokens, skip_special_tokens=False)
     return json_response(Detokenized(text))
+
+
+@info_router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """What a client needs to make prompts of its own."""
+    server = server_of(request)
+    tokenizer, config = server.tokenizer, server.engine.config
+    has_template = server.config.chat_template or tokenizer.chat_template
+    return json_response(
+        TokenizerInfo(
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            chat_template=server.chat_template.source if has_template else None,
+            special_tokens=sorted(tokenizer.special_tokens),
+            vocab_size=config.arch.vocab_size,
+            model_max_length=config.model.max_model_len,
+        )
+    )
 
 
 async def _tokenized(server: ServerState, token_ids: list[int], with_texts: bool) -> Response:

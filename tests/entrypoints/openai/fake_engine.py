@@ -13,10 +13,11 @@ from typing import Any
 
 from quire.config import EngineConfig, ModelArch
 from quire.engine.input_processor import InputProcessor
-from quire.errors import EngineDeadError, QuireError, UnavailableError
+from quire.errors import EngineDeadError, NotFoundError, QuireError, UnavailableError
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.scheduler.explain import Explanation, Share
 from quire.scheduler.output import SchedulerStats
 
 SPECIAL = {"<|im_start|>": 256, "<|im_end|>": 257}
@@ -91,6 +92,7 @@ class FakeEngine:
         self.mean_logprob: Callable[[int], float] = lambda index: -1.0
         self.running: set[str] = set()
         self.closed: list[str] = []
+        self.aborted: list[str] = []
         self.seen: list[tuple[Any, SamplingParams]] = []
         self.tenants: list[str] = []
         self.timeouts: list[float | None] = []
@@ -122,7 +124,18 @@ class FakeEngine:
         self.was_shut_down = True
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        raise AssertionError("the server aborts by closing the generator")
+        """For the admin only: the server itself aborts by closing the generator."""
+        self.aborted += request_ids
+
+    def labels(self) -> list[str]:
+        return sorted(self.running)
+
+    async def explain(self, request_id: str) -> list[Explanation]:
+        if request_id not in self.running and request_id not in self.closed:
+            raise NotFoundError("unknown")
+        status = "running" if request_id in self.running else "finished_stopped"
+        share = Share("next_step", 5, "for the running step to end")
+        return [Explanation(f"{request_id}-a", status, 5, [share])]
 
     def check_admission(self, num_sequences: int = 1, num_prompt_tokens: int = 0) -> None:
         if self.is_full:

@@ -59,6 +59,16 @@ def events(body: str) -> list[Any]:
     return [frame if frame == "[DONE]" else json.loads(frame) for frame in frames]
 
 
+def named_events(body: str) -> list[Any]:
+    """The JSON of each event of a stream whose events have names, which must be those in the JSON."""
+    received = []
+    for text in body.removesuffix("\n\n").split("\n\n"):
+        name, data = text.split("\n")
+        received.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {received[-1]['type']}"
+    return received
+
+
 async def stream(client: httpx.AsyncClient, path: str, **body: Any) -> list[Any]:
     """All events of a streamed answer, checked to be a well-formed stream."""
     response = await client.post(path, json={**body, "stream": True})

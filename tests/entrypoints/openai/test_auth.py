@@ -14,6 +14,9 @@ from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
 
 KEY = "secret-key"
+NO_KEY = "this server needs an API key: Authorization: Bearer <key>"
+AUTH_TYPES = ("AuthenticationError", "authentication_error")
+EVERYTHING: dict[str, Any] = {"admin_api_key": "secret-key", "enable_tokenizer_info_endpoint": True}
 BEARER = {"authorization": f"Bearer {KEY}"}
 
 
@@ -24,12 +27,12 @@ def registered(app: Any) -> set[tuple[str, str]]:
 
 
 async def test_every_route_needs_the_key(engine: FakeEngine) -> None:
-    routes = registered(build_app(engine, ServerConfig(server_dev_mode=True)))  # type: ignore[arg-type]
+    routes = registered(build_app(engine, ServerConfig(**EVERYTHING)))  # type: ignore[arg-type]
     assert {path for _, path in routes} >= OPEN_PATHS | {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/metrics", "/version",
-        "/reset_prefix_cache",
+        "/reset_prefix_cache", "/v1/responses", "/v1/messages", "/api/chat", "/v1/requests", "/tokenizer_info", "/",
     }  # fmt: skip
-    async with client_for(engine, api_key=(KEY,), server_dev_mode=True) as client:
+    async with client_for(engine, api_key=(KEY,), **EVERYTHING) as client:
         for method, path in routes:
             without = await client.request(method, path)
             wrong = await client.request(method, path, headers={"authorization": "Bearer wrong"})
@@ -39,7 +42,8 @@ async def test_every_route_needs_the_key(engine: FakeEngine) -> None:
                 assert without.status_code == wrong.status_code == 200, path
             else:
                 assert without.status_code == wrong.status_code == 401, path
-                assert without.json()["error"]["type"] == "AuthenticationError"
+                error = without.json()["error"]  # Ollama's is a sentence
+                assert error == NO_KEY if path.startswith("/api/") else error["type"] in AUTH_TYPES
 
 
 @pytest.mark.parametrize(
@@ -122,3 +126,16 @@ async def test_root_path(engine: FakeEngine) -> None:
     async with client_for(engine, api_key=(KEY,), root_path="/llm") as client:
         assert (await client.get("/llm/v1/models")).status_code == 401
         assert (await client.get("/health")).status_code == 200
+
+
+async def test_the_controls_answer_to_the_admin_key_alone(engine: FakeEngine) -> None:
+    admin = {"authorization": "Bearer admin"}
+    async with client_for(engine, api_key=(KEY,), admin_api_key="admin") as client:
+        assert (await client.get("/v1/requests", headers=BEARER)).status_code == 401
+        assert (await client.get("/v1/requests", headers=admin)).status_code == 200
+        assert (await client.get("/v1/models", headers=admin)).status_code == 200
+    async with client_for(engine, admin_api_key="admin") as client:
+        assert (await client.get("/v1/models")).status_code == 200
+        assert (await client.get("/v1/requests")).status_code == 401
+    async with client_for(engine) as client:
+        assert (await client.get("/v1/requests", headers=admin)).status_code == 404

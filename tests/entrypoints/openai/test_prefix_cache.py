@@ -27,7 +27,8 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncCli
     """The whole server but for its socket and its model's arithmetic."""
     args = {"distributed_executor_backend": "null", "num_gpu_blocks_override": 200, "max_num_seqs": 4}
     engine = AsyncLLM(EngineConfig.from_args(model=DEMO_MODEL, **args), in_process=request.param)
-    async with client_for(engine, server_dev_mode=True) as client:  # type: ignore[arg-type]
+    async with client_for(engine, admin_api_key="admin") as client:  # type: ignore[arg-type]
+        client.headers["authorization"] = "Bearer admin"
         await engine.wait_ready()
         yield client
     await engine.shutdown()
@@ -86,7 +87,8 @@ async def test_the_cache_is_forgotten(served: httpx.AsyncClient) -> None:
 
 async def test_nothing_is_forgotten_while_a_request_runs(engine: FakeEngine) -> None:
     engine.hold_after = 1
-    async with client_for(engine, server_dev_mode=True) as client:
+    async with client_for(engine, admin_api_key="admin") as client:
+        client.headers["authorization"] = "Bearer admin"
         running = asyncio.create_task(client.post("/v1/completions", json={"prompt": "hi"}))
         while not engine.running:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -99,11 +101,12 @@ async def test_nothing_is_forgotten_while_a_request_runs(engine: FakeEngine) -> 
 
 
 async def test_options_are_not_ignored(engine: FakeEngine) -> None:
-    async with client_for(engine, server_dev_mode=True) as client:
+    async with client_for(engine, admin_api_key="admin") as client:
+        client.headers["authorization"] = "Bearer admin"
         response = await client.post("/reset_prefix_cache?reset_running_requests=true")
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "reset_running_requests"
 
 
-async def test_the_route_is_for_the_development_mode_only(client: httpx.AsyncClient) -> None:
+async def test_without_an_admin_key_there_is_no_route(client: httpx.AsyncClient) -> None:
     assert (await client.post("/reset_prefix_cache")).status_code == 404

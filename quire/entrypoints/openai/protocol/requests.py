@@ -7,7 +7,8 @@ Invariant: a model has exactly the fields that the server honours; what happens 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
@@ -37,6 +38,8 @@ class RequestModel(BaseModel):
 
     # What reaches a model has been settled; to a client any field is allowed.
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"additionalProperties": True})
+    inner: ClassVar[Mapping[str, Any] | None] = None
+    """Rules (`field_policy.Place`) of the objects in a request of another form than chat's."""
     _notes: Notes = PrivateAttr(default_factory=Notes)
 
     @property

@@ -187,3 +187,12 @@ class Tokenized(msgspec.Struct):
 
 class Detokenized(msgspec.Struct):
     prompt: str
+
+
+class TokenizerInfo(msgspec.Struct):
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    special_tokens: list[str]
+    vocab_size: int
+    model_max_length: int

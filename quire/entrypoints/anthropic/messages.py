@@ -1,0 +1,53 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients know them.
+
+Invariant: the events of a stream make the message that the same request gets without stream. The headers
+`anthropic-version` and `anthropic-beta` are accepted, and change nothing.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.entrypoints.anthropic.conversation import CHAT_NAMES, chat_fields, prompt_fields
+from quire.entrypoints.anthropic.protocol import (
+    WITHOUT_EFFECT,
+    CountTokensRequest,
+    MessagesRequest,
+    TokenCount,
+)
+from quire.entrypoints.anthropic.writer import MessageWriter
+from quire.entrypoints.openai.chat_prompt import chat_token_ids
+from quire.entrypoints.openai.errors import request_id_of
+from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.parsing import read_request
+from quire.entrypoints.openai.state import server_of
+from quire.entrypoints.openai.tool_choice import tools_in_use
+from quire.entrypoints.openai.translation import as_chat, given, note_ignored, renamed, respond_translated
+
+router = APIRouter()
+
+
+@router.post("/v1/messages", openapi_extra=body_schema(MessagesRequest))
+async def create_message(request: Request) -> Response:
+    """Answer a conversation."""
+    body = await read_request(request, MessagesRequest)
+    note_ignored(body, given(body, WITHOUT_EFFECT))
+    message_id = f"msg_{request_id_of(request.scope)}"
+    writer = MessageWriter(message_id, server_of(request).check_model(body.model))
+    return await respond_translated(request, chat_fields(body), writer, message_id, CHAT_NAMES)
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest))
+async def count_tokens(request: Request) -> Response:
+    """How many tokens the prompt of this request would have."""
+    server = server_of(request)
+    body = await read_request(request, CountTokensRequest)
+    note_ignored(body, given(body, WITHOUT_EFFECT))
+    server.check_model(body.model)
+    with renamed(CHAT_NAMES):
+        chat = as_chat(request, prompt_fields(body))
+        token_ids = await chat_token_ids(server, chat, with_tools=tools_in_use(server, chat))
+    return json_response(TokenCount(len(token_ids)))

@@ -1,0 +1,89 @@
+"""`quire collect-env`: a report to paste into an issue.
+
+Invariant: no secret is in it, and no path tells who one is: values of variables that hold keys are masked, and the
+home directory is `~`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from quire.entrypoints.cli.doctor import SECTIONS, Section, report
+
+OUR_VARIABLES = (
+    "QUIRE_",
+    "OMP_",
+    "KMP_",
+    "GOMP_",
+    "MKL_",
+    "CUDA_",
+    "NVIDIA_",
+    "PYTORCH_",
+    "TORCH_",
+    "HF_",
+    "LD_",
+    "PYTHON",
+)
+"""Starts of the names of environment variables that change how quire runs."""
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@click.command("collect-env")
+def collect_env() -> None:
+    """Print what an issue report needs: `quire doctor` and more, ready to be pasted."""
+    sections = [*(section() for section in SECTIONS), gpu_section(), limits_section()]
+    sections += [variables_section(os.environ), packages_section()]
+    text = "\n".join(report(sections)).replace(str(Path.home()), "~")
+    click.echo(f"```text\n{text}\n```")
+
+
+def gpu_section() -> Section:
+    """The accelerators that torch sees."""
+    try:
+        import torch
+
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        facts = {"CUDA of torch": str(torch.version.cuda or "none")}
+    except (ImportError, OSError, RuntimeError) as error:
+        return Section("GPU", {"torch": str(error)})
+    return Section("GPU", facts | {f"GPU {index}": name for index, name in enumerate(names)})
+
+
+def limits_section(cgroup: Path = CGROUP) -> Section:
+    """What the operating system or a container allows this process."""
+    facts = {name: _first_line(cgroup / name) for name in ("cpu.max", "memory.max")}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Section("Limits", {**facts, "open files": f"{soft} (hard {hard})"})
+
+
+def variables_section(environment: Mapping[str, str]) -> Section:
+    """Environment variables that matter; of keys only that they are set."""
+    facts = {}
+    for name in sorted(environment):
+        if name.startswith(OUR_VARIABLES):
+            facts[name] = "(set)" if any(word in name for word in SECRET) else environment[name]
+    return Section("Environment variables", facts)
+
+
+def packages_section() -> Section:
+    """All that is installed, and where Python is."""
+    found = {dist.metadata["Name"] or "?": dist.version for dist in importlib.metadata.distributions()}
+    return Section(
+        "Packages",
+        {"(python)": sys.executable, **dict(sorted(found.items(), key=lambda one: one[0].lower()))},
+    )
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return "no limit"

@@ -1,0 +1,104 @@
+"""GET /api/tags, /api/ps and /api/version, POST /api/show: what is served, as Ollama's clients ask it."""
+
+from __future__ import annotations
+
+import hashlib
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from quire import __version__
+from quire.entrypoints.ollama.protocol import Details, ListedModel, ModelList, ShownModel, ShowRequest
+from quire.entrypoints.ollama.writer import now
+from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.parsing import read_request
+from quire.entrypoints.openai.state import ServerState, server_of
+from quire.errors import ValidationError
+
+router = APIRouter()
+STARTED = now()
+FOREVER = "9999-12-31T23:59:59Z"
+SPOKEN_VERSION = "0.12.0"
+"""The version of Ollama whose API this is; its clients refuse older ones."""
+
+
+@router.get("/api/tags")
+async def tags(request: Request) -> Response:
+    """The names under which the model is served."""
+    server = server_of(request)
+    return json_response(ModelList([_listed(server, name) for name in server.model_names]))
+
+
+@router.get("/api/ps")
+async def loaded(request: Request) -> Response:
+    """The same names: the model is loaded as long as the server runs."""
+    server = server_of(request)
+    models = [_listed(server, name) for name in server.model_names]
+    for model in models:
+        model.expires_at, model.size_vram = FOREVER, 0
+        model.context_length = server.engine.config.model.max_model_len
+    return json_response(ModelList(models))
+
+
+@router.get("/api/version")
+async def version() -> JSONResponse:
+    """Whose API this is, and who speaks it."""
+    return JSONResponse({"version": SPOKEN_VERSION, "quire": __version__})
+
+
+@router.post("/api/show", openapi_extra=body_schema(ShowRequest))
+async def show(request: Request) -> Response:
+    """One of the names: its family, context, template and capabilities."""
+    body = await read_request(request, ShowRequest)
+    server = server_of(request)
+    name = body.model or body.name
+    if not name:
+        raise ValidationError("model is required", param="model")
+    name = served_name(server, name)
+    arch, context = server.engine.config.arch, server.engine.config.model.max_model_len
+    info = {
+        "general.architecture": arch.model_type,
+        "general.basename": name,
+        f"{arch.model_type}.context_length": context,
+        f"{arch.model_type}.embedding_length": arch.hidden_size,
+        f"{arch.model_type}.block_count": arch.num_layers,
+        f"{arch.model_type}.attention.head_count": arch.num_heads,
+        f"{arch.model_type}.attention.head_count_kv": arch.num_kv_heads,
+        f"{arch.model_type}.vocab_size": arch.vocab_size,
+    }
+    template, tools = _template(server)
+    capabilities = ["completion", "tools"] if tools else ["completion"]
+    shown = ShownModel(
+        f"FROM {name}", f"num_ctx {context}", template, _details(server), info, capabilities, STARTED
+    )
+    return json_response(shown)
+
+
+def served_name(server: ServerState, name: str) -> str:
+    """The name of a model; in Ollama's names an absent tag is the tag "latest".
+
+    Raises:
+        NotFoundError: the server does not serve it.
+    """
+    return server.check_model(name if name in server.model_names else name.removesuffix(":latest"))
+
+
+def _template(server: ServerState) -> tuple[str, bool]:
+    """The chat template, and whether the model's tool calls are understood."""
+    try:
+        return server.chat_template.source, server.make_tool_parser is not None
+    except ValidationError:  # a model without one, or a server without a tokenizer
+        return "", False
+
+
+def _listed(server: ServerState, name: str) -> ListedModel:
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return ListedModel(name=name, model=name, modified_at=STARTED, digest=digest, details=_details(server))
+
+
+def _details(server: ServerState) -> Details:
+    config = server.engine.config
+    family = config.arch.model_type
+    return Details(family, [family], config.quantization.quantization or config.model.dtype)

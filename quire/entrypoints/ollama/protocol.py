@@ -1,0 +1,140 @@
+"""Ollama's requests and replies; a field that is UNSET is left out.
+
+Invariant: a line of a stream and a whole reply are one struct; only the one with `done` has the counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import Field
+
+from quire.entrypoints.openai.field_policy import INNER, Place
+from quire.entrypoints.openai.protocol.requests import RequestModel
+from quire.entrypoints.openai.protocol.responses import TokenLogprob
+
+WITHOUT_EFFECT = ("keep_alive", "think")
+"""The model stays loaded as long as the server runs, and does not think aloud."""
+
+
+CALL = Place(frozenset({"id", "function"}), inner={"function": Place(frozenset({"name", "arguments"}))})
+MESSAGE = Place(
+    frozenset({"role", "content", "images", "tool_calls", "tool_name", "name", "tool_call_id"}),
+    inner={"tool_calls": CALL},
+)
+
+
+class TurnRequest(RequestModel):
+    """What /api/chat and /api/generate share; unlike elsewhere, a stream is what one gets without asking."""
+
+    inner: ClassVar[Mapping[str, Place]] = {"messages": MESSAGE, "tools": INNER["tools"]}
+
+    model: str = Field(min_length=1)
+    stream: bool = True
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    keep_alive: Any = None
+    think: Any = None
+
+
+class ChatRequest(TurnRequest):
+    """POST /api/chat"""
+
+    messages: list[dict[str, Any]] = Field(default=[], max_length=4096)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
+
+
+class GenerateRequest(TurnRequest):
+    """POST /api/generate"""
+
+    prompt: str = ""
+    system: str | None = None
+    suffix: str | None = None
+    template: str | None = None
+    images: list[Any] | None = None
+    context: list[int] | None = None
+    raw: bool = False
+
+
+class ShowRequest(RequestModel):
+    """POST /api/show; `name` is what `model` was called before."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool = False
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any]
+
+
+class Call(msgspec.Struct):
+    id: str
+    function: CalledFunction
+
+
+class TurnMessage(msgspec.Struct):
+    content: str
+    tool_calls: list[Call] | UnsetType = UNSET
+    role: str = "assistant"
+
+
+class Line(msgspec.Struct, kw_only=True):
+    """`message` is chat's and `response` that of generate; durations are in nanoseconds."""
+
+    model: str
+    created_at: str
+    message: TurnMessage | UnsetType = UNSET
+    response: str | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
+    done: bool = False
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+class Details(msgspec.Struct):
+    family: str
+    families: list[str]
+    quantization_level: str
+    parameter_size: str = ""
+    format: str = "safetensors"
+    parent_model: str = ""
+
+
+class ListedModel(msgspec.Struct, kw_only=True):
+    """One name of the model. How many bytes it has is not known to this process, and 0."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int = 0
+    digest: str
+    details: Details
+    expires_at: str | UnsetType = UNSET
+    size_vram: int | UnsetType = UNSET
+    context_length: int | UnsetType = UNSET
+
+
+class ModelList(msgspec.Struct):
+    models: list[ListedModel]
+
+
+class ShownModel(msgspec.Struct):
+    modelfile: str
+    parameters: str
+    template: str
+    details: Details
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str

@@ -1,0 +1,198 @@
+"""Answers a file of requests, in OpenAI's batch format, through the same application that the server runs.
+
+Invariant: every line of the input that is not blank has one line in the output, in the same order, whatever is wrong
+with it; at most `window` lines are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import msgspec
+from fastapi import FastAPI
+from starlette.types import Message
+
+from quire.config import EngineConfig, ServerConfig
+from quire.engine.async_llm import AsyncLLM
+from quire.entrypoints.openai.app import api_keys, build_app
+from quire.entrypoints.openai.json_body import parse_json
+from quire.errors import ClientError, PayloadTooLargeError, ValidationError
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+RETRY_S = 0.5
+"""Between two attempts of a line that the server is too full for."""
+FULL = (429, 503)
+
+
+@dataclass
+class Counts:
+    """How many lines were answered, and how many of them with an error."""
+
+    num_lines: int = 0
+    num_failed: int = 0
+
+
+class OutputLine(msgspec.Struct):
+    """What is written for a line; one of `response` and `error` is null."""
+
+    id: str
+    custom_id: str | None
+    response: dict[str, Any] | None
+    error: dict[str, str] | None
+
+    @property
+    def failed(self) -> bool:
+        return self.response is None or self.response["status_code"] != 200
+
+
+def run_file(config: EngineConfig, lines: BinaryIO, out: BinaryIO) -> Counts:
+    """Load the model, answer all lines, and end.
+
+    Raises:
+        QuireError: the model cannot be loaded, or the engine failed; the lines before that are written.
+    """
+    return asyncio.run(_run(config, lines, out))
+
+
+async def _run(config: EngineConfig, lines: BinaryIO, out: BinaryIO) -> Counts:
+    engine, server = AsyncLLM.start(config), ServerConfig()
+    try:
+        app = build_app(engine, server)
+        await engine.wait_ready()
+        batch = Batch(app, server)
+        return await batch.run(lines, out, window=2 * engine.config.scheduler.max_num_seqs)
+    finally:
+        await engine.shutdown()
+
+
+class Batch:
+    """Sends lines to an application, as a client would, but without a socket."""
+
+    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
+        self._app = app
+        self._engine = app.state.server.engine
+        self._max_bytes = config.max_request_bytes
+        self._headers = [(b"host", b"batch"), (b"content-type", b"application/json")]
+        for key in api_keys(config)[:1]:
+            self._headers.append((b"authorization", f"Bearer {key}".encode()))
+
+    async def run(self, lines: BinaryIO, out: BinaryIO, *, window: int) -> Counts:
+        """Answer up to `window` lines at a time, and write each answer when its turn has come."""
+        counts = Counts()
+        pending: deque[asyncio.Task[OutputLine]] = deque()
+        try:
+            for line in bounded_lines(lines, self._max_bytes):
+                pending.append(asyncio.create_task(self.answer(line)))
+                if len(pending) >= window:
+                    _write(out, await pending[0], counts)
+                    pending.popleft()
+            while pending:
+                _write(out, await pending[0], counts)
+                pending.popleft()
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+        return counts
+
+    async def answer(self, line: bytes | None) -> OutputLine:
+        """The answer to one line; None is one that is too long.
+
+        Raises:
+            QuireError: the engine has ended.
+        """
+        answer = OutputLine(f"batch_req_{secrets.token_hex(12)}", None, None, None)
+        try:
+            if line is None:
+                raise PayloadTooLargeError(f"the line is longer than {self._max_bytes} bytes")
+            request = parse_json(line)
+            custom_id = request.get("custom_id")
+            answer.custom_id = custom_id if isinstance(custom_id, str) else None
+            answer.response = await self._post(*_checked(request))
+        except ClientError as error:
+            answer.error = {"code": error.type, "message": str(error)}
+        return answer
+
+    async def _post(self, url: str, body: bytes) -> dict[str, Any]:
+        while True:
+            response = await self._call(url, body)
+            await self._engine.check_health()
+            if response["status_code"] not in FULL:
+                return response
+            await asyncio.sleep(RETRY_S)
+
+    async def _call(self, url: str, body: bytes) -> dict[str, Any]:
+        """One request, as an HTTP server hands it to an application, from a client that never goes away."""
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        status, request_id, pieces = 500, "", list[bytes]()
+
+        async def receive() -> Message:
+            if not unread:
+                await asyncio.Event().wait()
+            return unread.pop()
+
+        async def send(message: Message) -> None:
+            nonlocal status, request_id
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                request_id = dict(message["headers"]).get(b"x-request-id", b"").decode()
+            pieces.append(message.get("body", b""))
+
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": url,
+            "raw_path": url.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [*self._headers, (b"content-length", str(len(body)).encode())],
+            "state": {},
+        }
+        await self._app(scope, receive, send)
+        return {"status_code": status, "request_id": request_id, "body": msgspec.Raw(b"".join(pieces))}
+
+
+def bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
+    """The lines that are not blank; None for one that is longer than `max_bytes`, of which the rest is skipped."""
+    while line := file.readline(max_bytes + 2):
+        if len(line.rstrip(b"\r\n")) > max_bytes:
+            while line and not line.endswith(b"\n"):
+                line = file.readline(max_bytes)
+            yield None
+        elif line.strip():
+            yield line
+
+
+def _checked(request: dict[str, Any]) -> tuple[str, bytes]:
+    """URL and body of a line.
+
+    Raises:
+        ValidationError: one of its fields is not what the format says.
+    """
+    url, body = request.get("url"), request.get("body")
+    if not isinstance(request.get("custom_id"), str):
+        raise ValidationError("custom_id must be text", param="custom_id")
+    if request.get("method", "POST") != "POST":
+        raise ValidationError("method must be POST", param="method")
+    if url not in URLS:
+        raise ValidationError(f"url must be one of {', '.join(URLS)}", param="url")
+    if not isinstance(body, dict):
+        raise ValidationError("body must be a JSON object", param="body")
+    if body.get("stream"):
+        raise ValidationError("body.stream is not supported in a batch", param="body.stream")
+    return str(url), json.dumps(body).encode()
+
+
+def _write(out: BinaryIO, line: OutputLine, counts: Counts) -> None:
+    out.write(msgspec.json.encode(line) + b"\n")
+    out.flush()
+    counts.num_lines += 1
+    counts.num_failed += line.failed

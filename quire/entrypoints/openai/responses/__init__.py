@@ -1,0 +1,3 @@
+"""OpenAI's Responses API, translated to and from chat completions."""
+
+from quire.entrypoints.openai.responses.routes import router as router

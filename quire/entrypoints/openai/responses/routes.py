@@ -1,0 +1,32 @@
+"""POST /v1/responses
+
+Invariant: the events of a stream make the response that the same request gets without stream. Nothing is kept: a
+response is known to the client alone.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.entrypoints.openai.errors import request_id_of
+from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.parsing import read_request
+from quire.entrypoints.openai.responses.conversation import CHAT_NAMES, chat_fields
+from quire.entrypoints.openai.responses.protocol import WITHOUT_EFFECT, ResponsesRequest
+from quire.entrypoints.openai.responses.writer import ResponseWriter
+from quire.entrypoints.openai.state import server_of
+from quire.entrypoints.openai.translation import given, note_ignored, respond_translated
+
+router = APIRouter()
+
+
+@router.post("/v1/responses", openapi_extra=body_schema(ResponsesRequest))
+async def create_response(request: Request) -> Response:
+    """Answer an input."""
+    body = await read_request(request, ResponsesRequest)
+    note_ignored(body, given(body, WITHOUT_EFFECT))
+    response_id = f"resp_{request_id_of(request.scope)}"
+    writer = ResponseWriter(response_id, server_of(request).check_model(body.model), body)
+    return await respond_translated(request, chat_fields(body), writer, response_id, CHAT_NAMES)

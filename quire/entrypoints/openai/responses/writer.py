@@ -1,0 +1,184 @@
+"""Responses, whole and as events.
+
+Invariant: events are numbered from 0 without gaps; one item is open at a time; the deltas of each join to the item of
+the whole response; the last event is `response.completed`, `.incomplete` or `.failed` with all that was written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import cached_property
+
+import msgspec
+from msgspec.structs import replace
+
+from quire.entrypoints.openai.errors import body_of, status_of
+from quire.entrypoints.openai.protocol.responses import ChatChunk, ToolCallMessage, Usage
+from quire.entrypoints.openai.responses.protocol import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    CallItem,
+    Completed,
+    Created,
+    EndedIncomplete,
+    Failed,
+    Incomplete,
+    InProgress,
+    InputDetails,
+    Item,
+    ItemAdded,
+    ItemDone,
+    MessageItem,
+    OutputText,
+    PartAdded,
+    PartDone,
+    Problem,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseUsage,
+    TextDelta,
+    TextDone,
+)
+from quire.entrypoints.openai.streaming import Wire
+from quire.entrypoints.openai.translation import Piece
+from quire.outputs import RequestStateStats
+
+INCOMPLETE = {"length": "max_output_tokens", "timeout": "timeout"}
+"""Finish reason -> why the response is incomplete."""
+
+
+class ResponseWriter:
+    """Writes one response."""
+
+    def __init__(self, response_id: str, model: str, request: ResponsesRequest) -> None:
+        self._response = _opened(response_id, model, request)
+        self._num_events = 0
+        self._pieces: list[str] = []  # of the item that is open
+        self._is_open = False
+        self._call_index = -1
+
+    @cached_property
+    def wire(self) -> Wire:
+        return Wire("text/event-stream", self._failure)
+
+    def encode(self, event: msgspec.Struct) -> bytes:
+        numbered = replace(event, sequence_number=self._num_events)
+        self._num_events += 1
+        name = str(event.__struct_config__.tag).encode()
+        return b"event: " + name + b"\ndata: " + msgspec.json.encode(numbered) + b"\n\n"
+
+    def opening(self, usage: Usage) -> Iterator[msgspec.Struct]:
+        yield Created(response=self._response)
+        yield InProgress(response=self._response)
+
+    def take(self, piece: Piece) -> Iterator[msgspec.Struct]:
+        if piece.content or piece.logprobs:
+            yield from self._text(piece)
+        for call in piece.tool_calls:
+            yield from self._call(call)
+        if piece.finish_reason is not None:
+            yield from self._end(piece.finish_reason)
+
+    def closing(self, last: ChatChunk, stats: RequestStateStats) -> Iterator[msgspec.Struct]:
+        assert isinstance(last.usage, Usage)
+        response, usage = self._response, last.usage
+        response.timings, response.ignored, response.adjusted = last.timings, last.ignored, last.adjusted
+        response.usage = ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputDetails(usage.prompt_tokens_details.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            total_tokens=usage.total_tokens,
+        )
+        ended = Completed if response.status == "completed" else EndedIncomplete
+        yield ended(response=response)
+
+    def result(self) -> ResponseObject:
+        return self._response
+
+    @property
+    def _index(self) -> int:
+        return len(self._response.output) - 1
+
+    def _text(self, piece: Piece) -> Iterator[msgspec.Struct]:
+        item = self._response.output[-1] if self._is_open else None
+        if not isinstance(item, MessageItem):
+            item = self._new_message()
+            yield from self._open(item)
+            item.content.append(OutputText())
+            yield PartAdded(item_id=item.id, output_index=self._index, part=OutputText())
+        self._pieces.append(piece.content)
+        item.content[0].logprobs += piece.logprobs
+        yield TextDelta(
+            item_id=item.id, output_index=self._index, delta=piece.content, logprobs=piece.logprobs
+        )
+
+    def _call(self, call: ToolCallMessage) -> Iterator[msgspec.Struct]:
+        assert isinstance(call.index, int)
+        if call.index != self._call_index:
+            self._call_index = call.index
+            yield from self._open(CallItem(f"fc_{call.id}", "in_progress", call.id, call.function.name))
+        self._pieces.append(call.function.arguments)
+        item = self._response.output[-1]
+        yield ArgumentsDelta(item_id=item.id, output_index=self._index, delta=call.function.arguments)
+
+    def _open(self, item: Item) -> Iterator[msgspec.Struct]:
+        yield from self._close("completed")
+        self._response.output.append(item)
+        self._is_open = True
+        yield ItemAdded(output_index=self._index, item=item)
+
+    def _close(self, status: str) -> Iterator[msgspec.Struct]:
+        """End the open item, which is now known as a whole."""
+        if not self._is_open:
+            return
+        item, whole = self._response.output[-1], "".join(self._pieces)
+        item.status, self._pieces, self._is_open = status, [], False
+        if isinstance(item, CallItem):
+            item.arguments = whole
+            yield ArgumentsDone(item_id=item.id, output_index=self._index, name=item.name, arguments=whole)
+        else:
+            (part,) = item.content
+            part.text = whole
+            yield TextDone(item_id=item.id, output_index=self._index, text=whole, logprobs=part.logprobs)
+            yield PartDone(item_id=item.id, output_index=self._index, part=part)
+        yield ItemDone(output_index=self._index, item=item)
+
+    def _end(self, finish_reason: str) -> Iterator[msgspec.Struct]:
+        """An answer without any text is a message, too."""
+        if not self._response.output:
+            yield from self._text(Piece())
+        reason = INCOMPLETE.get(finish_reason)
+        self._response.status = "completed" if reason is None else "incomplete"
+        yield from self._close(self._response.status)
+        if reason is not None:
+            self._response.incomplete_details = Incomplete(reason)
+
+    def _new_message(self) -> MessageItem:
+        stem = self._response.id.removeprefix("resp_")
+        return MessageItem(f"msg_{stem}_{len(self._response.output)}", "in_progress")
+
+    def _failure(self, error: BaseException, request_id: str) -> bytes:
+        sentence = body_of(error, request_id)["error"]["message"]
+        code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
+        self._response.status, self._response.error = "failed", Problem(code, sentence)
+        return self.encode(Failed(response=self._response))
+
+
+def _opened(response_id: str, model: str, request: ResponsesRequest) -> ResponseObject:
+    return ResponseObject(
+        id=response_id,
+        created_at=int(time.time()),
+        model=model,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        parallel_tool_calls=request.parallel_tool_calls,
+        reasoning={"effort": None, "summary": None},
+        temperature=request.temperature,
+        text=request.text or {"format": {"type": "text"}},
+        tool_choice=request.tool_choice or "auto",
+        tools=request.tools or [],
+        top_p=request.top_p,
+        user=request.user,
+        metadata=request.metadata or {},
+    )

@@ -1,0 +1,170 @@
+"""Chat completions in the shapes of other APIs.
+
+Invariant: another API's request becomes a chat request under all of chat's rules, and its answer is made from chat's
+chunks: there is no second way through the server. A whole answer is the end of a stream that nobody sees.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.entrypoints.openai.chat_completions import ChatAnswer
+from quire.entrypoints.openai.generation import Outputs
+from quire.entrypoints.openai.parsing import checked
+from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, RequestModel
+from quire.entrypoints.openai.protocol.responses import (
+    ChatChunk,
+    ChatChunkChoice,
+    TokenLogprob,
+    ToolCallMessage,
+    Usage,
+)
+from quire.entrypoints.openai.respond import respond
+from quire.entrypoints.openai.state import server_of
+from quire.entrypoints.openai.streaming import Wire
+from quire.entrypoints.openai.tenant import tenant_of
+from quire.errors import ValidationError
+from quire.outputs import RequestOutput, RequestStateStats
+
+STREAM_OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one piece of an answer adds. Each tool call has its index; pieces of one call join their arguments."""
+
+    content: str = ""
+    tool_calls: list[ToolCallMessage] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Writer(Protocol):
+    """Writes one answer in the shape of one API: `opening`, then `take` for each piece, then `closing`.
+
+    The events of a stream are made one by one, and each is encoded before the next is asked for.
+    """
+
+    @property
+    def wire(self) -> Wire: ...
+
+    def encode(self, event: msgspec.Struct) -> bytes: ...
+
+    def opening(self, usage: Usage) -> Iterable[msgspec.Struct]:
+        """The prompt is computed; `usage` counts it."""
+        ...
+
+    def take(self, piece: Piece) -> Iterable[msgspec.Struct]: ...
+
+    def closing(self, last: ChatChunk, stats: RequestStateStats) -> Iterable[msgspec.Struct]:
+        """The last piece was taken; chat's last chunk has the usage, the timings and the notes."""
+        ...
+
+    def result(self) -> msgspec.Struct:
+        """The whole answer, after `closing`."""
+        ...
+
+
+class TranslatedAnswer:
+    """An `Answer` that lets a writer tell what chat answers."""
+
+    def __init__(self, chat: ChatAnswer, writer: Writer) -> None:
+        self._chat = chat
+        self._writer = writer
+
+    async def start(self) -> Outputs:
+        return await self._chat.start()
+
+    def whole(self, outputs: list[RequestOutput]) -> msgspec.Struct:
+        """A stream of one output, whose events nobody sees."""
+        (output,) = outputs
+        for chunk in self._chat.chunks_of_whole(output):
+            deque(self._events(chunk, output.metrics), maxlen=0)
+        return self._writer.result()
+
+    async def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._chat.chunks(outputs)) as chunks:
+            async for chunk in chunks:
+                assert outputs.last is not None
+                for event in self._events(chunk, outputs.last.metrics):
+                    yield self._writer.encode(event)
+
+    def _events(self, chunk: ChatChunk, stats: RequestStateStats) -> Iterable[msgspec.Struct]:
+        """Of chat's first chunk, which has the role; of one that adds something; of the last, which has no choices."""
+        assert isinstance(chunk.usage, Usage)
+        if not chunk.choices:
+            return self._writer.closing(chunk, stats)
+        (choice,) = chunk.choices
+        if choice.delta.role is not UNSET:
+            return self._writer.opening(chunk.usage)
+        return self._writer.take(_piece(choice))
+
+
+async def respond_translated(
+    request: Request, fields: dict[str, Any], writer: Writer, answer_id: str, names: Mapping[str, str]
+) -> Response:
+    """Answer the chat request that has these fields, in the writer's shape.
+
+    Args:
+        fields: as a client of chat completions would send them, with `stream` as this client wants it.
+        names: chat's names of fields, to those that this client knows.
+
+    Raises:
+        ClientError: as chat would, with the client's names.
+    """
+    with renamed(names):
+        chat = as_chat(request, fields)
+        answer = ChatAnswer(server_of(request), chat, answer_id, tenant_of(request, chat))
+        return await respond(request, chat, TranslatedAnswer(answer, writer), writer.wire)
+
+
+def as_chat(request: Request, fields: dict[str, Any]) -> ChatCompletionRequest:
+    """The checked chat request; what is to be noted about it joins the notes on the client's own."""
+    if fields.get("stream"):
+        fields = {**fields, "stream_options": STREAM_OPTIONS}
+    return checked(request, fields, ChatCompletionRequest)
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename fields in errors from chat's names to those of `names`."""
+    try:
+        yield
+    except ValidationError as error:
+        head, dot, rest = (error.param or "").partition(".")
+        if head not in names:
+            raise
+        param = names[head] + dot + rest
+        raise type(error)(error.message.replace(str(error.param), param, 1), param=param) from None
+
+
+def note_ignored(body: RequestModel, names: Iterable[str]) -> None:
+    """Note fields that change nothing, besides those that were found while the body was read."""
+    for name in names:
+        body.notes.ignore(name)
+
+
+def given(body: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The fields of a request, of these names, that the client sent."""
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
+
+
+def _piece(choice: ChatChunkChoice) -> Piece:
+    delta = choice.delta
+    return Piece(
+        content="" if delta.content is UNSET else delta.content,
+        tool_calls=[] if delta.tool_calls is UNSET else delta.tool_calls,
+        logprobs=choice.logprobs.content if choice.logprobs else [],
+        finish_reason=choice.finish_reason,
+        stop_reason=None if choice.stop_reason is UNSET else choice.stop_reason,
+    )

@@ -1,0 +1,160 @@
+"""Ollama's routes: lines and whole replies, options, what is served, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.entrypoints.ollama.protocol import ChatRequest, GenerateRequest
+from tests.entrypoints.openai.fake_engine import FakeEngine
+from tests.entrypoints.openai.replies import ODD, REPLIES
+from tests.entrypoints.openai.serving import client_for
+from tests.entrypoints.openai.test_fuzz import SETTINGS
+
+CHAT, GENERATE = "/api/chat", "/api/generate"
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "fake-model", "messages": HI, "tools": [TOOL]},
+    GENERATE: {"model": "fake-model", "prompt": "hi"},
+}
+
+
+async def ask(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
+    response = await client.post(path, json={**BODIES[path], "stream": False, **body})
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def joined(path: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    whole = dict(lines[-1])
+    if path == GENERATE:
+        return whole | {"response": "".join(line["response"] for line in lines)}
+    calls = [call for line in lines for call in line["message"].get("tool_calls", [])]
+    message = {"role": "assistant", "content": "".join(line["message"]["content"] for line in lines)}
+    return whole | {"message": message | ({"tool_calls": calls} if calls else {})}
+
+
+def comparable(reply: dict[str, Any]) -> dict[str, Any]:
+    for call in reply.get("message", {}).get("tool_calls", []):
+        call["id"] = ""
+    return {**reply, "created_at": ""}
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+@pytest.mark.parametrize("path", BODIES)
+async def test_lines_join_to_the_whole(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str, reply: str
+) -> None:
+    engine.reply = lambda prompt, index: reply
+    whole = await ask(client, path)
+    response = await client.post(path, json=BODIES[path])  # a stream is what one gets without asking
+    assert response.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert comparable(joined(path, lines)) == comparable(whole)
+    assert whole["eval_count"] == len(reply.encode()) + 1
+    assert {"total_duration", "load_duration", "prompt_eval_duration", "eval_duration"} <= whole.keys()
+
+
+async def test_one_prompt_whatever_the_api(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await client.post("/v1/chat/completions", json={"messages": [{"role": "system", "content": "s"}, *HI]})
+    expected = engine.seen[-1][0]["prompt_token_ids"]
+    await ask(client, GENERATE, system="s")
+    assert engine.seen[-1][0]["prompt_token_ids"] == expected
+    await ask(client, CHAT, messages=[{"role": "system", "content": "s"}, *HI], tools=[])
+    assert engine.seen[-1][0]["prompt_token_ids"] == expected
+
+
+async def test_options(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    options = {
+        "num_predict": 3, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "seed": 5, "stop": ["x"], "repeat_penalty": 1.5,
+        "num_ctx": 4096, "mirostat": 0,
+    }  # fmt: skip
+    body = {**BODIES[CHAT], "stream": False, "options": options, "keep_alive": "5m", "think": False}
+    response = await client.post(CHAT, json=body)
+    params = engine.seen[-1][1]
+    assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (3, 0.5, 7, 0.9)
+    assert (params.seed, params.stop, params.repetition_penalty) == (5, ("x",), 1.5)
+    assert response.json()["done_reason"] == "length"
+    assert "keep_alive" in response.headers["x-quire-ignored-fields"]
+    await ask(client, CHAT, options={"num_predict": -1})
+    assert engine.seen[-1][1].max_tokens is None
+
+
+async def test_nothing_to_say_loads_the_model(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    assert (await ask(client, CHAT, messages=[]))["done_reason"] == "load"
+    assert (await ask(client, GENERATE, prompt=""))["done_reason"] == "load"
+    assert not engine.seen
+
+
+async def test_what_is_served(client: httpx.AsyncClient) -> None:
+    for path in ("/api/tags", "/api/ps"):
+        (model,) = (await client.get(path)).json()["models"]
+        assert (model["name"], model["details"]["family"]) == ("fake-model", "fake")
+    assert (await client.get("/api/version")).json()["version"]
+    for name in ("fake-model", "fake-model:latest"):
+        shown = (await client.post("/api/show", json={"model": name})).json()
+        assert shown["capabilities"] == ["completion", "tools"]
+        assert shown["model_info"]["fake.context_length"] == 4096
+        assert (await ask(client, CHAT, model=name))["model"] == name
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "part"),
+    [
+        (CHAT, {"model": "nope"}, 404, "nope"),
+        (CHAT, {"model": None}, 400, "model is required"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "images"),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, "role"),
+        (CHAT, {"options": {"mirostat": 2}}, 400, "options.mirostat"),
+        (CHAT, {"options": {"temperature": -1}}, 400, "options.temperature"),
+        (CHAT, {"options": {"num_predict": 0}}, 400, "options.num_predict"),
+        (CHAT, {"format": "yaml"}, 400, "format"),
+        (GENERATE, {"raw": True}, 400, "/v1/completions"),
+        (GENERATE, {"context": [1]}, 400, "context"),
+        (GENERATE, {"suffix": "x"}, 400, "suffix"),
+        ("/api/show", {"model": "nope"}, 404, "nope"),
+        ("/api/show", {}, 400, "model"),
+    ],
+)
+async def test_errors_are_sentences(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, part: str
+) -> None:
+    response = await client.post(path, json={**BODIES.get(path, {}), **body})
+    assert response.status_code == status, response.text
+    assert response.json().keys() == {"error"}
+    assert part in response.json()["error"]
+
+
+async def test_a_failure_ends_the_lines(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.fail_after = 2
+    lines = [json.loads(line) for line in (await client.post(CHAT, json=BODIES[CHAT])).text.splitlines()]
+    assert ["error" in line for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert not engine.running
+
+
+@SETTINGS
+@given(
+    fields=st.dictionaries(
+        st.sampled_from([*(ChatRequest.model_fields | GenerateRequest.model_fields)]),
+        st.sampled_from([*ODD, {"num_predict": "x"}, {"stop": 5}, {"temperature": [1]}]),
+        max_size=3,
+    ),
+    path=st.sampled_from([*BODIES, "/api/show"]),
+)
+def test_odd_values_never_break_the_server(fields: dict[str, Any], path: str) -> None:
+    async def send() -> None:
+        engine = FakeEngine()
+        async with client_for(engine) as client:
+            response = await client.post(path, json={**BODIES.get(path, {}), **fields})
+        assert response.status_code in (200, 400, 404), response.text
+        assert not engine.running
+
+    asyncio.run(send())

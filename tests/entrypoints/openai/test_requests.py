@@ -1,0 +1,115 @@
+"""Requests in flight, as operators see them; and the page that says what answers here."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from quire.config import DEMO_MODEL, EngineConfig
+from quire.engine.async_llm import AsyncLLM
+from tests.entrypoints.openai.fake_engine import FakeEngine
+from tests.entrypoints.openai.serving import client_for
+
+ADMIN = {"authorization": "Bearer admin"}
+
+
+@pytest.fixture
+async def admin(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_for(engine, admin_api_key="admin") as client:
+        client.headers.update(ADMIN)
+        yield client
+
+
+async def started(client: httpx.AsyncClient, engine: FakeEngine) -> asyncio.Task[httpx.Response]:
+    """A request with two prompts that does not end."""
+    engine.hold_after = 1
+    task = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["a", "b"]}))
+    while len(engine.running) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    return task
+
+
+async def test_any_id_of_a_request_explains_it(client: httpx.AsyncClient) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}),
+    ):
+        answer = await client.post(path, json=body)
+        for name in (answer.json()["id"], answer.headers["x-request-id"]):
+            explained = (await client.get(f"/v1/requests/{name}/explain")).json()
+            assert len(explained["sequences"]) == (2 if "prompt" in body else 1)
+            assert explained["sequences"][0]["shares"][0]["cause"] == "next_step"
+    assert (await client.get("/v1/requests/nothing/explain")).status_code == 404
+
+
+async def test_all_are_listed_and_counted(admin: httpx.AsyncClient, engine: FakeEngine) -> None:
+    task = await started(admin, engine)
+    listed = (await admin.get("/v1/requests")).json()
+    assert (listed["num_requests"], [one["status"] for one in listed["data"]]) == (2, ["running"] * 2)
+    assert (await admin.get("/load")).json() == {"server_load": 1}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert (await admin.get("/v1/requests")).json()["data"] == []
+
+
+async def test_one_or_all_are_aborted(admin: httpx.AsyncClient, engine: FakeEngine) -> None:
+    task = await started(admin, engine)
+    labels = engine.labels()
+    request_id = labels[0].removeprefix("cmpl-").rpartition("-")[0]
+    for body in ({"request_ids": [request_id, "x"]}, {"request_ids": [f"cmpl-{request_id}"]}, {}):
+        engine.aborted.clear()
+        assert (await admin.post("/abort_requests", json=body)).json() == {"num_aborted": 2}
+        assert engine.aborted == labels
+    assert (await admin.post("/abort_requests", json={"request_ids": ["x"]})).json() == {"num_aborted": 0}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_abort_reaches_the_core() -> None:
+    args = {"distributed_executor_backend": "null", "num_gpu_blocks_override": 200}
+    engine = AsyncLLM(EngineConfig.from_args(model=DEMO_MODEL, **args), in_process=True)
+    async with client_for(engine, admin_api_key="admin") as client:  # type: ignore[arg-type]
+        await engine.wait_ready()
+        body = {"prompt": "hi", "max_tokens": 1900, "ignore_eos": True}
+        task = asyncio.create_task(client.post("/v1/completions", json=body))
+        while not engine.labels():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        (listed,) = (await client.get("/v1/requests", headers=ADMIN)).json()["data"]
+        assert listed["request_id"].startswith("cmpl-")
+        await client.post("/abort_requests", json={}, headers=ADMIN)
+        assert "was aborted" in (await task).json()["error"]["message"]
+        assert engine.labels() == []
+    await engine.shutdown()
+
+
+async def test_the_front_page_is_for_both(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.config = engine.config.evolve(served_model_name=("<b>fake</b>",))
+    facts = (await client.get("/")).json()
+    assert (facts["name"], facts["models"], facts["status"]) == ("quire", ["<b>fake</b>"], "ready")
+    assert "POST /v1/chat/completions" in facts["endpoints"]
+    page = await client.get("/", headers={"accept": "text/html,*/*"})
+    assert page.headers["content-type"].startswith("text/html")
+    assert "&lt;b&gt;fake" in page.text
+    assert "<b>" not in page.text
+    assert not re.search(r"https?:|<script|<link|<img", page.text)
+    engine.is_ready = False
+    assert (await client.get("/")).json()["status"] == "the model is loading"
+
+
+async def test_models_by_any_spelling(client: httpx.AsyncClient) -> None:
+    listed = (await client.get("/v1/models")).json()
+    assert (await client.get("/v1/models/")).json() == listed
+
+
+async def test_tokenizer_info_is_opt_in(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    assert (await client.get("/tokenizer_info")).status_code == 404
+    async with client_for(engine, enable_tokenizer_info_endpoint=True) as open_client:
+        info = (await open_client.get("/tokenizer_info")).json()
+    assert (info["eos_token"], info["vocab_size"]) == ("<|im_end|>", 258)
+    assert "im_start" in info["chat_template"]
