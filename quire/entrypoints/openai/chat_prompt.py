@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from quire.entrypoints.openai.protocol.requests import ChatFields
@@ -34,9 +33,14 @@ async def chat_token_ids(server: ServerState, fields: ChatFields, *, with_tools:
             raise ValidationError(
                 f"chat_template_kwargs must not hold {name!r}", param="chat_template_kwargs"
             )
-    return await asyncio.to_thread(
-        template.encode, tokenizer, fields.messages, **{**options, "tools": options["tools"] or None}, **extra
-    )
+    options["tools"] = options["tools"] or None
+    try:
+        return await server.renders.run(template.encode, tokenizer, fields.messages, **options, **extra)
+    except TimeoutError:
+        limit = server.renders.limit_s
+        raise ValidationError(
+            f"the chat template takes longer than {limit:g} s for these messages", param="messages"
+        ) from None
 
 
 def _add_generation_prompt(fields: ChatFields) -> bool:
