@@ -21,7 +21,7 @@ from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.messages import CoreMessage
 from quire.engine.output_stream import OutputStream
 from quire.engine.startup import prepare
-from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Supervisor
+from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Supervisor, Verdict
 from quire.errors import EngineDeadError, EngineError, QuireError, StartupError, UnavailableError
 from quire.inputs import PromptType
 from quire.metrics.stats import StatLogger
@@ -271,29 +271,32 @@ class AsyncLLM:
 
     def _lose(self, core: int, error: QuireError) -> None:
         """A core is dead: go on without it until there is another, or end."""
-        client, flights = self._clients[core], self._front_end.in_flight(core)
+        client = self._clients[core]
         cannot_start = isinstance(error, StartupError) and not self._settled.is_set()
         if self._closed.is_set() or cannot_start or not isinstance(client, ProcessClient):
             self._die(error)
             return
-        in_work = client.in_work(core_id for core_ids in flights.values() for core_id in core_ids)
-        names = {name for name, core_ids in flights.items() if in_work.intersection(core_ids)}
-        verdict = self._supervisor.died(core, flights.keys(), names)
+        verdict = self._verdict(core, client)
         if verdict.restart_in_s is None:
-            self._die(
-                EngineDeadError(f"{error}; it was the {MAX_DEATHS + 1}th death in {WINDOW_S / 60:g} minutes")
-            )
+            which = f"it was the {MAX_DEATHS + 1}th death in {WINDOW_S / 60:g} minutes"
+            self._die(EngineDeadError(f"{error}; {which}"))
             return
-        num_left = len(flights) - len(verdict.failed)
-        logger.error("%s; a new one starts in %g s, %d requests go on", error, verdict.restart_in_s, num_left)
         self._front_end.lose(core, verdict.failed, self._why_it_ends)
+        num_left = len(self._front_end.in_flight(core))
+        logger.error("%s; a new one starts in %g s, %d requests go on", error, verdict.restart_in_s, num_left)
         restart = asyncio.create_task(self._replace(core, client, verdict.restart_in_s))
         self._restarts.add(restart)
         restart.add_done_callback(self._restarts.discard)
 
+    def _verdict(self, core: int, dead: ProcessClient) -> Verdict:
+        flights = self._front_end.in_flight(core)
+        in_work = dead.in_work(core_id for core_ids in flights.values() for core_id in core_ids)
+        names = {name for name, core_ids in flights.items() if in_work.intersection(core_ids)}
+        return self._supervisor.died(core, flights.keys(), names)
+
     @property
     def _why_it_ends(self) -> QuireError:
-        """What a request is told that does not survive its core."""
+        """What a request is told that ends with its core."""
         if self._prepared.supervision.on_core_death == "error":
             return UnavailableError(
                 "the engine core died while it had this request; send it again", retry_after=2
@@ -303,6 +306,7 @@ class AsyncLLM:
         )
 
     async def _replace(self, core: int, dead: ProcessClient, delay_s: float) -> None:
+        """Until the new client is there, what is sent to the core is lost, and all of it is in what is unfinished."""
         await asyncio.to_thread(dead.close)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._closed.wait(), delay_s)
