@@ -13,13 +13,13 @@ class SupervisionConfig(Config):
 
     on_core_death: str = option(
         "resume",
-        "What happens to a server's requests in flight when a core dies: resume: they go on in a new core, with the "
-        "tokens they would have had anyway; error: they end with an error.",
+        "What becomes of requests when a core dies: resume: they go on in a new one, with the tokens of an undisturbed "
+        "run; error: they end.",
         choices=("resume", "error"),
     )
     core_heartbeat_timeout: float = option(
         30.0,
-        "Seconds without a step and without use of a processor after which a core counts as hung and is ended; one "
-        "that computes has 20 times that, or 10 times its longest step. 0: it may hang.",
+        "Seconds without a step and without computing after which a core has hung; one that computes has 20 times so "
+        "many. 0: no limit.",
         ge=0.0,
     )

@@ -75,8 +75,9 @@ class AsyncLLM:
 
     @property
     def is_ready(self) -> bool:
-        """True while every core has loaded and none is dead, so that a request would begin now."""
-        return self._front_end.core_ready is not None and not self.errored
+        """True while every core has loaded and none is dead or seems to hang, so that a request would begin now."""
+        stalls = any(isinstance(client, ProcessClient) and client.stalls for client in self._clients)
+        return self._front_end.core_ready is not None and not self.errored and not stalls
 
     @property
     def errored(self) -> bool:

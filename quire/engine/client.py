@@ -178,6 +178,11 @@ class ProcessClient(CoreClient):
                 self._kill_if_it_hangs()
             return []
 
+    @property
+    def stalls(self) -> bool:
+        """Whether the core seems to hang; `receive` finds out."""
+        return self._heartbeat.stalls
+
     def in_work(self, request_ids: Iterable[str]) -> set[str]:
         """Those of these requests on which the core works, or worked when it died; none once it was closed."""
         return set() if self._closed.is_set() else self._progress.in_work(request_ids)

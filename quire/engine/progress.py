@@ -22,6 +22,8 @@ LONGEST_FACTOR = 10
 """So many times its longest step may one take."""
 MAX_LOOK_S = 1.0
 """A longer time between two looks is no silence of the core: whoever looks was held up itself."""
+STALL_S = 5.0
+"""After so long a core that neither goes on nor computes is not ready for requests, whatever becomes of it."""
 TICK_S = 0.01
 """The kernel counts processor time in these; one of them may be the thread that watches the parent."""
 
@@ -115,6 +117,11 @@ class Heartbeat:
         self.silent_s = 0.0
         self._idle_s = 0.0
 
+    @property
+    def stalls(self) -> bool:
+        """Whether the core, at the last look, had done nothing for longer than it should take."""
+        return self._idle_s > STALL_S
+
     def hangs(self, now: float, num_turns: int, cpu_s: float | None) -> bool:
         """Look: the time, the turns of the loop, and the processor time used (None: not known, so it may compute)."""
         elapsed, self._looked_at = min(now - self._looked_at, MAX_LOOK_S), now
@@ -123,11 +130,12 @@ class Heartbeat:
             if self._num_turns:  # loading is no step
                 self._longest_s = max(self._longest_s, self.silent_s)
             self._num_turns, self.silent_s, self._idle_s = num_turns, 0.0, 0.0
-        if not num_turns or not self._timeout_s:
+        if not num_turns:
             return False
         self.silent_s += elapsed
         self._idle_s = 0.0 if used is None or used > TICK_S else self._idle_s + elapsed
-        return self._idle_s > self._timeout_s or self.silent_s > self._longest_allowed_s
+        too_long = self._idle_s > self._timeout_s or self.silent_s > self._longest_allowed_s
+        return too_long and self._timeout_s > 0
 
     @property
     def _longest_allowed_s(self) -> float:

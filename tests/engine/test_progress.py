@@ -78,7 +78,17 @@ def test_where_the_processor_time_is_not_known_a_core_may_compute() -> None:
 
 def test_loading_is_exempt_and_so_is_everything_at_a_timeout_of_0() -> None:
     assert looks(Heartbeat(TIMEOUT_S), ((0, 0.0) for _ in range(100_000))) == float("inf")
-    assert looks(Heartbeat(0.0), ((1, 0.0) for _ in range(100_000))) == float("inf")
+    patient = Heartbeat(0.0)
+    assert looks(patient, ((1, 0.0) for _ in range(100_000))) == float("inf")
+    assert patient.stalls
+
+
+def test_a_core_that_does_nothing_for_seconds_stalls_until_it_goes_on() -> None:
+    heartbeat, stalls = Heartbeat(TIMEOUT_S), []
+    for second in range(10):
+        assert not heartbeat.hangs(float(second), 1 + second // 8, 0.0)
+        stalls.append(heartbeat.stalls)
+    assert stalls == [False] * 6 + [True] * 2 + [False] * 2
 
 
 def test_who_was_held_up_itself_blames_nobody() -> None:

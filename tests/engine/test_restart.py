@@ -156,13 +156,19 @@ async def test_a_killed_core_costs_a_pause_and_nothing_else(
     await engine.shutdown()
 
 
-async def test_a_stopped_core_is_killed_and_replaced(null_model_dir: Path) -> None:
+async def test_a_stopped_core_is_killed_and_replaced(
+    null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stop, results = await expected(null_model_dir)
     engine = await started(null_model_dir, core_heartbeat_timeout=1.5)
+    monkeypatch.setattr("quire.engine.progress.STALL_S", 0.5)
     first = process_of(engine)
-    assert [r[0] for r in await run_all(engine, stop, lambda: first.send_signal(signal.SIGSTOP))] == [
-        r[0] for r in results
-    ]
+    streams = asyncio.create_task(run_all(engine, stop, lambda: first.send_signal(signal.SIGSTOP)))
+    async with asyncio.timeout(60):
+        while engine.is_ready:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert first.poll() is None, "a core that does not answer is not ready before it is given up"
+    assert [result[0] for result in await streams] == [result[0] for result in results]
     assert first.returncode == -signal.SIGKILL
     await engine.shutdown()
 
