@@ -72,9 +72,8 @@ class EngineCore:
         self._trace = create_trace(config, kv_config)
         if self._trace is not None:
             self.scheduler = recorded(self.scheduler, self._trace)
-        if progress is not None:
-            self.scheduler = followed(self.scheduler, progress)
-        self._loop = make_loop(config.scheduler, self.scheduler, self.executor, clock)
+        executor = self.executor if progress is None else followed(self.executor, progress)
+        self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
         self.utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,

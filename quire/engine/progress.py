@@ -11,10 +11,12 @@ import mmap
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
-from quire.scheduler.output import SchedulerOutput
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from quire.executor.base import Executor
 
 BUSY_FACTOR = 20
 """So many timeouts may a core compute without a step: the first of a large model take minutes on a small machine."""
@@ -80,25 +82,28 @@ def _digest(request_id: str) -> bytes:
     return hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=_WORD.size).digest()
 
 
-def followed(scheduler: Scheduler, progress: Progress) -> Scheduler:
-    """The same scheduler, whose plans are written down before anybody carries them out."""
-    return cast(Scheduler, FollowedScheduler(scheduler, progress))
+def followed(executor: Executor, progress: Progress) -> Executor:
+    """The same executor for a loop, whose plans are written down before they are carried out."""
+    return cast("Executor", FollowedExecutor(executor, progress))
 
 
-class FollowedScheduler:
-    """Everything but `schedule` goes straight to the scheduler."""
+class FollowedExecutor:
+    """What a loop needs of an executor."""
 
-    def __init__(self, scheduler: Scheduler, progress: Progress) -> None:
-        self._scheduler = scheduler
+    def __init__(self, executor: Executor, progress: Progress) -> None:
+        self._executor = executor
         self._progress = progress
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
-
-    def schedule(self, now: float) -> SchedulerOutput:
-        plan = self._scheduler.schedule(now)
+    def submit(self, plan: SchedulerOutput) -> None:
         self._progress.begin(plan)
-        return plan
+        self._executor.submit(plan)
+
+    def collect(self) -> ModelRunnerOutput:
+        return self._executor.collect()
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self._progress.begin(plan)
+        return self._executor.execute_model(plan)
 
 
 class Heartbeat:

@@ -160,7 +160,7 @@ async def test_a_stopped_core_is_killed_and_replaced(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop, results = await expected(null_model_dir)
-    engine = await started(null_model_dir, core_heartbeat_timeout=1.5)
+    engine = await started(null_model_dir, core_heartbeat_timeout=3.0)
     monkeypatch.setattr("quire.engine.progress.STALL_S", 0.5)
     first = process_of(engine)
     streams = asyncio.create_task(run_all(engine, stop, lambda: first.send_signal(signal.SIGSTOP)))
