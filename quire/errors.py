@@ -3,6 +3,7 @@
     QuireError                      500  something of ours went wrong
     ├── ClientError                 400  the request is at fault; nothing else is affected
     │   ├── ValidationError         400  a field has a bad value (also a ValueError)
+    │   │   └── ContextLengthError  400  the prompt is longer than the model's context
     │   ├── AuthenticationError     401
     │   ├── NotFoundError           404  no such model
     │   ├── ConflictError           409  not while the engine is in this state
@@ -26,10 +27,11 @@ from typing import ClassVar
 
 
 class QuireError(Exception):
-    """Base of all errors; `status` is the HTTP status and `type` OpenAI's error type."""
+    """Base of all errors; `status` is the HTTP status, `type` and `code` (if there is one) are OpenAI's."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "InternalServerError"
+    code: ClassVar[str | None] = None
 
 
 class ClientError(QuireError):
@@ -46,6 +48,12 @@ class ClientError(QuireError):
 
 class ValidationError(ClientError, ValueError):
     """A field of the request has a value that cannot be honoured."""
+
+
+class ContextLengthError(ValidationError):
+    """The prompt leaves no room for an answer; clients know this case by its code and go on with a shorter one."""
+
+    code = "context_length_exceeded"
 
 
 class AuthenticationError(ClientError):

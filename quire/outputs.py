@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -55,6 +56,25 @@ class RequestStateStats:
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+
+
+def joined_stats(parts: Sequence[RequestStateStats]) -> RequestStateStats:
+    """One timeline of several that run side by side: from the first to start to the last to end."""
+    if len(parts) == 1:
+        return parts[0]
+    return RequestStateStats(
+        arrival_time=_first(part.arrival_time for part in parts),
+        queued_ts=_first(part.queued_ts for part in parts),
+        scheduled_ts=_first(part.scheduled_ts for part in parts),
+        first_token_ts=_first(part.first_token_ts for part in parts),
+        last_token_ts=max(part.last_token_ts for part in parts),
+        num_generation_tokens=sum(part.num_generation_tokens for part in parts),
+        num_preemptions=sum(part.num_preemptions for part in parts),
+    )
+
+
+def _first(times: Iterable[float]) -> float:
+    return min((time for time in times if time), default=0.0)
 
 
 @dataclass(slots=True)

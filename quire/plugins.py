@@ -32,6 +32,7 @@ class PluginTable(Generic[T]):
         flag: the option or thing that a name is given for, as messages call it.
         built_in: name -> object, or where it is ("module:Name") if it is to be imported when it is asked for.
         expected: whether something that a plug-in offers is of the kind, and the kind's name.
+        words: what may stand where a name is given and is none; for messages.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class PluginTable(Generic[T]):
         flag: str,
         built_in: Mapping[str, T | str],
         expected: tuple[Callable[[object], bool], str],
+        words: tuple[str, ...] = (),
     ) -> None:
         self.group = group
+        self._words = words
         self._flag = flag
         self._built_in = dict(built_in)
         self._accepts, self._kind = expected
@@ -61,7 +64,7 @@ class PluginTable(Generic[T]):
             found = self._built_in[name]
             return cast(T, import_place(found)) if isinstance(found, str) else found
         if name not in plugin_names(self.group):
-            known = ", ".join(self.names())
+            known = ", ".join((*self._words, *self.names()))
             raise ConfigError(f"{self._flag} must be one of {known}, got {name!r}")
         return self._load(name)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before torch is imported: OpenMP threads that spin while they wait starve the other processes of a test.
@@ -20,6 +21,16 @@ from tests.fixtures.tiny_models import write_tiny_model
 from tests.kernels import triton_interpreter
 
 triton_interpreter.start()
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """A test that sets up the log, as a command does, leaves it as it was for those that run after it."""
+    log = logging.getLogger("quire")
+    level, handlers = log.level, log.handlers[:]
+    yield
+    log.setLevel(level)
+    log.handlers[:] = handlers
 
 
 @pytest.fixture(scope="session")

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from quire import plugins
+from quire import LLM, plugins
 from quire.config import DeviceConfig, EngineConfig, ParallelConfig
 from quire.engine.startup import prepare
 from quire.errors import ConfigError
 from quire.executor.base import EXECUTORS, resolve_executor
 from quire.executor.null import NullExecutor
+from quire.metrics.stats import STAT_LOGGERS, IterationStats
 from quire.models.registry import ModelEntry, ModelRegistry
 from quire.sampling_params import SamplingParams
+from quire.scheduler.output import SchedulerStats
 from quire.worker.cpu import CpuDevice
 from quire.worker.devices import DEVICES, make_device
 from quire.worker.sampler.feature import LogitsFeature
@@ -105,6 +107,25 @@ def test_logits_features_of_packages_come_last(offer: Offer) -> None:
     built_in = LOGITS_FEATURES.resolve_all()
     offer(LOGITS_FEATURES.group, f"shout={__name__}:Shout")
     assert LOGITS_FEATURES.resolve_all() == [*built_in, Shout]
+
+
+class Ledger:
+    """A stat logger of another package."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.model, self.num_tokens = config.model.model, 0
+
+    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+        self.num_tokens += iteration.num_generation_tokens
+
+
+def test_every_front_end_makes_the_stat_loggers_of_packages(offer: Offer) -> None:
+    offer(STAT_LOGGERS.group, f"ledger={__name__}:Ledger")
+    llm = LLM("quire-demo", distributed_executor_backend="null", max_model_len=64)
+    llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    (ledger,) = llm.llm_engine._front_end.stat_loggers
+    assert isinstance(ledger, Ledger)
+    assert (ledger.model, ledger.num_tokens) == ("quire-demo", 3)
 
 
 def test_a_model_of_a_package_is_known_by_its_architecture(offer: Offer) -> None:

@@ -2,15 +2,11 @@
 
 from quire.config.arch import ModelArch, RopeScaling
 from quire.config.cache import CacheConfig
-from quire.config.device import DeviceConfig
-from quire.config.engine import EngineConfig, child_configs, engine_fields
-from quire.config.engine_args import EngineArgs
-from quire.config.kernels import KernelConfig
+from quire.config.device import DeviceConfig, KernelConfig, ParallelConfig
+from quire.config.engine import EngineArgs, EngineConfig, child_configs, engine_fields
 from quire.config.kv_events import KVEventsConfig
-from quire.config.load import LoadConfig
-from quire.config.model import DEMO_MODEL, ModelConfig
+from quire.config.model import DEMO_MODEL, LoadConfig, ModelConfig
 from quire.config.observability import ObservabilityConfig
-from quire.config.parallel import ParallelConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig

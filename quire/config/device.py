@@ -1,4 +1,4 @@
-"""What the model runs on."""
+"""What the model runs on: device, executor, kernels."""
 
 from __future__ import annotations
 
@@ -43,3 +43,35 @@ class DeviceConfig(Config):
         bad: list[Any] = [size for size in self.cudagraph_capture_sizes if type(size) is not int or size < 1]
         if bad:
             raise ConfigError(f"--cudagraph-capture-sizes must be integers of at least 1, got {bad[0]!r}")
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Config):
+    """The executor."""
+
+    distributed_executor_backend: str = option(
+        "uni",
+        "uni: the worker runs in the engine's process; null: nothing is computed; or a plug-in's.",
+        choices=("uni", "null"),
+        plugins="quire.executors",
+    )
+
+
+@dataclass(frozen=True)
+class KernelConfig(Config):
+    """Choice of kernels."""
+
+    attention_backend: str = option(
+        "auto",
+        "Attention kernels by name: cpu, triton, torch_sdpa, reference, or a plug-in's; auto: the best that run here.",
+        metavar="NAME",
+    )
+    batch_invariant: bool = option(
+        False,
+        "Give a request the same bits in every batch on a GPU too, where that costs speed; on a CPU it is always so.",
+    )
+    matmul_precision: str = option(
+        "highest",
+        "Precision within products, as torch names it; on a CPU medium rounds activations that meet bfloat16 weights.",
+        choices=("highest", "medium"),
+    )

@@ -1,4 +1,4 @@
-"""`EngineConfig`: all configuration of one engine, one frozen child per owner."""
+"""`EngineConfig`: all configuration of one engine, one frozen child per owner; and `EngineArgs`, its flat spelling."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import Any
 
 from quire.config.arch import ModelArch
 from quire.config.cache import CacheConfig
-from quire.config.device import DeviceConfig
+from quire.config.device import DeviceConfig, KernelConfig, ParallelConfig
 from quire.config.fields import Config, field_types, info_named, plain_type
-from quire.config.kernels import KernelConfig
 from quire.config.kv_events import KVEventsConfig
-from quire.config.load import LoadConfig
-from quire.config.model import ModelConfig
+from quire.config.model import LoadConfig, ModelConfig
 from quire.config.observability import ObservabilityConfig
-from quire.config.parallel import ParallelConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.supervision import SupervisionConfig
@@ -132,3 +129,19 @@ def _unknown_field(name: str) -> str:
     near = difflib.get_close_matches(name, engine_fields(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown engine argument {name!r}{hint}"
+
+
+class EngineArgs:
+    """Configuration by flat names, checked at once.
+
+    Raises:
+        TypeError: a name is no engine option.
+        ConfigError: a value is out of range.
+    """
+
+    def __init__(self, model: str | None = None, **args: Any) -> None:
+        self._config = EngineConfig.from_args(model=model, **args)
+
+    def create_engine_config(self) -> EngineConfig:
+        """The configuration these arguments stand for."""
+        return self._config

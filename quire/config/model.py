@@ -1,4 +1,4 @@
-"""Which model, in which precision."""
+"""Which model, in which precision, and how its weights are read."""
 
 from __future__ import annotations
 
@@ -42,4 +42,21 @@ class ModelConfig(Config):
     )
     override_generation_config: dict[str, Any] = option(
         {}, 'JSON object merged over the generation config, e.g. {"temperature": 0.5}.'
+    )
+
+
+@dataclass(frozen=True)
+class LoadConfig(Config):
+    """Format and place of the weights."""
+
+    load_format: str = option(
+        "auto",
+        "auto or safetensors: the checkpoint's safetensors files; dummy: random weights made from config.json.",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    download_dir: str | None = option(
+        None, "Where Hugging Face downloads are kept; default: the hub's cache."
+    )
+    packed_weights_cache: str | None = option(
+        None, "Directory in which weights are kept as the kernels want them; the next start maps them."
     )

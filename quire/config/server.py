@@ -16,6 +16,9 @@ class ServerConfig(Config):
     api_key: tuple[str, ...] = option(
         (), "Key that requests must bring as a bearer token; may be given several times (or QUIRE_API_KEY)."
     )
+    allow_unauthenticated_metrics: bool = option(
+        False, "Serve /metrics without a key, for a Prometheus that has none."
+    )
     root_path: str = option("", "Path prefix under which a proxy offers the server.")
     allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
     chat_template: str | None = option(
@@ -27,9 +30,9 @@ class ServerConfig(Config):
         choices=("auto", "none", "hermes"),
     )
     unknown_fields: str = option(
-        "reject",
-        "What to do with request fields quire does not know: reject (400), or ignore and name them in a header.",
-        choices=("reject", "ignore"),
+        "ignore",
+        "What to do with request fields without effect: ignore them and name them in the reply, or reject (400).",
+        choices=("ignore", "reject"),
     )
     max_request_bytes: int = option(16 * 2**20, "Largest request body in bytes.", ge=1024)
     shutdown_timeout: float = option(30.0, "Seconds that SIGTERM leaves running requests to finish.", ge=0.0)

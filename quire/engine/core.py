@@ -39,7 +39,7 @@ from quire.kv_cache.sizing import settle_max_model_len, size_kv_cache
 from quire.plugins import load_general_plugins
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
-from quire.scheduler.registry import resolve_scheduler
+from quire.scheduler.scheduler import resolve_scheduler
 
 logger = logging.getLogger(__name__)
 

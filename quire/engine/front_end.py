@@ -36,7 +36,7 @@ from quire.engine.queue_limits import check_queue
 from quire.engine.startup import load_tokenizer
 from quire.engine.utility_calls import UtilityCalls
 from quire.errors import NotFoundError, QuireError, ValidationError
-from quire.metrics.stats import IterationStats, StatLogger
+from quire.metrics.stats import STAT_LOGGERS, IterationStats, StatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import Explanation
@@ -88,7 +88,7 @@ class FrontEnd:
             config, self.tokenizer, strict_length=strict_length, clock=clock
         )
         self.output_processor = OutputProcessor(self.tokenizer)
-        self.stat_loggers: list[StatLogger] = []
+        self.stat_loggers: list[StatLogger] = [make(config) for make in STAT_LOGGERS.resolve_all()]
         self.dead_error: QuireError | None = None
         self._ready: list[CoreReady | None] = [None] * num_cores
         self._num_unfinished = [0] * num_cores

@@ -15,12 +15,13 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import ValidationError
+from quire.errors import ContextLengthError, ValidationError
 from quire.inputs import PromptType
 from quire.sampling_params import SamplingParams
 
 MAX_SALT_CHARS = 128
 MAX_TENANT_CHARS = 256
+MAX_TOKENS = ("max_tokens", "max_new_tokens")
 INT64_RANGE = range(-(2**63), 2**63)
 
 
@@ -37,7 +38,7 @@ class InputProcessor:
     """Tokenizes and validates; owns the sequence of seeds for requests that bring none.
 
     Args:
-        strict_length: refuse prompt + max_tokens beyond the context (a server) instead of ending with "length".
+        strict_length: refuse max_tokens beyond the whole context (a server).
         clock: monotonic seconds.
     """
 
@@ -51,7 +52,7 @@ class InputProcessor:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.default_sampling_params: dict[str, Any] = dict(config.arch.generation)
+        self.default_sampling_params = _default_params(config)
         self._strict_length = strict_length
         self._clock = clock
         self._seeds = random.Random(config.model.seed)
@@ -136,9 +137,14 @@ class InputProcessor:
         forks = [Fork(f"{request_id}.{index}", _nth_seed(params, index)) for index in range(1, params.n)]
         return AddRequest(first, forks).requests()
 
+    def room(self, num_prompt_tokens: int) -> int:
+        """Tokens that can follow a prompt of this length: a larger `max_tokens` means so many."""
+        return self.config.model.max_model_len - num_prompt_tokens
+
     def settle(self, config: EngineConfig) -> None:
         """Go on with the limits that the core has settled."""
         self.config = config
+        self.default_sampling_params = _default_params(config)
 
     def _check_prompt(self, prompt: TokenizedPrompt) -> None:
         ids = prompt.token_ids
@@ -154,15 +160,17 @@ class InputProcessor:
         """Asked before anything walks over a prompt's tokens: a prompt may be as long as a request body."""
         limit = self.config.model.max_model_len
         if num_tokens >= limit:
-            raise ValidationError(
-                f"the prompt has {how_exact}{num_tokens} tokens; with room for one more, the model's context of "
-                f"{limit} tokens allows {limit - 1}",
+            # Clients look for the first words of this.
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens, but there are {how_exact}{num_tokens} tokens "
+                "in the prompt, which must leave room for one more",
                 param="prompt",
             )
         budget = self.config.scheduler.max_num_batched_tokens
         if not self.config.scheduler.enable_chunked_prefill and num_tokens > budget:
             raise ValidationError(
-                f"the prompt has {how_exact}{num_tokens} tokens; without chunked prefill a step takes {budget}",
+                f"there are {how_exact}{num_tokens} tokens in the prompt; without chunked prefill a step takes "
+                f"{budget}",
                 param="prompt",
             )
 
@@ -177,16 +185,14 @@ class InputProcessor:
             raise ValidationError(f"priority must fit in 64 bits, got {priority}", param="priority")
 
     def _settle(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        room = self.config.model.max_model_len - num_prompt_tokens
-        max_tokens = params.max_tokens
-        if max_tokens is None:
-            max_tokens = max(room, params.min_tokens)
-        elif max_tokens > room and self._strict_length:
+        limit, max_tokens = self.config.model.max_model_len, params.max_tokens
+        if max_tokens is not None and max_tokens > limit and self._strict_length:
             raise ValidationError(
-                f"max_tokens is {max_tokens}, but after {num_prompt_tokens} prompt tokens the model's context of "
-                f"{self.config.model.max_model_len} tokens has room for {room}",
+                f"max_tokens is {max_tokens}, and the model's whole context is {limit} tokens",
                 param="max_tokens",
             )
+        room = self.room(num_prompt_tokens)
+        max_tokens = max(room if max_tokens is None else min(max_tokens, room), params.min_tokens)
         seed = params.seed
         if seed is None and not params.greedy:
             seed = self._seeds.getrandbits(62)
@@ -214,6 +220,13 @@ class InputProcessor:
                     f"{name} has {token_id!r}, but token ids are integers in [0, {vocab_size - 1}]",
                     param=name,
                 )
+
+
+def _default_params(config: EngineConfig) -> dict[str, Any]:
+    """The model's generation config, in which a limit of tokens may be above the context as it is served."""
+    limit = config.model.max_model_len
+    limits = {name: min(value, limit) for name, value in config.arch.generation.items() if name in MAX_TOKENS}
+    return {**config.arch.generation, **(limits if limit > 0 else {})}
 
 
 def _nth_seed(params: SamplingParams, index: int) -> int | None:

@@ -17,7 +17,7 @@ from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.interrupts import held_interrupts
 from quire.engine.messages import CoreReady
 from quire.engine.startup import prepare
-from quire.errors import ConflictError, QuireError, ValidationError
+from quire.errors import ConflictError, EngineDeadError, QuireError, ValidationError
 from quire.inputs import PromptType
 from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
@@ -101,7 +101,7 @@ class LLMEngine:
         """Run one step of each core that has work, and return what is new.
 
         Raises:
-            EngineDeadError: a core died; only with cores in other processes.
+            EngineDeadError: a core died, or one of its steps failed before.
         """
         with self._exclusive():
             self._send(self._front_end.expire(self._front_end.clock()))
@@ -152,7 +152,8 @@ class LLMEngine:
         return self._call(0, method, *args)
 
     def shutdown(self) -> None:
-        """End the cores; calling it twice is fine."""
+        """End the cores, and with an error whatever is asked of the engine from now on; calling it twice is fine."""
+        self._front_end.die(EngineDeadError("the engine was shut down"))
         for client in self._clients:
             client.close()
 

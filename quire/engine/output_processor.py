@@ -17,7 +17,7 @@ from quire.engine.queue_limits import WaitingSequences
 from quire.engine.sequence_state import OUTPUT_FAILED, SequenceState
 from quire.engine.tokenizer import Tokenizer
 from quire.metrics.stats import IterationStats
-from quire.outputs import CompletionOutput, RequestOutput
+from quire.outputs import CompletionOutput, RequestOutput, joined_stats
 from quire.sampling_params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
@@ -182,5 +182,5 @@ class RequestGroup:
             finished=finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens,
-            metrics=first.stats,
+            metrics=joined_stats([one.stats for one in self.sequences]) if finished else first.stats,
         )

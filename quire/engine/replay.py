@@ -33,7 +33,7 @@ from quire.kv_cache.spec import KVCacheSpec
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import WAIST_VERSION, ModelRunnerOutput, SchedulerOutput
-from quire.scheduler.registry import resolve_scheduler
+from quire.scheduler.scheduler import resolve_scheduler
 
 
 class ReplayExecutor(NullExecutor):

@@ -153,8 +153,9 @@ class SequenceState:
             return
         if not mine.first_token_ts:
             mine.first_token_ts = now
-            stats.num_prompt_tokens += self._num_prompt_tokens
-            stats.num_cached_tokens += self.num_cached_tokens
+            if self._core_request.fork_of is None:  # a prompt counts once, however many completions it has
+                stats.num_prompt_tokens += self._num_prompt_tokens
+                stats.num_cached_tokens += self.num_cached_tokens
             stats.time_to_first_token_s.append(now - mine.arrival_time)
         else:
             stats.inter_token_s.append((now - mine.last_token_ts) / count)

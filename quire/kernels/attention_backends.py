@@ -152,5 +152,9 @@ _BUILT_IN = {
 _AUTO = ("triton", "cpu", "reference")
 
 BACKENDS: PluginTable[AttentionBackend] = PluginTable(
-    "quire.attention_backends", "--attention-backend", _BUILT_IN, instance_of(AttentionBackend)
+    "quire.attention_backends",
+    "--attention-backend",
+    _BUILT_IN,
+    instance_of(AttentionBackend),
+    words=("auto",),
 )

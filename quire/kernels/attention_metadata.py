@@ -1,7 +1,7 @@
 """The descriptions of one step's batch that kernels read: one for each KV cache group, of the group's kind.
 
 Invariant: it says everything about who owns which rows and blocks, so one op serves prefill, decode and mixed
-batches.
+batches. What a model may ask of attention beyond softmax(q k) v is checked here, for every implementation alike.
 """
 
 from dataclasses import dataclass
@@ -49,3 +49,25 @@ class StateMetadata(GroupMetadata):
     `RecurrentStateSpec` says which entry of its table a request's tokens [c, e) start from, and in which they leave a
     state; e is the request's `seq_lens`, and e - c its number of query rows. Block 0 is no place for a state.
     """
+
+
+def check_features(
+    q: Tensor, sliding_window: int | None, soft_cap: float | None, alibi_slopes: Tensor | None
+) -> None:
+    """Refuse options that mean nothing for queries [T, Hq, D].
+
+    Raises:
+        ValueError: a window below 1, a soft cap that is not above 0, or slopes that are not [Hq] floats beside q.
+    """
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"paged_attention: sliding_window must be 1 or more; it is {sliding_window}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"paged_attention: soft_cap must be above 0; it is {soft_cap}")
+    if alibi_slopes is None:
+        return
+    slopes = alibi_slopes
+    if slopes.shape != q.shape[1:2] or not slopes.is_floating_point() or slopes.device != q.device:
+        found = f"{slopes.dtype} {list(slopes.shape)} on {slopes.device}"
+        raise ValueError(
+            f"paged_attention: alibi_slopes must be floats [{q.shape[1]}] on {q.device}; they are {found}"
+        )

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import linear as packing
-from quire.kernels.attention_features import check_features
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, check_features
 from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
 
 # Bounds the float32 copy of gathered keys that batched decode attention makes (elements, 128 MiB).

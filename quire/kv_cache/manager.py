@@ -7,6 +7,7 @@ prefix twice; that is at most one step's work, and it keeps a failed step out of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.kv_cache.coordinator import KVCacheCoordinator, PrefixHit
@@ -15,8 +16,7 @@ from quire.kv_cache.events import KVCacheEvent, KVEventLog
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
 from quire.kv_cache.integrity import IntegrityError, check_integrity
 from quire.kv_cache.moves import PlannedMoves
-from quire.kv_cache.preemption import PREEMPTION_MODES
-from quire.kv_cache.spec import KVCacheConfig
+from quire.kv_cache.spec import KVCacheConfig, SwapCosts
 
 __all__ = ["CachedSequence", "IntegrityError", "KVCacheManager", "PlannedMoves", "PrefixHit"]
 
@@ -259,3 +259,28 @@ class KVCacheManager:
             IntegrityError: a bug of ours; holds the state.
         """
         check_integrity(self._pool, self._coordinator.managers)
+
+
+def is_swap_faster(costs: SwapCosts, num_bytes: int, num_tokens: int) -> bool:
+    """Whether copying `num_bytes` out and in again takes less time than computing `num_tokens` again.
+
+    That the prefix cache may still have some of them is left out: what it has when the request returns is not
+    copied either.
+    """
+    return 2 * num_bytes / costs.copied_bytes_per_s < num_tokens / costs.computed_tokens_per_s
+
+
+def _always(costs: SwapCosts, num_bytes: int, num_tokens: int) -> bool:
+    return True
+
+
+def _never(costs: SwapCosts, num_bytes: int, num_tokens: int) -> bool:
+    return False
+
+
+PREEMPTION_MODES: dict[str, Callable[[SwapCosts, int, int], bool]] = {
+    "auto": is_swap_faster,
+    "swap": _always,
+    "recompute": _never,
+}
+"""`--preemption-mode` -> whether to swap, if the host has room."""

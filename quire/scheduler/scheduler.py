@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from importlib import import_module
 
 from quire.config import EngineConfig
-from quire.errors import EngineError, ValidationError
+from quire.errors import ConfigError, EngineError, ValidationError
 from quire.kv_cache.events import KVCacheEvent
 from quire.kv_cache.manager import IntegrityError, KVCacheManager
 from quire.kv_cache.spec import KVCacheConfig
-from quire.scheduler.admission import check_admissible
 from quire.scheduler.explain import Explanation
 from quire.scheduler.fair import Fair
 from quire.scheduler.forks import make_fork
@@ -244,3 +244,43 @@ class Scheduler:
             if stop is not None:
                 return sampled[:count], stop
         return sampled, None
+
+
+def check_admissible(request: Request, max_model_len: int, kv: KVCacheManager) -> None:
+    """Check a request against the model's context and the size of the KV cache.
+
+    Raises:
+        ValidationError: with the request's numbers and the limit.
+    """
+    if not 0 < request.num_prompt_tokens < max_model_len:
+        raise ValidationError(
+            f"the prompt has {request.num_prompt_tokens} tokens; it must have at least 1 and leave room for "
+            f"one more in the model's context of {max_model_len}",
+            param="prompt",
+        )
+    num_tokens = request.max_num_tokens(max_model_len)
+    needed = kv.max_blocks(num_tokens - 1)  # the last token is never computed
+    if needed > kv.num_usable_blocks:
+        raise ValidationError(
+            f"the request may grow to {num_tokens} tokens ({request.num_prompt_tokens} of prompt), which "
+            f"take {needed} KV cache blocks of {kv.block_size} tokens; the cache has {kv.num_usable_blocks}",
+            param="max_tokens",
+        )
+
+
+def resolve_scheduler(name: str) -> type[Scheduler]:
+    """The class that `module:Class` names; the built-in one for an empty name.
+
+    Raises:
+        ConfigError: there is no such class, or it is no subclass of `Scheduler`.
+    """
+    if not name:
+        return Scheduler
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--scheduler-cls: cannot import {name!r} as module:Class: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, Scheduler)):
+        raise ConfigError(f"--scheduler-cls: {name!r} is no subclass of quire.scheduler.scheduler.Scheduler")
+    return found

@@ -50,53 +50,10 @@ class HostMark:
         return self._time - earlier._time
 
 
-class CpuDevice:
-    """One team of threads, and memory that it shares with everybody else on the machine."""
+class HostTransfers:
+    """The host is where everything is, and what was handed over is done."""
 
     torch_device = torch.device("cpu")
-    is_asynchronous = False
-    default_cache_bytes: int | None = DEFAULT_CACHE_BYTES
-    warm_up_tokens = 32
-    warm_up_seqs = 0  # recording tapes is for the first request that needs one
-    logits_elements = LOGITS_ELEMENTS
-
-    def __init__(self, host: Host | None = None) -> None:
-        self._host = host or Host()
-        self._forward_peak = ForwardPeak()
-
-    def start(self, config: EngineConfig) -> None:
-        """Set the number of compute threads of this process."""
-        asked = config.device.cpu_threads
-        threads, reason = (asked, "as --cpu-threads says") if asked else self._default_threads()
-        torch.set_num_threads(threads)
-        logger.info("cpu_threads = %d: %s", threads, reason)
-        if config.device.cpu_pin_threads:
-            self._pin(threads)
-
-    def rehearsal(self) -> AbstractContextManager[None]:
-        """The pipeline of a rehearsal measures its forward passes itself."""
-        return nullcontext()
-
-    def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
-        """Of what is free after loading and not kept for the swap space, which is the same memory."""
-        share, limits = config.cache.gpu_memory_utilization, config.scheduler
-        free = max(0, self._host.available_bytes() - config.cache.swap_space_bytes)
-        num_logits = min(limits.max_num_seqs * config.arch.vocab_size, self.logits_elements)
-        step = self._forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
-        tapes = 0 if config.device.enforce_eager else self._forward_peak.bytes_of_tapes(limits.max_num_seqs)
-        reason = (
-            f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less "
-            f"{step / MIB:.0f} MiB for a step of {limits.max_num_batched_tokens} tokens and "
-            f"{tapes / MIB:.0f} MiB for recorded steps of {limits.max_num_seqs} requests"
-        )
-        return max(0, int(share * free) - step - tapes), reason
-
-    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
-        """Untouched pages cost no memory."""
-        return torch.empty(shape, dtype=torch.uint8)
-
-    def copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
-        copy_on_host(sources, targets, moves)
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -107,16 +64,79 @@ class CpuDevice:
     def mark(self) -> Mark:
         return HostMark()
 
+    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        """Untouched pages cost no memory."""
+        return torch.empty(shape, dtype=torch.uint8)
+
+    def copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
+        copy_on_host(sources, targets, moves)
+
+
+class CpuMemory:
+    """Memory that is shared with everybody else on the machine.
+
+    Attributes:
+        forward_peak: what forward passes take; whoever runs a rehearsal's measures them.
+    """
+
+    default_cache_bytes: int | None = DEFAULT_CACHE_BYTES
+    warm_up_tokens = 32
+    warm_up_seqs = 0  # recording tapes is for the first request that needs one
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.forward_peak = ForwardPeak()
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """The pipeline of a rehearsal measures its forward passes itself."""
+        return nullcontext()
+
+    def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
+        """Of what is free after loading and not kept for the swap space, which is the same memory."""
+        share, limits = config.cache.gpu_memory_utilization, config.scheduler
+        free = max(0, self._host.available_bytes() - config.cache.swap_space_bytes)
+        num_logits = min(limits.max_num_seqs * config.arch.vocab_size, LOGITS_ELEMENTS)
+        step = self.forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
+        tapes = 0 if config.device.enforce_eager else self.forward_peak.bytes_of_tapes(limits.max_num_seqs)
+        reason = (
+            f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less "
+            f"{step / MIB:.0f} MiB for a step of {limits.max_num_batched_tokens} tokens and "
+            f"{tapes / MIB:.0f} MiB for recorded steps of {limits.max_num_seqs} requests"
+        )
+        return max(0, int(share * free) - step - tapes), reason
+
+
+class CpuDevice:
+    """One team of threads."""
+
+    is_asynchronous = False
+    logits_elements = LOGITS_ELEMENTS
+
+    def __init__(self, host: Host | None = None) -> None:
+        self._host = host or Host()
+        self.memory = CpuMemory(self._host)
+        self.transfers = HostTransfers()
+
+    def start(self, config: EngineConfig) -> None:
+        """Set the number of compute threads of this process."""
+        asked = config.device.cpu_threads
+        threads, reason = (asked, "as --cpu-threads says") if asked else self._default_threads()
+        torch.set_num_threads(threads)
+        logger.info("cpu_threads = %d: %s", threads, reason)
+        if config.device.cpu_pin_threads:
+            self._pin(threads)
+
     def pipeline(
         self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
     ) -> Pipeline:
         """Steps that only decode are played from tapes, unless --enforce-eager."""
+        peak = self.memory.forward_peak
         if is_rehearsal:
-            return HostPipeline(batch, self._forward_peak.measured(eager_forward(model)))
+            return HostPipeline(batch, peak.measured(eager_forward(model)))
         if config.device.enforce_eager or why_not_captured(model) is not None:
             return HostPipeline(batch, eager_forward(model))
         widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
-        arena_bytes = self._forward_peak.bytes_of_tapes(batch.max_num_seqs)
+        arena_bytes = peak.bytes_of_tapes(batch.max_num_seqs)
         return HostPipeline(batch, TapedForward(model, batch.max_num_seqs, widths, arena_bytes))
 
     def _default_threads(self) -> tuple[int, str]:

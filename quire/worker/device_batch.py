@@ -21,7 +21,7 @@ from quire.kernels.triton import batch as kernels
 from quire.kernels.triton.batch import StagedStep
 from quire.layers.step import StepContext
 from quire.worker.block_table import BlockTable
-from quire.worker.devices import Device
+from quire.worker.devices import Transfers
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout, group_metadata
 
@@ -98,10 +98,10 @@ class DeviceBatch:
         max_num_tokens: most tokens of a step, padding included.
     """
 
-    def __init__(self, batch: InputBatch, max_num_tokens: int, device: Device) -> None:
-        on = device.torch_device
+    def __init__(self, batch: InputBatch, max_num_tokens: int, transfers: Transfers) -> None:
+        on = transfers.torch_device
         self._batch = batch
-        self._device = device
+        self._transfers = transfers
         self._max_seq_len = batch.max_model_len
         self._tokens = torch.zeros(batch.token_ids.shape, dtype=torch.int32, device=on)
         self._groups = [_Group(table, max_num_tokens, on) for table in batch.block_tables]
@@ -164,7 +164,7 @@ class DeviceBatch:
             parts += segments.numbers(first + 4 * len(segments.rows))
             writes.append((target, first, segments))
         numbers = np.concatenate(parts).astype(np.int32, copy=False)
-        return StagedStep(self._device.upload(torch.from_numpy(numbers)), len(rows), len(sampling)), writes
+        return StagedStep(self._transfers.upload(torch.from_numpy(numbers)), len(rows), len(sampling)), writes
 
     def _new_tokens(self, layout: StepLayout, is_new: NDArray[np.bool_]) -> _Segments:
         """All tokens of a row that is new, and drafts."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.worker.device_batch import DeviceBatch
-from quire.worker.devices import Device
+from quire.worker.devices import Transfers
 from quire.worker.graphs import Capturer, DecodeGraphs, default_sizes
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout
@@ -31,11 +31,11 @@ class DevicePipeline:
         model: LanguageModel,
         batch: InputBatch,
         config: EngineConfig,
-        device: Device,
+        transfers: Transfers,
         capturer: Capturer | None,
     ) -> None:
         self._model = model
-        self._rows = DeviceBatch(batch, config.scheduler.max_num_batched_tokens, device)
+        self._rows = DeviceBatch(batch, config.scheduler.max_num_batched_tokens, transfers)
         self._captures_at_start = config.device.cuda_graph_capture == "start"
         sizes = _sizes(config)
         self._graphs = DecodeGraphs(sizes, self._run_decode, capturer) if capturer and sizes else None

@@ -34,25 +34,14 @@ class Mark(Protocol):
         """The device's time between two marks that were waited for."""
 
 
-class Device(Protocol):
-    """One kind of device, as this process uses it."""
+class DeviceMemory(Protocol):
+    """How a device's memory is counted."""
 
-    torch_device: torch.device
-    is_asynchronous: bool
     default_cache_bytes: int | None
     """Most that the KV cache takes unless it is asked for; None: no limit but the memory."""
     warm_up_tokens: int
     warm_up_seqs: int
     """Tokens of the step of prompts, and requests of the step that decodes, that are run before memory is measured."""
-    logits_elements: int
-    """Bounds the logits that exist at once."""
-
-    def start(self, config: EngineConfig) -> None:
-        """Prepare the device for this process.
-
-        Raises:
-            ConfigError: it cannot be used.
-        """
 
     def rehearsal(self) -> AbstractContextManager[None]:
         """Around a step like those to come: what it takes on top will not be offered to the KV cache."""
@@ -60,13 +49,11 @@ class Device(Protocol):
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
         """What the KV cache may take of the memory now, with the reason."""
 
-    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
-        """Uninitialised bytes of the host, to and from which `copy_blocks` can copy."""
 
-    def copy_blocks(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: list[tuple[int, int]]
-    ) -> None:
-        """See `CopyBlocks`; tensors [blocks, bytes] uint8."""
+class Transfers(Protocol):
+    """How data gets from the host to a device and back, in the order of the device's work."""
+
+    torch_device: torch.device
 
     def upload(self, tensor: Tensor) -> Tensor:
         """A tensor of the host, whose memory may change afterwards on an asynchronous device only."""
@@ -76,6 +63,31 @@ class Device(Protocol):
 
     def mark(self) -> Mark:
         """A mark behind everything handed over so far."""
+
+    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        """Uninitialised bytes of the host, to and from which `copy_blocks` can copy."""
+
+    def copy_blocks(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: list[tuple[int, int]]
+    ) -> None:
+        """See `CopyBlocks`; tensors [blocks, bytes] uint8."""
+
+
+class Device(Protocol):
+    """One kind of device, as this process uses it: its memory, the ways to it, and how it runs a step."""
+
+    memory: DeviceMemory
+    transfers: Transfers
+    is_asynchronous: bool
+    logits_elements: int
+    """Bounds the logits that exist at once."""
+
+    def start(self, config: EngineConfig) -> None:
+        """Prepare the device for this process.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
 
     def pipeline(
         self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
@@ -113,5 +125,5 @@ Parts = TypeVar("Parts", bound=tuple[Any, ...])
 
 
 def moved(parts: Parts, move: Callable[[Tensor], Tensor]) -> Parts:
-    """A named tuple with its tensors moved by `Device.upload` or `Device.download`."""
+    """A named tuple with its tensors moved by `Transfers.upload` or `Transfers.download`."""
     return type(parts)(*(move(part) if isinstance(part, Tensor) else part for part in parts))

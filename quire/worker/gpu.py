@@ -51,31 +51,16 @@ class GpuMark:
         return milliseconds / 1000
 
 
-class GpuDevice:
-    """One GPU, which torch's device module of that type drives."""
+class GpuMemory:
+    """Memory of one device, which torch's device module counts."""
 
-    is_asynchronous = True
     default_cache_bytes: int | None = None
     warm_up_tokens = ALL
     warm_up_seqs = ALL
-    logits_elements = LOGITS_ELEMENTS
 
-    def __init__(self, device_type: str) -> None:
-        self._type = device_type
-        self.torch_device = torch.device(device_type, 0)
-        self._module: Any = torch.get_device_module(device_type)
+    def __init__(self, module: Any) -> None:
+        self._module = module
         self._rehearsed_bytes = 0
-
-    def start(self, config: EngineConfig) -> None:
-        if not self._module.is_available():
-            raise ConfigError(
-                f"--device {self._type}: torch finds no such device; --device cpu is always there"
-            )
-        self._module.set_device(self.torch_device)
-        torch.set_float32_matmul_precision(config.kernels.matmul_precision)
-        free, total = self._module.mem_get_info()
-        name = self._module.get_device_name()
-        logger.info("%s: %s, %.0f of %.0f MiB free", self._type, name, free / MIB, total / MIB)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -101,12 +86,13 @@ class GpuDevice:
         )
         return max(int(share * total) - used - rehearsed, 0), reason
 
-    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
-    def copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
-        """By a kernel that reads and writes pinned memory of the host as its own, so that nobody waits."""
-        copy_by_kernel(sources, targets, self.upload(torch.tensor(moves)))
+class GpuTransfers:
+    """Through pinned memory, on the one stream of all work."""
+
+    def __init__(self, torch_device: torch.device, module: Any) -> None:
+        self.torch_device = torch_device
+        self._module = module
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
@@ -118,10 +104,42 @@ class GpuDevice:
     def mark(self) -> Mark:
         return GpuMark(self._module.Event(enable_timing=True))
 
+    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+
+    def copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
+        """By a kernel that reads and writes pinned memory of the host as its own, so that nobody waits."""
+        copy_by_kernel(sources, targets, self.upload(torch.tensor(moves)))
+
+
+class GpuDevice:
+    """One GPU, which torch's device module of that type drives."""
+
+    is_asynchronous = True
+    logits_elements = LOGITS_ELEMENTS
+
+    def __init__(self, device_type: str) -> None:
+        self._type = device_type
+        self._torch_device = torch.device(device_type, 0)
+        self._module: Any = torch.get_device_module(device_type)
+        self.memory = GpuMemory(self._module)
+        self.transfers = GpuTransfers(self._torch_device, self._module)
+
+    def start(self, config: EngineConfig) -> None:
+        if not self._module.is_available():
+            raise ConfigError(
+                f"--device {self._type}: torch finds no such device; --device cpu is always there"
+            )
+        self._module.set_device(self._torch_device)
+        torch.set_float32_matmul_precision(config.kernels.matmul_precision)
+        free, total = self._module.mem_get_info()
+        name = self._module.get_device_name()
+        logger.info("%s: %s, %.0f of %.0f MiB free", self._type, name, free / MIB, total / MIB)
+
     def pipeline(
         self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
     ) -> Pipeline:
-        return DevicePipeline(model, batch, config, self, self._capturer(model))
+        return DevicePipeline(model, batch, config, self.transfers, self._capturer(model))
 
     def _capturer(self, model: LanguageModel) -> Capturer | None:
         """What records graphs, where that can be done."""

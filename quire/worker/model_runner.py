@@ -70,15 +70,17 @@ class ModelRunner:
             for group in kv_config.groups
         )
         self._model = model
-        self._device = device
+        self._transfers = device.transfers
         self._drafter = drafter
         self._max_model_len = max_model_len
         self._vocab_size = config.arch.vocab_size
         self._slice_size = max(1, device.logits_elements // self._vocab_size)
         self.batch = InputBatch(max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back)
         self._pipeline = device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal)
-        self._sampler = Sampler(self.batch, self._vocab_size, device)
-        self._prompt_logprobs = PromptLogprobs(self.batch, model.compute_logits, self._slice_size, device)
+        self._sampler = Sampler(self.batch, self._vocab_size, device.transfers)
+        self._prompt_logprobs = PromptLogprobs(
+            self.batch, model.compute_logits, self._slice_size, device.transfers
+        )
         self._unusable: dict[str, str] = {}
         self._unread: list[LaunchedStep] = []
 
@@ -100,17 +102,17 @@ class ModelRunner:
         unusable = self._update_batch(plan)
         scheduled = [request for request in plan.scheduled if request.request_id not in unusable]
         ids = [request.request_id for request in scheduled]
-        started = self._device.mark()
+        started = self._transfers.mark()
         if not ids:
             return LaunchedStep(plan.step_id, ids, unusable, Marks(started, started, started), self.batch)
         if self._pipeline.reads_host_tokens:
             self._read_results()
         inputs = self._pipeline.gather(lay_out(self.batch, scheduled))
         hidden = self._pipeline.forward(inputs)
-        forwarded = self._device.mark()
+        forwarded = self._transfers.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden)
         sampled = self._sample(inputs, hidden, scheduled)
-        marks = Marks(started, forwarded, self._device.mark())
+        marks = Marks(started, forwarded, self._transfers.mark())
         step = LaunchedStep(plan.step_id, ids, unusable, marks, self.batch, sampled, prompts, self._drafter)
         self._unread = [*(earlier for earlier in self._unread if not earlier.is_read), step]
         return step
@@ -175,7 +177,7 @@ class ModelRunner:
         if not parts:
             return None
         self._pipeline.keep([part.codes for part in parts])
-        downloaded = [part.moved(self._device.download) for part in parts]
+        downloaded = [part.moved(self._transfers.download) for part in parts]
         drafts = {i: scheduled[i].draft_token_ids for i in np.flatnonzero(layout.num_drafts).tolist()}
         return SampledTokens(layout.sampling, downloaded, self.batch.places(samples), drafts)
 

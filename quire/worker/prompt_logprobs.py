@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.scheduler.output import NewRequestData, TokenLogprobs
-from quire.worker.devices import Device, moved
+from quire.worker.devices import Transfers, moved
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepLayout
 from quire.worker.sampler import clear_unusable
@@ -62,12 +62,12 @@ class PromptLogprobs:
         batch: InputBatch,
         compute_logits: Callable[[Tensor], Tensor],
         slice_size: int,
-        device: Device,
+        transfers: Transfers,
     ) -> None:
         self._batch = batch
         self._compute_logits = compute_logits
         self._slice_size = slice_size
-        self._device = device
+        self._transfers = transfers
         self._num_logprobs: dict[int, int] = {}
 
     def add_request(self, row: int, request: NewRequestData) -> None:
@@ -106,7 +106,7 @@ class PromptLogprobs:
         return [self._slice(hidden[part], torch.from_numpy(targets[part]), num_logprobs) for part in parts]
 
     def _slice(self, hidden: Tensor, targets: Tensor, num_logprobs: int) -> _Slice:
-        logits, download = self._compute_logits(hidden), self._device.download
+        logits, download = self._compute_logits(hidden), self._transfers.download
         is_bad = clear_unusable(logits)
-        logprobs = token_logprobs(logits, self._device.upload(targets), [num_logprobs] * len(logits))
+        logprobs = token_logprobs(logits, self._transfers.upload(targets), [num_logprobs] * len(logits))
         return _Slice(download(is_bad), moved(logprobs, download))

@@ -65,16 +65,16 @@ class Worker:
 
     def kv_memory(self) -> KVMemory:
         """What the cache may take of the memory that is free now."""
-        usable, reason = self._device.usable_bytes(self._config)
-        return KVMemory(usable, reason, self._device.default_cache_bytes, self._swap_costs())
+        usable, reason = self._device.memory.usable_bytes(self._config)
+        return KVMemory(usable, reason, self._device.memory.default_cache_bytes, self._swap_costs())
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps."""
-        tensors, device = self._bind_cache(kv_config), self._device
+        tensors, transfers = self._bind_cache(kv_config), self._device.transfers
         shapes = [(kv_config.num_host_blocks + 1, tensor.shape[1]) for tensor in tensors]
-        host_tier = [device.host_memory(shape) for shape in shapes]
-        self._copier = BlockCopier(tensors, host_tier, device.copy_blocks)
-        self._runner = ModelRunner(self._loaded(), self._config, kv_config, device)
+        host_tier = [transfers.host_memory(shape) for shape in shapes]
+        self._copier = BlockCopier(tensors, host_tier, transfers.copy_blocks)
+        self._runner = ModelRunner(self._loaded(), self._config, kv_config, self._device)
         self._runner.prepare()
 
     def submit(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
@@ -97,29 +97,29 @@ class Worker:
 
     def _swap_costs(self) -> SwapCosts:
         """Rates of copying and computing, roughly: a copy of a few MiB, and the step of prompts that warmed up."""
-        blocks = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=self._device.torch_device)
+        blocks = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=self._device.transfers.torch_device)
         started = time.perf_counter()
         blocks.to("cpu", copy=True)
         return SwapCosts(_COPIED_BYTES / (time.perf_counter() - started), self._tokens_per_s)
 
     def _bind_cache(self, kv_config: KVCacheConfig) -> tuple[Tensor, ...]:
         """Allocate a cache, and give it to the model."""
-        tensors = allocate_kv_cache(kv_config, self._device.torch_device)
+        tensors = allocate_kv_cache(kv_config, self._device.transfers.torch_device)
         bind_kv_cache(self._loaded(), kv_config, tensors)
         return tensors
 
     def _warm_up(self) -> None:
         """Run the largest steps in a cache of their own, so that all that they need exists when memory is measured."""
-        device, specs = self._device, self.kv_cache_specs()
+        device, memory, specs = self._device, self._device.memory, self.kv_cache_specs()
         groups = rehearsed_groups(specs)
-        rehearsal = Rehearsal(self._config, device.warm_up_tokens, device.warm_up_seqs, len(groups))
+        rehearsal = Rehearsal(self._config, memory.warm_up_tokens, memory.warm_up_seqs, len(groups))
         cache = KVCacheConfig(rehearsal.num_blocks, groups, specs)
         self._bind_cache(cache)
-        with device.rehearsal():
+        with memory.rehearsal():
             runner = ModelRunner(self._loaded(), self._config, cache, device, is_rehearsal=True)
         for plan in rehearsal.plans():
             started = time.perf_counter()
-            with device.rehearsal():
+            with memory.rehearsal():
                 runner.execute_model(plan)
             rate = plan.total_num_scheduled_tokens / (time.perf_counter() - started)
             self._tokens_per_s = max(self._tokens_per_s, rate)

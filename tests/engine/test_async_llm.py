@@ -63,6 +63,13 @@ async def collect(
     return token_ids
 
 
+async def test_the_times_of_a_request_are_those_of_all_its_sequences(engine: AsyncLLM) -> None:
+    outputs = [output async for output in engine.generate([1, 2, 3], params(n=3, max_tokens=5), "r")]
+    times = outputs[-1].metrics
+    assert 0 < times.arrival_time <= times.scheduled_ts <= times.first_token_ts <= times.last_token_ts
+    assert times.num_generation_tokens == 15
+
+
 async def assert_all_blocks_free(engine: AsyncLLM) -> None:
     # The core handles messages in order, so aborts sent before this call have taken effect when it answers.
     await engine.call_core("check_integrity")

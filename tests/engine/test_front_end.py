@@ -293,7 +293,7 @@ def test_a_stat_logger_that_fails_is_logged_once_and_harms_nobody(caplog: pytest
     with caplog.at_level(logging.ERROR):
         cores.run()
     assert len(cores.last("r").outputs[0].token_ids) == counting.num_tokens == 8
-    assert len(caplog.records) == 1
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1
 
 
 def test_a_dead_engine_tells_everybody_once_and_takes_nothing_more() -> None:

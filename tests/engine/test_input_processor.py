@@ -11,7 +11,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.engine.input_processor import InputProcessor
 from quire.engine.startup import load_tokenizer, prepare
-from quire.errors import ValidationError
+from quire.errors import ContextLengthError, ValidationError
 from quire.sampling_params import SamplingParams
 
 
@@ -47,8 +47,8 @@ def test_text_ids_and_dicts_become_the_same_request(processor: InputProcessor) -
         ([1.5], "token ids are integers in"),
         ([True], "token ids are integers in"),
         (["1"], "token ids are integers in"),
-        ([1] * 128, "has 128 tokens"),
-        ([-1] * 128, "has 128 tokens"),
+        ([1] * 128, "128 tokens in the prompt"),
+        ([-1] * 128, "128 tokens in the prompt"),
         ({"prompt_token_ids": "12"}, "'prompt_token_ids' must be a list"),
         ("\ud800", "lone surrogate"),
         ({"prompt": "a", "cache_salt": "x" * 129}, "1 to 128 characters"),
@@ -68,7 +68,7 @@ def test_huge_text_is_refused_before_it_is_tokenized(
 
     monkeypatch.setattr(processor.tokenizer, "encode", encode)
     for prompt in ("x" * 10**6, {"prompt": "é" * 10**6}):
-        with pytest.raises(ValidationError, match=r"at least \d+ tokens; .* allows 127"):
+        with pytest.raises(ValidationError, match=r"context length is 128 tokens, .* at least \d+ tokens"):
             processor.tokenize(prompt)  # type: ignore[arg-type]
 
 
@@ -93,15 +93,25 @@ def test_parameters_are_checked_against_the_model(
     assert caught.value.param == param
 
 
-def test_offline_engines_let_the_context_cut_a_generation(null_model_dir: Path) -> None:
-    processor = make_processor(null_model_dir, strict_length=False)
-    (request,) = processor.process("r", processor.tokenize([1, 2]), SamplingParams(max_tokens=500))
-    assert request.sampling_params.max_tokens == 500
+@pytest.mark.parametrize(("strict_length", "max_tokens"), [(True, 128), (True, 126), (False, 500)])
+def test_more_tokens_than_the_context_has_room_for_are_as_many_as_it_has(
+    null_model_dir: Path, strict_length: bool, max_tokens: int
+) -> None:
+    processor = make_processor(null_model_dir, strict_length=strict_length)
+    (request,) = processor.process("r", processor.tokenize([1, 2, 3]), SamplingParams(max_tokens=max_tokens))
+    assert request.sampling_params.max_tokens == processor.room(3) == 125
 
 
 def test_no_max_tokens_fills_the_context(processor: InputProcessor) -> None:
     (request,) = processor.process("r", processor.tokenize([1, 2, 3]), SamplingParams(max_tokens=None))
     assert request.sampling_params.max_tokens == 125
+
+
+def test_a_prompt_that_fills_the_context_is_told_by_its_code(processor: InputProcessor) -> None:
+    with pytest.raises(
+        ContextLengthError, match=r"maximum context length is 128 tokens, .* 128 tokens in the prompt"
+    ):
+        processor.process("r", processor.tokenize([1] * 128), SamplingParams())
 
 
 def test_seeds_follow_the_engine_seed_and_the_order_of_requests(null_model_dir: Path) -> None:

@@ -238,7 +238,7 @@ def test_a_length_fitted_to_memory_is_known_to_the_front_end(null_model_dir: Pat
     assert engine.config.model.max_model_len == engine.core_ready.max_model_len == 5 * 16
     engine.add_request("r", list(range(70)), params(max_tokens=100))
     assert len(run(engine)["r"][-1].outputs[0].token_ids) == 10
-    with pytest.raises(ValidationError, match="context of 80 tokens"):
+    with pytest.raises(ValidationError, match="context length is 80 tokens"):
         engine.add_request("s", list(range(80)), params())
     engine.shutdown()
 
@@ -449,3 +449,13 @@ def test_a_constructor_that_fails_leaves_no_core_behind(
     with pytest.raises(ModelLoadError, match="not a valid tokenizer file"):
         engine_class(config, in_process=False)
     assert all(process.poll() is not None for process in started)
+
+
+def test_nothing_waits_for_an_engine_that_was_shut_down(null_model_dir: Path) -> None:
+    engine = make_engine(null_model_dir)
+    engine.add_request("r", [1, 2], params())
+    engine.shutdown()
+    engine.shutdown()
+    for ask in (engine.step, engine.reset_prefix_cache, lambda: engine.add_request("s", [1], params())):
+        with pytest.raises(EngineDeadError, match="was shut down"):
+            ask()

@@ -1,6 +1,6 @@
 import pytest
 
-from quire.kv_cache.preemption import PREEMPTION_MODES
+from quire.kv_cache.manager import PREEMPTION_MODES
 from quire.kv_cache.spec import SwapCosts
 
 COSTS = SwapCosts(copied_bytes_per_s=1000.0, computed_tokens_per_s=10.0)

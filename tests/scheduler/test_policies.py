@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.scheduler.registry import resolve_scheduler
 from quire.scheduler.request import RequestStatus
-from quire.scheduler.scheduler import POLICIES
+from quire.scheduler.scheduler import POLICIES, resolve_scheduler
 from tests.scheduler.harness import Engine, make_config, run_alone
 
 

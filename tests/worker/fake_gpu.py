@@ -39,7 +39,7 @@ class FakeMark(HostMark):
 
 
 class FakeGpu:
-    """A `Device` and a `Capturer` that counts what happens."""
+    """A `Device`, its memory and transfers, and a `Capturer`, that counts what happens."""
 
     torch_device = torch.device("cpu")
     is_asynchronous = True
@@ -49,6 +49,7 @@ class FakeGpu:
     logits_elements = 1 << 23
 
     def __init__(self, free_bytes: int = 1 << 24) -> None:
+        self.memory = self.transfers = self
         self._free_bytes = free_bytes
         self._downloads: list[tuple[Tensor, Tensor]] = []
         self.num_uploads = 0

@@ -161,7 +161,7 @@ def test_a_row_that_changes_hands_is_uploaded_whole() -> None:
 def test_a_step_is_one_upload() -> None:
     gpu = FakeGpu()
     rows = Rows(random.Random(0))
-    rows.device._device = gpu
+    rows.device._transfers = gpu
     rows.add("a")
     rows.add("b")
     rows.step(["a", "b"], [1, 1])

@@ -9,7 +9,7 @@ from quire.errors import ConfigError, StartupError
 from quire.worker import devices
 from quire.worker.cpu import CpuDevice
 from quire.worker.devices import make_device, moved
-from quire.worker.gpu import CudaDevice, GpuDevice, copy_by_kernel
+from quire.worker.gpu import CudaDevice, GpuDevice, GpuMemory, copy_by_kernel
 from tests.worker.harness import tiny_config
 
 MIB = 2**20
@@ -48,7 +48,7 @@ class Memory:
 @pytest.fixture
 def gpu() -> tuple[GpuDevice, Memory]:
     device, memory = CudaDevice(), Memory()
-    device._module = memory
+    device.memory = GpuMemory(memory)
     return device, memory
 
 
@@ -56,19 +56,19 @@ def test_the_cache_may_take_what_the_share_leaves(gpu: tuple[GpuDevice, Memory])
     device, memory = gpu
     memory.reserved = 200  # weights
     for step in (30, 70):
-        with device.rehearsal():
+        with device.memory.rehearsal():
             memory.take(step)
-    usable, reason = device.usable_bytes(tiny_config(gpu_memory_utilization=0.9))
+    usable, reason = device.memory.usable_bytes(tiny_config(gpu_memory_utilization=0.9))
     assert usable == (900 - 50 - 200 - 100) * MIB
     assert (
         reason
         == "90% of the device's 1000 MiB, less 250 MiB in use after loading and 100 MiB that the largest steps take"
     )
-    assert device.usable_bytes(tiny_config(gpu_memory_utilization=0.3))[0] == 0
+    assert device.memory.usable_bytes(tiny_config(gpu_memory_utilization=0.3))[0] == 0
 
 
 def test_a_step_that_does_not_fit_is_said(gpu: tuple[GpuDevice, Memory]) -> None:
-    with pytest.raises(StartupError, match="largest step"), gpu[0].rehearsal():
+    with pytest.raises(StartupError, match="largest step"), gpu[0].memory.rehearsal():
         raise torch.OutOfMemoryError("12 GiB")
 
 
@@ -83,12 +83,12 @@ def test_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="--device cuda needs Triton"):
         make_device("cuda")
-    assert make_device("cpu").torch_device.type == "cpu"
+    assert make_device("cpu").transfers.torch_device.type == "cpu"
 
 
 def test_the_table_of_devices() -> None:
     assert isinstance(make_device("cpu"), CpuDevice)
-    assert [make_device(name).torch_device.type for name in ("cuda", "xpu")] == ["cuda", "xpu"]
+    assert [make_device(name).transfers.torch_device.type for name in ("cuda", "xpu")] == ["cuda", "xpu"]
 
 
 def test_tensors_of_a_named_tuple_are_moved() -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
-from quire.worker.cpu import CpuDevice
+from quire.worker.cpu import HostTransfers
 from quire.worker.sampler import Sampler, SamplerOutput, StagedRows, clear_unusable
 from quire.worker.sampler.logprobs import token_logprobs
 from tests.worker import sampler_oracle as oracle
@@ -65,7 +65,7 @@ class Bench:
 
     def __init__(self, members: list[NewRequestData], vocab_size: int = VOCAB) -> None:
         self.batch = input_batch(max_num_seqs=max(8, len(members)))
-        self.sampler = Sampler(self.batch, vocab_size, CpuDevice())
+        self.sampler = Sampler(self.batch, vocab_size, HostTransfers())
         for index, member in enumerate(members):
             self.add(f"r{index}", member)
 

@@ -19,7 +19,7 @@ from quire.kv_cache.sizing import size_kv_cache
 from quire.kv_cache.spec import KVCacheConfig
 from quire.platforms import Host
 from quire.sampling_params import SamplingParams
-from quire.worker.cpu import CpuDevice
+from quire.worker.cpu import CpuDevice, CpuMemory
 from quire.worker.worker import Worker
 from tests.models.harness import prepared_config
 from tests.worker.harness import Driver, Sequence
@@ -61,7 +61,7 @@ def reserved_bytes(worker: Worker) -> int:
     """What the worker leaves free for a step."""
     device, limits, vocab_size = worker._device, worker._config.scheduler, worker._config.arch.vocab_size
     assert isinstance(device, CpuDevice)
-    peak, num_seqs = device._forward_peak, limits.max_num_seqs
+    peak, num_seqs = device.memory.forward_peak, limits.max_num_seqs
     step = peak.bytes_of_step(limits.max_num_batched_tokens, num_seqs * vocab_size)
     return step + peak.bytes_of_tapes(num_seqs)
 
@@ -83,7 +83,7 @@ def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
         "0 MiB for recorded steps of 4 requests"
     )
     assert loaded(config, free=1000).kv_memory().free_bytes == 0
-    assert memory.default_bytes == CpuDevice.default_cache_bytes
+    assert memory.default_bytes == CpuMemory.default_cache_bytes
 
 
 def test_swap_space_is_taken_from_the_same_memory(config: EngineConfig) -> None:

@@ -36,7 +36,7 @@ def _checked(message: Any, where: str) -> ChatMessage:
     fields = {name: value for name, value in message.items() if value is not None}
     role = _checked_role(fields.pop("role", None), f"{where}.role")
     tool_calls = fields.pop("tool_calls", None) or []
-    content = fields.pop("content", "" if tool_calls else None)
+    content = fields.pop("content", "" if tool_calls or "content" in message else None)
     checked: ChatMessage = {"role": role, "content": _as_text(content, f"{where}.content")}
     for name, value in fields.items():
         if name in PASSED_FIELDS:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from jinja2 import TemplateSyntaxError, meta
 
 from quire.entrypoints.chat.environment import TemplateRefusalError, make_environment
-from quire.entrypoints.chat.messages import checked_messages
+from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES, checked_messages
 from quire.entrypoints.chat.plain_text import Encoder, PlainText
 from quire.errors import ConfigError, ValidationError
 from quire.inputs import Conversation
@@ -74,7 +74,16 @@ class ChatTemplate:
         self.variables = frozenset(undeclared) - environment.globals.keys()
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._special_tokens = frozenset(special_tokens)
+        self._reads_name: dict[str, bool] = {}
         self._wants_parts = not self._shows(PROBE) and self._shows([{"type": "text", "text": PROBE}])
+
+    def reads_name(self, role: str) -> bool:
+        """Whether the `name` of a message of this role may become part of a prompt; tried once for each role."""
+        role = ROLE_ALIASES.get(role, role)
+        if role in ROLES and role not in self._reads_name:
+            message = {"role": role, "content": "x"}
+            self._reads_name[role] = self._tells_apart(message, {**message, "name": PROBE})
+        return self._reads_name.get(role, True)
 
     @staticmethod
     def from_tokenizer(tokenizer: TemplateTokenizer, override: str | Path | None = None) -> ChatTemplate:
@@ -188,6 +197,19 @@ class ChatTemplate:
         except Exception as error:  # the template is foreign code: whatever it does wrong ends here
             logger.warning("the chat template failed", exc_info=error)
             raise ValidationError("the chat template failed on these messages", param="messages") from None
+
+    def _tells_apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Whether a conversation in which one message stands for the other becomes another prompt, or none."""
+        before = [] if one["role"] in ("user", "system") else [{"role": "user", "content": "x"}]
+        try:
+            prompts = [self._run_bare([*before, message]) for message in (one, other)]
+        except Exception:  # the template is foreign code and may refuse these; then there is no telling
+            return True
+        return prompts[0] != prompts[1]
+
+    def _run_bare(self, messages: list[dict[str, Any]]) -> str:
+        messages = [_with_parts(message) for message in messages] if self._wants_parts else messages
+        return self._template.render({**self._tokens, "messages": messages})
 
     def _shows(self, content: Any) -> bool:
         """Whether a user message with this content has its text in the prompt, and nothing of its structure."""

@@ -111,13 +111,15 @@ class ServerClient:
 
 
 def carries_tokens(event: Event) -> bool:
-    """Whether a streamed chunk brings tokens; a chat's first chunk names the role and its last the reason to stop."""
+    """Whether a streamed chunk brings tokens, which need be no text yet; a chat's first chunk only names the role."""
     choices = event.get("choices", [])
     return any("text" in choice or _delta_has_tokens(choice.get("delta", {})) for choice in choices)
 
 
 def _delta_has_tokens(delta: Mapping[str, Any]) -> bool:
-    return bool(delta.get("content") or delta.get("tool_calls"))
+    return bool(delta.get("content") or delta.get("tool_calls")) or (
+        "content" in delta and "role" not in delta
+    )
 
 
 async def event_data(body: AsyncIterator[bytes]) -> AsyncIterator[str]:

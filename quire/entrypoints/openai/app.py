@@ -26,11 +26,14 @@ from quire.entrypoints.openai import (
     tokenize,
 )
 from quire.entrypoints.openai.errors import handle_http_exception, handle_quire_error
-from quire.entrypoints.openai.middleware.auth import Auth
+from quire.entrypoints.openai.middleware.auth import OPEN_PATHS, Auth
 from quire.entrypoints.openai.middleware.availability import Availability
+from quire.entrypoints.openai.middleware.body_encoding import BodyEncoding
 from quire.entrypoints.openai.middleware.body_limit import BodyLimit
 from quire.entrypoints.openai.middleware.boundary import Boundary
+from quire.entrypoints.openai.middleware.head import Head
 from quire.entrypoints.openai.middleware.http_metrics import HttpMetrics
+from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
 from quire.metrics.prometheus import PrometheusStatLogger
@@ -43,6 +46,8 @@ ROUTERS = tuple(
 )
 DEV_ROUTERS = (prefix_cache.router,)
 """For `--server-dev-mode`."""
+EXPOSED_HEADERS = ("x-request-id", "retry-after", IGNORED_HEADER, ADJUSTED_HEADER)
+"""What scripts of a page may read of a response besides its body."""
 
 
 def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
@@ -69,24 +74,31 @@ def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
 
 def _middleware(state: ServerState) -> list[Middleware]:
     config = state.config
-    layers = [Middleware(HttpMetrics, registry=state.registry), Middleware(Boundary)]
+    layers = [Middleware(HttpMetrics, registry=state.registry), Middleware(Boundary), Middleware(Head)]
     if config.allowed_origins:
         layers.append(
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(config.allowed_origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type"],
+                allow_methods=["GET", "HEAD", "POST"],
+                allow_headers=["*"],  # openai-js sends a dozen of its own
+                expose_headers=EXPOSED_HEADERS,
             )
         )
     layers += [
-        Middleware(Auth, api_keys=api_keys(config), root_path=config.root_path),
+        Middleware(
+            Auth,
+            api_keys=api_keys(config),
+            root_path=config.root_path,
+            open_paths=OPEN_PATHS | ({"/metrics"} if config.allow_unauthenticated_metrics else set()),
+        ),
         Middleware(
             Availability,
             why_not=lambda: state.unavailable,
             is_draining=lambda: state.draining,
             root_path=config.root_path,
         ),
+        Middleware(BodyEncoding, max_bytes=config.max_request_bytes),
         Middleware(BodyLimit, max_bytes=config.max_request_bytes),
     ]
     return layers

@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from fastapi import APIRouter
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,10 +33,9 @@ from quire.entrypoints.openai.protocol.responses import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
-    Usage,
 )
 from quire.entrypoints.openai.respond import respond
-from quire.entrypoints.openai.sampling import chat_params
+from quire.entrypoints.openai.sampling import chat_params, note_max_tokens
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import frame
@@ -80,6 +80,7 @@ class ChatAnswer:
         params = chat_params(request, engine.input_processor.default_sampling_params)
         token_ids = await chat_token_ids(self._server, request, with_tools=self._uses_tools)
         prompt = with_options(TokensPrompt(prompt_token_ids=token_ids), request)
+        note_max_tokens(request, params, [engine.input_processor.room(len(prompt["prompt_token_ids"]))])
         interval = engine.config.scheduler.stream_interval
         return Outputs(
             engine,
@@ -101,29 +102,31 @@ class ChatAnswer:
             created=self._created,
             model=self._model,
             choices=[self._choice(completion) for completion in by_index],
-            usage=meter.usage(),
             system_fingerprint=FINGERPRINT,
             prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs),
             prompt_token_ids=output.prompt_token_ids if self._request.return_token_ids else UNSET,
+            **meter.closing(self._request.notes),
         )
 
     async def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-        usage = StreamUsage(
-            self._request.stream_options, force=self._server.config.enable_force_include_usage
-        )
+        async with aclosing(self.chunks(outputs)) as chunks:
+            async for chunk in chunks:
+                yield frame(chunk)
+
+    async def chunks(self, outputs: Outputs) -> AsyncGenerator[ChatChunk, None]:
+        """The stream, before it is written: each choice's role, then its news step by step, then the usage."""
+        force = self._server.config.enable_force_include_usage
+        usage = StreamUsage(self._request, outputs.prompt_lengths, force=force)
         async with aclosing(outputs):
             async for _, output in outputs:
-                if not self._choices:
-                    prompt_token_ids = output.prompt_token_ids if self._request.return_token_ids else UNSET
-                    for opening in self._openings():
-                        yield frame(self._chunk([opening], usage.of_chunk(), prompt_token_ids))
                 usage.add(0, output)
+                if not self._choices:
+                    for opening in self._openings():
+                        yield self._chunk([opening], usage.of_opening(), output.prompt_token_ids)
                 for completion in output.outputs:
-                    choice = self._chunk_choice(completion)
-                    if _has_news(choice):
-                        yield frame(self._chunk([choice], usage.of_chunk()))
+                    yield self._chunk([self._chunk_choice(completion)], usage.of_chunk(0, completion))
         if usage.wanted:
-            yield frame(self._chunk([], usage.total()))
+            yield self._chunk([], usage.closing())
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         part = self._take(completion)
@@ -149,8 +152,10 @@ class ChatAnswer:
         return [ChatChunkChoice(index=index, delta=delta) for index in range(self._request.n)]
 
     def _chunk_choice(self, completion: CompletionOutput) -> ChatChunkChoice:
+        """The news of one step, also if they are no text yet: clients count chunks, and time them."""
         part = self._take(completion)
-        delta = ChatDelta(content=part.content or UNSET, tool_calls=part.tool_calls or UNSET)
+        content = UNSET if part.tool_calls and not part.content else part.content
+        delta = ChatDelta(content=content, tool_calls=part.tool_calls or UNSET)
         return ChatChunkChoice(
             index=completion.index,
             delta=delta,
@@ -161,19 +166,17 @@ class ChatAnswer:
         )
 
     def _chunk(
-        self,
-        choices: list[ChatChunkChoice],
-        usage: Usage | UnsetType | None,
-        prompt_token_ids: list[int] | UnsetType = UNSET,
+        self, choices: list[ChatChunkChoice], more: dict[str, Any], prompt_token_ids: list[int] | None = None
     ) -> ChatChunk:
+        shown = prompt_token_ids if self._request.return_token_ids else None
         return ChatChunk(
             id=self._id,
             created=self._created,
             model=self._model,
             choices=choices,
-            usage=usage,
             system_fingerprint=FINGERPRINT,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=UNSET if shown is None else shown,
+            **more,
         )
 
     def _take(self, completion: CompletionOutput) -> ChoicePart:
@@ -191,10 +194,3 @@ class ChatAnswer:
         if not self._request.logprobs:
             return None
         return chat_logprobs(completion.logprobs or [], self._request.top_logprobs or 0)
-
-
-def _has_news(choice: ChatChunkChoice) -> bool:
-    delta = choice.delta
-    return bool(
-        delta.content or delta.tool_calls or choice.finish_reason or choice.logprobs or choice.token_ids
-    )

@@ -1,12 +1,19 @@
-"""From the fields of a chat request to the token ids of its prompt."""
+"""From the fields of a chat request to the token ids of its prompt.
+
+Invariant: what the model's template does not read has no effect, and is noted as such.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from quire.entrypoints.chat.template import OWN_VARIABLES, ChatTemplate
 from quire.entrypoints.openai.protocol.requests import ChatFields
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import ValidationError
+
+TEMPLATE_FIELDS = ("enable_thinking", "reasoning_effort")
+"""Fields of a request that are options of the template, if it has them."""
 
 
 async def chat_token_ids(server: ServerState, fields: ChatFields, *, with_tools: bool = True) -> list[int]:
@@ -27,12 +34,8 @@ async def chat_token_ids(server: ServerState, fields: ChatFields, *, with_tools:
         "continue_final_message": fields.continue_final_message,
         "add_generation_prompt": _add_generation_prompt(fields),
     }
-    extra = fields.chat_template_kwargs or {}
-    for name in extra:
-        if name in options:
-            raise ValidationError(
-                f"chat_template_kwargs must not hold {name!r}", param="chat_template_kwargs"
-            )
+    extra = _template_options(template, fields)
+    _note_unread_names(template, fields)
     options["tools"] = options["tools"] or None
     try:
         return await server.renders.run(template.encode, tokenizer, fields.messages, **options, **extra)
@@ -41,6 +44,35 @@ async def chat_token_ids(server: ServerState, fields: ChatFields, *, with_tools:
         raise ValidationError(
             f"the chat template takes longer than {limit:g} s for these messages", param="messages"
         ) from None
+
+
+def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, Any]:
+    """Those of the request's options that the template reads."""
+    options: dict[str, Any] = {}
+    for name in TEMPLATE_FIELDS:
+        value = getattr(fields, name)
+        if value is not None and _is_read(template, fields, name, name):
+            options[name] = value
+    for name, value in (fields.chat_template_kwargs or {}).items():
+        if name in OWN_VARIABLES:
+            raise ValidationError(
+                f"chat_template_kwargs must not hold {name!r}", param="chat_template_kwargs"
+            )
+        if _is_read(template, fields, name, f"chat_template_kwargs.{name}"):
+            options[name] = value
+    return options
+
+
+def _is_read(template: ChatTemplate, fields: ChatFields, name: str, shown: str) -> bool:
+    if name not in template.variables:
+        fields.notes.ignore(shown, template.variables - OWN_VARIABLES)
+    return name in template.variables
+
+
+def _note_unread_names(template: ChatTemplate, fields: ChatFields) -> None:
+    roles = [message.get("role") for message in fields.messages if message.get("name") is not None]
+    if any(isinstance(role, str) and not template.reads_name(role) for role in roles):
+        fields.notes.ignore("messages[].name")
 
 
 def _add_generation_prompt(fields: ChatFields) -> bool:

@@ -5,13 +5,14 @@ Invariant: the text, tokens and logprobs of a stream's chunks join to those of t
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,9 +23,9 @@ from quire.entrypoints.openai.openapi import body_schema
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.prompts import completion_prompts
 from quire.entrypoints.openai.protocol.requests import CompletionRequest
-from quire.entrypoints.openai.protocol.responses import Completion, CompletionChoice, Usage
+from quire.entrypoints.openai.protocol.responses import Completion, CompletionChoice
 from quire.entrypoints.openai.respond import respond
-from quire.entrypoints.openai.sampling import completion_params
+from quire.entrypoints.openai.sampling import completion_params, is_ranked, note_max_tokens
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import frame
@@ -64,6 +65,8 @@ class CompletionAnswer:
             request, engine.input_processor.default_sampling_params, detokenize=engine.tokenizer is not None
         )
         prompts = await completion_prompts(self._server, request)
+        room = engine.input_processor.room
+        note_max_tokens(request, params, [room(len(prompt["prompt_token_ids"])) for prompt in prompts])
         interval = engine.config.scheduler.stream_interval
         return Outputs(
             engine,
@@ -78,34 +81,50 @@ class CompletionAnswer:
     def whole(self, outputs: list[RequestOutput]) -> Completion:
         meter = UsageMeter()
         choices = []
-        for prompt_index, output in enumerate(outputs):
+        for prompt_index, output in enumerate(map(self._shown, outputs)):
             meter.add(prompt_index, output)
-            by_index = sorted(output.outputs, key=lambda completion: completion.index)
-            choices += [self._choice(prompt_index, output, completion) for completion in by_index]
-        return self._answer(choices, meter.usage())
+            chosen = self._chosen(output)
+            choices += [self._choice(prompt_index, output, completion) for completion in chosen]
+        return self._answer(choices, meter.closing(self._request.notes))
 
     async def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-        usage = StreamUsage(
-            self._request.stream_options, force=self._server.config.enable_force_include_usage
-        )
+        force = self._server.config.enable_force_include_usage
+        usage = StreamUsage(self._request, outputs.prompt_lengths, force=force)
         async with aclosing(outputs):
             async for prompt_index, output in outputs:
-                usage.add(prompt_index, output)
-                for completion in output.outputs:
-                    choice = self._choice(prompt_index, output, completion)
-                    if _has_news(choice):
-                        yield frame(self._answer([choice], usage.of_chunk()))
+                shown = self._shown(output)
+                usage.add(prompt_index, shown)
+                for completion in shown.outputs:
+                    choice = self._choice(prompt_index, shown, completion)
+                    yield frame(self._answer([choice], usage.of_chunk(prompt_index, completion)))
         if usage.wanted:
-            yield frame(self._answer([], usage.total()))
+            yield frame(self._answer([], usage.closing()))
 
-    def _answer(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        """The output without the token that was generated only because the engine ends with one."""
+        if self._request.max_tokens != 0:
+            return output
+        empty = [
+            CompletionOutput(one.index, "", [], logprobs=[], finish_reason="length") for one in output.outputs
+        ]
+        return dataclasses.replace(output, outputs=empty)
+
+    def _chosen(self, output: RequestOutput) -> list[CompletionOutput]:
+        """The completions that become choices: all, or of `best_of` those with the highest mean logprob."""
+        by_index = sorted(output.outputs, key=lambda completion: completion.index)
+        if not is_ranked(self._request):
+            return by_index
+        best = sorted(by_index, key=_mean_logprob, reverse=True)[: self._request.n]
+        return [dataclasses.replace(completion, index=place) for place, completion in enumerate(best)]
+
+    def _answer(self, choices: list[CompletionChoice], closing: dict[str, Any]) -> Completion:
         return Completion(
             id=self._id,
             created=self._created,
             model=self._model,
             choices=choices,
-            usage=usage,
             system_fingerprint=FINGERPRINT,
+            **closing,
         )
 
     def _choice(
@@ -154,5 +173,5 @@ class CompletionAnswer:
         return [*output.prompt_token_ids, *ids], [*(output.prompt_logprobs or []), *positions]
 
 
-def _has_news(choice: CompletionChoice) -> bool:
-    return bool(choice.text or choice.finish_reason or choice.logprobs or choice.token_ids)
+def _mean_logprob(completion: CompletionOutput) -> float:
+    return (completion.cumulative_logprob or 0.0) / max(1, len(completion.token_ids))

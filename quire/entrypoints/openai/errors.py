@@ -26,8 +26,8 @@ HTTP_ERRORS = {
 }
 
 
-def error_body(message: str, kind: str, code: int, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object."""
+def error_body(message: str, kind: str, code: int | str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object; `code` is the HTTP status where OpenAI has no code of its own."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -37,16 +37,20 @@ def body_of(error: BaseException, request_id: str) -> dict[str, Any]:
         return error_body(ENGINE_DEAD, error.type, error.status)
     if isinstance(error, QuireError) and not isinstance(error, StartupError):
         param = error.param if isinstance(error, ClientError) else None
-        return error_body(str(error), error.type, error.status, param)
+        return error_body(str(error), error.type, error.code or error.status, param)
     logger.error("request %s failed", request_id, exc_info=error)
     sentence = f"The server met an unexpected error; its log tells more about request {request_id}."
     return error_body(sentence, QuireError.type, QuireError.status)
 
 
+def status_of(error: BaseException) -> int:
+    """The HTTP status of the answer to an error."""
+    return error.status if isinstance(error, QuireError) else QuireError.status
+
+
 def response_of(error: BaseException, request_id: str) -> JSONResponse:
     """The whole HTTP answer to an error."""
-    body = body_of(error, request_id)
-    return JSONResponse(body, status_code=body["error"]["code"], headers=_headers(error))
+    return JSONResponse(body_of(error, request_id), status_code=status_of(error), headers=_headers(error))
 
 
 def frame_of(error: BaseException, request_id: str) -> bytes:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.errors import EngineError
+from quire.inputs import TokensPrompt
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -26,7 +27,7 @@ class Outputs:
     """The outputs of several prompts, in the order in which they come.
 
     Args:
-        prompts: any number; each runs as an engine request of its own.
+        prompts: any number, with token ids; each runs as an engine request of its own.
         request_id: of the HTTP request; the engine's ids are derived from it.
         stream_interval: tokens of one prompt that are gathered before an output is passed on.
     """
@@ -34,7 +35,7 @@ class Outputs:
     def __init__(
         self,
         engine: AsyncLLM,
-        prompts: list[Any],
+        prompts: list[TokensPrompt],
         params: SamplingParams,
         request_id: str,
         *,
@@ -49,6 +50,7 @@ class Outputs:
             )
             for index, prompt in enumerate(prompts)
         ]
+        self.prompt_lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
         self._outputs = _numbered(generators[0]) if len(generators) == 1 else _merged(generators)
         self._first: list[Indexed] = []
 

@@ -17,6 +17,7 @@ CREATED = int(time.time())
 
 
 @router.get("/v1/models")
+@router.get("/v1/models/", include_in_schema=False)
 async def list_models(request: Request) -> Response:
     """The names under which the model is served."""
     server = server_of(request)

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from quire.entrypoints.openai.field_policy import settle_fields
 from quire.entrypoints.openai.json_body import read_json
+from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol.requests import RequestModel
 from quire.entrypoints.openai.state import server_of
 from quire.errors import ValidationError
@@ -20,7 +21,7 @@ Model = TypeVar("Model", bound=RequestModel)
 
 
 async def read_request(request: Request, model: type[Model]) -> Model:
-    """Read the body of `request` as `model`; names of ignored fields are left in the request's state.
+    """Read the body of `request` as `model`; the notes on it are left in the request's state, too.
 
     Raises:
         ClientError: the body is no JSON object, or a field is unknown or of the wrong type.
@@ -32,10 +33,12 @@ def checked(request: Request, body: dict[str, Any], model: type[Model]) -> Model
     """The part of `read_request` after the body is JSON."""
     server = server_of(request)
     known = model.model_fields.keys() - server.idle_fields
-    kept, ignored = settle_fields(body, known, reject_unknown=server.config.unknown_fields == "reject")
-    request.state.ignored_fields = ignored
+    # A request that is made from another one adds to the notes on that.
+    reject = server.config.unknown_fields == "reject"
+    notes: Notes = request.scope["state"].setdefault("notes", Notes(reject=reject))
+    kept = settle_fields(body, known, notes)
     try:
-        return model.model_validate(kept)
+        return model.model_validate(kept).with_notes(notes)
     except pydantic.ValidationError as error:
         raise _translated(error) from None
 

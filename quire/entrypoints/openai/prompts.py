@@ -26,9 +26,10 @@ async def completion_prompts(server: ServerState, request: CompletionRequest) ->
         ValidationError: the prompt has no valid form, is empty, or asks for too many sequences.
     """
     prompts = split_prompts(request.prompt)
-    if len(prompts) * max(request.n, 1) > MAX_SEQUENCES:
+    num_each = max(request.n, request.best_of or 1)
+    if len(prompts) * num_each > MAX_SEQUENCES:
         raise ValidationError(
-            f"{len(prompts)} prompts with n = {request.n} are {len(prompts) * request.n} sequences, the limit is "
+            f"{len(prompts)} prompts with n = {num_each} are {len(prompts) * num_each} sequences, the limit is "
             f"{MAX_SEQUENCES}",
             param="n",
         )

@@ -6,7 +6,7 @@ Errors name the field that the client sent, also where the engine calls it by an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,8 +37,8 @@ def completion_params(
         ValidationError: a value is out of range, or two do not go together.
     """
     _check_stream(request)
-    own = {"max_tokens": COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens}
-    params = {"logprobs": request.logprobs, **own}
+    params: dict[str, Any] = {"n": _num_candidates(request), "max_tokens": _completion_max_tokens(request)}
+    params["logprobs"] = 0 if is_ranked(request) and request.logprobs is None else request.logprobs
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
         params["prompt_logprobs"] = request.logprobs
     return _build(request, defaults, detokenize, params)
@@ -66,6 +66,18 @@ def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any]) -> 
     return _build(request, defaults, True, {"max_tokens": max_tokens, "logprobs": logprobs})
 
 
+def is_ranked(request: CompletionRequest) -> bool:
+    """Whether there are more candidates than choices, so that the likeliest are chosen by their logprobs."""
+    return request.best_of is not None and request.best_of > request.n
+
+
+def note_max_tokens(request: GenerationRequest, params: SamplingParams, rooms: Iterable[int]) -> None:
+    """Note the limit that the context sets where it is below the request's; of several prompts the lowest."""
+    room = min(rooms)
+    if params.max_tokens is not None and 0 < room < params.max_tokens:
+        request.notes.adjust(_client_name("max_tokens", request) or "max_tokens", room)
+
+
 @contextmanager
 def client_names(request: GenerationRequest) -> Iterator[None]:
     """Rename fields in errors from the engine's names to those of the request."""
@@ -75,10 +87,12 @@ def client_names(request: GenerationRequest) -> Iterator[None]:
         name = _client_name(error.param, request)
         if name is None or error.param is None:
             raise
-        raise ValidationError(error.message.replace(error.param, name, 1), param=name) from None
+        raise type(error)(error.message.replace(error.param, name, 1), param=name) from None
 
 
 def _client_name(param: str | None, request: GenerationRequest) -> str | None:
+    if isinstance(request, CompletionRequest):
+        return "best_of" if param == "n" and request.best_of is not None else None
     if not isinstance(request, ChatCompletionRequest):
         return None
     if param == "max_tokens" and request.max_completion_tokens is not None:
@@ -109,6 +123,26 @@ def _logit_bias(request: GenerationRequest) -> dict[int, float] | None:
         if not (key.isascii() and key.isdigit() and len(key) <= 19):
             raise ValidationError(f"logit_bias keys must be token ids, got {key!r:.40}", param="logit_bias")
     return {int(key): value for key, value in request.logit_bias.items()}
+
+
+def _num_candidates(request: CompletionRequest) -> int:
+    if request.best_of is None:
+        return request.n
+    if not 1 <= request.n <= request.best_of:
+        raise ValidationError(
+            f"best_of is {request.best_of}, so n must be from 1 to that, not {request.n}", param="best_of"
+        )
+    if request.stream and is_ranked(request):
+        raise ValidationError("best_of above n cannot be streamed", param="best_of")
+    return request.best_of
+
+
+def _completion_max_tokens(request: CompletionRequest) -> int:
+    if request.max_tokens != 0:
+        return COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if not request.echo:
+        raise ValidationError("max_tokens must be at least 1, or 0 with echo true", param="max_tokens")
+    return 1  # the engine ends with a token; the answer leaves it out
 
 
 def _check_stream(request: GenerationRequest) -> None:

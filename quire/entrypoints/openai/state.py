@@ -44,7 +44,7 @@ class ServerState:
             return "the engine has stopped"
         if self.draining:
             return "the server is shutting down"
-        return None if self.engine.is_ready else "the engine is not ready: it loads, or does not answer"
+        return None if self.engine.is_ready else "the model is loading, or the engine does not answer"
 
     @property
     def model_names(self) -> tuple[str, ...]:

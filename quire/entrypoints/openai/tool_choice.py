@@ -25,11 +25,7 @@ def tools_in_use(server: ServerState, request: ChatCompletionRequest) -> bool:
         raise ValidationError(
             f"tool_choice: {what} is not supported yet; send auto or none", param="tool_choice"
         )
-    if request.tools is None:
-        if choice == "auto":
-            raise ValidationError("tool_choice auto needs tools", param="tool_choice")
-        return False
-    if choice == "none":
+    if not request.tools or choice == "none":
         return False
     if server.make_tool_parser is None:
         raise ValidationError(

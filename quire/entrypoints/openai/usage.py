@@ -1,24 +1,48 @@
-"""Counts the tokens of one HTTP request."""
+"""Counts the tokens of one HTTP request, and the time that they took."""
 
 from __future__ import annotations
 
-from quire.entrypoints.openai.protocol.responses import PromptTokensDetails, Usage
-from quire.outputs import RequestOutput
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import UNSET
+
+from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.protocol.responses import PromptTokensDetails, Timings, Usage
+from quire.outputs import CompletionOutput, RequestOutput, RequestStateStats, joined_stats
 
 
 class UsageMeter:
-    """Adds up outputs; each must carry only tokens that no earlier one carried."""
+    """Adds up outputs; each must carry only tokens that no earlier one carried.
 
-    def __init__(self) -> None:
-        self._prompt_tokens: dict[int, int] = {}
+    Args:
+        prompt_lengths: tokens of each prompt, which are known before there is an output.
+    """
+
+    def __init__(self, prompt_lengths: Sequence[int] = ()) -> None:
+        self._prompt_tokens = dict(enumerate(prompt_lengths))
         self._cached_tokens: dict[int, int] = {}
+        self._stats: dict[int, RequestStateStats] = {}
         self._completion_tokens = 0
+        self._sequences: set[tuple[int, int]] = set()
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Take in an output with all of its completions."""
+        self.add_prompt(prompt_index, output)
+        for completion in output.outputs:
+            self.add_completion(prompt_index, completion)
+
+    def add_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        """Take in an output, but not its completions."""
         self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         cached = self._cached_tokens.get(prompt_index, 0)
         self._cached_tokens[prompt_index] = max(cached, output.num_cached_tokens)
-        self._completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        self._stats[prompt_index] = output.metrics
+
+    def add_completion(self, prompt_index: int, completion: CompletionOutput) -> None:
+        """Take in the tokens of one completion."""
+        self._sequences.add((prompt_index, completion.index))
+        self._completion_tokens += len(completion.token_ids)
 
     def usage(self) -> Usage:
         num_prompt_tokens = sum(self._prompt_tokens.values())
@@ -28,3 +52,26 @@ class UsageMeter:
             total_tokens=num_prompt_tokens + self._completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens.values())),
         )
+
+    def timings(self) -> Timings:
+        """Of all that was added; a time that is not known (nothing was generated) is 0."""
+        times = joined_stats(list(self._stats.values()))
+        started = times.scheduled_ts or times.arrival_time
+        first = times.first_token_ts or started
+        decode_s = max(0.0, times.last_token_ts - first)
+        num_later_tokens = max(0, self._completion_tokens - len(self._sequences))
+        return Timings(
+            queue_s=round(max(0.0, started - times.arrival_time), 6),
+            prefill_s=round(max(0.0, first - started), 6),
+            decode_s=round(decode_s, 6),
+            tokens_per_s=round(num_later_tokens / decode_s, 3) if decode_s else 0.0,
+        )
+
+    def closing(self, notes: Notes) -> dict[str, Any]:
+        """What the last object of a reply has that no earlier one can have."""
+        return {
+            "usage": self.usage(),
+            "timings": self.timings(),
+            "ignored": notes.ignored or UNSET,
+            "adjusted": notes.adjusted or UNSET,
+        }

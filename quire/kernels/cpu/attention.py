@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.attention_features import check_features
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, check_features
 from quire.kernels.cpu.calls import NOTHING, call, empty
 from quire.kernels.cpu.checks import check_cache, check_heads, dtype_code, say
 

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.attention_features import check_features
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, check_features
 from quire.kernels.triton import launch
 from quire.kernels.triton.launch import next_power_of_2
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.kernels import ops
 from quire.plugins import FACTORY, PluginTable
 from quire.scheduler.output import NewRequestData, TokenLogprobs
-from quire.worker.devices import Device, moved
+from quire.worker.devices import Transfers, moved
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.draw import Draw, StagedDraw
 from quire.worker.sampler.feature import Feature, LogitsFeature
@@ -67,7 +67,7 @@ class Sampled(NamedTuple):
     """Rows that `logprobs` are about."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Sampled:
-        """With its tensors moved, as by `Device.download`."""
+        """With its tensors moved, as by `Transfers.download`."""
         logprobs = None if self.logprobs is None else moved(self.logprobs, move)
         return Sampled(move(self.codes), logprobs, self.wanting)
 
@@ -93,10 +93,10 @@ class StagedRows(NamedTuple):
 class Sampler:
     """Samples for the rows of a batch, which it reads and does not change."""
 
-    def __init__(self, batch: InputBatch, vocab_size: int, device: Device) -> None:
-        self._device = device
+    def __init__(self, batch: InputBatch, vocab_size: int, transfers: Transfers) -> None:
+        self._transfers = transfers
         self._logits_features = [make(batch, vocab_size) for make in LOGITS_FEATURES.resolve_all()]
-        self._draw = Draw(batch, vocab_size, device.torch_device)
+        self._draw = Draw(batch, vocab_size, transfers.torch_device)
         self._logprobs = Logprobs(batch)
         self._features: list[Feature[Any]] = [*self._logits_features, self._draw, self._logprobs]
 
@@ -125,7 +125,7 @@ class Sampler:
 
     def _staged(self, feature: Feature[Any], samples: Samples) -> Any:
         value = feature.stage(samples)
-        return None if value is None else moved(value, self._device.upload)
+        return None if value is None else moved(value, self._transfers.upload)
 
     def sample(self, logits: Tensor, staged: StagedRows) -> Sampled:
         """Choose a token for each row; logits [N, V] float32, contiguous, may be changed in place."""

@@ -30,6 +30,27 @@ def test_chatml() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "readers"),
+    [
+        (CHATML, set()),
+        (CHATML.replace("m.role", "m.role + (m.name or '')"), {"system", "user", "assistant", "tool"}),
+        (CHATML.replace("m.role", "m.role + (m.name or '' if m.role == 'tool' else '')"), {"tool"}),
+        ("{{ messages | tojson }}", {"system", "user", "assistant", "tool"}),
+        (
+            "{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}",
+            {"system", "assistant", "tool"},
+        ),
+    ],
+)
+def test_it_is_known_whose_names_a_template_reads_and_no_more_than_that_is_denied(
+    source: str, readers: set[str]
+) -> None:
+    template = ChatTemplate(source)
+    assert {role for role in ("system", "user", "assistant", "tool") if template.reads_name(role)} == readers
+    assert template.reads_name("developer") == template.reads_name("system")
+
+
+@pytest.mark.parametrize(
     ("source", "expected"),
     [
         ("{{ bos_token }}{{ eos_token }}", "<s></s>"),

@@ -62,6 +62,7 @@ def test_stream_is_the_same_however_it_is_cut(cut: int) -> None:
     [
         ({"choices": [{"text": ""}]}, True),
         ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, False),
+        ({"choices": [{"delta": {"content": ""}}]}, True),
         ({"choices": [{"delta": {"content": "a"}}]}, True),
         ({"choices": [{"delta": {"tool_calls": [{"index": 0}]}}]}, True),
         ({"choices": [{"delta": {}, "finish_reason": "stop"}]}, False),

@@ -15,7 +15,7 @@ from quire.config import EngineConfig, ModelArch
 from quire.engine.input_processor import InputProcessor
 from quire.errors import EngineDeadError, QuireError, UnavailableError
 from quire.metrics.stats import IterationStats, StatLogger
-from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import SchedulerStats
 
@@ -88,6 +88,7 @@ class FakeEngine:
         self.die_after: int | None = None
         self.fail_after: int | None = None
         self.num_cached_tokens = 0
+        self.mean_logprob: Callable[[int], float] = lambda index: -1.0
         self.running: set[str] = set()
         self.closed: list[str] = []
         self.seen: list[tuple[Any, SamplingParams]] = []
@@ -150,7 +151,7 @@ class FakeEngine:
         self.seen.append((prompt, sampling_params))
         text = self.tokenizer.decode(tokenized.token_ids, skip_special_tokens=False) if self.tokenizer else ""
         sequences = [
-            _Sequence(index, child.sampling_params, self.reply(text, index))
+            _Sequence(index, child.sampling_params, self.reply(text, index), self.mean_logprob(index))
             for index, child in enumerate(children)
         ]
         self.running.add(request_id)
@@ -165,6 +166,7 @@ class FakeEngine:
                     finished=finished,
                     prompt_logprobs=_prompt_logprobs(tokenized.token_ids, sampling_params),
                     num_cached_tokens=self.num_cached_tokens,
+                    metrics=_timeline(max(sequence.num_tokens for sequence in sequences)),
                 )
         finally:
             self.running.discard(request_id)
@@ -204,8 +206,8 @@ class FakeEngine:
 
 
 class _Sequence:
-    def __init__(self, index: int, params: SamplingParams, text: str) -> None:
-        self.index, self.params = index, params
+    def __init__(self, index: int, params: SamplingParams, text: str, mean_logprob: float) -> None:
+        self.index, self.params, self.mean_logprob = index, params, mean_logprob
         self.num_tokens = 0
         self.stop_reason: str | None = None
         for stop in params.stop:
@@ -233,12 +235,26 @@ class _Sequence:
             index=self.index,
             text=self.text,
             token_ids=self.token_ids,
+            cumulative_logprob=self.mean_logprob * self.num_tokens
+            if self.params.logprobs is not None
+            else None,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason if self.finish_reason == "stop" else None,
         )
         self.text, self.token_ids, self.logprobs = "", [], []
         return output
+
+
+def _timeline(num_steps: int) -> RequestStateStats:
+    """Half a second of waiting, one of prefill, then a quarter per token."""
+    return RequestStateStats(
+        arrival_time=10.0,
+        queued_ts=10.0,
+        scheduled_ts=10.5,
+        first_token_ts=11.5,
+        last_token_ts=11.5 + 0.25 * (num_steps - 1),
+    )
 
 
 def _position(token_id: int, num_top: int) -> PositionLogprobs:

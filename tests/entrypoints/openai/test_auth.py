@@ -57,7 +57,9 @@ async def test_every_route_needs_the_key(engine: FakeEngine) -> None:
         ("/v1/models", {"authorization": "Bearer"}),
         ("/v1/models", {"authorization": f"Bearer {KEY}x"}),
         ("/v1/models", {"authorization": "Bearer \xe9"}),
-        ("/v1/models", {"x-api-key": KEY}),
+        ("/v1/models", {"x-api-key": f"{KEY}x"}),
+        ("/v1/models", {"x-api-key": f"Bearer {KEY}"}),
+        ("/v1/models", {"x-api-key": KEY, "authorization": "Bearer wrong"}),
     ],
 )
 async def test_refused(engine: FakeEngine, path: str, headers: dict[str, str]) -> None:
@@ -78,6 +80,19 @@ async def test_any_of_several_keys(engine: FakeEngine) -> None:
             assert (
                 await client.get("/v1/models", headers={"authorization": f"bearer {key}"})
             ).status_code == 200
+
+
+async def test_the_key_may_come_as_anthropic_clients_send_it(engine: FakeEngine) -> None:
+    async with client_for(engine, api_key=(KEY,)) as client:
+        assert (await client.get("/v1/models", headers={"x-api-key": KEY})).status_code == 200
+        twice = [("x-api-key", KEY), ("x-api-key", KEY)]
+        assert (await client.get("/v1/models", headers=twice)).status_code == 401
+
+
+async def test_metrics_can_be_opened_to_a_scraper_that_has_no_key(engine: FakeEngine) -> None:
+    async with client_for(engine, api_key=(KEY,), allow_unauthenticated_metrics=True) as client:
+        assert (await client.get("/metrics")).status_code == 200
+        assert (await client.get("/version")).status_code == 401
 
 
 async def test_key_from_environment(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def check_error(response: httpx.Response, status: int, param: str | None) -> str
     assert body.keys() == {"error"}
     error = body["error"]
     assert error.keys() == {"message", "type", "param", "code"}
-    assert error["code"] == status
+    assert error["code"] in (status, "context_length_exceeded")
     assert error["type"].endswith("Error")
     assert error["param"] == param
     assert error["message"]
@@ -80,7 +80,7 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 2**31}, "max_tokens"),
     ({"max_tokens": 10**20 - 1}, "max_tokens"),
-    ({"max_tokens": 4096}, "max_tokens"),
+    ({"max_tokens": 4097}, "max_tokens"),
     ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"logprobs": -2}, "logprobs"),
@@ -109,7 +109,7 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"echo": 1}, "echo"),
     ({"priority": 1}, "priority"),
     ({"priority": 2**64 - 1}, "priority"),
@@ -117,14 +117,16 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": "x" * 129}, "cache_salt"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
-    ({"best_of": 2}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 2, "n": 0}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"best_of": 129}, "best_of"),
     ({"best_of": True}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"use_beam_search": 0}, "use_beam_search"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"guided_json": {}}, "guided_json"),
-    ({"temprature": 1}, "temprature"),
     ({"messages": HI}, "messages"),
 ]
 
@@ -150,11 +152,13 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": ["user"], "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-    ({"messages": [*HI, {"role": "user", "content": "x", "foo": 1}]}, "messages.1.foo"),
+    ({"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages[].prefix"),
+    ({"messages": [{"role": ["user"], "content": "x", "name": "y"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
      "messages.0.content.0"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": {}}]}]},
+     "messages.0.content.0"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
@@ -168,24 +172,18 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     ({"logprobs": 1}, "logprobs"),
-    ({"tools": []}, "tools"),
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
     ({"tools": [{**TOOL, "type": "web"}]}, "tools.0.type"),
     ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "whatever"}, "tool_choice"),
-    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"documents": [{"text": "x"}]}, "documents"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
-    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"tokenizer": True}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"__class__": 1}}, "chat_template_kwargs"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
     ({"functions": [{"name": "f"}]}, "functions"),
@@ -202,18 +200,13 @@ async def test_chat(
 ) -> None:
     response = await client.post(CHAT, json={"messages": HI, **fields})
     message = check_error(response, 400, param)
-    assert param.split(".")[0] in message
+    assert param.split(".")[0].removesuffix("[]") in message
     assert not engine.running
 
 
 async def test_template_says_why_it_refused(client: httpx.AsyncClient) -> None:
     response = await client.post(CHAT, json={"messages": [{"role": "user", "content": "boom"}]})
     assert "no booms here" in check_error(response, 400, "messages")
-
-
-async def test_unknown_field_suggests_the_right_one(client: httpx.AsyncClient) -> None:
-    response = await client.post(COMPLETIONS, json={"prompt": "x", "temprature": 1})
-    assert "did you mean 'temperature'?" in check_error(response, 400, "temprature")
 
 
 JSON = {"content-type": "application/json"}
@@ -249,8 +242,9 @@ async def test_malformed_json(client: httpx.AsyncClient, body: bytes, reason: st
     [
         {"content-type": "text/plain"},
         {"content-type": "application/x-www-form-urlencoded"},
-        {},
-        {**JSON, "content-encoding": "gzip"},
+        {"origin": "http://a.test"},
+        {**JSON, "content-encoding": "br"},
+        {**JSON, "content-encoding": "gzip, gzip"},
     ],
 )
 async def test_wrong_media_type(client: httpx.AsyncClient, headers: dict[str, str]) -> None:
@@ -294,32 +288,6 @@ async def test_body_limit_counts_what_is_read(engine: FakeEngine) -> None:
     async with client_for(engine, max_request_bytes=10_000) as client:
         check_error(await client.post(COMPLETIONS, content=endless(), headers=JSON), 413, None)
     assert num_sent <= 12
-
-
-async def test_ignored_fields_are_named(client: httpx.AsyncClient) -> None:
-    body = {
-        "prompt": "hi",
-        "user": "me",
-        "metadata": {"a": "b"},
-        "best_of": 1,
-        "suffix": None,
-        "store": False,
-    }
-    response = await client.post(COMPLETIONS, json=body)
-    assert response.status_code == 200
-    assert response.headers["x-quire-ignored-fields"] == "user, metadata, store"
-    streamed = await client.post(COMPLETIONS, json={**body, "stream": True})
-    assert streamed.headers["x-quire-ignored-fields"] == "user, metadata, store"
-    assert "x-quire-ignored-fields" not in (await client.post(COMPLETIONS, json={"prompt": "hi"})).headers
-
-
-async def test_unknown_fields_can_be_ignored(engine: FakeEngine) -> None:
-    async with client_for(engine, unknown_fields="ignore") as client:
-        response = await client.post(COMPLETIONS, json={"prompt": "hi", "foo": 1, "evil\r\nx: y": 2})
-        assert response.status_code == 200
-        assert response.headers["x-quire-ignored-fields"] == "foo, ?"
-        refused = await client.post(COMPLETIONS, json={"prompt": "hi", "guided_json": {}})
-        check_error(refused, 400, "guided_json")
 
 
 async def test_unexpected_error_tells_nothing(

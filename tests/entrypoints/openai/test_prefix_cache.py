@@ -66,6 +66,16 @@ async def test_hits_are_counted(served: httpx.AsyncClient) -> None:
     assert queries == await metric(served, "prompt_tokens") > sum(hits)
 
 
+async def test_a_prompt_counts_once_however_many_completions_it_has(served: httpx.AsyncClient) -> None:
+    usages = [
+        (await served.post("/v1/completions", json=BODIES["/v1/completions"] | {"n": n})).json()["usage"]
+        for n in (3, 2)
+    ]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert await metric(served, "prompt_tokens") == sum(usage["prompt_tokens"] for usage in usages)
+    assert await metric(served, "prompt_tokens_cached") == sum(cached) > 0
+
+
 async def test_the_cache_is_forgotten(served: httpx.AsyncClient) -> None:
     for _ in range(2):
         assert await num_cached(served, "/v1/completions") == 0

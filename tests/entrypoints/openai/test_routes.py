@@ -58,7 +58,7 @@ async def test_tokenize_refusals(client: httpx.AsyncClient) -> None:
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
+        ("/tokenize", {"prompt": "x", "messages": []}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/detokenize", {"tokens": [258]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),

@@ -1,6 +1,6 @@
-"""Bearer-token authentication.
+"""Authentication by a key, as a bearer token or in `x-api-key`.
 
-Invariant: every path needs a key except those in `OPEN_PATHS`. The decision looks at the path that the router
+Invariant: every path needs a key except those that it was given as open. The decision looks at the path that the router
 will use and at nothing else of the request; keys are compared in constant time.
 """
 
@@ -20,12 +20,22 @@ OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping"})
 
 
 class Auth:
-    """Lets everything pass if there are no keys; leaves the name of the one that was used in the request's state."""
+    """Lets everything pass if there are no keys; leaves the name of the one that was used in the request's state.
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], root_path: str = "") -> None:
+    Args:
+        open_paths: paths that need no key.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Sequence[str],
+        root_path: str = "",
+        open_paths: frozenset[str] = OPEN_PATHS,
+    ) -> None:
         self._app = app
         self._keys = {tenant_of_key(key.encode()): key.encode() for key in api_keys}
-        self._open_paths = OPEN_PATHS | {root_path + path for path in OPEN_PATHS}
+        self._open_paths = open_paths | {root_path + path for path in open_paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = self._tenant(scope) if self._keys else None
@@ -38,11 +48,20 @@ class Auth:
 
     def _tenant(self, scope: Scope) -> str | None:
         """Name of the key that the request brings; None if it brings none of ours."""
-        values = Headers(scope=scope).getlist("authorization")
-        scheme, _, token = (values[0] if len(values) == 1 else "").partition(" ")
-        if scheme.lower() != "bearer":
+        key = _given_key(Headers(scope=scope))
+        if key is None:
             return None
-        given = token.strip().encode("latin-1")
+        given = key.strip().encode("latin-1")
         # All keys are compared, so that the time does not tell which one came near.
         found = [name for name, key in self._keys.items() if hmac.compare_digest(given, key)]
         return found[0] if found else None
+
+
+def _given_key(headers: Headers) -> str | None:
+    """The key of a request; None if it brings none, or two of one kind."""
+    values = headers.getlist("authorization")
+    if not values:
+        keys = headers.getlist("x-api-key")
+        return keys[0] if len(keys) == 1 else None
+    scheme, _, token = (values[0] if len(values) == 1 else "").partition(" ")
+    return token if scheme.lower() == "bearer" else None

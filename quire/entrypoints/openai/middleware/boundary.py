@@ -13,14 +13,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.entrypoints.openai.errors import response_of
-from quire.entrypoints.openai.field_policy import IGNORED_HEADER, header_value
 from quire.entrypoints.openai.in_flight import ClientDisconnectedError
+from quire.entrypoints.openai.notes import Notes
 
 logger = logging.getLogger(__name__)
 
 
 class Boundary:
-    """Request id, ignored-fields header, last resort for errors."""
+    """Request id, the headers of a request's notes, last resort for errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -35,9 +35,8 @@ class Boundary:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                headers = [(b"x-request-id", request_id.encode())]
-                if state.get("ignored_fields"):
-                    headers.append((IGNORED_HEADER.encode(), header_value(state["ignored_fields"]).encode()))
+                notes: Notes | None = state.get("notes")
+                headers = [(b"x-request-id", request_id.encode()), *(notes.headers() if notes else ())]
                 message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 

@@ -1,14 +1,17 @@
 """Requests, as strict pydantic models: a field has the type it is documented with, and no other.
 
 Invariant: a model has exactly the fields that the server honours; what happens to any other field is told in
-`quire.entrypoints.openai.field_policy`. Ranges are checked by `SamplingParams`, for all entry points alike.
+`quire.entrypoints.openai.field_policy`, and what the reply will say about it is in `notes`. Ranges are checked by
+`SamplingParams`, for all entry points alike.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
+
+from quire.entrypoints.openai.notes import Notes
 
 INT64_MAX = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
@@ -32,13 +35,24 @@ Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
 class RequestModel(BaseModel):
     """Base of all requests."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    # What reaches a model has been settled; to a client any field is allowed.
+    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"additionalProperties": True})
+    _notes: Notes = PrivateAttr(default_factory=Notes)
+
+    @property
+    def notes(self) -> Notes:
+        """What the reply will say about this request."""
+        return self._notes
+
+    def with_notes(self, notes: Notes) -> Self:
+        """This request with the notes that were taken while it was read."""
+        self._notes = notes
+        return self
 
 
 class StreamOptions(RequestModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] = False
 
 
 class GenerationRequest(RequestModel):
@@ -78,6 +92,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: PromptField
     add_special_tokens: bool = True
+    best_of: int | None = None
     echo: bool = False
     logprobs: int | None = None
 
@@ -86,7 +101,6 @@ class ToolFunction(RequestModel):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class Tool(RequestModel):
@@ -98,11 +112,13 @@ class ChatFields(RequestModel):
     """What decides how a conversation becomes a prompt."""
 
     messages: Messages
-    tools: list[Tool] | None = Field(None, min_length=1, max_length=1024)
+    tools: list[Tool] | None = Field(None, max_length=1024)
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, ChatFields):

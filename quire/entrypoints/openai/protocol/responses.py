@@ -1,4 +1,7 @@
-"""Responses, in OpenAI's shapes; a field that is UNSET is left out, None is written as null."""
+"""Responses, in OpenAI's shapes; a field that is UNSET is left out, None is written as null.
+
+The last object of a reply also has `timings`, and `ignored` and `adjusted` if there is anything to tell (see `notes`).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,18 @@ class Usage(msgspec.Struct):
     total_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails = field(default_factory=PromptTokensDetails)
+
+
+class Timings(msgspec.Struct):
+    """Where the time of a request went, in seconds: waiting, until its first token, and from there to the last one.
+
+    With several sequences these are the times of all together. `tokens_per_s` counts the tokens after each first one.
+    """
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -49,6 +64,9 @@ class Completion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
+    timings: Timings | UnsetType = UNSET
+    ignored: list[str] | UnsetType = UNSET
+    adjusted: dict[str, int] | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -111,6 +129,9 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str | None = None
     prompt_logprobs: list[Any] | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    ignored: list[str] | UnsetType = UNSET
+    adjusted: dict[str, int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -137,6 +158,9 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    ignored: list[str] | UnsetType = UNSET
+    adjusted: dict[str, int] | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

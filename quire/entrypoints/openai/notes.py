@@ -1,0 +1,67 @@
+"""What a reply says about its request: fields that had no effect, and values that were changed.
+
+Invariant: names come from clients and the lists are bounded, so notes are safe in a header and cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import string
+from collections.abc import Iterable
+
+from quire.errors import ValidationError
+
+IGNORED_HEADER = "x-quire-ignored-fields"
+ADJUSTED_HEADER = "x-quire-adjusted-fields"
+MAX_NOTES = 32
+MAX_NAME_CHARS = 64
+_HEADER_CHARS = frozenset(string.ascii_letters + string.digits + "_-.[]")
+
+
+class Notes:
+    """Collects the notes on one request.
+
+    Args:
+        reject: fields without effect are refused instead (`--unknown-fields reject`).
+    """
+
+    def __init__(self, *, reject: bool = False) -> None:
+        self._reject = reject
+        self.ignored: list[str] = []
+        self.adjusted: dict[str, int] = {}
+
+    def ignore(self, field: str, honoured: Iterable[str] = ()) -> None:
+        """Note a field without effect; a member of a list is named with `[]`, so that many are one note.
+
+        Args:
+            honoured: the names that would have had an effect in its place.
+
+        Raises:
+            ValidationError: such fields are to be refused.
+        """
+        field = _shortened(field)
+        if self._reject:
+            raise _unknown(field, honoured)
+        if field not in self.ignored and len(self.ignored) < MAX_NOTES:
+            self.ignored.append(field)
+
+    def adjust(self, field: str, value: int) -> None:
+        """Note the value that was taken instead of the one that was sent."""
+        self.adjusted[field] = value
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The notes as response headers; a name that is no word is masked."""
+        words = [name if _HEADER_CHARS.issuperset(name) else "?" for name in self.ignored]
+        values = [f"{name}={value}" for name, value in self.adjusted.items()]
+        told = ((IGNORED_HEADER, ", ".join(words)), (ADJUSTED_HEADER, ", ".join(values)))
+        return [(name.encode(), text.encode()) for name, text in told if text]
+
+
+def _shortened(field: str) -> str:
+    return field if len(field) <= MAX_NAME_CHARS else field[: MAX_NAME_CHARS - 3] + "..."
+
+
+def _unknown(field: str, honoured: Iterable[str]) -> ValidationError:
+    near = difflib.get_close_matches(field.rpartition(".")[2], honoured, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ValidationError(f"unknown field {field!r}{hint}", param=field)
