@@ -121,7 +121,7 @@ class EngineError(QuireError):
 
 
 class EngineDeadError(EngineError):
-    """The engine core has ended; every request in flight is lost."""
+    """The engine has ended with its core; every request in flight is lost."""
 
     status = 503
     type = "ServiceUnavailableError"

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from quire.errors import ConfigError
-from quire.logging_setup import configure_logging
+from quire.logging_setup import FLUSH_S, LOGGERS, LogHandler, Scribe, configure_logging
 
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    logger = logging.getLogger("quire")
-    before = logger.level, logger.handlers[:]
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger.level, logger.handlers[:]) for logger in loggers]
     yield
-    logger.setLevel(before[0])
-    logger.handlers[:] = before[1]
+    for logger, (level, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 def test_one_line_on_stderr_however_often_configured(
@@ -49,3 +54,93 @@ def test_unknown_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match=r"QUIRE_LOG_LEVEL must be one of DEBUG, .*'LOUD'"):
         configure_logging()
+
+
+LOGS = """
+import logging, sys
+from quire.logging_setup import configure_logging, say
+configure_logging()
+log = logging.getLogger("quire.test")
+for number in range(int(sys.argv[1])):
+    log.info("line %d %s", number, "x" * 100)
+say("said")
+"""
+"""More than a pipe holds; ends with code 0 if nothing of it raised."""
+
+
+def logs(num_lines: int, **streams: int) -> subprocess.Popen[str]:
+    env = {**os.environ, "QUIRE_LOG_LEVEL": "INFO"}
+    return subprocess.Popen([sys.executable, "-c", LOGS, str(num_lines)], env=env, text=True, **streams)  # type: ignore[call-overload, no-any-return]
+
+
+def test_all_lines_come_in_order_to_who_reads() -> None:
+    process = logs(3000, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "said\n")
+    assert [int(line.split()[4]) for line in err.splitlines()] == list(range(3000))
+
+
+def test_a_pipe_that_nobody_reads_holds_up_nobody() -> None:
+    process = logs(3000, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    started = time.monotonic()
+    assert process.wait(60) == 0
+    assert time.monotonic() - started < 30 + FLUSH_S
+    assert process.stderr is not None
+    process.stderr.close()
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    process = logs(3000, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(60) == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_is_no_error() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        assert logs(100, stdout=full, stderr=full).wait(60) == 0
+    finally:
+        os.close(full)
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_closed_streams_are_no_error(closed: tuple[int, ...]) -> None:
+    script = " ".join([f"{number}>&-" if number else "0<&-" for number in closed])
+    command = f'"{sys.executable}" -c "$LOGS" 100 {script}'
+    assert (
+        subprocess.run(["sh", "-c", command], env={**os.environ, "LOGS": LOGS}, check=False).returncode == 0
+    )
+
+
+def test_lines_that_were_lost_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    with open(writer, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(sys, "__stderr__", stream)
+        scribe = Scribe("stderr")
+        fails = True
+
+        def write(number: int, data: bytes) -> int:
+            if fails:
+                raise OSError("no space left")
+            return os.writev(number, [data])
+
+        monkeypatch.setattr("quire.logging_setup.os.write", write)
+        for text in ("a\n", "b\n"):
+            scribe.write(text)
+        scribe.flush()
+        fails = False
+        for text in ("c\n", "d\n"):
+            scribe.write(text)
+        scribe.flush()
+    with open(reader, encoding="utf-8") as lines:
+        assert lines.read() == "2 lines before this one could not be written\nc\nd\n"
+
+
+def test_a_bug_in_a_log_call_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    LogHandler().handle(logging.LogRecord("quire", logging.WARNING, "file.py", 7, "%d lines", ("no",), None))
+    assert "this line of the log cannot be made: TypeError" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from quire.config.model import LoadConfig, ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.config.supervision import SupervisionConfig
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class EngineConfig:
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     model_dir: str = ""
     model_class: str = ""
     """The class that serves the model, as "module:Name", so that a process finds what was registered in another."""
@@ -89,6 +91,7 @@ _CHILDREN: dict[str, type[Config]] = {
     "quantization": QuantizationConfig,
     "observability": ObservabilityConfig,
     "kv_events": KVEventsConfig,
+    "supervision": SupervisionConfig,
 }
 
 

@@ -62,8 +62,8 @@ class ServerConfig(Config):
     disable_fastapi_docs: bool = option(False, "No /docs, /redoc and /openapi.json.")
     admin_api_key: str | None = option(
         None,
-        "Key of the routes that act on all requests, which exist only with it (or QUIRE_ADMIN_API_KEY): "
-        "/v1/requests, /abort_requests, /reset_prefix_cache.",
+        "Key of the routes that act on all requests (docs/endpoints.md), which exist only with it (or "
+        "QUIRE_ADMIN_API_KEY).",
     )
     enable_tokenizer_info_endpoint: bool = option(
         False, "GET /tokenizer_info, which shows the chat template and the special tokens."

@@ -1,7 +1,8 @@
 """`AsyncLLM`: many concurrent async generators over one engine.
 
 Invariant: torch-free (unless the cores are asked to run in this process). One pump thread per core waits for its
-messages and hands them to the event loop; all other state belongs to the loop's thread.
+messages and hands them to the event loop; all other state belongs to the loop's thread. A core that dies after it was
+ready, in a process of its own, is replaced, and requests go on in the new one: see `quire.engine.supervisor`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import suppress
 from typing import Any
 
 from quire.config import EngineArgs, EngineConfig
-from quire.engine.client import closed_on_error, make_clients
+from quire.engine.client import CoreClient, ProcessClient, closed_on_error, make_clients
 from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.messages import CoreMessage
 from quire.engine.output_stream import OutputStream
 from quire.engine.startup import prepare
+from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Supervisor, Verdict
 from quire.engine.tokenizer import beside_loop
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, EngineError, QuireError, StartupError, UnavailableError
 from quire.inputs import PromptType
 from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
@@ -39,7 +42,8 @@ class AsyncLLM:
     """
 
     def __init__(self, config: EngineConfig, *, in_process: bool = False, num_cores: int = 1) -> None:
-        config = prepare(config, "server")
+        self._prepared = config = prepare(config, "server")
+        self._supervisor = Supervisor(resume=config.supervision.on_core_death == "resume")
         self._clients = make_clients(config, num_cores, in_process=in_process)  # they load while this goes on
         with closed_on_error(self._clients):
             self._front_end = FrontEnd(config, strict_length=True, num_cores=num_cores)
@@ -47,9 +51,10 @@ class AsyncLLM:
         self.input_processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
         self._settled = asyncio.Event()
-        self._pumps: list[threading.Thread] = []
+        self._pumps: dict[int, threading.Thread] = {}
+        self._restarts: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
+        self._closed = asyncio.Event()
 
     @staticmethod
     def start(config: EngineConfig, *, in_process: bool = False) -> AsyncLLM:
@@ -68,8 +73,9 @@ class AsyncLLM:
 
     @property
     def is_ready(self) -> bool:
-        """True between the end of loading and the end of a core."""
-        return self._front_end.core_ready is not None and not self.errored
+        """True while every core has loaded and none is dead or seems to hang, so that a request would begin now."""
+        stalls = any(isinstance(client, ProcessClient) and client.stalls for client in self._clients)
+        return self._front_end.core_ready is not None and not self.errored and not stalls
 
     @property
     def errored(self) -> bool:
@@ -113,7 +119,8 @@ class AsyncLLM:
         Raises:
             ValidationError: before the first output, for a prompt or parameter that cannot be honoured.
             UnavailableError: the queue is full.
-            EngineDeadError: a core died.
+            EngineDeadError: the engine died; UnavailableError, EngineError: a core did, and this request does not go on
+                in another.
         """
         self._ensure_pumps()
         await self.check_health()
@@ -190,14 +197,15 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         """End the cores; requests in flight end with EngineDeadError. Calling it twice is fine."""
-        if self._closed:
+        if self._closed.is_set():
             return
-        self._closed = True
+        self._closed.set()
         self._die(EngineDeadError("the engine was shut down"))
         self._set_timer()
+        await asyncio.gather(*self._restarts)
         for client in self._clients:
             await asyncio.to_thread(client.close)
-        for pump in self._pumps:
+        for pump in list(self._pumps.values()):
             await asyncio.to_thread(pump.join)
 
     async def _tokenize(self, prompt: PromptType) -> TokenizedPrompt:
@@ -230,26 +238,26 @@ class AsyncLLM:
         self._set_timer()
 
     def _ensure_pumps(self) -> None:
-        if self._pumps:
-            return
-        loop = asyncio.get_running_loop()
-        for core in range(len(self._clients)):
-            pump = threading.Thread(
-                target=self._pump, args=(core, loop), name=f"quire-pump-{core}", daemon=True
-            )
-            self._pumps.append(pump)
-            pump.start()
+        if not self._pumps:
+            for core in range(len(self._clients)):
+                self._start_pump(core)
 
-    def _pump(self, core: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs in its own thread: blocks on the core, hands messages to the loop."""
+    def _start_pump(self, core: int) -> None:
+        where = core, self._clients[core], asyncio.get_running_loop()
+        pump = threading.Thread(target=self._pump, args=where, name=f"quire-pump-{core}", daemon=True)
+        self._pumps[core] = pump
+        pump.start()
+
+    def _pump(self, core: int, client: CoreClient, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs in its own thread: blocks on the core, hands messages to the loop, and last that it is dead."""
         try:
-            while messages := self._clients[core].receive():
+            while messages := client.receive():
                 loop.call_soon_threadsafe(self._take_in, core, messages)
         except QuireError as error:
-            loop.call_soon_threadsafe(self._die, error)
+            loop.call_soon_threadsafe(self._lose, core, error)
         except Exception:  # an in-process core's own bug: the thread must not end silently
             logger.exception("the engine core failed")
-            loop.call_soon_threadsafe(self._die, EngineDeadError("the engine core has failed"))
+            loop.call_soon_threadsafe(self._lose, core, EngineDeadError("the engine core has failed"))
 
     def _take_in(self, core: int, messages: list[CoreMessage]) -> None:
         try:
@@ -262,6 +270,57 @@ class AsyncLLM:
             self._die(EngineDeadError("the engine's front end has failed"))
         if self._front_end.core_ready is not None:
             self._settled.set()
+
+    def _lose(self, core: int, error: QuireError) -> None:
+        """A core is dead: go on without it until there is another, or end."""
+        client = self._clients[core]
+        cannot_start = isinstance(error, StartupError) and not self._settled.is_set()
+        if self._closed.is_set() or cannot_start or not isinstance(client, ProcessClient):
+            self._die(error)
+            return
+        verdict = self._verdict(core, client)
+        if verdict.restart_in_s is None:
+            which = f"it was the {MAX_DEATHS + 1}th death in {WINDOW_S / 60:g} minutes"
+            self._die(EngineDeadError(f"{error}; {which}"))
+            return
+        self._front_end.lose(core, verdict.failed, self._why_it_ends)
+        num_left = len(self._front_end.in_flight(core))
+        logger.error("%s; a new one starts in %g s, %d requests go on", error, verdict.restart_in_s, num_left)
+        restart = asyncio.create_task(self._replace(core, client, verdict.restart_in_s))
+        self._restarts.add(restart)
+        restart.add_done_callback(self._restarts.discard)
+
+    def _verdict(self, core: int, dead: ProcessClient) -> Verdict:
+        flights = self._front_end.in_flight(core)
+        in_work = dead.in_work(core_id for core_ids in flights.values() for core_id in core_ids)
+        names = {name for name, core_ids in flights.items() if in_work.intersection(core_ids)}
+        return self._supervisor.died(core, flights.keys(), names)
+
+    @property
+    def _why_it_ends(self) -> QuireError:
+        """What a request is told that ends with its core."""
+        if self._prepared.supervision.on_core_death == "error":
+            return UnavailableError(
+                "the engine core died while it had this request; send it again", retry_after=2
+            )
+        return EngineError(
+            "the engine core died twice while it worked on this request, which is not tried again"
+        )
+
+    async def _replace(self, core: int, dead: ProcessClient, delay_s: float) -> None:
+        """Until the new client is there, what is sent to the core is lost, and all of it is in what is unfinished."""
+        await asyncio.to_thread(dead.close)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), delay_s)
+        if self._closed.is_set():
+            return
+        try:
+            self._clients[core] = await asyncio.to_thread(ProcessClient, self._prepared)
+        except (QuireError, OSError) as error:
+            self._lose(core, EngineDeadError(f"no new engine core can be started: {error}"))
+            return
+        self._send(self._front_end.unfinished(core))
+        self._start_pump(core)
 
     def _die(self, error: QuireError) -> None:
         self._front_end.die(error)

@@ -1,20 +1,24 @@
 """How a front end reaches its engine core: one interface, two transports.
 
 Invariant: `send` never blocks; `receive` blocks and is called from one thread at a time; after `close` neither is
-called. A core that cannot start or dies surfaces as an exception from `receive`, and from each `receive` after it.
+called. A core that cannot start or dies surfaces as an exception from `receive`, and from each `receive` after it; one
+that hangs is killed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,10 +36,13 @@ from quire.engine.messages import (
     CoreRequest,
     Shutdown,
 )
+from quire.engine.progress import Heartbeat, Progress, cpu_seconds
 from quire.errors import EngineDeadError, StartupError
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
 
 POLL_MS = 200
 RECONNECT_MS = 10
@@ -140,12 +147,14 @@ class ProcessClient(CoreClient):
         self._send_lock, self._receive_lock = threading.Lock(), threading.Lock()
         self._ready = False
         self._closed = threading.Event()
+        self._heartbeat = Heartbeat(config.supervision.core_heartbeat_timeout)
         self._failure: CoreFailed | None = None
         self._context = zmq.Context()
         self._directory = Path(tempfile.mkdtemp(prefix="quire-"))
         try:
             self._outbox = self._connect(zmq.PUSH, "requests")
             self._inbox = self._connect(zmq.PULL, "messages")
+            self._progress = Progress.create(self._directory / "progress", config.scheduler.max_num_seqs)
             # Last, so that whatever fails has left no process.
             self.process = self._start_core(config)
         except BaseException:
@@ -166,7 +175,17 @@ class ProcessClient(CoreClient):
                     return [self._accept(self._decoder.decode(self._inbox.recv()))]
                 if exited:
                     raise self._death()
+                self._kill_if_it_hangs()
             return []
+
+    @property
+    def stalls(self) -> bool:
+        """Whether the core seems to hang; `receive` finds out."""
+        return self._heartbeat.stalls
+
+    def in_work(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of these requests on which the core works, or worked when it died; none once it was closed."""
+        return set() if self._closed.is_set() else self._progress.in_work(request_ids)
 
     def _accept(self, message: CoreMessage) -> CoreMessage:
         if isinstance(message, CoreFailed):
@@ -177,12 +196,21 @@ class ProcessClient(CoreClient):
             self._ready = True
         return message
 
+    def _kill_if_it_hangs(self) -> None:
+        turns, used = self._progress.num_turns, cpu_seconds(self.process.pid)
+        if self._heartbeat.hangs(time.monotonic(), turns, used):
+            logger.error("the engine core has not gone on for %.0f s; it is killed", self._heartbeat.silent_s)
+            self.process.kill()
+            self.process.wait()
+
     def _death(self) -> StartupError | EngineDeadError:
-        if self._ready:
-            return EngineDeadError("the engine core has died; all requests in flight are lost")
+        """Why the core is no more; one that has said that it failed is not waited for."""
         if self._failure is not None:
-            return StartupError(self._failure.message)
-        return StartupError(f"the engine core ended with code {self.process.wait()} while starting")
+            message = self._failure.message
+        else:
+            how = "ended" if self._ready else "ended while starting"
+            message = f"the engine core {how}: {exit_reason(self.process.wait())}"
+        return EngineDeadError(message) if self._ready else StartupError(message)
 
     def _start_core(self, config: EngineConfig) -> subprocess.Popen[bytes]:
         (self._directory / "config.json").write_bytes(msgspec.json.encode(config))
@@ -222,6 +250,11 @@ class ProcessClient(CoreClient):
         with self._send_lock, self._receive_lock:
             self._context.destroy()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def exit_reason(code: int) -> str:
+    """How a process ended, by the code that `Popen` gives."""
+    return f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
 
 
 def check_version(ready: CoreReady) -> None:

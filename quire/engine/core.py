@@ -29,6 +29,7 @@ from quire.engine.messages import (
     UtilityResult,
     request_of,
 )
+from quire.engine.progress import Progress, followed
 from quire.engine.recorder import recorded
 from quire.engine.step_loop import Clock, make_loop
 from quire.engine.trace import create_trace
@@ -46,13 +47,16 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Loads the model, sizes the cache, then turns requests into updates step by step.
 
-    Every time that it states is of `clock`, which requests' `arrival_time` must share.
+    Every time that it states is of `clock`, which requests' `arrival_time` must share. What it works on is written to
+    `progress`, if there is one.
 
     Raises:
         StartupError: the model cannot be loaded, or memory does not suffice for one request.
     """
 
-    def __init__(self, config: EngineConfig, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, config: EngineConfig, clock: Clock = time.monotonic, progress: Progress | None = None
+    ) -> None:
         started = clock()
         self._clock = clock
         self._failure: BaseException | None = None
@@ -68,7 +72,8 @@ class EngineCore:
         self._trace = create_trace(config, kv_config)
         if self._trace is not None:
             self.scheduler = recorded(self.scheduler, self._trace)
-        self._loop = make_loop(config.scheduler, self.scheduler, self.executor, clock)
+        executor = self.executor if progress is None else followed(self.executor, progress)
+        self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
         self.utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,

@@ -1,7 +1,8 @@
 """The engine core as a process of its own: `python -m quire.engine.core_process DIRECTORY PARENT_PID`.
 
 Invariant: single-threaded apart from kernels and the watch over its parent; reads `config.json` and two ipc sockets in
-the private directory it is given, tells its parent how it ended, and never outlives it.
+the private directory it is given, writes to `progress` there how far it has come, tells its parent how it ended, and
+never outlives it. A frame that is no message costs a line in the log.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import CoreFailed, CoreMessage, CoreRequest, Shutdown
 from quire.engine.parent import Parent
+from quire.engine.progress import Progress
 from quire.errors import StartupError
 from quire.logging_setup import configure_logging
 
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 IDLE_POLL_MS = 1000
 SEND_TIMEOUT_MS = 1000
 LINGER_MS = 1000
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""They reach whole groups of processes (Ctrl-C, a closed terminal, a service manager); a core ends when told to."""
 
 
 class CoreProcess:
@@ -40,11 +44,12 @@ class CoreProcess:
         self._decoder = msgspec.msgpack.Decoder(CoreRequest)
         self._encoder = msgspec.msgpack.Encoder()
         self._config = msgspec.json.decode((directory / "config.json").read_bytes(), type=EngineConfig)
+        self._progress = Progress(directory / "progress")
 
     def run(self) -> int:
         """Load, serve until told to stop; returns the exit code."""
         try:
-            core = EngineCore(self._config)
+            core = EngineCore(self._config, progress=self._progress)
         except StartupError as error:
             self._send(CoreFailed(str(error)))
             return 1
@@ -59,6 +64,7 @@ class CoreProcess:
         """Step while there is work; whenever that is followed by IDLE_POLL_MS without any, look whether all is well."""
         unchecked = False
         while self._handle_messages(core):
+            self._progress.turn()
             if core.has_work():
                 self._send(core.step())
                 unchecked = True
@@ -69,13 +75,23 @@ class CoreProcess:
     def _handle_messages(self, core: EngineCore) -> bool:
         """Handle all waiting messages, waiting for one if idle; False when it is time to end."""
         while self._inbox.poll(0 if core.has_work() else IDLE_POLL_MS):
-            message = self._decoder.decode(self._inbox.recv())
+            message = self._receive()
             if isinstance(message, Shutdown):
                 return False
-            answer = core.handle(message)
+            answer = core.handle(message) if message is not None else None
             if answer is not None:
                 self._send(answer)
         return not self._parent.is_gone()
+
+    def _receive(self) -> CoreRequest | None:
+        """The next message; None if it is none of ours, which only somebody with our user id can have sent."""
+        frame = self._inbox.recv()
+        try:
+            message: CoreRequest = self._decoder.decode(frame)
+            return message
+        except msgspec.DecodeError as error:
+            logger.error("a frame of %d bytes is no message of a front end: %s", len(frame), error)
+            return None
 
     def _send(self, message: CoreMessage) -> None:
         """Hand over a message. Without a peer a send waits; without a parent there is nobody to wait for."""
@@ -100,8 +116,8 @@ class CoreProcess:
 
 def main() -> int:
     configure_logging()
-    # Ctrl-C reaches the whole process group; the parent decides when the core ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in PARENTS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     directory = Path(sys.argv[1])
     parent = Parent(int(sys.argv[2]), directory)
     parent.watch()

@@ -225,15 +225,25 @@ class FrontEnd:
         answer, message = self._calls.start(core, method, args)
         return answer, [(core, message)]
 
+    def in_flight(self, core: int) -> dict[str, list[str]]:
+        """Name of each request that this core has -> core ids of its sequences."""
+        return {name: flight.core_ids for name, flight in self._flights.items() if flight.core == core}
+
+    def lose(self, core: int, failed: Iterable[str], error: QuireError) -> None:
+        """A core is gone and another will take its place; these of its requests, by name, end with this error."""
+        self._ready[core] = None
+        core_ids = [core_id for name in failed for core_id in self._flights[name].core_ids]
+        self.output_processor.fail(core_ids, error)
+
     def unfinished(self, core: int) -> list[Outgoing]:
         """What to send to a core that takes the place of this one: all that the old one has left undone.
 
         Each request goes on after the tokens that have come, and gets the same tokens, logprobs and text as if nothing
         had happened. No message of the old core may be taken in any more.
         """
-        flights = [flight for flight in self._flights.values() if flight.core == core]
+        flights = self.in_flight(core).values()
         messages: list[CoreRequest] = []
-        messages += [add_message(self.output_processor.resume(flight.core_ids)) for flight in flights]
+        messages += [add_message(self.output_processor.resume(core_ids)) for core_ids in flights]
         messages += self._calls.owed_by(core)
         return [(core, message) for message in messages]
 

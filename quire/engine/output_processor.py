@@ -98,13 +98,18 @@ class OutputProcessor:
             self.waiting.add(request.request_id, len(request.prompt_token_ids))
         return requests
 
+    def fail(self, core_request_ids: Iterable[str], error: Exception) -> None:
+        """Requests that have any of these sequences end with this error."""
+        running = [self._running[name] for name in core_request_ids if name in self._running]
+        for group in {id(group): group for _, group in running}.values():
+            for sequence in group.sequences:
+                self._running.pop(sequence.core_request_id, None)
+                self.waiting.remove(sequence.core_request_id)
+            group.sink(error)
+
     def fail_all(self, error: Exception) -> None:
         """The engine is dead: every request in flight ends with this error."""
-        groups = {id(group): group for _, group in self._running.values()}
-        self._running.clear()
-        self.waiting.clear()
-        for group in groups.values():
-            group.sink(error)
+        self.fail(list(self._running), error)
 
     def _publish(self, groups: list[RequestGroup], ends: Ends, now: float, stats: IterationStats) -> None:
         for group in {id(group): group for group in groups}.values():

@@ -27,10 +27,6 @@ class WaitingSequences:
         """One that does not wait (any more) is fine."""
         self.num_tokens -= self._num_tokens.pop(core_request_id, 0)
 
-    def clear(self) -> None:
-        self._num_tokens.clear()
-        self.num_tokens = 0
-
 
 def check_queue(
     limits: SchedulerConfig, waiting: WaitingSequences, num_sequences: int, num_tokens: int

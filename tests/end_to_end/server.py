@@ -25,7 +25,7 @@ def free_port() -> int:
 class Server:
     """Starts serving on a free port; `wait_ready` blocks until `/health` says 200."""
 
-    def __init__(self, *args: str, log: Path) -> None:
+    def __init__(self, *args: str, log: Path, **environment: str) -> None:
         self.port = free_port()
         self.log = log
         command = [
@@ -39,7 +39,10 @@ class Server:
         ]
         with log.open("w") as sink:
             self.process = subprocess.Popen(
-                command, stdout=sink, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+                command,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
             )
 
     @property
@@ -54,10 +57,17 @@ class Server:
             time.sleep(0.05)
         return self
 
-    def health(self) -> int | None:
-        """Status of `/health`, None while nobody listens."""
+    def core_pid(self) -> int | None:
+        """Of the engine core's process, None while there is none."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task").glob("*/children")  # it is a thread's child
+        pids = [int(child) for file in children for child in file.read_text().split()]
+        return pids[0] if pids else None
+
+    def health(self, path: str = "/health") -> int | None:
+        """Status of a probe, None while nobody listens."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as reply:
+            with urllib.request.urlopen(f"{self.url}{path}", timeout=10) as reply:
                 return int(reply.status)
         except urllib.error.HTTPError as error:
             return error.code

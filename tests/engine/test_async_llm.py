@@ -179,22 +179,6 @@ async def test_utilities(engine: AsyncLLM) -> None:
         await engine.call_core("nope")
 
 
-async def test_core_death_ends_every_stream_with_an_error(null_model_dir: Path) -> None:
-    engine = make_engine(null_model_dir, in_process=False)
-    await engine.wait_ready()
-    # Stopped first, so that it cannot finish a request before it is killed.
-    engine._clients[0].process.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
-    tasks = [asyncio.create_task(collect(engine, [1, 2, 3], params(max_tokens=124))) for _ in range(20)]
-    await asyncio.sleep(0)
-    engine._clients[0].process.kill()  # type: ignore[attr-defined]
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(result, EngineDeadError) for result in results)
-    assert engine.errored
-    with pytest.raises(EngineDeadError):
-        await collect(engine, [1], params())
-    await engine.shutdown()
-
-
 async def test_a_core_that_cannot_start_says_why(null_model_dir: Path) -> None:
     engine = make_engine(null_model_dir, in_process=False, num_gpu_blocks_override=8)
     with pytest.raises(StartupError, match="needs 8 KV cache blocks"):

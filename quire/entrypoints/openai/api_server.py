@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError, StartupError
+from quire.logging_setup import say
 
 if TYPE_CHECKING:
     import uvicorn
@@ -37,7 +38,7 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         ):
             return runner.run(_serve(engine_config, server_config, listener))
     except StartupError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        say(f"error: {error}", "stderr")
         return 1
     except KeyboardInterrupt:  # a signal before there was anything to drain
         return 0
@@ -59,10 +60,16 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
+def drain_signals() -> list[signal.Signals]:
+    """Those that end the server once its work is done; a closed terminal's only without `nohup`, which ignores it."""
+    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    return signals if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else signals[:2]
+
+
 @contextlib.contextmanager
 def _signals_as_interrupt() -> Iterator[None]:
-    """Until the lifecycle takes the signals over, both raise KeyboardInterrupt; at the end all is as it was."""
-    signals = (signal.SIGTERM, signal.SIGINT)
+    """Until the lifecycle takes the signals over, all raise KeyboardInterrupt; at the end all is as it was."""
+    signals = (*drain_signals(), signal.SIGQUIT)
     previous = {number: signal.signal(number, signal.default_int_handler) for number in signals}
     try:
         yield
@@ -105,6 +112,7 @@ def http_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
         root_path=config.root_path,
+        log_config=None,  # it would write to pipes that may be full, or have nobody at their end
         log_level=config.uvicorn_log_level,
         access_log=not config.disable_uvicorn_access_log,
         server_header=False,

@@ -5,7 +5,6 @@ Invariant: what the model's template does not read has no effect, and is noted a
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from quire.engine.tokenizer import beside_loop
@@ -39,12 +38,16 @@ async def chat_token_ids(server: ServerState, fields: ChatFields, *, with_tools:
     }
     extra = _template_options(template, fields)
     _note_unread_names(template, fields)
-    chat = await asyncio.to_thread(
-        template.compose, fields.messages, **{**options, "tools": options["tools"] or None}, **extra
-    )
-    text = chat.text
-    check_text(server, text, fields)
-    return await beside_loop(len(text), chat.encode, tokenizer)
+    options["tools"] = options["tools"] or None
+    try:
+        chat = await server.renders.run(template.compose, fields.messages, **options, **extra)
+    except TimeoutError:
+        limit = server.renders.limit_s
+        raise ValidationError(
+            f"the chat template takes longer than {limit:g} s for these messages", param="messages"
+        ) from None
+    check_text(server, chat.text, fields)
+    return await beside_loop(len(chat.text), chat.encode, tokenizer)
 
 
 def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, Any]:

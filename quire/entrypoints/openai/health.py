@@ -21,7 +21,7 @@ router = APIRouter()
 @router.get("/ping")
 @router.post("/ping")
 async def ready(request: Request) -> Response:
-    """200 if a request would be taken now; 503 while loading, draining or after the engine's end."""
+    """200 if a request would be taken now; 503 while a core loads or does not answer, when draining and at the end."""
     reason = server_of(request).unavailable
     if reason is not None:
         raise UnavailableError(reason)

@@ -1,7 +1,7 @@
 """From the bound port to the exit code.
 
-Invariant: the first SIGTERM or SIGINT drains: work in progress may finish, new work is refused, exit code 0.
-A second one, or the end of the patience, cancels what is left; its streams end in an error event. When the
+Invariant: the first SIGTERM, SIGINT or SIGHUP drains: work in progress may finish, new work is refused, exit code 0.
+A second one, SIGQUIT, or the end of the patience, cancels what is left; its streams end in an error event. When the
 engine dies, its streams have ended in an error event before the process ends, with exit code 1.
 """
 
@@ -12,15 +12,16 @@ import contextlib
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 import uvicorn
 
+from quire.entrypoints.openai.api_server import drain_signals
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.openai.welcome import base_url, ready_text
 from quire.errors import EngineDeadError, QuireError
+from quire.logging_setup import say
 from quire.metrics.logging import LoggingStatLogger
 
 logger = logging.getLogger(__name__)
@@ -71,20 +72,26 @@ class Lifecycle:
             self._cancel.set()
         self._drain.set()
 
+    def stop_now(self) -> None:
+        """Cancel at once."""
+        self._cancel.set()
+        self._drain.set()
+
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in drain_signals():
             loop.add_signal_handler(number, self.on_signal)
+        loop.add_signal_handler(signal.SIGQUIT, self.stop_now)
 
     async def _until_engine_ends(self) -> int:
         engine = self._state.engine
         try:
+            await self._state.prepare()
             await engine.wait_ready()
-            self._state.prepare()
         except QuireError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            say(f"error: {error}", "stderr")
             return 1
-        print(self._ready_text(), flush=True)
+        say(self._ready_text())
         while not engine.errored:  # noqa: ASYNC110  (the engine offers no event, and a poll costs nothing)
             await asyncio.sleep(POLL_S)
         logger.error(

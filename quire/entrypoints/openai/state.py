@@ -16,9 +16,10 @@ from starlette.requests import Request
 from quire.config import ServerConfig
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.entrypoints.chat.tool_parser import ToolParser, resolve_tool_parser
+from quire.entrypoints.openai.bounded_threads import BoundedThreads
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring
-from quire.errors import NotFoundError, ValidationError
+from quire.errors import ConfigError, NotFoundError, ValidationError
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
@@ -34,6 +35,7 @@ class ServerState:
     registry: CollectorRegistry
     keys: Keyring
     in_flight: InFlight = field(default_factory=InFlight)
+    renders: BoundedThreads = field(default_factory=BoundedThreads)
     draining: bool = False
 
     @property
@@ -43,7 +45,7 @@ class ServerState:
             return "the engine has stopped"
         if self.draining:
             return "the server is shutting down"
-        return None if self.engine.is_ready else "the model is loading"
+        return None if self.engine.is_ready else "the model is loading, or the engine does not answer"
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -74,11 +76,22 @@ class ServerState:
         shares = self.engine.config.scheduler.scheduling_policy == "fair" and not self.keys
         return frozenset() if shares else frozenset({"user"})
 
-    def prepare(self) -> None:
-        """Meet errors of the chat template at start-up, not at the first request."""
+    async def prepare(self) -> None:
+        """Meet errors of the chat template at start-up, not at the first request.
+
+        Raises:
+            ConfigError: it is not valid, or runs for ever.
+        """
         tokenizer = self.engine.tokenizer
-        if tokenizer is not None and (self.config.chat_template or tokenizer.chat_template):
-            _ = self.chat_template
+        if tokenizer is None or not (self.config.chat_template or tokenizer.chat_template):
+            return
+        try:
+            await self.renders.run(lambda: self.chat_template)
+        except TimeoutError:
+            limit = self.renders.limit_s
+            raise ConfigError(
+                f"the chat template takes longer than {limit:g} s for one short message"
+            ) from None
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with; an absent or empty one means the model that is served.

@@ -17,6 +17,7 @@ from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import LiveServer, events, live_server
 
 BODY = {"prompt": "hi", "max_tokens": 50}
+ENDLESS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 
 
 async def started(
@@ -127,6 +128,50 @@ async def test_broken_template_is_a_failed_start(
     assert "chat template" in capsys.readouterr().err
 
 
+async def test_a_template_that_runs_for_ever_is_a_failed_start(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with live_server(engine, chat_template=ENDLESS) as server:
+        server.app.state.server.renders.limit_s = 0.1
+        assert (await asyncio.to_thread(httpx.get, f"{server.url}/livez")).status_code == 200
+        assert await server.code() == 1
+    assert (
+        capsys.readouterr().err == "error: the chat template takes longer than 0.1 s for one short message\n"
+    )
+
+
+def test_a_signal_that_is_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `nohup` has it."""
+
+    def start(config: EngineConfig) -> FakeEngine:
+        signal.raise_signal(signal.SIGHUP)
+        asyncio.get_running_loop().call_later(0.2, signal.raise_signal, signal.SIGHUP)
+        asyncio.get_running_loop().call_later(0.4, ends.append, signal.SIGTERM)
+        asyncio.get_running_loop().call_later(0.4, signal.raise_signal, signal.SIGTERM)
+        return FakeEngine()
+
+    ends: list[int] = []
+    monkeypatch.setattr("quire.engine.async_llm.AsyncLLM.start", start)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run_server(EngineConfig(), ServerConfig(port=0, uvicorn_log_level="warning")) == 0
+        assert ends == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+async def test_stopping_now_cancels_at_once(engine: FakeEngine) -> None:
+    engine.hold_after = 3
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        await ready(server, client)
+        tasks = await started(client, engine, 4)
+        server.lifecycle.stop_now()
+        assert await server.code() == 0
+        whole, *streams = [await task for task in tasks]
+        assert whole.status_code == 503
+        assert all(events(response.text)[-2]["error"]["code"] == 503 for response in streams)
+
+
 async def test_signal_while_loading(engine: FakeEngine) -> None:
     engine.is_ready = False
     async with live_server(engine) as server:
@@ -135,7 +180,7 @@ async def test_signal_while_loading(engine: FakeEngine) -> None:
         assert await server.code() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 @pytest.mark.parametrize("early", [True, False])
 def test_real_signals(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, early: bool) -> None:
     engines: list[FakeEngine] = []
@@ -149,9 +194,9 @@ def test_real_signals(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, e
         return engines[0]
 
     monkeypatch.setattr("quire.engine.async_llm.AsyncLLM.start", start)
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     assert run_server(EngineConfig(), ServerConfig(port=0, uvicorn_log_level="warning")) == 0
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert signal.getsignal(number) == before
     assert engines[0].was_shut_down or early
 
 

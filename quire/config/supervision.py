@@ -1,0 +1,25 @@
+"""What becomes of an engine core that dies or hangs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.fields import Config, option
+
+
+@dataclass(frozen=True)
+class SupervisionConfig(Config):
+    """The watch over a core that runs in a process of its own."""
+
+    on_core_death: str = option(
+        "resume",
+        "What becomes of requests when a core dies: resume: they go on in a new one, with the tokens of an undisturbed "
+        "run; error: they end.",
+        choices=("resume", "error"),
+    )
+    core_heartbeat_timeout: float = option(
+        30.0,
+        "Seconds without a step and without computing after which a core has hung; one that computes has 20 times so "
+        "many. 0: no limit.",
+        ge=0.0,
+    )

@@ -1,0 +1,160 @@
+"""How far a core has come, in memory that outlives it, and whether it still goes on.
+
+Invariant: the core writes and its parent reads, and neither waits for the other. What a core wrote is there however it
+ended, and what it was working on is written before the work begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from quire.executor.base import Executor
+
+BUSY_FACTOR = 20
+"""So many timeouts may a core compute without a step: the first of a large model take minutes on a small machine."""
+LONGEST_FACTOR = 10
+"""So many times its longest step may one take."""
+MAX_LOOK_S = 1.0
+"""A longer time between two looks is no silence of the core: whoever looks was held up itself."""
+STALL_S = 5.0
+"""After so long a core that neither goes on nor computes is not ready for requests, whatever becomes of it."""
+TICK_S = 0.01
+"""The kernel counts processor time in these; one of them may be the thread that watches the parent."""
+
+_WORD = struct.Struct("<Q")
+_NUM_TURNS, _NUM_ROWS, _ROWS = 0, _WORD.size, 2 * _WORD.size
+
+
+class Progress:
+    """A file of words: turns of the loop, the number of requests in work, and a digest of each one's id."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self._rows: dict[str, bytes] = {}
+
+    @staticmethod
+    def create(path: Path, max_num_rows: int) -> Progress:
+        """Raises OSError: there is no room for it; writing to it later needs none."""
+        path.write_bytes(bytes(_ROWS + max_num_rows * _WORD.size))
+        return Progress(path)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the core's loop; 0 while it loads."""
+        return self._word(_NUM_TURNS)
+
+    def turn(self) -> None:
+        """The loop goes on."""
+        _WORD.pack_into(self._memory, _NUM_TURNS, self._word(_NUM_TURNS) + 1)
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """The core sets to work on this plan."""
+        if not plan.new_requests and not plan.removed_request_ids:
+            return
+        for request_id in plan.removed_request_ids:
+            self._rows.pop(request_id, None)
+        self._rows.update((data.request_id, _digest(data.request_id)) for data in plan.new_requests)
+        digests = b"".join(self._rows.values())[: len(self._memory) - _ROWS]
+        self._memory[_ROWS : _ROWS + len(digests)] = digests
+        _WORD.pack_into(self._memory, _NUM_ROWS, len(digests) // _WORD.size)
+
+    def in_work(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of these requests on which the core works, or worked when it ended."""
+        end = _ROWS + self._word(_NUM_ROWS) * _WORD.size
+        digests = {self._memory[place : place + _WORD.size] for place in range(_ROWS, end, _WORD.size)}
+        return {request_id for request_id in request_ids if _digest(request_id) in digests}
+
+    def _word(self, place: int) -> int:
+        (value,) = _WORD.unpack_from(self._memory, place)
+        return int(value)
+
+
+def _digest(request_id: str) -> bytes:
+    return hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=_WORD.size).digest()
+
+
+def followed(executor: Executor, progress: Progress) -> Executor:
+    """The same executor for a loop, whose plans are written down before they are carried out."""
+    return cast("Executor", FollowedExecutor(executor, progress))
+
+
+class FollowedExecutor:
+    """What a loop needs of an executor."""
+
+    def __init__(self, executor: Executor, progress: Progress) -> None:
+        self._executor = executor
+        self._progress = progress
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        self._progress.begin(plan)
+        self._executor.submit(plan)
+
+    def collect(self) -> ModelRunnerOutput:
+        return self._executor.collect()
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self._progress.begin(plan)
+        return self._executor.execute_model(plan)
+
+
+class Heartbeat:
+    """Tells a core that hangs from one that computes for long; asked now and then while the core says nothing.
+
+    A core whose loop does not turn hangs if its process used no processor for `timeout_s` either (it was stopped, or
+    waits for something that does not come), or if it took longer than any step could.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._looked_at = 0.0
+        self._num_turns = 0
+        self._cpu_s: float | None = None
+        self._longest_s = 0.0
+        self.silent_s = 0.0
+        self._idle_s = 0.0
+
+    @property
+    def stalls(self) -> bool:
+        """Whether the core, at the last look, had done nothing for longer than it should take."""
+        return self._idle_s > STALL_S
+
+    def hangs(self, now: float, num_turns: int, cpu_s: float | None) -> bool:
+        """Look: the time, the turns of the loop, and the processor time used (None: not known, so it may compute)."""
+        elapsed, self._looked_at = min(now - self._looked_at, MAX_LOOK_S), now
+        used, self._cpu_s = _difference(cpu_s, self._cpu_s), cpu_s
+        if num_turns != self._num_turns:
+            if self._num_turns:  # loading is no step
+                self._longest_s = max(self._longest_s, self.silent_s)
+            self._num_turns, self.silent_s, self._idle_s = num_turns, 0.0, 0.0
+        if not num_turns:
+            return False
+        self.silent_s += elapsed
+        self._idle_s = 0.0 if used is None or used > TICK_S else self._idle_s + elapsed
+        too_long = self._idle_s > self._timeout_s or self.silent_s > self._longest_allowed_s
+        return too_long and self._timeout_s > 0
+
+    @property
+    def _longest_allowed_s(self) -> float:
+        return max(BUSY_FACTOR * self._timeout_s, LONGEST_FACTOR * self._longest_s)
+
+
+def _difference(now: float | None, before: float | None) -> float | None:
+    return None if now is None or before is None else now - before
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Processor time that a process has used, with all its threads; None where the system does not say (not Linux)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) * TICK_S

@@ -1,0 +1,115 @@
+"""What a core leaves behind of its work, and when its silence means that it hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.engine.progress import BUSY_FACTOR, LONGEST_FACTOR, Heartbeat, Progress, cpu_seconds
+from quire.sampling_params import SamplingParams
+from quire.scheduler.output import NewRequestData, SchedulerOutput
+
+TIMEOUT_S = 30.0
+
+
+def plan(new: list[str], removed: list[str]) -> SchedulerOutput:
+    rows = [NewRequestData(name, [1], 1, SamplingParams(), [[1]], 0) for name in new]
+    return SchedulerOutput(step_id=1, new_requests=rows, scheduled=[], removed_request_ids=removed)
+
+
+def test_the_parent_sees_what_the_core_has_in_work(tmp_path: Path) -> None:
+    parents = Progress.create(tmp_path / "progress", 3)
+    cores = Progress(tmp_path / "progress")
+    names = ["a", "b-1.0", "größe\udc80", "d" * 10_000]
+    assert parents.in_work(names) == set()
+    for new, removed, expected in (
+        (names[:2], [], set(names[:2])),
+        ([], [], set(names[:2])),
+        (names[2:], names[:1], set(names[1:])),
+        ([], names, set()),
+    ):
+        cores.begin(plan(new, removed))
+        assert parents.in_work(names) == expected
+    assert parents.num_turns == 0
+    for _ in range(300):
+        cores.turn()
+    assert parents.num_turns == 300
+
+
+def looks(heartbeat: Heartbeat, core: Iterator[tuple[int, float | None]], period: float = 0.2) -> float:
+    """Seconds until the core counts as hung."""
+    now = start = 1000.0
+    heartbeat.hangs(now, 0, 0.0)
+    for turns, used in core:
+        now += period
+        if heartbeat.hangs(now, turns, used):
+            return now - start
+    return float("inf")
+
+
+def test_a_core_that_stands_still_hangs_after_the_timeout() -> None:
+    after = looks(Heartbeat(TIMEOUT_S), ((1, 5.0) for _ in range(10_000)))
+    assert TIMEOUT_S <= after <= TIMEOUT_S + 1
+
+
+def test_a_core_that_computes_has_longer_and_longer_still_if_its_steps_were_long() -> None:
+    def computing(turn: int, seconds: float) -> Iterator[tuple[int, float]]:
+        return ((turn, 0.2 * place) for place in range(int(seconds * 5)))
+
+    assert looks(Heartbeat(TIMEOUT_S), computing(1, 19 * TIMEOUT_S)) == float("inf")
+    assert BUSY_FACTOR * TIMEOUT_S <= looks(Heartbeat(TIMEOUT_S), computing(1, 1000)) < 21 * TIMEOUT_S
+
+    def after_a_long_step() -> Iterator[tuple[int, float]]:
+        yield from computing(1, 500.0)
+        yield from computing(2, 20_000.0)
+
+    after = looks(Heartbeat(TIMEOUT_S), after_a_long_step())
+    assert LONGEST_FACTOR * 490 <= after - 500 <= LONGEST_FACTOR * 510
+
+
+def test_where_the_processor_time_is_not_known_a_core_may_compute() -> None:
+    assert looks(Heartbeat(TIMEOUT_S), ((1, None) for _ in range(10_000))) >= BUSY_FACTOR * TIMEOUT_S
+
+
+def test_loading_is_exempt_and_so_is_everything_at_a_timeout_of_0() -> None:
+    assert looks(Heartbeat(TIMEOUT_S), ((0, 0.0) for _ in range(100_000))) == float("inf")
+    patient = Heartbeat(0.0)
+    assert looks(patient, ((1, 0.0) for _ in range(100_000))) == float("inf")
+    assert patient.stalls
+
+
+def test_a_core_that_does_nothing_for_seconds_stalls_until_it_goes_on() -> None:
+    heartbeat, stalls = Heartbeat(TIMEOUT_S), []
+    for second in range(10):
+        assert not heartbeat.hangs(float(second), 1 + second // 8, 0.0)
+        stalls.append(heartbeat.stalls)
+    assert stalls == [False] * 6 + [True] * 2 + [False] * 2
+
+
+def test_who_was_held_up_itself_blames_nobody() -> None:
+    assert looks(Heartbeat(TIMEOUT_S), ((1, 0.0) for _ in range(25)), period=3600.0) == float("inf")
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.0, 2.0), st.floats(0.0, 25.0)), max_size=40))
+def test_a_core_that_turns_within_the_timeout_never_hangs(steps: list[tuple[int, float, float]]) -> None:
+    heartbeat, now, turns = Heartbeat(TIMEOUT_S), 0.0, 1
+    for num_turns, used, silence in steps:
+        turns, now = turns + max(1, num_turns), now + silence
+        assert not heartbeat.hangs(now, turns, used)
+
+
+def test_the_processor_time_of_a_process() -> None:
+    before = cpu_seconds(os.getpid())
+    assert before is not None
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
+        pass
+    after = cpu_seconds(os.getpid())
+    assert after is not None
+    assert after - before > 0.05
+    assert cpu_seconds(2**22 + 1) is None

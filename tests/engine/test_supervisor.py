@@ -1,0 +1,58 @@
+"""What is decided about a core that died, on a clock of the test's own."""
+
+from __future__ import annotations
+
+from quire.engine.supervisor import BACKOFF_S, MAX_DEATHS, WINDOW_S, Supervisor, Verdict
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_each_restart_waits_longer_and_one_death_too_many_is_the_engines() -> None:
+    clock = Clock()
+    supervisor = Supervisor(resume=True, clock=clock)
+    verdicts = []
+    for _ in range(MAX_DEATHS + 1):
+        verdicts.append(supervisor.died(0, set(), set()).restart_in_s)
+        clock.now += (WINDOW_S - 1) / MAX_DEATHS
+    assert verdicts == [*BACKOFF_S, None]
+    assert list(BACKOFF_S) == sorted(BACKOFF_S)
+
+
+def test_deaths_long_ago_do_not_count() -> None:
+    clock = Clock()
+    supervisor = Supervisor(resume=True, clock=clock)
+    for _ in range(20):
+        assert supervisor.died(0, set(), set()) == Verdict(0.0)
+        clock.now += WINDOW_S
+
+
+def test_who_was_in_work_in_two_deaths_is_to_blame_and_who_only_waited_is_not() -> None:
+    clock = Clock()
+    supervisor = Supervisor(resume=True, clock=clock)
+    everybody = {"poison", "early", "late", "waits"}
+    assert supervisor.died(0, everybody, {"poison", "early"}).failed == set()
+    clock.now += WINDOW_S
+    assert supervisor.died(0, everybody, {"late"}).failed == set(), "blame outlives a death without it"
+    clock.now += WINDOW_S
+    assert supervisor.died(0, everybody, {"poison", "waits"}).failed == {"poison"}
+    clock.now += WINDOW_S
+    left = everybody - {"poison"}
+    assert supervisor.died(0, left, left).failed == left
+
+
+def test_cores_are_blamed_apart_and_those_who_ended_are_forgotten() -> None:
+    supervisor = Supervisor(resume=True, clock=Clock())
+    assert supervisor.died(0, {"a"}, {"a"}).failed == set()
+    assert supervisor.died(1, {"b"}, {"b"}).failed == set()
+    supervisor.died(0, set(), set())
+    assert supervisor._suspects == {0: set(), 1: {"b"}}
+
+
+def test_without_resumption_all_that_the_core_had_ends() -> None:
+    supervisor = Supervisor(resume=False, clock=Clock())
+    assert supervisor.died(0, {"a", "b"}, {"a"}) == Verdict(0.0, frozenset("ab"))

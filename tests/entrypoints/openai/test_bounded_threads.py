@@ -1,0 +1,89 @@
+"""Foreign code costs its caller its limit, and nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import httpx
+import pytest
+
+from quire.entrypoints.openai.bounded_threads import MAX_THREADS, BoundedThreads
+from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
+from tests.entrypoints.openai.serving import client_for
+
+LOOP = """{%- for message in messages %}{{ message.content }}{% if message.content == 'loop' %}
+{%- for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"""
+
+
+def bounded_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "quire-bounded"]
+
+
+async def until_all_ended() -> None:
+    async with asyncio.timeout(30):
+        while bounded_threads():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def for_ever() -> None:
+    while True:
+        time.sleep(0)
+
+
+async def test_results_and_errors_come_back() -> None:
+    threads = BoundedThreads()
+    assert await threads.run(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(divmod, 7, 0)
+    await until_all_ended()
+
+
+async def test_what_takes_too_long_is_interrupted() -> None:
+    threads = BoundedThreads(limit_s=0.05)
+    with pytest.raises(TimeoutError):
+        await threads.run(for_ever)
+    await until_all_ended()
+    assert await threads.run(int, "7") == 7
+
+
+async def test_what_nobody_waits_for_any_more_is_interrupted() -> None:
+    threads = BoundedThreads()
+    task = asyncio.create_task(threads.run(for_ever))
+    while not bounded_threads():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until_all_ended()
+
+
+async def test_only_so_many_run_at_a_time() -> None:
+    threads, most = BoundedThreads(), 0
+
+    def work() -> None:
+        nonlocal most
+        most = max(most, len(bounded_threads()))
+        time.sleep(0.01)
+
+    await asyncio.gather(*(threads.run(work) for _ in range(4 * MAX_THREADS)))
+    assert 1 <= most <= MAX_THREADS + 1, "one may be on its way out"
+
+
+async def test_a_template_that_loops_costs_one_request() -> None:
+    engine = FakeEngine(FakeTokenizer(LOOP))
+    async with client_for(engine) as client:
+        client._transport.app.state.server.renders.limit_s = 0.1  # type: ignore[attr-defined]
+
+        async def ask(content: str) -> httpx.Response:
+            body = {"messages": [{"role": "user", "content": content}]}
+            return await client.post("/v1/chat/completions", json=body)
+
+        loops = [asyncio.create_task(ask("loop")) for _ in range(MAX_THREADS + 1)]
+        answers = await asyncio.gather(ask("hello"), *loops)
+    assert [answer.status_code for answer in answers] == [200] + [400] * len(loops)
+    assert answers[1].json()["error"]["message"] == (
+        "the chat template takes longer than 0.1 s for these messages"
+    )
+    await until_all_ended()
