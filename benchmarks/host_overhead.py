@@ -19,6 +19,7 @@ from typing import Any
 from quire.config import EngineArgs
 from quire.engine.llm_engine import LLMEngine
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.worker import model_runner
 
 NUM_RUNS = 7
 NUM_STEPS = 150
@@ -95,7 +96,8 @@ def main() -> None:
     for owner, method, label in (
         (core.scheduler, "schedule", "schedule"),
         (runner, "_update_batch", "update batch"),
-        (runner, "_gather", "gather inputs"),
+        (model_runner, "lay_out", "lay out"),
+        (runner._pipeline, "gather", "gather inputs"),
         (runner, "_sample", "sample"),
         (core.scheduler, "update_from_output", "update requests"),
         (engine.output_processor, "process", "make outputs"),

@@ -27,7 +27,7 @@ import msgspec
 import zmq
 
 from quire.config import EngineConfig
-from quire.engine.interrupts import held_interrupts
+from quire.engine.interrupts import HeldInterrupts
 from quire.engine.messages import (
     WIRE_VERSION,
     CoreFailed,
@@ -101,7 +101,7 @@ class InProcessClient(CoreClient):
             while not self._answers and not self._closed:
                 if not self._core.has_work():
                     self._sent.wait()
-                with held_interrupts():
+                with HeldInterrupts():
                     self._turn(self._core)
             answers, self._answers = self._answers, []
             return answers

@@ -8,33 +8,37 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 
-@contextmanager
-def held_interrupts() -> Iterator[None]:
-    """Raise a KeyboardInterrupt that comes meanwhile when the block has ended, and a second one at once.
+class HeldInterrupts:
+    """Around a block: raise a KeyboardInterrupt that comes meanwhile when it has ended, and a second one at once.
 
-    Does nothing in other threads than the main one, and where the program handles the signal itself.
+    Does nothing in other threads than the main one, inside another such block, and where the program handles the signal
+    itself.
     """
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    came = False
 
-    def hold(signum: int, frame: FrameType | None) -> None:
-        nonlocal came
-        if came:
+    _is_active = False  # of the main thread, so of the process
+
+    def __init__(self) -> None:
+        self._came = False
+        self._holds = False
+
+    def __enter__(self) -> None:
+        if HeldInterrupts._is_active or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._holds = HeldInterrupts._is_active = True
+            signal.signal(signal.SIGINT, self._hold)
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        if self._holds:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            HeldInterrupts._is_active = False
+            if self._came and failure is None:
+                raise KeyboardInterrupt
+
+    def _hold(self, signum: int, frame: FrameType | None) -> None:
+        if self._came:
             raise KeyboardInterrupt
-        came = True
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if came:
-        raise KeyboardInterrupt
+        self._came = True

@@ -7,14 +7,13 @@ between two methods of the engine, never within one, so what a core has said is 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import closed_on_error, make_clients
 from quire.engine.front_end import FrontEnd, Outgoing, explained
-from quire.engine.interrupts import held_interrupts
+from quire.engine.interrupts import HeldInterrupts
 from quire.engine.messages import CoreReady
 from quire.engine.startup import prepare
 from quire.errors import ConflictError, EngineDeadError, QuireError, ValidationError
@@ -35,7 +34,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, *, in_process: bool = True, num_cores: int = 1) -> None:
         config = prepare(config, "offline")
-        self._in_use = threading.Lock()
+        self._one_thread = OneThread()
         self._outputs: list[RequestOutput] = []
         self._clients = make_clients(config, num_cores, in_process=in_process)
         with closed_on_error(self._clients):
@@ -82,7 +81,7 @@ class LLMEngine:
             ValidationError: the prompt, a parameter or the id cannot be honoured; nothing was queued.
         """
         tokenized = self.input_processor.tokenize(prompt)
-        with self._exclusive():
+        with self._one_thread, HeldInterrupts():
             if request_id in self._front_end:
                 raise ValidationError(f"request id {request_id!r} is already in use", param="request_id")
             _, messages = self._front_end.submit(
@@ -103,7 +102,7 @@ class LLMEngine:
         Raises:
             EngineDeadError: a core died, or one of its steps failed before.
         """
-        with self._exclusive():
+        with self._one_thread, HeldInterrupts():
             self._send(self._front_end.expire(self._front_end.clock()))
             if not self._outputs:
                 self._front_end.check_health()
@@ -118,7 +117,7 @@ class LLMEngine:
 
         Unknown ids are ignored.
         """
-        with self._exclusive():
+        with self._one_thread, HeldInterrupts():
             self._send(self._front_end.abort(request_ids))
 
     def has_unfinished_requests(self) -> bool:
@@ -157,14 +156,8 @@ class LLMEngine:
         for client in self._clients:
             client.close()
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """One thread at a time, and a Ctrl-C waits: half of a method would leave front end and core apart."""
-        with one_thread(self._in_use), held_interrupts():
-            yield
-
     def _call(self, core: int, method: str, *args: Any) -> Any:
-        with self._exclusive():
+        with self._one_thread, HeldInterrupts():
             answer, messages = self._front_end.call(core, method, *args)
             self._send(messages)
             while not answer.done():
@@ -190,18 +183,21 @@ class LLMEngine:
             self._outputs.append(output)
 
 
-@contextmanager
-def one_thread(in_use: threading.Lock) -> Iterator[None]:
-    """Refuse a second thread at once instead of letting it wait: its caller would be surprised either way.
+class OneThread:
+    """Around blocks: refuse a second thread at once instead of letting it wait, which would surprise its caller too.
 
     Raises:
-        ConflictError: another thread is in such a block with this lock.
+        ConflictError: on entry, while another thread is in such a block.
     """
-    if not in_use.acquire(blocking=False):
-        raise ConflictError(
-            "this engine is in use by another thread; AsyncLLM serves several callers at once"
-        )
-    try:
-        yield
-    finally:
-        in_use.release()
+
+    def __init__(self) -> None:
+        self._in_use = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._in_use.acquire(blocking=False):
+            raise ConflictError(
+                "this engine is in use by another thread; AsyncLLM serves several callers at once"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._in_use.release()

@@ -6,14 +6,13 @@ Invariant: outputs come back in the order of the prompts; the engine core runs i
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
 from tqdm import tqdm
 
 from quire.config import DEMO_MODEL, EngineConfig
-from quire.engine.llm_engine import LLMEngine, one_thread
+from quire.engine.llm_engine import LLMEngine, OneThread
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ValidationError
@@ -41,7 +40,7 @@ class LLM:
         self._chat_template = chat_template
         self._templates: dict[str | None, ChatTemplate] = {}
         self._request_numbers = itertools.count()
-        self._in_use = threading.Lock()
+        self._one_thread = OneThread()
 
     def generate(
         self,
@@ -66,7 +65,7 @@ class LLM:
             "sampling_params", sampling_params or self.get_default_sampling_params(), all_prompts
         )
         priorities = _per_prompt("priority", priority or 0, all_prompts)
-        with one_thread(self._in_use):
+        with self._one_thread:
             requests = [self._request_id() for _ in all_prompts]
             try:
                 for request_id, prompt, params, urgency in zip(

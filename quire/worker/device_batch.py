@@ -169,7 +169,8 @@ class DeviceBatch:
     def _new_tokens(self, layout: StepLayout, is_new: NDArray[np.bool_]) -> _Segments:
         """All tokens of a row that is new, and drafts."""
         known = self._batch.num_tokens[layout.rows]
-        starts, ends = np.where(is_new, 0, known), known + layout.num_drafts
+        starts = np.where(is_new, 0, known)
+        ends = known if layout.num_drafts is None else known + layout.num_drafts
         has_some = ends > starts
         return _Segments(layout.rows[has_some], starts[has_some], ends[has_some], self._batch.token_ids)
 

@@ -160,11 +160,14 @@ class InputBatch:
         return np.array(found, dtype=np.int64)
 
     def advance(
-        self, rows: NDArray[np.int64], num_computed: NDArray[np.int64], has_new: NDArray[np.bool_]
+        self,
+        rows: NDArray[np.int64],
+        num_computed: NDArray[np.int64],
+        num_new: NDArray[np.int64] | NDArray[np.bool_],
     ) -> None:
-        """Some rows [R], all different, have computed so many tokens, and some have a new one, which is set later."""
+        """Some rows [R], all different, have computed so many tokens and have 0 or 1 new ones, set later."""
         self.num_computed_tokens[rows] = num_computed
-        self.num_tokens[rows] += has_new
+        self.num_tokens[rows] += num_new
 
     def places(self, samples: Samples) -> TokenPlaces:
         """Where the tokens of these samples are to be set."""

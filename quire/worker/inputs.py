@@ -40,6 +40,8 @@ class StepLayout:
     """[N] index, into `rows`, of each sample's request."""
     logits_indices: NDArray[np.int64]
     """[N] index, in the flat inputs, of the token behind which it is sampled."""
+    num_drafts: NDArray[np.int64] | None = None
+    """[R]; None: there are none."""
 
     @property
     def num_tokens(self) -> int:
@@ -64,13 +66,10 @@ class StepLayout:
         return self.num_tokens == len(self.sampling)
 
     @property
-    def num_drafts(self) -> NDArray[np.int64]:
-        """[R]."""
-        return (self.num_samples - 1).clip(0)
-
-    @property
     def samples(self) -> Samples:
         """The rows and columns of all samples."""
+        if self.is_all_sampled and self.is_one_token_each:
+            return Samples(self.rows, self.ends)
         positions = (self.ends - self.query_start_loc[1:])[self.sampling] + self.logits_indices
         return Samples(self.rows[self.sampling], positions + 1)
 
@@ -102,13 +101,16 @@ def lay_out(batch: InputBatch, scheduled: Sequence[ScheduledRequest]) -> StepLay
     num_tokens = np.array([request.num_tokens for request in scheduled], dtype=np.int64)
     num_samples = np.array([request.num_samples for request in scheduled], dtype=np.int64)
     ends = starts + num_tokens
-    _check(batch, scheduled, rows, starts, ends, num_samples)
+    has_drafts = any(request.num_samples > 1 for request in scheduled)
+    num_drafts = np.maximum(num_samples - 1, 0) if has_drafts else None
+    last = ends if num_drafts is None else ends - num_drafts
+    _check(batch, scheduled, rows, (starts, last, ends), num_samples)
     query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
     num_tokens.cumsum(out=query_start_loc[1:])
     sampling = np.arange(len(rows)).repeat(num_samples)
     first_to_last = query_start_loc[1:] - num_samples.cumsum()
     logits_indices = np.arange(len(sampling)) + first_to_last[sampling]
-    return StepLayout(rows, starts, ends, query_start_loc, num_samples, sampling, logits_indices)
+    return StepLayout(rows, starts, ends, query_start_loc, num_samples, sampling, logits_indices, num_drafts)
 
 
 def gather_inputs(batch: InputBatch, layout: StepLayout) -> StepInputs:
@@ -171,13 +173,15 @@ def _check(
     batch: InputBatch,
     scheduled: Sequence[ScheduledRequest],
     rows: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    ends: NDArray[np.int64],
+    tokens: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
     num_samples: NDArray[np.int64],
 ) -> None:
-    """What the plan counts on, against what the rows have."""
+    """What the plan counts on, against what the rows have.
+
+    `tokens` [R] each: the first that a request computes, the end of those that are no drafts, and of all.
+    """
+    starts, last, ends = tokens
     known, computed = batch.num_tokens.take(rows), batch.num_computed_tokens.take(rows)
-    last = ends - (num_samples - 1).clip(0)  # behind it are drafts
     is_good = (
         (starts == computed) & (starts < last) & (last <= known) & ((last == known) == (num_samples > 0))
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -173,12 +172,16 @@ class ModelRunner:
         if self._sampler.reads_tokens(samples.rows):
             self._read_results()
         parts = [self._sample_part(inputs, hidden, samples, part) for part in self._slices(len(samples.rows))]
-        self.batch.advance(layout.rows, layout.ends - layout.num_drafts, layout.num_samples == 1)
+        drafts: dict[int, list[int]] = {}
+        if layout.num_drafts is None:
+            self.batch.advance(layout.rows, layout.ends, layout.num_samples)
+        else:
+            self.batch.advance(layout.rows, layout.ends - layout.num_drafts, layout.num_samples == 1)
+            drafts = {i: one.draft_token_ids for i, one in enumerate(scheduled) if one.draft_token_ids}
         if not parts:
             return None
         self._pipeline.keep([part.codes for part in parts])
         downloaded = [part.moved(self._transfers.download) for part in parts]
-        drafts = {i: scheduled[i].draft_token_ids for i in np.flatnonzero(layout.num_drafts).tolist()}
         return SampledTokens(layout.sampling, downloaded, self.batch.places(samples), drafts)
 
     def _sample_part(self, inputs: StepInputs, hidden: Tensor, samples: Samples, part: slice) -> Sampled:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.interrupts import held_interrupts
+from quire.engine.interrupts import HeldInterrupts
 from quire.errors import ConflictError, EngineDeadError
 from quire.inputs import PromptType
 from quire.sampling_params import RequestOutputKind
@@ -104,7 +104,7 @@ def test_a_second_interrupt_does_not_wait() -> None:
         signal.raise_signal(signal.SIGINT)
         reached.append("not held")
 
-    with pytest.raises(KeyboardInterrupt), held_interrupts():
+    with pytest.raises(KeyboardInterrupt), HeldInterrupts():
         step()
     assert reached == ["held"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -131,7 +131,7 @@ def test_the_handler_of_a_program_stays(monkeypatch: pytest.MonkeyPatch) -> None
     came: list[int] = []
     previous = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
-        with held_interrupts():
+        with HeldInterrupts():
             signal.raise_signal(signal.SIGINT)
             assert came == [signal.SIGINT]
     finally:
@@ -140,7 +140,7 @@ def test_the_handler_of_a_program_stays(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_other_threads_change_nothing() -> None:
     def run() -> None:
-        with held_interrupts():
+        with HeldInterrupts():
             handlers.append(signal.getsignal(signal.SIGINT))
 
     handlers: list[Any] = []

@@ -87,7 +87,9 @@ class Rows:
         codes = torch.tensor([self.rng.choice([5, 700, -1, -2]) for _ in samples.rows], dtype=torch.int64)
         self.device.keep(codes)
         # The host's rows stay without them for the device's gather, and get them for its oracle.
-        self.batch.advance(layout.rows, layout.ends - layout.num_drafts, layout.num_samples == 1)
+        self.batch.advance(
+            layout.rows, layout.ends - (layout.num_samples - 1).clip(0), layout.num_samples == 1
+        )
         places = self.batch.places(samples)
         self.batch.set_tokens(places, codes.clamp(min=0).numpy())
         drafted = layout.num_samples > 1
