@@ -311,7 +311,8 @@ class AsyncLLM:
         """Until the new client is there, what is sent to the core is lost, and all of it is in what is unfinished."""
         await asyncio.to_thread(dead.close)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._closed.wait(), delay_s)
+            async with asyncio.timeout(delay_s):
+                await self._closed.wait()
         if self._closed.is_set():
             return
         try:

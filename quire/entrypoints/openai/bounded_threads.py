@@ -43,7 +43,9 @@ class BoundedThreads:
             result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
             work = _Work(result, lambda: function(*args, **kwargs))
             try:
-                return await asyncio.wait_for(result, self.limit_s)
+                # Not `wait_for`, which in Python 3.11 forgets a cancellation that comes with the result.
+                async with asyncio.timeout(self.limit_s):
+                    return await result
             finally:
                 work.interrupt()
 

@@ -114,7 +114,8 @@ class Lifecycle:
 
     async def _let_answers_end(self) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._state.in_flight.wait_idle(), GRACE_S)
+            async with asyncio.timeout(GRACE_S):
+                await self._state.in_flight.wait_idle()
 
     async def _log_stats(self) -> None:
         options = self._state.engine.config.observability

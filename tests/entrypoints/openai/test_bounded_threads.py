@@ -87,3 +87,17 @@ async def test_a_template_that_loops_costs_one_request() -> None:
         "the chat template takes longer than 0.1 s for these messages"
     )
     await until_all_ended()
+
+
+async def test_a_cancellation_that_comes_with_the_result_is_heeded() -> None:
+    """It was lost, and with it now and then the end of a server that had just been told to stop."""
+    returned = threading.Event()
+    task = asyncio.create_task(BoundedThreads().run(returned.set))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    returned.wait(10)
+    for thread in bounded_threads():
+        thread.join(10)  # its result waits for the loop, which is held up here
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
