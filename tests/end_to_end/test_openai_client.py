@@ -115,7 +115,7 @@ def test_tool_call(client: openai.OpenAI) -> None:
         ({"max_tokens": 100_000}, openai.BadRequestError, "max_tokens"),
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"model": "nope"}, openai.NotFoundError, "model"),
-        ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature"),
+        ({"extra_body": {"guided_regex": "a+"}}, openai.BadRequestError, "guided_regex"),
     ],
 )
 def test_errors_name_the_field(
@@ -126,6 +126,13 @@ def test_errors_name_the_field(
         client.chat.completions.create(**(request | change))
     assert caught.value.param == param
     assert client.chat.completions.create(**request).choices[0].message.content
+
+
+def test_a_field_that_nobody_knows_is_named_in_the_reply(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model=MODEL, messages=ask("Hello"), max_tokens=4, extra_body={"temprature": 1}
+    )
+    assert (reply.model_extra or {})["ignored"] == ["temprature"]
 
 
 async def test_200_streams_with_disconnects(demo_server: Server) -> None:
