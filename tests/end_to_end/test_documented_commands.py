@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -66,6 +67,7 @@ def adapt(
         command = re.sub(r"http://localhost:800\d", demo_server.url, command)
         command = command.replace("--model-name mine", "--model-name quire-demo")
         command = command.replace("serve.yaml", str(config))
+        command = command.replace("requests.jsonl", str(write_batch(config.parent / "requests.jsonl")))
         if command.startswith("quire trace"):
             command = command.replace("run.trace", str(record_run(config.parent / "run.trace")))
         if command.startswith(CLIENTS) and demo_server.url not in command:
@@ -88,6 +90,14 @@ def quire(arguments: list[str], cwd: Path) -> str:
     return run([sys.executable, "-m", "quire.entrypoints.cli.main", *arguments], cwd)
 
 
+def write_batch(file: Path) -> Path:
+    """A batch of one request for the command that answers them."""
+    body = {"model": "quire-demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    file.write_text(json.dumps(line) + "\n")
+    return file
+
+
 def record_run(file: Path) -> Path:
     """A recorded run for the commands that read one."""
     quire(["run", "Hello", "--max-tokens", "4", "--record-trace", str(file)], file.parent)
@@ -104,6 +114,8 @@ def test_console_command(command: str, adapt: Callable[[str], str], tmp_path: Pa
         output = run([sys.executable, str(ROOT / script), *options], tmp_path)
     else:
         output = quire(arguments, tmp_path)
+    if "run-batch" in arguments:
+        output = (tmp_path / "answers.jsonl").read_text()
     assert output.strip()
 
 
