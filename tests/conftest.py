@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from tests.fixtures.tiny_models import write_tiny_model
 from tests.kernels import triton_interpreter
 
 triton_interpreter.start()
+# A shell gives its background jobs an ignored Ctrl-C, which tests of interrupts cannot do with.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
