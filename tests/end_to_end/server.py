@@ -10,9 +10,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 START_TIMEOUT_S = 120.0
+QUIRE = (sys.executable, "-m", "quire.entrypoints.cli.main")
 
 
 def free_port() -> int:
@@ -25,18 +27,10 @@ def free_port() -> int:
 class Server:
     """Starts serving on a free port; `wait_ready` blocks until `/health` says 200."""
 
-    def __init__(self, *args: str, log: Path, **environment: str) -> None:
+    def __init__(self, *args: str, log: Path, quire: Sequence[str] = QUIRE, **environment: str) -> None:
         self.port = free_port()
         self.log = log
-        command = [
-            sys.executable,
-            "-m",
-            "quire.entrypoints.cli.main",
-            "serve",
-            *args,
-            "--port",
-            str(self.port),
-        ]
+        command = [*quire, "serve", *args, "--port", str(self.port)]
         with log.open("w") as sink:
             self.process = subprocess.Popen(
                 command,
