@@ -23,8 +23,8 @@ MAX_VALUES = 2**20
 MAX_CONTAINERS = 2**17
 """Lists and objects among them: the parser makes empty ones in one go, without a pause for other threads."""
 THREAD_ABOVE_BYTES = 64 * 2**10
-UNDECLARED = ("", "text/plain", "application/x-www-form-urlencoded")
-"""What clients send of a body of which they were told nothing: the latter two are aiohttp's and curl's."""
+UNDECLARED = ("", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded")
+"""What clients say of a body of which they were told nothing: aiohttp the second and third, curl the last."""
 OF_BROWSERS = ("origin", "sec-fetch-site")
 """Headers that every browser sends with what a page makes it send to another site."""
 

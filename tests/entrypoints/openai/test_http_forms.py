@@ -66,7 +66,10 @@ async def test_bodies_may_have_a_byte_order_mark(client: httpx.AsyncClient) -> N
     assert (await client.post(PATH, content=b"\xef\xbb\xbf" + BODY, headers=JSON)).status_code == 200
 
 
-@pytest.mark.parametrize("declared", [None, "text/plain; charset=utf-8", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize(
+    "declared",
+    [None, "text/plain; charset=utf-8", "application/octet-stream", "application/x-www-form-urlencoded"],
+)
 async def test_bodies_may_be_undeclared_but_not_from_a_page(
     client: httpx.AsyncClient, declared: str | None
 ) -> None:
