@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.entrypoints.openai.errors import request_id_of, response_of
 from quire.entrypoints.openai.keys import Tenant
 from quire.errors import RateLimitError
-from quire.metrics.stats import IterationStats
+from quire.metrics.stats import IterationStats, StatLogger
 from quire.scheduler.output import SchedulerStats
 
 Clock = Callable[[], float]
@@ -78,7 +78,7 @@ def _refuse_for(wait_s: float, limit: str) -> None:
         raise RateLimitError(f"the limit of this key is {limit}", retry_after=math.ceil(wait_s))
 
 
-class Meters:
+class Meters(StatLogger):
     """All tenants' meters; as a logger of the engine's statistics it sees the tokens of every request that ended."""
 
     def __init__(self, tenants: Mapping[str, Tenant], clock: Clock = time.monotonic) -> None:
@@ -87,7 +87,7 @@ class Meters:
     def __getitem__(self, tenant: str) -> Meter:
         return self._meters[tenant]
 
-    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
         for one in iteration.finished:
             if one.tenant in self._meters:
                 num_computed = one.num_prompt_tokens - one.num_cached_tokens
