@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from quire.config.fields import Config, option
+from quire.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -34,3 +36,28 @@ class ObservabilityConfig(Config):
         metavar="URL",
     )
     enable_progress: bool = option(True, "Progress bars while loading (only on a terminal).")
+
+    def check(self) -> None:
+        """Refuse an endpoint for traces that cannot be served.
+
+        Raises:
+            ConfigError: it is no URL, or OpenTelemetry is not installed.
+        """
+        endpoint = self.otlp_traces_endpoint
+        if not endpoint:
+            return
+        if not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"--otlp-traces-endpoint must be a URL, such as http://localhost:4318/v1/traces, got {endpoint!r}"
+            )
+        if not _is_installed("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"):
+            raise ConfigError(
+                "--otlp-traces-endpoint needs OpenTelemetry, which is not installed: pip install 'quire[otel]'"
+            )
+
+
+def _is_installed(*modules: str) -> bool:
+    try:
+        return all(find_spec(module) is not None for module in modules)
+    except ModuleNotFoundError:  # not even the package around one of them
+        return False

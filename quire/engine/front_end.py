@@ -37,6 +37,7 @@ from quire.engine.utility_calls import UtilityCalls
 from quire.errors import NotFoundError, QueueFullError, QuireError, ValidationError
 from quire.metrics.stats import STAT_LOGGERS
 from quire.metrics.told import StatLoggers
+from quire.metrics.tracing import make_tracers
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import Explanation
@@ -85,7 +86,8 @@ class FrontEnd:
             config, self.tokenizer, strict_length=strict_length, clock=clock
         )
         self.output_processor = OutputProcessor(self.tokenizer)
-        self.stat_loggers = StatLoggers(make(config) for make in STAT_LOGGERS.resolve_all())
+        plugged_in = [make(config) for make in STAT_LOGGERS.resolve_all()]
+        self.stat_loggers = StatLoggers([*make_tracers(config), *plugged_in])
         self.dead_error: QuireError | None = None
         self._ready: list[CoreReady | None] = [None] * num_cores
         self._num_unfinished = [0] * num_cores
