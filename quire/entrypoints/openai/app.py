@@ -40,7 +40,7 @@ from quire.entrypoints.openai.middleware.body_limit import BodyLimit, HeaderLimi
 from quire.entrypoints.openai.middleware.boundary import Boundary
 from quire.entrypoints.openai.middleware.head import Head
 from quire.entrypoints.openai.middleware.http_metrics import HttpMetrics
-from quire.entrypoints.openai.middleware.quota import Meters, Quota
+from quire.entrypoints.openai.middleware.quota import RATE_LIMIT_HEADERS, Meters, Quota
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
@@ -58,7 +58,7 @@ FAMILIES = (
 """Modules and packages with a `router`, in the order of the published schema."""
 CONTROLS = (requests.controls, prefix_cache.controls)
 """What acts on all requests: for the admin key."""
-EXPOSED_HEADERS = ("x-request-id", "retry-after", IGNORED_HEADER, ADJUSTED_HEADER)
+EXPOSED_HEADERS = ("x-request-id", "retry-after", *RATE_LIMIT_HEADERS, IGNORED_HEADER, ADJUSTED_HEADER)
 """What scripts of a page may read of a response besides its body."""
 
 
