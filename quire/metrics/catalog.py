@@ -185,3 +185,23 @@ METRICS = (
 
 BY_NAME = {metric.name: metric for metric in METRICS}
 VLLM_NAMES = frozenset(PREFIX + metric.name for metric in METRICS if metric.vllm)
+
+
+def metrics_table() -> str:
+    """The table of docs/observability.md."""
+    rows = [
+        f"| {_shown(metric)} | {metric.kind} | {_labels(metric)} | {metric.doc} |\n" for metric in METRICS
+    ]
+    return "| metric | kind | labels | meaning |\n|---|---|---|---|\n" + "".join(rows)
+
+
+def _shown(metric: MetricInfo) -> str:
+    """As Prometheus knows it; those that only quire has are marked."""
+    ending = "_total" if metric.kind == "counter" else ""
+    return f"`{PREFIX}{metric.name}{ending}`{'' if metric.vllm else ' *'}"
+
+
+def _labels(metric: MetricInfo) -> str:
+    if metric.name == "cache_config_info":
+        return "the fields of the configuration, engine"
+    return ", ".join(metric.labels).replace("model_name, engine", "m, e")
