@@ -28,8 +28,8 @@ CACHE_CONFIG_LABELS = {
 class MetricInfo:
     """One metric.
 
-    `values` are those of the last label, if it is not one of `ENGINE`; `buckets` None: powers 1, 2, 5 up to the
-    context length. `vllm`: vLLM has it under the same name, with these labels and this meaning.
+    `values` are those of the last label, if they are to be there from the beginning; `buckets` None: 1, 2, 5, 10 ... up
+    to the context length. `vllm` is what vLLM puts before the name of the same metric, None if it has no such metric.
     """
 
     kind: Literal["gauge", "counter", "histogram"]
@@ -38,7 +38,7 @@ class MetricInfo:
     labels: tuple[str, ...] = ENGINE
     values: tuple[str, ...] = ()
     buckets: tuple[float, ...] | None = None
-    vllm: bool = True
+    vllm: str | None = "vllm:"
 
 
 METRICS = (
@@ -57,6 +57,13 @@ METRICS = (
         "cache_config_info",
         "1, with the configuration of the KV cache in its labels.",
         (*CACHE_CONFIG_LABELS, "num_gpu_blocks", "engine"),
+    ),
+    MetricInfo(
+        "gauge",
+        "engine_sleep_state",
+        "1 for the state that the core is in, which is awake: there is no sleep mode.",
+        (*ENGINE, "sleep_state"),
+        ("awake", "weights_offloaded", "discard_all"),
     ),
     MetricInfo("counter", "prefix_cache_queries", "Tokens looked up in the prefix cache."),
     MetricInfo("counter", "prefix_cache_hits", "Tokens found in the prefix cache."),
@@ -144,24 +151,24 @@ METRICS = (
         buckets=buckets.REQUEST_S,
     ),
     MetricInfo("histogram", "request_inference_time_seconds", "The two together.", buckets=buckets.REQUEST_S),
-    MetricInfo("gauge", "engine_core_up", "1 while the core is there and has loaded.", vllm=False),
+    MetricInfo("gauge", "engine_core_up", "1 while the core is there and has loaded.", vllm=None),
     MetricInfo(
-        "counter", "engine_core_deaths", "Deaths of the core that were followed by a new one.", vllm=False
+        "counter", "engine_core_deaths", "Deaths of the core that were followed by a new one.", vllm=None
     ),
-    MetricInfo("counter", "engine_core_resumed_requests", "Requests that went on in a new core.", vllm=False),
+    MetricInfo("counter", "engine_core_resumed_requests", "Requests that went on in a new core.", vllm=None),
     MetricInfo(
-        "counter", "engine_core_failed_requests", "Requests that ended with the death of a core.", vllm=False
+        "counter", "engine_core_failed_requests", "Requests that ended with the death of a core.", vllm=None
     ),
-    MetricInfo("counter", "num_swaps", "Preemptions that copied the blocks to the host.", vllm=False),
+    MetricInfo("counter", "num_swaps", "Preemptions that copied the blocks to the host.", vllm=None),
     MetricInfo(
-        "gauge", "host_cache_usage_perc", "Share of host blocks that swapped sequences hold.", vllm=False
+        "gauge", "host_cache_usage_perc", "Share of host blocks that swapped sequences hold.", vllm=None
     ),
     MetricInfo(
         "counter",
         "http_requests",
         "HTTP requests; 499: the client went away before an answer began.",
         ("method", "handler", "status"),
-        vllm=False,
+        vllm="",
     ),
     MetricInfo(
         "histogram",
@@ -169,22 +176,25 @@ METRICS = (
         "From the request's head to the end of the answer.",
         ("method", "handler"),
         buckets=buckets.HTTP_S,
-        vllm=False,
+        vllm="",
     ),
     MetricInfo(
         "counter",
         "http_client_disconnects",
         "Clients that went away before their answer was complete, which ends its work.",
         (),
-        vllm=False,
+        vllm=None,
     ),
     MetricInfo(
-        "counter", "log_lines_lost", "Lines of this process's log that could not be written.", (), vllm=False
+        "counter", "log_lines_lost", "Lines of this process's log that could not be written.", (), vllm=None
     ),
 )
 
 BY_NAME = {metric.name: metric for metric in METRICS}
-VLLM_NAMES = frozenset(PREFIX + metric.name for metric in METRICS if metric.vllm)
+VLLM_NAMES = {
+    PREFIX + metric.name: metric.vllm + metric.name for metric in METRICS if metric.vllm is not None
+}
+"""quire's name -> vLLM's."""
 
 
 def metrics_table() -> str:
@@ -192,13 +202,13 @@ def metrics_table() -> str:
     rows = [
         f"| {_shown(metric)} | {metric.kind} | {_labels(metric)} | {metric.doc} |\n" for metric in METRICS
     ]
-    return "| metric | kind | labels | meaning |\n|---|---|---|---|\n" + "".join(rows)
+    return "| metric | kind | labels | meaning |\n|---|---|---|---|\n" + "".join(rows).replace("|  |", "| |")
 
 
 def _shown(metric: MetricInfo) -> str:
     """As Prometheus knows it; those that only quire has are marked."""
     ending = "_total" if metric.kind == "counter" else ""
-    return f"`{PREFIX}{metric.name}{ending}`{'' if metric.vllm else ' *'}"
+    return f"`{PREFIX}{metric.name}{ending}`{' *' if metric.vllm is None else ''}"
 
 
 def _labels(metric: MetricInfo) -> str:

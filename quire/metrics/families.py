@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.samples import Sample
 
 from quire.metrics.buckets import token_buckets
 from quire.metrics.catalog import BY_NAME, PREFIX, VLLM_NAMES
 
-VLLM_PREFIX = "vllm:"
+PROBES = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
+"""Routes whose requests are no work."""
 
 
 def make_family(name: str, registry: CollectorRegistry, max_model_len: int = 1) -> Any:
@@ -27,21 +29,44 @@ def make_family(name: str, registry: CollectorRegistry, max_model_len: int = 1) 
 
 
 class VllmNames:
-    """A registry's metrics, those that vLLM has, too, under its names; the numbers are the registry's own."""
+    """A registry's metrics, those that vLLM has, too, under its names; the numbers are the registry's own.
+
+    vLLM's of HTTP come from a middleware that leaves probes out and knows only the class of a status.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._registry.collect():
-            yield _renamed(metric) if metric.name in VLLM_NAMES else metric
+            yield _renamed(metric, VLLM_NAMES[metric.name]) if metric.name in VLLM_NAMES else metric
 
 
-def _renamed(metric: Metric) -> Metric:
-    renamed = Metric(_vllm(metric.name), metric.documentation, metric.type, metric.unit)
-    renamed.samples = [sample._replace(name=_vllm(sample.name)) for sample in metric.samples]
+def _renamed(metric: Metric, name: str) -> Metric:
+    renamed = Metric(name, metric.documentation, metric.type, metric.unit)
+    samples = [
+        sample._replace(name=name + sample.name.removeprefix(metric.name)) for sample in metric.samples
+    ]
+    renamed.samples = samples if name.startswith("vllm:") else list(_by_class(samples))
     return renamed
 
 
-def _vllm(name: str) -> str:
-    return VLLM_PREFIX + name.removeprefix(PREFIX)
+def _by_class(samples: list[Sample]) -> Iterator[Sample]:
+    """Those of requests that are no probes; statuses of one class are one sample."""
+    classes: dict[Any, Sample] = {}
+    for sample in samples:
+        labels = dict(sample.labels)
+        if labels["handler"] in PROBES:
+            continue
+        if "status" in labels:
+            labels["status"] = f"{labels['status'][0]}xx"
+        key = sample.name, *labels.items()
+        one = classes.get(key)
+        if one is None:
+            classes[key] = sample._replace(labels=labels)
+        else:
+            value = (
+                min(one.value, sample.value) if one.name.endswith("_created") else one.value + sample.value
+            )
+            classes[key] = one._replace(value=value)
+    yield from classes.values()

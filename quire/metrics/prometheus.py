@@ -46,7 +46,7 @@ class PrometheusStatLogger(StatLogger):
             metrics.record_scheduler(scheduler)
 
     def core_ready(self, core: int, config: EngineConfig, num_blocks: int) -> None:
-        self._core(core).set("engine_core_up", 1)
+        self._core(core).record_ready()
         fields = [str(getattr(config.cache, field)) for field in CACHE_CONFIG_LABELS.values()]
         self._drop_cache_config(core)
         self._cache_labels[core] = (*fields, str(num_blocks), str(core))
@@ -117,6 +117,10 @@ class CoreMetrics:
         for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_swaps"):
             if increment := getattr(stats, name) - getattr(last, name):
                 self._inc(name, increment)
+
+    def record_ready(self) -> None:
+        self.set("engine_core_up", 1)
+        self._by_value["engine_sleep_state", "awake"].set(1)
 
     def record_death(self, num_resumed: int, num_failed: int) -> None:
         """What went with the core is gone, and the next one counts from zero."""

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from quire.config import EngineConfig
 from quire.metrics.buckets import token_buckets
 from quire.metrics.catalog import METRICS
-from quire.metrics.families import VllmNames
+from quire.metrics.families import VllmNames, make_family
 from quire.metrics.prometheus import PrometheusStatLogger
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats
 from quire.outputs import RequestStateStats
@@ -150,13 +150,39 @@ def test_the_names_of_vllm_stand_for_the_same_numbers(metrics: Metrics) -> None:
         generate_latest(metrics.registry).decode(),
         generate_latest(VllmNames(metrics.registry)).decode(),
     )
-    own = {f"quire:{metric.name}" for metric in METRICS if not metric.vllm}
+    own = {f"quire:{metric.name}" for metric in METRICS if metric.vllm is None}
     assert own
     for mine, other in zip(ours.splitlines(), theirs.splitlines(), strict=True):
         is_own = any(name in mine for name in own)
         assert other == (mine if is_own else mine.replace("quire:", "vllm:"))
     assert 'vllm:generation_tokens_total{engine="0",model_name="m"} 3.0' in theirs
     assert 'vllm:inter_token_latency_seconds_bucket{engine="0",le="0.1",model_name="m"} 1.0' in theirs
+
+
+def test_requests_over_http_are_counted_as_the_dashboards_of_vllm_expect(metrics: Metrics) -> None:
+    requests = make_family("http_requests", metrics.registry)
+    durations = make_family("http_request_duration_seconds", metrics.registry)
+    for handler, status in (("/a", "500"), ("/a", "503"), ("/a", "200"), ("/health", "503")):
+        requests.labels("POST", handler, status).inc()
+        durations.labels("POST", handler).observe(0.01)
+    shown = [
+        line for line in generate_latest(VllmNames(metrics.registry)).decode().splitlines() if "http_" in line
+    ]
+    counted = {line for line in shown if line.startswith("http_requests_total")}
+    assert counted == {
+        'http_requests_total{handler="/a",method="POST",status="5xx"} 2.0',
+        'http_requests_total{handler="/a",method="POST",status="2xx"} 1.0',
+    }
+    assert 'http_request_duration_seconds_count{handler="/a",method="POST"} 3.0' in shown
+    assert not any("/health" in line for line in shown)
+    assert requests.labels("POST", "/health", "503")._value.get() == 1, "the registry is as it was"
+
+
+def test_an_engine_without_sleep_is_awake_once_it_is_ready(metrics: Metrics) -> None:
+    assert metrics.value("engine_sleep_state", sleep_state="awake") == 0
+    metrics.logger.core_ready(0, EngineConfig.from_args(), 7)
+    assert metrics.value("engine_sleep_state", sleep_state="awake") == 1
+    assert metrics.value("engine_sleep_state", sleep_state="discard_all") == 0
 
 
 def test_token_buckets() -> None:

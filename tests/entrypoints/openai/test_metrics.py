@@ -115,7 +115,10 @@ async def test_for_dashboards_of_vllm_the_names_are_its_own() -> None:
         'vllm:request_success_total{engine="0",finished_reason="length",model_name="quire-demo"} 1.0' in text
     )
     assert "quire:generation_tokens" not in text
-    assert "quire:http_requests_total" in text
+    assert (
+        'http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 1.0' in text.splitlines()
+    )
+    assert "quire:http_client_disconnects_total" in text
 
 
 async def test_clients_that_leave_are_counted() -> None:
