@@ -16,6 +16,14 @@ from quire.metrics.families import make_family
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats, StatLogger
 from quire.scheduler.output import SchedulerStats
 
+GAUGES = {
+    "num_requests_running": "num_running",
+    "kv_cache_usage_perc": "kv_cache_usage",
+    "host_cache_usage_perc": "host_cache_usage",
+}
+"""Metric -> the field of SchedulerStats that it shows."""
+TOTALS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_swaps")
+
 
 class PrometheusStatLogger(StatLogger):
     """Turns every step's statistics into metrics.
@@ -108,13 +116,15 @@ class CoreMetrics:
             self._record_ended(request)
 
     def record_scheduler(self, stats: SchedulerStats) -> None:
-        """Totals of the scheduler become increments."""
+        """Set what has changed since the last step; totals of the scheduler become increments."""
         last, self._last = self._last, stats
-        self.set("num_requests_running", stats.num_running)
-        self._set_waiting(stats.num_waiting, stats.num_held)
-        self.set("kv_cache_usage_perc", stats.kv_cache_usage)
-        self.set("host_cache_usage_perc", stats.host_cache_usage)
-        for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_swaps"):
+        for name, field in GAUGES.items():
+            value = getattr(stats, field)
+            if value != getattr(last, field):
+                self.set(name, value)
+        if (stats.num_waiting, stats.num_held) != (last.num_waiting, last.num_held):
+            self._set_waiting(stats.num_waiting, stats.num_held)
+        for name in TOTALS:
             if increment := getattr(stats, name) - getattr(last, name):
                 self._inc(name, increment)
 
@@ -124,16 +134,11 @@ class CoreMetrics:
 
     def record_death(self, num_resumed: int, num_failed: int) -> None:
         """What went with the core is gone, and the next one counts from zero."""
-        self._last = SchedulerStats()
+        self._last = SchedulerStats(num_waiting=num_resumed, num_held=num_resumed)
         self._inc("engine_core_deaths", 1)
         self._inc("engine_core_resumed_requests", num_resumed)
         self._inc("engine_core_failed_requests", num_failed)
-        for name in (
-            "engine_core_up",
-            "num_requests_running",
-            "kv_cache_usage_perc",
-            "host_cache_usage_perc",
-        ):
+        for name in ("engine_core_up", *GAUGES):
             self.set(name, 0)
         self._set_waiting(num_resumed, num_resumed)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from quire.config import EngineConfig
 from quire.metrics.stats import EndedRequest, IterationStats, StatLogger
@@ -130,7 +131,9 @@ def make_tracers(config: EngineConfig) -> list[StatLogger]:
         resource = resource.merge(Resource({"service.name": SERVICE}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-    logger.info("a span of every request goes to %s", endpoint)
+    logger.info(
+        "a span of every request goes to %s", urlsplit(endpoint).hostname
+    )  # the rest may hold a password
     names = config.model.served_model_name
     return [RequestTracer(provider, names[0] if names else config.model.model)]
 

@@ -125,6 +125,8 @@ def test_a_death_is_counted_and_leaves_nothing_behind(metrics: Metrics) -> None:
         }
         assert metrics.values(died) == died
         metrics.logger.core_ready(0, config, 71)
+        metrics.logger.record(IterationStats(), SchedulerStats(), 0)
+        assert metrics.value("num_requests_waiting") == 0
     totals = {"engine_core_deaths_total": 2, "engine_core_resumed_requests_total": 8}
     assert metrics.values(totals) == totals
     assert metrics.value("engine_core_failed_requests_total") == 4
