@@ -137,11 +137,10 @@ class TextRegion:
             if visible[0] in self._grammar.bare:
                 self._space.append(text[: len(text) - len(visible)])
                 return SectionRegion(self._grammar, "".join(self._space)), visible
-        marker = self._grammar.in_text.find(text)
+        marker, num_open = self._grammar.in_text.scan(text)
         if marker is not None:
             self._give_out(text[: marker.start()], found)
             return self._after(marker.group()), text[marker.end() :]
-        num_open = self._grammar.in_text.num_open(text)
         certain, self._opened = text[: len(text) - num_open], text[len(text) - num_open :]
         self._give_out(certain, found)
         return None
@@ -182,7 +181,8 @@ class ThoughtRegion:
 
     def take(self, text: str, found: list[Event]) -> tuple[Region, str] | None:
         text, self._opened = self._opened + text, ""
-        while (marker := self._grammar.in_thought.find(text)) is not None:
+        marker, num_open = self._grammar.in_thought.scan(text)
+        while marker is not None:
             self._give_out(text[: marker.start()], found)
             text = text[marker.end() :]
             if marker.group() in self._grammar.opens:
@@ -191,7 +191,7 @@ class ThoughtRegion:
                 return TextRegion(self._grammar, at_start=True, hides_space=True), text
             if self._has_begun:  # it is being thought about; at the beginning it says what is known
                 self._give_out(marker.group(), found)
-        num_open = self._grammar.in_thought.num_open(text)
+            marker, num_open = self._grammar.in_thought.scan(text)
         certain, self._opened = text[: len(text) - num_open], text[len(text) - num_open :]
         self._give_out(certain, found)
         return None

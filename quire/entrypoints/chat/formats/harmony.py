@@ -29,19 +29,24 @@ class HarmonyReader:
 
     def __init__(self, prompt: str = "", *, has_tools: bool = True) -> None:
         self._has_tools = has_tools
+        self._thinks = False
+        self._recipient: str | None = None
         self._in_message = Markers([*ENDS, START, CHANNEL])
         self._in_head = Markers(MARKERS)
         _, _, begun = prompt.rstrip().rpartition(START)
         head, message, said = begun.partition(MESSAGE)
         self._head = head if CHANNEL in head else ""
-        self._is_head = not (message and not said)
+        self._is_head = True
+        self._space: list[str] = []
+        """What stands before the first head, if it is but white space."""
         self._held = ""
         self._call: list[str] = []
-        self._is_plain = False
+        if message and not said:
+            self._end_head()
 
     @property
     def in_reasoning(self) -> bool:
-        return self._is_head or self._channel == "analysis"
+        return self._is_head or self._thinks
 
     def feed(self, text: str) -> list[Event]:
         found: list[Event] = []
@@ -52,26 +57,23 @@ class HarmonyReader:
 
     def finish(self) -> list[Event]:
         found: list[Event] = []
-        if self._held and not (self._is_head and self._head):
-            self._take(self._held, found)
+        if not (self._is_head and self._head):
+            self._take("".join([*self._space, self._held]), found)
         self._end_message(found, cut_off=True)
         return found
 
-    @property
-    def _channel(self) -> str:
+    def _end_head(self) -> None:
+        """The head is complete; its message follows."""
         _, _, rest = self._head.partition(CHANNEL)
-        return re.split(r"[\s<]", rest.lstrip(), maxsplit=1)[0] or "final"
-
-    @property
-    def _recipient(self) -> str | None:
-        found = RECIPIENT.search(self._head)
-        return found[1] if found and self._has_tools else None
+        self._thinks = re.split(r"[\s<]", rest.lstrip(), maxsplit=1)[0] == "analysis"
+        recipient = RECIPIENT.search(self._head)
+        self._recipient = recipient[1] if recipient and self._has_tools else None
+        self._is_head = False
 
     def _read_head(self, text: str, found: list[Event]) -> str:
         """Everything up to the message is its head; text without one is a message to the user."""
-        marker = self._in_head.find(text)
+        marker, num_open = self._in_head.scan(text)
         if marker is None:
-            num_open = self._in_head.num_open(text)
             certain, self._held = text[: len(text) - num_open], text[len(text) - num_open :]
             return self._no_head(certain)
         before = text[: marker.start()]
@@ -81,7 +83,8 @@ class HarmonyReader:
             self._head = ""
         else:
             self._head += before + (marker.group() if marker.group() != MESSAGE else "")
-            self._is_head = marker.group() != MESSAGE
+            if marker.group() == MESSAGE:
+                self._end_head()
         return text[marker.end() :]
 
     def _no_head(self, text: str) -> str:
@@ -89,16 +92,16 @@ class HarmonyReader:
             self._head += text
             return ""
         if not text.strip():
-            self._held = text + self._held
+            self._space.append(text)
             return ""
-        self._head, self._is_head = f"{CHANNEL}final", False
-        held, self._held = self._held, ""
-        return text + held
+        self._end_head()
+        text = "".join([*self._space, text, self._held])
+        self._space, self._held = [], ""
+        return text
 
     def _read_message(self, text: str, found: list[Event]) -> str:
-        marker = self._in_message.find(text)
+        marker, num_open = self._in_message.scan(text)
         if marker is None:
-            num_open = self._in_message.num_open(text)
             certain, self._held = text[: len(text) - num_open], text[len(text) - num_open :]
             self._take(certain, found)
             return ""
@@ -114,7 +117,7 @@ class HarmonyReader:
         if self._recipient is not None:
             self._call.append(text)
         else:
-            found.append(Reasoning(text) if self._channel == "analysis" else text)
+            found.append(Reasoning(text) if self._thinks else text)
 
     def _end_message(self, found: list[Event], *, cut_off: bool = False) -> None:
         name, body = self._recipient, "".join(self._call)

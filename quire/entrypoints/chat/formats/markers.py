@@ -25,6 +25,13 @@ class Markers:
         found = self._whole.search(text)
         return found if found is None or not self.may_begin(text[found.start() :]) else None
 
+    def scan(self, text: str) -> tuple[re.Match[str] | None, int]:
+        """The first marker; if there is none, how much of the text's end may be the beginning of one."""
+        if self._first.search(text) is None:
+            return None, 0
+        found = self.find(text)
+        return found, 0 if found else self.num_open(text)
+
     def at(self, text: str) -> str | None:
         """The marker that the text begins with, unless more text could make a longer one of it."""
         found = self._whole.match(text)
