@@ -29,9 +29,15 @@ class ServerConfig(Config):
     )
     tool_call_parser: str = option(
         "auto",
-        "How tool calls are found in the model's text; auto: hermes if the chat template speaks of <tool_call>.",
-        choices=("auto", "none", "hermes"),
+        "Format of the model's tool calls (docs/tool_calling.md); auto: what its chat template speaks of; or none.",
+        metavar="NAME",
     )
+    reasoning_parser: str = option(
+        "auto",
+        "Format of the model's reasoning (docs/tool_calling.md); auto: what its chat template speaks of; or none.",
+        metavar="NAME",
+    )
+    max_tools: int = option(1024, "Most tools of one request.", ge=1)
     unknown_fields: str = option(
         "ignore",
         "What to do with request fields without effect: ignore them and name them in the reply, or reject (400).",

@@ -120,9 +120,16 @@ class Tokenizer:
         """`token_bytes` as text, with U+FFFD for partial characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
-    def place_after(self, ids: Sequence[int], *, skip_special_tokens: bool) -> TextPlace:
-        """The end of `ids`, from where the bytes of further tokens can be had one by one."""
-        return TextPlace(self._table, ids, skip_special_tokens=skip_special_tokens)
+    def place_after(
+        self, ids: Sequence[int], *, skip_special_tokens: bool, shown: Sequence[int] = ()
+    ) -> TextPlace:
+        """The end of `ids`, from where the bytes of further tokens can be had one by one.
+
+        Args:
+            shown: special tokens that are not skipped.
+        """
+        skipped = self._table.special_ids if skip_special_tokens else frozenset[int]()
+        return TextPlace(self._table, ids, skipped.difference(shown) if shown else skipped)
 
     @functools.cached_property
     def _table(self) -> TokenBytes:

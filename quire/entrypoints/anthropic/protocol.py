@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import Field
 
 from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.protocol.requests import Messages, RequestModel
@@ -39,7 +38,7 @@ class CountTokensRequest(RequestModel):
     model: str | None = None
     messages: Messages
     system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -88,17 +87,27 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    """Nobody signs reasoning here, so the signature is empty."""
+
+    thinking: str
+    signature: str = ""
+
+
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
 
 
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
 class Message(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
     id: str
     role: str = "assistant"
     model: str
-    content: list[TextBlock | ToolUseBlock]
+    content: list[Block]
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
@@ -113,11 +122,19 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
     index: int
-    content_block: TextBlock | ToolUseBlock
+    content_block: Block
 
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
     text: str
+
+
+class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
+    signature: str = ""
 
 
 class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
@@ -126,7 +143,7 @@ class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
 
 class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta | InputDelta
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):

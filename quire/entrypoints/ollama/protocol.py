@@ -46,7 +46,7 @@ class ChatRequest(TurnRequest):
     """POST /api/chat"""
 
     messages: list[dict[str, Any]] = Field(default=[], max_length=4096)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    tools: list[dict[str, Any]] | None = None
 
 
 class GenerateRequest(TurnRequest):
@@ -83,6 +83,7 @@ class TurnMessage(msgspec.Struct):
     content: str
     tool_calls: list[Call] | UnsetType = UNSET
     role: str = "assistant"
+    thinking: str | UnsetType = UNSET
 
 
 class Line(msgspec.Struct, kw_only=True):
@@ -92,6 +93,7 @@ class Line(msgspec.Struct, kw_only=True):
     created_at: str
     message: TurnMessage | UnsetType = UNSET
     response: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     done: bool = False
     done_reason: str | UnsetType = UNSET

@@ -5,20 +5,32 @@ Invariant: what the model's template does not read has no effect, and is noted a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.tokenizer import beside_loop
+from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.chat.template import OWN_VARIABLES, ChatTemplate
 from quire.entrypoints.openai.prompts import check_text
 from quire.entrypoints.openai.protocol.requests import ChatFields
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import ValidationError
 
+END_CHARS = 256
+"""Of a prompt that say where its answer begins."""
 TEMPLATE_FIELDS = ("enable_thinking", "reasoning_effort")
 """Fields of a request that are options of the template, if it has them."""
 
 
-async def chat_token_ids(server: ServerState, fields: ChatFields, *, with_tools: bool = True) -> list[int]:
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as the model will read it, and where its answer begins."""
+
+    token_ids: list[int]
+    end: PromptEnd
+
+
+async def chat_prompt(server: ServerState, fields: ChatFields, *, with_tools: bool = True) -> ChatPrompt:
     """Render and tokenize off the event loop.
 
     Raises:
@@ -47,7 +59,8 @@ async def chat_token_ids(server: ServerState, fields: ChatFields, *, with_tools:
             f"the chat template takes longer than {limit:g} s for these messages", param="messages"
         ) from None
     check_text(server, chat.text, fields)
-    return await beside_loop(len(chat.text), chat.encode, tokenizer)
+    token_ids = await beside_loop(len(chat.text), chat.encode, tokenizer)
+    return ChatPrompt(token_ids, PromptEnd(chat.text[-END_CHARS:], _continued(fields)))
 
 
 def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, Any]:
@@ -77,6 +90,12 @@ def _note_unread_names(template: ChatTemplate, fields: ChatFields) -> None:
     roles = [message.get("role") for message in fields.messages if message.get("name") is not None]
     if any(isinstance(role, str) and not template.reads_name(role) for role in roles):
         fields.notes.ignore("messages[].name")
+
+
+def _continued(fields: ChatFields) -> str:
+    """The text of the message that the answer goes on with."""
+    content = fields.messages[-1].get("content") if fields.continue_final_message else None
+    return content if isinstance(content, str) else ""
 
 
 def _add_generation_prompt(fields: ChatFields) -> bool:

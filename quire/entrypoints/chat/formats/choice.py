@@ -38,23 +38,30 @@ class AnswerFormat:
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
+    def told(self) -> str:
+        """For the log."""
+        tools = self.tools.name if self.tools else "none"
+        reasoning = self.reasoning.name if self.reasoning else "none"
+        return f"tool calls are read as {tools} (--tool-call-parser), reasoning as {reasoning} (--reasoning-parser)"
+
     @property
     def is_harmony(self) -> bool:
         return any(row is not None and row.name in HARMONY for row in (self.tools, self.reasoning))
 
-    def reader(self, prompt: str, tools: Tools | None) -> AnswerReader:
+    def reader(self, prompt: str, tools: Tools | None, *, continued: str = "") -> AnswerReader:
         """Reads one answer.
 
         Args:
-            prompt: the text that the answer goes on with; its end says whether that is reasoning.
+            prompt: what the answer follows; its end says whether that is reasoning.
             tools: those of the request, if it may be answered with calls.
+            continued: the message that the answer goes on with, if there is one.
         """
         if self.is_harmony:
             return HarmonyReader(prompt, has_tools=tools is not None)
         tool_format = self.tools if tools is not None else None
         if tool_format is None and self.reasoning is None:
             return PlainReader()
-        in_reasoning = self.reasoning is not None and self.reasoning.is_open_after(prompt)
+        in_reasoning = self.reasoning is not None and self.reasoning.is_open_after(prompt, continued)
         return AnswerParser(tool_format, self.reasoning, tools, in_reasoning=in_reasoning)
 
     def shown_tokens(self, special_tokens: Iterable[str]) -> frozenset[str]:

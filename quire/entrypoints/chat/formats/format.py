@@ -84,9 +84,16 @@ class ReasoningFormat:
     evidence: tuple[tuple[str, ...], ...] = ()
     aliases: tuple[str, ...] = ()
 
-    def is_open_after(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins inside of the reasoning."""
+    def is_open_after(self, prompt: str, continued: str = "") -> bool:
+        """Whether an answer to this prompt begins inside of the reasoning.
+
+        Args:
+            continued: the message that the answer goes on with, if there is one.
+        """
         end = prompt.rstrip()
+        if continued:
+            last_open = max(map(continued.rfind, self.opens), default=-1)
+            return last_open > max(map(continued.rfind, self.closes), default=-1)
         if any(end.endswith(marker) for marker in self.opens):
             return True
         return self.starts_open and not any(end.endswith(marker) for marker in self.closes)
