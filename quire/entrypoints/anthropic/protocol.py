@@ -17,14 +17,15 @@ from quire.entrypoints.openai.protocol.responses import Timings
 
 WITHOUT_EFFECT = (
     "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
-    "thinking", "user_profile_id", "workspace_id",
+    "user_profile_id", "workspace_id",
 )  # fmt: skip
 """Fields of Anthropic's that cannot change the answer of a model of ours."""
 
 
 TEXT = Place(frozenset({"type", "text"}))
 BLOCK = Place(
-    frozenset({"type", "text", "id", "name", "input", "tool_use_id", "content"}), inner={"content": TEXT}
+    frozenset({"type", "text", "thinking", "id", "name", "input", "tool_use_id", "content"}),
+    inner={"content": TEXT},
 )
 MESSAGE = Place(frozenset({"role", "content"}), inner={"content": BLOCK}, empty=frozenset({"content"}))
 TOOL = Place(frozenset({"type", "name", "description", "input_schema"}))
@@ -33,7 +34,12 @@ TOOL = Place(frozenset({"type", "name", "description", "input_schema"}))
 class CountTokensRequest(RequestModel):
     """POST /v1/messages/count_tokens"""
 
-    inner: ClassVar[Mapping[str, Place]] = {"messages": MESSAGE, "system": TEXT, "tools": TOOL}
+    inner: ClassVar[Mapping[str, Place]] = {
+        "messages": MESSAGE,
+        "system": TEXT,
+        "tools": TOOL,
+        "thinking": Place(frozenset({"type"})),
+    }
 
     model: str | None = None
     messages: Messages
@@ -49,7 +55,7 @@ class CountTokensRequest(RequestModel):
     metadata: dict[str, Any] | None = None
     service_tier: Any = None
     speed: Any = None
-    thinking: Any = None
+    thinking: dict[str, Any] | None = None
     user_profile_id: Any = None
     workspace_id: Any = None
 

@@ -43,6 +43,9 @@ def _checked(message: Any, where: str) -> ChatMessage:
             checked[name] = _as_text(value, f"{where}.{name}")
         elif name not in SILENT_FIELDS:
             raise ValidationError(f"{where} has an unknown field {name!r}", param=f"{where}.{name}")
+    thought = checked.get("reasoning") or checked.get("reasoning_content")
+    if thought:  # one thing, which some templates read by the one name and some by the other
+        checked["reasoning"] = checked["reasoning_content"] = thought
     if tool_calls:
         checked["tool_calls"] = _checked_tool_calls(tool_calls, role, f"{where}.tool_calls")
     return checked

@@ -16,13 +16,13 @@ from quire.entrypoints.openai.field_policy import INNER, Place
 from quire.entrypoints.openai.protocol.requests import RequestModel
 from quire.entrypoints.openai.protocol.responses import TokenLogprob
 
-WITHOUT_EFFECT = ("keep_alive", "think")
-"""The model stays loaded as long as the server runs, and does not think aloud."""
+WITHOUT_EFFECT = ("keep_alive",)
+"""The model stays loaded as long as the server runs."""
 
 
 CALL = Place(frozenset({"id", "function"}), inner={"function": Place(frozenset({"name", "arguments"}))})
 MESSAGE = Place(
-    frozenset({"role", "content", "images", "tool_calls", "tool_name", "name", "tool_call_id"}),
+    frozenset({"role", "content", "thinking", "images", "tool_calls", "tool_name", "name", "tool_call_id"}),
     inner={"tool_calls": CALL},
 )
 
@@ -39,7 +39,7 @@ class TurnRequest(RequestModel):
     logprobs: bool = False
     top_logprobs: int | None = None
     keep_alive: Any = None
-    think: Any = None
+    think: bool | str | None = None
 
 
 class ChatRequest(TurnRequest):

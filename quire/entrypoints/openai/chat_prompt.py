@@ -18,7 +18,7 @@ from quire.errors import ValidationError
 
 END_CHARS = 256
 """Of a prompt that say where its answer begins."""
-TEMPLATE_FIELDS = ("enable_thinking", "reasoning_effort")
+TEMPLATE_FIELDS = ("enable_thinking",)
 """Fields of a request that are options of the template, if it has them."""
 
 
@@ -70,6 +70,8 @@ def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, A
         value = getattr(fields, name)
         if value is not None and _is_read(template, fields, name, name):
             options[name] = value
+    if fields.reasoning_effort is not None:
+        options.update(_effort(template, fields, fields.reasoning_effort))
     for name, value in (fields.chat_template_kwargs or {}).items():
         if name in OWN_VARIABLES:
             raise ValidationError(
@@ -78,6 +80,14 @@ def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, A
         if _is_read(template, fields, name, f"chat_template_kwargs.{name}"):
             options[name] = value
     return options
+
+
+def _effort(template: ChatTemplate, fields: ChatFields, effort: str) -> dict[str, Any]:
+    """How hard to think; a template that knows but whether to is told that."""
+    if "reasoning_effort" in template.variables or "enable_thinking" not in template.variables:
+        is_read = _is_read(template, fields, "reasoning_effort", "reasoning_effort")
+        return {"reasoning_effort": effort} if is_read else {}
+    return {} if fields.enable_thinking is not None else {"enable_thinking": effort != "none"}
 
 
 def _is_read(template: ChatTemplate, fields: ChatFields, name: str, shown: str) -> bool:

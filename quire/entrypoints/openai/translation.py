@@ -125,6 +125,7 @@ async def respond_translated(
     """
     with renamed(names):
         chat = as_chat(request, fields)
+        chat.notes.names = names
         answer = ChatAnswer(server_of(request), chat, answer_id, tenant_of(request, chat))
         return await respond(request, chat, TranslatedAnswer(answer, writer), writer.wire)
 

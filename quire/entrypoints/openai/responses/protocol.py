@@ -16,8 +16,8 @@ from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.protocol.requests import RequestModel
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob
 
-WITHOUT_EFFECT = ("reasoning", "stream_options")
-"""Fields that change nothing: there is no reasoning here, and no padding of the stream."""
+WITHOUT_EFFECT = ("stream_options",)
+"""Fields that change nothing: there is no padding of the stream."""
 
 
 PART = Place(frozenset({"type", "text", "refusal"}))
@@ -31,7 +31,11 @@ TOOL = Place(frozenset({"type", "name", "description", "parameters"}))
 class ResponsesRequest(RequestModel):
     """POST /v1/responses; the fields from `top_k` on are quire's own."""
 
-    inner: ClassVar[Mapping[str, Place]] = {"input": ITEM, "tools": TOOL}
+    inner: ClassVar[Mapping[str, Place]] = {
+        "input": ITEM,
+        "tools": TOOL,
+        "reasoning": Place(frozenset({"effort"})),
+    }
 
     model: str | None = None
     input: str | list[dict[str, Any]]
