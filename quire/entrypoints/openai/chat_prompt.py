@@ -16,8 +16,6 @@ from quire.entrypoints.openai.protocol.requests import ChatFields
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import ValidationError
 
-END_CHARS = 256
-"""Of a prompt that say where its answer begins."""
 TEMPLATE_FIELDS = ("enable_thinking",)
 """Fields of a request that are options of the template, if it has them."""
 
@@ -60,7 +58,8 @@ async def chat_prompt(server: ServerState, fields: ChatFields, *, with_tools: bo
         ) from None
     check_text(server, chat.text, fields)
     token_ids = await beside_loop(len(chat.text), chat.encode, tokenizer)
-    return ChatPrompt(token_ids, PromptEnd(chat.text[-END_CHARS:], _continued(fields)))
+    end = PromptEnd.of(chat.text, fields.messages, continues=fields.continue_final_message)
+    return ChatPrompt(token_ids, end)
 
 
 def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, Any]:
@@ -100,12 +99,6 @@ def _note_unread_names(template: ChatTemplate, fields: ChatFields) -> None:
     roles = [message.get("role") for message in fields.messages if message.get("name") is not None]
     if any(isinstance(role, str) and not template.reads_name(role) for role in roles):
         fields.notes.ignore("messages[].name")
-
-
-def _continued(fields: ChatFields) -> str:
-    """The text of the message that the answer goes on with."""
-    content = fields.messages[-1].get("content") if fields.continue_final_message else None
-    return content if isinstance(content, str) else ""
 
 
 def _add_generation_prompt(fields: ChatFields) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quire.entrypoints.chat.formats.events import Tools
-from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, Tool
+from quire.entrypoints.chat.tool_schemas import tool_schemas
+from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import ValidationError
 
@@ -29,35 +30,13 @@ def tools_in_use(server: ServerState, request: ChatCompletionRequest) -> Tools |
         )
     if not request.tools or choice == "none":
         return None
-    tools = checked_tools(request.tools, server.config.max_tools)
+    if len(request.tools) > server.config.max_tools:
+        limit = f"the limit is {server.config.max_tools}"
+        raise ValidationError(f"tools has {len(request.tools)} tools, {limit}", param="tools")
+    tools = tool_schemas([tool.model_dump() for tool in request.tools])
     if server.answer_format.formats.tools is None:
         raise ValidationError(
             "this server does not know how the model writes tool calls; --tool-call-parser says it",
             param="tools",
         )
     return tools
-
-
-def checked_tools(tools: list[Tool], max_tools: int) -> Tools:
-    """Name -> schema of the arguments.
-
-    Raises:
-        ValidationError: there are too many, two have one name, or the arguments of one are no object.
-    """
-    if len(tools) > max_tools:
-        raise ValidationError(f"tools has {len(tools)} tools, the limit is {max_tools}", param="tools")
-    schemas: dict[str, dict[str, object]] = {}
-    for index, tool in enumerate(tools):
-        where, function = f"tools.{index}.function", tool.function
-        if function.name in schemas:
-            raise ValidationError(
-                f"{where}.name {function.name!r:.80} is another tool's, too", param=f"{where}.name"
-            )
-        schema = function.parameters or {}
-        if schema.get("type", "object") != "object":
-            raise ValidationError(
-                f"{where}.parameters must be the schema of an object, got type {schema['type']!r:.40}",
-                param=f"{where}.parameters",
-            )
-        schemas[function.name] = schema
-    return schemas

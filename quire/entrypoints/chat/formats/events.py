@@ -6,17 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.outputs import ToolCall as ToolCall
+
 Tools = Mapping[str, Mapping[str, Any]]
 """The tools of a request: name -> JSON schema of its arguments."""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call that the model asks for; `arguments` is the text of a JSON object, `id` what the model called it."""
-
-    name: str
-    arguments: str
-    id: str | None = None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from typing import Protocol
 
 from quire.entrypoints.chat.formats.answer import AnswerReader
 from quire.entrypoints.chat.formats.choice import AnswerFormat
-from quire.entrypoints.chat.formats.events import Tools
+from quire.entrypoints.chat.formats.events import Reasoning, Tools
 from quire.entrypoints.chat.formats.thought_counter import ThoughtCounter, TokenIds
+from quire.inputs import Conversation
+from quire.outputs import Answer, ToolCall
 
 
 class MarkerTokenizer(Protocol):
@@ -23,12 +25,22 @@ class MarkerTokenizer(Protocol):
     ) -> list[int]: ...
 
 
+END_CHARS = 256
+"""Of a prompt that say where its answer begins."""
+
+
 @dataclass(frozen=True)
 class PromptEnd:
     """Where an answer begins: the end of its prompt, and of the message that it goes on with, if there is one."""
 
     text: str = ""
     continued: str = ""
+
+    @staticmethod
+    def of(prompt: str, messages: Conversation, *, continues: bool) -> PromptEnd:
+        """The end of a rendered conversation; `continues` if the answer goes on with the last message."""
+        content = messages[-1].get("content") if continues else None
+        return PromptEnd(prompt[-END_CHARS:], content if isinstance(content, str) else "")
 
 
 class ModelFormat:
@@ -46,6 +58,16 @@ class ModelFormat:
     def reader(self, begin: PromptEnd, tools: Tools | None) -> AnswerReader:
         """Reads one answer; `tools` are those of a request that may be answered with calls."""
         return self.formats.reader(begin.text, tools, continued=begin.continued)
+
+    def read(self, text: str, begin: PromptEnd, tools: Tools | None) -> Answer:
+        """A whole answer."""
+        reader = self.reader(begin, tools)
+        found = reader.feed(text) + reader.finish()
+        return Answer(
+            "".join(event for event in found if isinstance(event, str)),
+            "".join(event.text for event in found if isinstance(event, Reasoning)),
+            tuple(event for event in found if isinstance(event, ToolCall)),
+        )
 
     def counter(self, begin: PromptEnd) -> ThoughtCounter | None:
         """Counts the reasoning of one answer; None if the model does not reason."""
