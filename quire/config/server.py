@@ -25,7 +25,8 @@ class ServerConfig(Config):
     root_path: str = option("", "Path prefix under which a proxy offers the server.")
     allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
     chat_template: str | None = option(
-        None, "File with (or text of) the chat template; default: the model's."
+        None,
+        "File with the chat template, its text, or the name of one of the model's; default: the model's own.",
     )
     tool_call_parser: str = option(
         "auto",

@@ -112,7 +112,7 @@ class LLM:
         """
         tokenizer = self.get_tokenizer()
         template = self._template(chat_template or self._chat_template)
-        formats = ModelFormat(choose(*self._parsers, template.source), tokenizer)
+        formats = ModelFormat(choose(*self._parsers, template.all_sources), tokenizer)
         schemas = None if tools is None else tool_schemas(tools)
         conversations = [list(conversation) for conversation in _as_conversations(messages)]
         chats = [

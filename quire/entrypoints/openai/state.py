@@ -76,7 +76,7 @@ class ServerState:
             ConfigError: a parser is named that is none; and as `chat_template`.
         """
         config = self.config
-        formats = choose(config.tool_call_parser, config.reasoning_parser, self.chat_template.source)
+        formats = choose(config.tool_call_parser, config.reasoning_parser, self.chat_template.all_sources)
         return ModelFormat(formats, self.tokenizer)
 
     @functools.cached_property
