@@ -10,9 +10,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 START_TIMEOUT_S = 120.0
+QUIRE = (sys.executable, "-m", "quire.entrypoints.cli.main")
 
 
 def free_port() -> int:
@@ -28,18 +30,17 @@ class Server:
     What it writes goes to `log`, or, of both streams, that for people to `words`.
     """
 
-    def __init__(self, *args: str, log: Path, words: Path | None = None, **environment: str) -> None:
+    def __init__(
+        self,
+        *args: str,
+        log: Path,
+        words: Path | None = None,
+        quire: Sequence[str] = QUIRE,
+        **environment: str,
+    ) -> None:
         self.port = free_port()
         self.log = log
-        command = [
-            sys.executable,
-            "-m",
-            "quire.entrypoints.cli.main",
-            "serve",
-            *args,
-            "--port",
-            str(self.port),
-        ]
+        command = [*quire, "serve", *args, "--port", str(self.port)]
         with log.open("w") as sink, (words or Path(os.devnull)).open("w") as out:
             self.process = subprocess.Popen(
                 command,
