@@ -14,6 +14,8 @@ from typing import Annotated
 
 import msgspec
 
+from starlette.datastructures import Headers
+
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 
@@ -88,6 +90,16 @@ def make_keyring(keys: Sequence[str], path: str | None) -> Keyring:
     """
     alone = {tenant_of_key(key.encode()): Tenant(keys=[key], shared_cache=True) for key in keys}
     return Keyring({**alone, **(_read(path) if path is not None else {})})
+
+
+def given_key(headers: Headers) -> bytes | None:
+    """The key that a request brings, as a bearer token or else in `x-api-key`; None: it brings none, or two of a kind."""
+    values = headers.getlist("authorization")
+    if not values:
+        keys = headers.getlist("x-api-key")
+        return keys[0].strip().encode("latin-1") if len(keys) == 1 else None
+    scheme, _, token = (values[0] if len(values) == 1 else "").partition(" ")
+    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else None
 
 
 def tenant_of_key(key: bytes) -> str:
