@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from quire.entrypoints.anthropic.protocol import PAST_THOUGHTS, CountTokensRequest, MessagesRequest
 from quire.entrypoints.openai.translation import given
 from quire.errors import ValidationError
 
@@ -18,8 +18,6 @@ SAME_NAME = (
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CHAT_NAMES = {"stop": "stop_sequences", "response_format": "output_config"}
 """Chat's names of fields, to Anthropic's."""
-PAST_THOUGHTS = frozenset({"thinking", "redacted_thinking"})
-"""Blocks of earlier answers that clients send back, and no answer depends on."""
 Fields = dict[str, Any]
 
 
@@ -111,11 +109,13 @@ def _call(block: Any, where: str) -> Fields:
     name, arguments = block.get("name"), block.get("input", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValidationError(f"{where} must hold a name and an input that is an object", param=where)
+    if not isinstance(block.get("id", ""), str):
+        raise ValidationError(f"{where}.id must be text", param=f"{where}.id")
     return {"id": block.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _result(block: Any, where: str) -> Fields:
-    content = block.get("content") or ""
+    content = block.get("content", "")
     if not isinstance(block.get("tool_use_id"), str):
         raise ValidationError(f"{where}.tool_use_id must be text", param=f"{where}.tool_use_id")
     if isinstance(content, list):
@@ -150,14 +150,19 @@ def _tool(tool: Fields, where: str) -> Fields:
     if not isinstance(schema, dict) or not isinstance(tool.get("name"), str) or not tool["name"]:
         raise ValidationError(f"{where} must hold a name and an input_schema that is an object", param=where)
     function = {"name": tool["name"], "parameters": schema}
-    if isinstance(tool.get("description"), str):
+    if tool.get("description") is not None:
         function["description"] = tool["description"]
     return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: Fields) -> Fields:
     kind = choice.get("type")
-    parallel = choice.get("disable_parallel_tool_use") is not True
+    single = choice.get("disable_parallel_tool_use")
+    if not isinstance(single, bool | None):
+        raise ValidationError(
+            "tool_choice.disable_parallel_tool_use must be true or false", param="tool_choice"
+        )
+    parallel = not single
     if kind == "tool" and isinstance(choice.get("name"), str):
         named = {"type": "function", "function": {"name": choice["name"]}}
         return {"tool_choice": named, "parallel_tool_calls": parallel}

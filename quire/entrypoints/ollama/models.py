@@ -6,13 +6,20 @@ import hashlib
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from quire import __version__
-from quire.entrypoints.ollama.protocol import Details, ListedModel, ModelList, ShownModel, ShowRequest
+from quire.entrypoints.ollama.protocol import (
+    Details,
+    ListedModel,
+    ModelList,
+    ShownModel,
+    ShowRequest,
+    Version,
+)
 from quire.entrypoints.ollama.writer import now
 from quire.entrypoints.openai.json_response import json_response
-from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.errors import ValidationError
@@ -25,6 +32,7 @@ SPOKEN_VERSION = "0.12.0"
 
 
 @router.get("/api/tags")
+@describe(Operation(reply=ModelList))
 async def tags(request: Request) -> Response:
     """The names under which the model is served."""
     server = server_of(request)
@@ -32,6 +40,7 @@ async def tags(request: Request) -> Response:
 
 
 @router.get("/api/ps")
+@describe(Operation(reply=ModelList))
 async def loaded(request: Request) -> Response:
     """The same names: the model is loaded as long as the server runs."""
     server = server_of(request)
@@ -43,12 +52,14 @@ async def loaded(request: Request) -> Response:
 
 
 @router.get("/api/version")
-async def version() -> JSONResponse:
+@describe(Operation(reply=Version))
+async def version() -> Response:
     """Whose API this is, and who speaks it."""
-    return JSONResponse({"version": SPOKEN_VERSION, "quire": __version__})
+    return json_response(Version(SPOKEN_VERSION, __version__))
 
 
-@router.post("/api/show", openapi_extra=body_schema(ShowRequest))
+@router.post("/api/show")
+@describe(Operation(body=(ShowRequest,), reply=ShownModel, errors=(404,)))
 async def show(request: Request) -> Response:
     """One of the names: its family, context, template and capabilities."""
     body = await read_request(request, ShowRequest)

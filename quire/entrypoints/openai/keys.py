@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-
 from starlette.datastructures import Headers
 
 from quire.config import EngineConfig
@@ -35,6 +34,12 @@ class Tenant(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     requests_per_minute: Limit = None
     tokens_per_minute: Limit = None
     shared_cache: bool = False
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether a request may ever be refused because of earlier ones."""
+        limits = self.max_concurrent, self.requests_per_minute, self.tokens_per_minute
+        return any(limit is not None for limit in limits)
 
 
 class Keyring:
@@ -93,7 +98,7 @@ def make_keyring(keys: Sequence[str], path: str | None) -> Keyring:
 
 
 def given_key(headers: Headers) -> bytes | None:
-    """The key that a request brings, as a bearer token or else in `x-api-key`; None: it brings none, or two of a kind."""
+    """The key that a request brings, as a bearer token or in `x-api-key`; None: it brings none, or two of a kind."""
     values = headers.getlist("authorization")
     if not values:
         keys = headers.getlist("x-api-key")

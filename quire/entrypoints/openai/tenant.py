@@ -15,6 +15,8 @@ from quire.entrypoints.openai.state import server_of
 from quire.errors import ValidationError
 
 TIMEOUT_HEADER = "x-request-timeout"
+READ_HEADERS = {TIMEOUT_HEADER: {"type": "number", "exclusiveMinimum": 0}}
+"""Request headers that are read here, with their schemas."""
 
 
 def tenant_of(request: Request, body: GenerationRequest) -> str:
@@ -41,7 +43,7 @@ def apply_terms(request: Request, body: GenerationRequest) -> None:
 def _timeout(request: Request, body: GenerationRequest) -> float | None:
     """The body's field, else the header."""
     text = request.headers.get(TIMEOUT_HEADER)
-    if body.timeout is not None or text is None:
+    if text is None:
         return body.timeout
     try:
         seconds = float(text)
@@ -51,7 +53,7 @@ def _timeout(request: Request, body: GenerationRequest) -> float | None:
         raise ValidationError(
             f"the header {TIMEOUT_HEADER} must be a positive number of seconds", param="timeout"
         )
-    return seconds
+    return seconds if body.timeout is None else body.timeout
 
 
 def _salt(tenant: str, own: str | None) -> str:

@@ -29,9 +29,10 @@ from quire.entrypoints.openai.protocol.responses import (
     Usage,
 )
 from quire.entrypoints.openai.respond import respond
+from quire.entrypoints.openai.sampling import chat_params
 from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.streaming import Wire
-from quire.entrypoints.openai.tenant import tenant_of
+from quire.entrypoints.openai.tenant import apply_terms, tenant_of
 from quire.errors import ValidationError
 from quire.outputs import RequestOutput, RequestStateStats
 
@@ -126,6 +127,18 @@ async def respond_translated(
         chat = as_chat(request, fields)
         answer = ChatAnswer(server_of(request), chat, answer_id, tenant_of(request, chat))
         return await respond(request, chat, TranslatedAnswer(answer, writer), writer.wire)
+
+
+def check_translated(request: Request, fields: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Refuse what `respond_translated` would refuse, where there is nothing to answer.
+
+    Raises:
+        ClientError: with the client's names.
+    """
+    with renamed(names):
+        chat = as_chat(request, fields)
+        apply_terms(request, chat)
+        chat_params(chat, server_of(request).engine.input_processor.default_sampling_params)
 
 
 def as_chat(request: Request, fields: dict[str, Any]) -> ChatCompletionRequest:

@@ -13,24 +13,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
 from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.protocol import shapes
 
 INT64_MAX = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
-PromptField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            ]
-        }
-    ),
-]
+PromptField = Annotated[Any, WithJsonSchema(shapes.PROMPT)]
 """Text, token ids, or a list of either; read by `quire.entrypoints.openai.prompts`, whose errors are clearer."""
-Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
+Objects = list[dict[str, Any]]
+Messages = Annotated[
+    Objects, Field(min_length=1, max_length=shapes.MAX_MESSAGES), WithJsonSchema(shapes.MESSAGES)
+]
+TemplateOptions = Annotated[dict[str, Any] | None, WithJsonSchema(shapes.optional(shapes.TEMPLATE_OPTIONS))]
+ToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(shapes.TOOL_CHOICE)]
 
 
 class RequestModel(BaseModel):
@@ -116,11 +110,11 @@ class ChatFields(RequestModel):
     """What decides how a conversation becomes a prompt."""
 
     messages: Messages
-    tools: list[Tool] | None = Field(None, max_length=1024)
+    tools: list[Tool] | None = Field(None, max_length=shapes.MAX_TOOLS)
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateOptions = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
 
@@ -131,7 +125,7 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool = True
 
 
