@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.entrypoints.anthropic.protocol import PAST_THOUGHTS, CountTokensRequest, MessagesRequest
+from quire.entrypoints.anthropic.protocol import (
+    MAX_USER_CHARS,
+    PAST_THOUGHTS,
+    CountTokensRequest,
+    MessagesRequest,
+)
 from quire.entrypoints.openai.translation import given
 from quire.errors import ValidationError
 
@@ -27,6 +32,8 @@ def prompt_fields(request: CountTokensRequest) -> Fields:
     Raises:
         ValidationError: a message, block or tool has no form that a text model takes.
     """
+    _response_format(request)
+    _check_user((request.metadata or {}).get("user_id"))
     messages = [*_system(request.system), *_conversation(request.messages)]
     fields: Fields = {"messages": messages, **given(request, ("model", "chat_template_kwargs"))}
     if request.tools:
@@ -44,11 +51,18 @@ def chat_fields(request: MessagesRequest) -> Fields:
     fields |= {"max_tokens": request.max_tokens, "stream": request.stream}
     if request.stop_sequences:
         fields["stop"] = request.stop_sequences
-    form = (request.output_config or {}).get("format")
+    form = _response_format(request)
     if form is not None:
-        fields["response_format"] = _response_format(form)
+        fields["response_format"] = form
     user = (request.metadata or {}).get("user_id")
-    return {**fields, "user": user} if isinstance(user, str) else fields
+    return {**fields, "user": user} if user is not None else fields
+
+
+def _check_user(user: Any) -> None:
+    if user is not None and (not isinstance(user, str) or len(user) > MAX_USER_CHARS):
+        raise ValidationError(
+            f"metadata.user_id must be text of at most {MAX_USER_CHARS} characters", param="metadata.user_id"
+        )
 
 
 def _system(system: str | list[dict[str, Any]] | None) -> list[Fields]:
@@ -173,10 +187,15 @@ def _tool_choice(choice: Fields) -> Fields:
     return {"tool_choice": TOOL_CHOICES[kind], "parallel_tool_calls": parallel}
 
 
-def _response_format(form: Any) -> Fields:
+def _response_format(request: CountTokensRequest) -> Fields | None:
+    form = (request.output_config or {}).get("format")
+    if form is None:
+        return None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         raise ValidationError("output_config.format.type must be json_schema", param="output_config.format")
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.get("schema")}}
+    if not isinstance(form.get("schema"), dict):
+        raise ValidationError("output_config.format.schema must be an object", param="output_config.format")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}
 
 
 def _is_begun(message: Fields) -> bool:

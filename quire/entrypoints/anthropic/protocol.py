@@ -23,6 +23,7 @@ WITHOUT_EFFECT = (
     "thinking", "user_profile_id", "workspace_id",
 )  # fmt: skip
 """Fields of Anthropic's that cannot change the answer of a model of ours."""
+MAX_USER_CHARS = 256
 PAST_THOUGHTS = ("thinking", "redacted_thinking")
 """Blocks of earlier answers that clients send back, and no answer depends on."""
 
@@ -68,7 +69,7 @@ TOOLS = array(
 TOOL_CHOICE = object_of({"type": enum("auto", "none")}, {"disable_parallel_tool_use": {"type": "boolean"}})
 FORMAT = object_of({"type": enum("json_schema"), "schema": {"type": "object"}})
 OUTPUT_CONFIG = {"type": "object", "properties": {"format": shapes.optional(FORMAT)}}
-METADATA = {"type": "object", "properties": {"user_id": {"maxLength": 256}}}
+METADATA = object_of({}, {"user_id": {**shapes.TEXT, "maxLength": MAX_USER_CHARS}})
 
 
 class CountTokensRequest(RequestModel):

@@ -40,7 +40,9 @@ def _checked(message: Any, where: str) -> ChatMessage:
     checked: ChatMessage = {"role": role, "content": _as_text(content, f"{where}.content")}
     for name, value in fields.items():
         if name in PASSED_FIELDS:
-            checked[name] = _as_text(value, f"{where}.{name}")
+            if not isinstance(value, str):
+                raise ValidationError(f"{where}.{name} must be text", param=f"{where}.{name}")
+            checked[name] = value
         elif name not in SILENT_FIELDS:
             raise ValidationError(f"{where} has an unknown field {name!r}", param=f"{where}.{name}")
     if tool_calls:

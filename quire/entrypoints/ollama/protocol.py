@@ -39,9 +39,9 @@ CALLS = array(object_of({"function": shapes.CALLED}, {"id": shapes.TEXT}))
 MESSAGE_FIELDS = {
     "content": shapes.CONTENT,
     "images": _NOTHING,
-    "tool_name": shapes.CONTENT,
-    "name": shapes.CONTENT,
-    "tool_call_id": shapes.CONTENT,
+    "tool_name": shapes.TEXT,
+    "name": shapes.TEXT,
+    "tool_call_id": shapes.TEXT,
 }
 MESSAGES = array(
     any_of(

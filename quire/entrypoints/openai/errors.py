@@ -167,9 +167,12 @@ async def handle_quire_error(request: Request, error: Exception) -> Response:
 async def handle_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    if headers.get("Allow") == "GET":
+        headers["Allow"] = "GET, HEAD"  # as everywhere (`middleware.head`)
     kind, sentence = HTTP_ERRORS.get(error.status_code, ("BadRequestError", "The request cannot be handled."))
     body = error_body(sentence, kind, error.status_code)
-    return ErrorResponse(body, error.status_code, error.headers)
+    return ErrorResponse(body, error.status_code, headers)
 
 
 def request_id_of(scope: Any) -> str:

@@ -21,8 +21,7 @@ router = APIRouter()
 
 @router.get("/health")
 @router.get("/readyz")
-@router.get("/ping")
-@router.post("/ping")
+@router.api_route("/ping", methods=["GET", "POST"])
 @describe(Operation())
 async def ready(request: Request) -> Response:
     """200 if a request would be taken now; 503 while a core loads or does not answer, when draining and at the end."""

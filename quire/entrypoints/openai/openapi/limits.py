@@ -29,7 +29,6 @@ OTHER_NAMES = {
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
     "tokens": "stop_token_ids",
-    "allowed_token_ids": "stop_token_ids",
 }
 """Other fields under the rule of the one on the right."""
 STOP: Rule = {
@@ -49,6 +48,7 @@ class Limits:
     Args:
         max_logprobs: below 0: there is no limit.
         has_priorities: whether a request may have another priority than 0.
+        idle_fields: names of fields that mean nothing here, and may hold anything.
         rejects_unknown: whether fields without effect are refused.
     """
 
@@ -57,6 +57,7 @@ class Limits:
     max_model_len: int
     max_logprobs: int
     has_priorities: bool
+    idle_fields: frozenset[str]
     rejects_unknown: bool
 
     @classmethod
@@ -70,6 +71,7 @@ class Limits:
             config.model.max_model_len,
             config.model.max_logprobs,
             scheduler.scheduling_policy == "priority" or bool(scheduler.scheduler_cls),
+            server.idle_fields,
             server.config.unknown_fields == "reject",
         )
 
@@ -82,9 +84,10 @@ class Limits:
             _number(-1, sys.maxsize) if self.max_logprobs < 0 else _number(0, self.max_logprobs)
         )
         rules["stop"] = STOP
-        rules["stop_token_ids"] = _number(0, self.vocab_size - 1)
+        token_ids = rules["stop_token_ids"] = _number(0, self.vocab_size - 1)
         rules |= {other: rules[name] for other, name in OTHER_NAMES.items()}
-        rules["prompt"] = rules["stop_token_ids"]
+        rules["prompt"] = token_ids
+        rules["allowed_token_ids"] = {**token_ids, "array": {"minItems": 1}}
         rules["logit_bias"] = LOGIT_BIAS
         rules["cache_salt"] = {"string": {"minLength": 1, "maxLength": MAX_SALT_CHARS}}
         rules["model"] = {"string": {"enum": [*self.model_names, ""]}}

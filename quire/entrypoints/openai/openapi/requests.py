@@ -20,7 +20,7 @@ def request_schemas(models: Iterable[type[BaseModel]], limits: Limits) -> dict[s
     template = REFERENCE.replace("{name}", "{model}")
     _, schema = models_json_schema(wanted, ref_template=template, schema_generator=_WithoutTitles)  # type: ignore[arg-type]
     rules = limits.rules()
-    components = {name: _settled(one, rules) for name, one in schema.get("$defs", {}).items()}
+    components = {name: _settled(one, limits, rules) for name, one in schema.get("$defs", {}).items()}
     if limits.rejects_unknown:
         for component in components.values():
             _close(component)
@@ -34,13 +34,16 @@ class _WithoutTitles(GenerateJsonSchema):
         return False
 
 
-def _settled(schema: Schema, rules: Mapping[str, Rule]) -> Schema:
+def _settled(schema: Schema, limits: Limits, rules: Mapping[str, Rule]) -> Schema:
     """With limits, and null wherever a field may be left out, as which it counts."""
     schema.pop("title", None)
     required = schema.get("required", ())
-    for name, value in schema.get("properties", {}).items():
+    properties = schema.get("properties", {})
+    for name in limits.idle_fields & properties.keys():
+        del properties[name]
+    for name, value in properties.items():
         limited = _limited(value, name, rules)
-        schema["properties"][name] = limited if name in required else _or_null(limited)
+        properties[name] = limited if name in required else _or_null(limited)
     return schema
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES, TEXT_PARTS
+from quire.entrypoints.chat.messages import PASSED_FIELDS, ROLE_ALIASES, ROLES, TEXT_PARTS
 from quire.entrypoints.chat.template import OWN_VARIABLES
 
 Schema = dict[str, Any]
@@ -63,7 +63,7 @@ JSON_OBJECT_TEXT: Schema = {**TEXT, "contentMediaType": "application/json"}
 CONTENT = any_of(TEXT, array(any_of(TEXT, text_parts(TEXT_PARTS))))
 CALLED = object_of({"name": TEXT}, {"arguments": any_of({"type": "object"}, JSON_OBJECT_TEXT)})
 TOOL_CALL = object_of({"function": CALLED}, {"id": TEXT, "type": enum("function")})
-NAMES = {"name": CONTENT, "tool_call_id": CONTENT, "reasoning": CONTENT, "reasoning_content": CONTENT}
+NAMES = {name: TEXT for name in sorted(PASSED_FIELDS)}
 MESSAGE = any_of(
     object_of(
         {"role": enum(*ROLES, *ROLE_ALIASES), "content": optional(CONTENT)},
