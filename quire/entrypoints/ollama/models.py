@@ -64,10 +64,10 @@ async def show(request: Request) -> Response:
     """One of the names: its family, context, template and capabilities."""
     body = await read_request(request, ShowRequest)
     server = server_of(request)
-    name = body.model or body.name
-    if not name:
+    names = [served_name(server, name) for name in (body.model, body.name) if name]
+    if not names:
         raise ValidationError("model is required", param="model")
-    name = served_name(server, name)
+    name = names[0]
     arch, context = server.engine.config.arch, server.engine.config.model.max_model_len
     info = {
         "general.architecture": arch.model_type,

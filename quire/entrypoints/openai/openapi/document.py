@@ -63,6 +63,11 @@ class Document:
         self._access = access
         self._written: tuple[Limits, Schema] | None = None
 
+    @property
+    def facts(self) -> tuple[tuple[str, ...], Access]:
+        """What decides the document besides the limits: the routes, and who may use them."""
+        return tuple(one.name for one in self._described), self._access
+
     def under(self, limits: Limits) -> Schema:
         """The document under these limits; not to be changed."""
         if self._written is None or self._written[0] != limits:

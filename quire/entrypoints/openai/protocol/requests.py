@@ -129,9 +129,20 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     parallel_tool_calls: bool = True
 
 
+def _without(field: str) -> ConfigDict:
+    """For one of two forms of a request: what makes it the other may only be null."""
+
+    def describe(schema: dict[str, Any]) -> None:
+        schema["properties"][field] = shapes.NULL
+        schema["additionalProperties"] = True
+
+    return ConfigDict(json_schema_extra=describe)
+
+
 class TokenizeRequest(RequestModel):
     """POST /tokenize with a prompt"""
 
+    model_config = _without("messages")
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
@@ -141,6 +152,7 @@ class TokenizeRequest(RequestModel):
 class TokenizeChatRequest(ChatFields):
     """POST /tokenize with messages"""
 
+    model_config = _without("prompt")
     model: str | None = None
     return_token_strs: bool = False
 

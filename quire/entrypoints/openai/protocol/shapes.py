@@ -63,7 +63,7 @@ JSON_OBJECT_TEXT: Schema = {**TEXT, "contentMediaType": "application/json"}
 CONTENT = any_of(TEXT, array(any_of(TEXT, text_parts(TEXT_PARTS))))
 CALLED = object_of({"name": TEXT}, {"arguments": any_of({"type": "object"}, JSON_OBJECT_TEXT)})
 TOOL_CALL = object_of({"function": CALLED}, {"id": TEXT, "type": enum("function")})
-NAMES = {name: TEXT for name in sorted(PASSED_FIELDS)}
+NAMES = dict.fromkeys(sorted(PASSED_FIELDS), TEXT)
 MESSAGE = any_of(
     object_of(
         {"role": enum(*ROLES, *ROLE_ALIASES), "content": optional(CONTENT)},
