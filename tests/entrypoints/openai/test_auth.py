@@ -31,7 +31,8 @@ async def test_every_route_needs_the_key(engine: FakeEngine) -> None:
     routes = registered(build_app(engine, ServerConfig(**EVERYTHING)))  # type: ignore[arg-type]
     assert {path for _, path in routes} >= OPEN_PATHS | {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/metrics", "/version",
-        "/openapi.json", "/docs", "/reset_prefix_cache", "/v1/responses", "/v1/messages", "/api/chat", "/v1/requests", "/tokenizer_info", "/",
+        "/openapi.json", "/docs",
+        "/reset_prefix_cache", "/v1/responses", "/v1/messages", "/api/chat", "/v1/requests", "/tokenizer_info", "/",
     }  # fmt: skip
     async with client_for(engine, api_key=(KEY,), **EVERYTHING) as client:
         for method, path in routes:

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
+from quire.entrypoints.openai.field_policy import REFUSED
 from quire.entrypoints.openai.openapi.limits import Limits, Rule, narrow
 from quire.entrypoints.openai.openapi.replies import REFERENCE
 
@@ -15,12 +16,19 @@ Schema = dict[str, Any]
 
 
 def request_schemas(models: Iterable[type[BaseModel]], limits: Limits) -> dict[str, Schema]:
-    """Components for the models and all that they refer to."""
+    """Components for the models and all that they refer to.
+
+    A field that cannot be honoured is described by the values that ask for nothing.
+    """
     wanted = [(model, "validation") for model in dict.fromkeys(models)]
     template = REFERENCE.replace("{name}", "{model}")
     _, schema = models_json_schema(wanted, ref_template=template, schema_generator=_WithoutTitles)  # type: ignore[arg-type]
     rules = limits.rules()
     components = {name: _settled(one, limits, rules) for name, one in schema.get("$defs", {}).items()}
+    for model, _ in wanted:
+        properties = components[model.__name__]["properties"]
+        refused = REFUSED.keys() - properties.keys() - model.model_fields.keys()
+        properties.update({name: {"enum": [*REFUSED[name].neutral, None]} for name in sorted(refused)})
     if limits.rejects_unknown:
         for component in components.values():
             _close(component)
