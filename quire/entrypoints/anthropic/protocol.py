@@ -75,7 +75,14 @@ METADATA = object_of({}, {"user_id": {**shapes.TEXT, "maxLength": MAX_USER_CHARS
 class CountTokensRequest(RequestModel):
     """POST /v1/messages/count_tokens"""
 
-    inner: ClassVar[Mapping[str, Place]] = {"messages": MESSAGE, "system": TEXT, "tools": TOOL}
+    inner: ClassVar[Mapping[str, Place]] = {
+        "messages": MESSAGE,
+        "system": TEXT,
+        "tools": TOOL,
+        "tool_choice": Place(frozenset({"type", "name", "disable_parallel_tool_use"})),
+        "output_config": Place(frozenset({"format"})),
+    }
+    without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
 
     model: str | None = None
     messages: Annotated[

@@ -58,6 +58,12 @@ def _response_format(form: str | Fields) -> Fields:
     raise ValidationError("format must be json or a JSON schema", param="format")
 
 
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValidationError(f"{where} must be text", param=where)
+    return value
+
+
 def _message(message: Fields, where: str) -> Fields:
     """A chat message: calls have no type here, and a tool's result names the tool."""
     if message.get("images") not in (None, []):
@@ -66,9 +72,9 @@ def _message(message: Fields, where: str) -> Fields:
         name: message[name] for name in ("role", "content", "tool_call_id") if message.get(name) is not None
     }
     kept.setdefault("content", "")
-    tool_name = message.get("tool_name") or message.get("name")
-    if tool_name is not None:
-        kept["name"] = tool_name
+    for name in ("name", "tool_name"):
+        if message.get(name) is not None:
+            kept["name"] = _text(message[name], f"{where}.{name}")
     calls = message.get("tool_calls")
     if calls is None:
         return kept

@@ -58,6 +58,7 @@ class TurnRequest(RequestModel):
     """What /api/chat and /api/generate share; unlike elsewhere, a stream is what one gets without asking."""
 
     inner: ClassVar[Mapping[str, Place]] = {"messages": MESSAGE, "tools": INNER["tools"]}
+    without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
 
     model: Annotated[str, Field(min_length=1), WithJsonSchema(MODEL)]
     stream: bool = True

@@ -168,8 +168,11 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
-    if headers.get("Allow") == "GET":
-        headers["Allow"] = "GET, HEAD"  # as everywhere (`middleware.head`)
+    methods = set(headers.get("Allow", "").split(", ")) - {""}
+    if methods:
+        headers["Allow"] = ", ".join(
+            sorted(methods | ({"HEAD"} if "GET" in methods else set()))
+        )  # `middleware.head`
     kind, sentence = HTTP_ERRORS.get(error.status_code, ("BadRequestError", "The request cannot be handled."))
     body = error_body(sentence, kind, error.status_code)
     return ErrorResponse(body, error.status_code, headers)

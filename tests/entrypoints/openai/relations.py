@@ -27,6 +27,8 @@ RELATIONS = (
     r"logit_bias has \d+, but token ids are",
     r"the model's chat template has no place for",
     r"the chat template (refused|failed on) ",
+    # With the template or the server, where fields without effect are refused.
+    r"unknown field '(messages\[\]\.name|enable_thinking|reasoning_effort|chat_template_kwargs\.|options\.)",
     # What is described as its API has it, and not there yet.
     r"(format|output_config) is not supported",
     # JSON within text.

@@ -5,6 +5,7 @@ That replies are what it says is held by every other test of a route: `serving.C
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -219,3 +220,101 @@ async def test_behind_a_proxy_the_page_links_relatively() -> None:
 
 def test_the_document_is_json() -> None:
     assert json.loads(json.dumps(document(**EVERYTHING))) == document(**EVERYTHING)
+
+
+CALLED = {"name": "f", "arguments": {"x": 1}}
+RICH: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "ann"},
+            {
+                "role": "assistant",
+                "content": "calls",
+                "tool_calls": [{"id": "1", "type": "function", "function": CALLED}],
+            },
+            {"role": "tool", "content": "42", "tool_call_id": "1"},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "f", "description": "f", "parameters": {"type": "object"}},
+            }
+        ],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    },
+    "/v1/responses": {
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {
+                "type": "function_call_output",
+                "call_id": "1",
+                "output": [{"type": "input_text", "text": "42"}],
+            },
+        ],
+        "tools": [{"type": "function", "name": "f", "description": "f", "parameters": {"type": "object"}}],
+    },
+    "/v1/messages": {
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": "be brief"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "42"}]}
+                ],
+            },
+        ],
+        "tools": [{"type": "custom", "name": "f", "description": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "metadata": {"user_id": "me"},
+    },
+    "/api/chat": {
+        "model": "fake-model",
+        "messages": [
+            {"role": "user", "content": "hi", "images": []},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": CALLED}]},
+            {"role": "tool", "content": "42", "tool_name": "f"},
+        ],
+        "options": {"temperature": 0.5, "stop": ["x"], "num_predict": 3, "mirostat": 0, "num_ctx": 5},
+    },
+}
+DEEP = ("x", "", 1, True, None, [], ["a"], {}, {"a": 1}, [{}])
+
+
+@pytest.mark.parametrize("path", list(RICH))
+@pytest.mark.parametrize("unknown", ["ignore", "reject"])
+async def test_every_place_in_a_request_is_read_as_its_schema_says(path: str, unknown: str) -> None:
+    """Any value in any place of a conversation with a tool call, however deep; and each place without its value."""
+    validator, rich = body_validator(document(unknown_fields=unknown), path), RICH[path]
+    async with client_for(FakeEngine(), unknown_fields=unknown) as client:
+        first = await client.post(path, json=rich)
+        assert unknown == "reject" or (first.status_code == 200 and validator.is_valid(rich)), first.text
+        for body in _changed(rich):
+            response = await client.post(path, json=body)
+            fits, taken = validator.is_valid(body), response.status_code == 200
+            assert fits or not taken, f"{body} is taken"
+            assert taken or not fits or is_relation(response.text, body), f"{body}: {response.text}"
+
+
+def _changed(node: Any) -> Iterator[Any]:
+    """Copies of a value with one place in it changed."""
+    places = list(
+        node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    )
+    for key, value in places:
+        for changed in (*DEEP, *_changed(value)):
+            copied = copy.copy(node)
+            copied[key] = changed
+            yield copied
+        copied = copy.copy(node)
+        del copied[key]
+        yield copied
+    if isinstance(node, dict):
+        yield {**node, "unheard_of": 1}

@@ -54,6 +54,10 @@ async def test_tokenize_chat_is_what_the_model_sees(client: httpx.AsyncClient, e
     assert engine.seen[0][0]["prompt_token_ids"] == body["tokens"]
 
 
+async def test_no_messages_are_none(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/tokenize", json={"prompt": "x", "messages": None})).json()["count"] == 1
+
+
 async def test_tokenize_refusals(client: httpx.AsyncClient) -> None:
     for path, body, param in (
         ("/tokenize", {}, "prompt"),

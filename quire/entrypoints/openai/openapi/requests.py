@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from quire.entrypoints.openai.field_policy import REFUSED
 from quire.entrypoints.openai.openapi.limits import Limits, Rule, narrow
 from quire.entrypoints.openai.openapi.replies import REFERENCE
+from quire.entrypoints.openai.protocol.requests import RequestModel
 
 Schema = dict[str, Any]
 
 
-def request_schemas(models: Iterable[type[BaseModel]], limits: Limits) -> dict[str, Schema]:
+def request_schemas(models: Iterable[type[RequestModel]], limits: Limits) -> dict[str, Schema]:
     """Components for the models and all that they refer to.
 
     A field that cannot be honoured is described by the values that ask for nothing.
@@ -30,6 +30,9 @@ def request_schemas(models: Iterable[type[BaseModel]], limits: Limits) -> dict[s
         refused = REFUSED.keys() - properties.keys() - model.model_fields.keys()
         properties.update({name: {"enum": [*REFUSED[name].neutral, None]} for name in sorted(refused)})
     if limits.rejects_unknown:
+        for model, _ in wanted:
+            properties = components[model.__name__]["properties"]
+            properties.update({name: {"type": "null"} for name in model.without_effect})
         for component in components.values():
             _close(component)
     return components

@@ -34,6 +34,8 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"additionalProperties": True})
     inner: ClassVar[Mapping[str, Any] | None] = None
     """Rules (`field_policy.Place`) of the objects in a request of another form than chat's."""
+    without_effect: ClassVar[tuple[str, ...]] = ()
+    """Fields that have a form, and change nothing."""
     _notes: Notes = PrivateAttr(default_factory=Notes)
 
     @property

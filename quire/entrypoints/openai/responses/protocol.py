@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType, field
 from pydantic import Field, WithJsonSchema
 
-from quire.entrypoints.openai.field_policy import Place
+from quire.entrypoints.openai.field_policy import Place, unless
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, TemplateOptions
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob
@@ -30,6 +30,7 @@ ITEM = Place(
     inner={"content": PART, "output": PART},
 )
 TOOL = Place(frozenset({"type", "name", "description", "parameters"}))
+TEXT = Place(frozenset({"format"}), refused={"verbosity": unless("medium")})
 
 
 # `conversation.chat_fields` reads these.
@@ -69,14 +70,15 @@ FORMAT = any_of(
     object_of({"type": enum("text", "json_object")}),
     object_of({"type": enum("json_schema"), "name": shapes.TEXT, "schema": {"type": "object"}}),
 )
-TEXT_CONFIG = {"type": "object", "properties": {"format": shapes.optional(FORMAT)}}
+TEXT_CONFIG = object_of({}, {"format": FORMAT, "verbosity": enum("medium")})
 Stateless = Annotated[bool | None, WithJsonSchema(enum(False, None))]
 
 
 class ResponsesRequest(RequestModel):
     """POST /v1/responses; the fields from `top_k` on are quire's own."""
 
-    inner: ClassVar[Mapping[str, Place]] = {"input": ITEM, "tools": TOOL}
+    inner: ClassVar[Mapping[str, Place]] = {"input": ITEM, "tools": TOOL, "text": TEXT}
+    without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
 
     model: str | None = None
     input: Annotated[str | Objects, WithJsonSchema(INPUT)]
