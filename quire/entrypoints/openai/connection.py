@@ -133,7 +133,7 @@ class Connection(H11Protocol):
         """The application of a connection beyond the limit."""
         message = f"the server has {self._max_connections} connections, which is its limit; try again later"
         response = response_of(UnavailableError(message), "unknown")
-        response.headers["connection"] = "close"
+        response.headers.update({"connection": "close", "x-request-id": request_id_of(scope)})
         await response(scope, receive, send)
 
     def _watch_writing(self) -> None:

@@ -9,6 +9,7 @@ import copy
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -113,6 +114,15 @@ def test_keys_are_asked_for_where_they_are_needed() -> None:
         for path in ("/v1/requests", "/abort_requests", "/reset_prefix_cache"):
             (operation,) = written["paths"][path].values()
             assert operation["security"] == [{"adminBearer": []}, {"adminHeader": []}]
+
+
+def test_a_limit_of_a_tenant_is_told(tmp_path: Path) -> None:
+    for limit, is_told in (("max_concurrent: 1", True), ("weight: 1", False)):
+        keys = tmp_path / "keys.yaml"
+        keys.write_text(f"a:\n  keys: [k]\n  {limit}\n")
+        for path, methods in document(api_key_file=str(keys))["paths"].items():
+            for method, operation in methods.items():
+                assert ("429" in operation["responses"]) == (is_told and method == "post"), path
 
 
 def test_errors_have_the_shape_of_their_api() -> None:
