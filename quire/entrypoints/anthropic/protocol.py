@@ -33,6 +33,7 @@ BLOCK = Place(
     frozenset({"type", "text", "id", "name", "input", "tool_use_id", "content"}), inner={"content": TEXT}
 )
 MESSAGE = Place(frozenset({"role", "content"}), inner={"content": BLOCK}, empty=frozenset({"content"}))
+OUTPUT = Place(frozenset({"format"}), inner={"format": Place(frozenset({"type", "schema"}))})
 TOOL = Place(frozenset({"type", "name", "description", "input_schema"}))
 
 
@@ -80,7 +81,7 @@ class CountTokensRequest(RequestModel):
         "system": TEXT,
         "tools": TOOL,
         "tool_choice": Place(frozenset({"type", "name", "disable_parallel_tool_use"})),
-        "output_config": Place(frozenset({"format"})),
+        "output_config": OUTPUT,
     }
     without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
 

@@ -30,7 +30,11 @@ ITEM = Place(
     inner={"content": PART, "output": PART},
 )
 TOOL = Place(frozenset({"type", "name", "description", "parameters"}))
-TEXT = Place(frozenset({"format"}), refused={"verbosity": unless("medium")})
+TEXT = Place(
+    frozenset({"format"}),
+    refused={"verbosity": unless("medium")},
+    inner={"format": Place(frozenset({"type", "name", "description", "schema", "strict"}))},
+)
 
 
 # `conversation.chat_fields` reads these.
@@ -68,7 +72,10 @@ TOOLS = array(
 TOOL_CHOICE = shapes.TOOL_CHOICE
 FORMAT = any_of(
     object_of({"type": enum("text", "json_object")}),
-    object_of({"type": enum("json_schema"), "name": shapes.TEXT, "schema": {"type": "object"}}),
+    object_of(
+        {"type": enum("json_schema"), "name": shapes.TEXT, "schema": {"type": "object"}},
+        {"description": shapes.TEXT, "strict": {"type": "boolean"}},
+    ),
 )
 TEXT_CONFIG = object_of({}, {"format": FORMAT, "verbosity": enum("medium")})
 Stateless = Annotated[bool | None, WithJsonSchema(enum(False, None))]
