@@ -77,7 +77,6 @@ MESSAGE = any_of(
 MESSAGES = array(MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
 
 # `tool_choice.tools_in_use`
-NAMED_FUNCTION = object_of({"type": enum("function"), "function": object_of({"name": TEXT})})
 TOOL_CHOICE = enum("auto", "none", None)
 
 # `chat_prompt.chat_token_ids`

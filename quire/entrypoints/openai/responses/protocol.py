@@ -14,7 +14,7 @@ from pydantic import Field, WithJsonSchema
 
 from quire.entrypoints.openai.field_policy import Place, unless
 from quire.entrypoints.openai.protocol import shapes
-from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, TemplateOptions
+from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, TemplateOptions, ToolChoice
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of, text_parts
 
@@ -69,7 +69,6 @@ TOOLS = array(
     },
     maxItems=shapes.MAX_TOOLS,
 )
-TOOL_CHOICE = shapes.TOOL_CHOICE
 FORMAT = any_of(
     object_of({"type": enum("text", "json_object")}),
     object_of(
@@ -98,7 +97,7 @@ class ResponsesRequest(RequestModel):
     tools: Annotated[
         Objects | None, Field(max_length=shapes.MAX_TOOLS), WithJsonSchema(shapes.optional(TOOLS))
     ] = None
-    tool_choice: Annotated[str | dict[str, Any] | None, WithJsonSchema(TOOL_CHOICE)] = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool = True
     text: Annotated[dict[str, Any] | None, WithJsonSchema(shapes.optional(TEXT_CONFIG))] = None
     top_logprobs: int | None = None
