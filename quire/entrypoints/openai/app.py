@@ -22,6 +22,7 @@ from quire.entrypoints.openai import (
     completions,
     front_page,
     health,
+    integrity,
     metrics,
     models,
     prefix_cache,
@@ -53,7 +54,7 @@ FAMILIES = (
     metrics,
 )  # fmt: skip
 """Modules and packages with a `router`, in the order of the published schema."""
-CONTROLS = (requests.controls, prefix_cache.controls)
+CONTROLS = (requests.controls, prefix_cache.controls, integrity.controls)
 """What acts on all requests: for the admin key."""
 EXPOSED_HEADERS = ("x-request-id", "retry-after", IGNORED_HEADER, ADJUSTED_HEADER)
 """What scripts of a page may read of a response besides its body."""
