@@ -23,9 +23,13 @@ def free_port() -> int:
 
 
 class Server:
-    """Starts serving on a free port; `wait_ready` blocks until `/health` says 200."""
+    """Starts serving on a free port; `wait_ready` blocks until `/health` says 200.
 
-    def __init__(self, *args: str, log: Path, **environment: str) -> None:
+    Args:
+        shell: a line of sh that runs the command as "$@", for limits and redirections.
+    """
+
+    def __init__(self, *args: str, log: Path, shell: str = "", **environment: str) -> None:
         self.port = free_port()
         self.log = log
         command = [
@@ -37,6 +41,8 @@ class Server:
             "--port",
             str(self.port),
         ]
+        if shell:
+            command = ["sh", "-c", shell, "sh", *command]
         with log.open("w") as sink:
             self.process = subprocess.Popen(
                 command,

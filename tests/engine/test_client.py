@@ -109,7 +109,7 @@ def test_a_core_that_cannot_be_started_leaves_nothing(
         raise OSError("no more processes")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    with pytest.raises(OSError, match="no more processes"):
+    with pytest.raises(StartupError, match="cannot be started: no more processes"):
         ProcessClient(make_config())
     assert not list(tmp_path.iterdir())
     assert [context.closed for context in contexts] == [True]

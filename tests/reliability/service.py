@@ -65,8 +65,8 @@ def rss_bytes(pid: int) -> int:
 class Service:
     """A server with an admin key, and its clients."""
 
-    def __init__(self, *args: str, log: Path, **environment: str) -> None:
-        self.process = Server(*args, "--admin-api-key", "admin", log=log, **environment)
+    def __init__(self, *args: str, log: Path, **options: str) -> None:
+        self.process = Server(*args, "--admin-api-key", "admin", log=log, **options)
         self.process.wait_ready()
         self.client = httpx.Client(
             base_url=self.process.url, timeout=60, limits=httpx.Limits(max_keepalive_connections=0)
@@ -170,9 +170,9 @@ def wait_until(condition: Any, within_s: float, message: Any) -> None:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *args: str, **environment: str) -> Iterator[Service]:
-    """A server of one's own, killed at the end if it still runs; its log is `folder`/log."""
-    service = Service(*args, log=folder / "log", **environment)
+def serving(folder: Path, *args: str, **options: str) -> Iterator[Service]:
+    """A server of one's own (`options`: see `Server`), killed at the end if it still runs; its log is `folder`/log."""
+    service = Service(*args, log=folder / "log", **options)
     try:
         yield service
     finally:

@@ -280,6 +280,7 @@ def test_a_deadline_ends_a_request_and_gives_its_memory_back(service: Service) -
     late = service.complete([3] * 1900, timeout=1e-6)
     assert late.status_code == 504
     assert late.headers["x-should-retry"] == "false"
+    wait_until(lambda: not service.held(), 20, "the late one holds something")
     cut = service.complete(timeout=0.25, max_tokens=2000, ignore_eos=True)
     assert cut.status_code == 200, cut.text
     assert cut.json()["choices"][0]["stop_reason"] == "timeout"
