@@ -57,6 +57,7 @@ def test_a_tensor_at_an_odd_byte(tmp_path: Path) -> None:
     assert file.tensor(file.tensors["f"]).tolist() == [1.5, -2.0]
 
 
+@pytest.mark.item(26)
 @pytest.mark.parametrize(
     ("header", "words"),
     [
@@ -86,6 +87,7 @@ def test_damaged_headers(header: dict[str, Any] | bytes, words: str, tmp_path: P
         SafetensorsFile(path)
 
 
+@pytest.mark.item(26)
 @pytest.mark.parametrize(
     "content", [b"", b"\x01", b"\xff" * 8, (100).to_bytes(8, "little") + b"{}", bytes(8)]
 )
@@ -100,6 +102,7 @@ def test_missing_file(tmp_path: Path) -> None:
         SafetensorsFile(tmp_path / "x")
 
 
+@pytest.mark.item(26, 58)
 @settings(
     max_examples=300,
     derandomize=True,

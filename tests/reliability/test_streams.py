@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.reliability.service import ADMIN, Service, serving, wait_until
+from tests.reliability.service import ADMIN, Service, rss_bytes, serving, wait_until
 
 WEATHER = {
     "type": "function",
@@ -337,6 +337,7 @@ def test_a_cache_that_is_too_small_for_all_serves_all(tmp_path: Path, service: S
         assert tiny.complete([5] * 511, max_tokens=1).status_code == 200
 
 
+@pytest.mark.more
 @pytest.mark.item(28)
 def test_what_is_beyond_the_queue_is_told_at_once_and_its_place_comes_back(tmp_path: Path) -> None:
     limits = ("--max-num-seqs", "2", "--max-num-queued-reqs", "4")
@@ -354,6 +355,7 @@ def test_what_is_beyond_the_queue_is_told_at_once_and_its_place_comes_back(tmp_p
         limited.baseline.check()
 
 
+@pytest.mark.more
 @pytest.mark.item(35)
 def test_connections_beyond_the_open_files_are_told_and_the_server_goes_on(tmp_path: Path) -> None:
     with serving(tmp_path, "--max-connections", "20", "--read-timeout", "3") as limited:
@@ -370,3 +372,23 @@ def test_connections_beyond_the_open_files_are_told_and_the_server_goes_on(tmp_p
         for client in idle:
             client.close()
         limited.baseline.check()
+
+
+@pytest.mark.item(59)
+def test_memory_is_given_back_however_often_a_request_comes(service: Service) -> None:
+    def burst() -> None:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda index: service.complete([index] * 200, n=2, logprobs=2), range(100)))
+
+    for _ in range(3):
+        burst()
+    before = rss_bytes(service.pid), rss_bytes(service.baseline.core_pid)
+    for _ in range(2):
+        burst()
+    grown = [
+        now - then
+        for now, then in zip(
+            (rss_bytes(service.pid), rss_bytes(service.baseline.core_pid)), before, strict=True
+        )
+    ]
+    assert max(grown) < 20 * 2**20, grown

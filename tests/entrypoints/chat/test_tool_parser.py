@@ -64,6 +64,7 @@ bits = st.sampled_from(
 )
 
 
+@pytest.mark.item(18)
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(text=st.lists(bits, max_size=12).map("".join), data=st.data())
 def test_cuts_do_not_matter(text: str, data: st.DataObject) -> None:
@@ -77,6 +78,7 @@ def test_cuts_do_not_matter(text: str, data: st.DataObject) -> None:
         assert content == text
 
 
+@pytest.mark.item(18, 58)
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(text=st.text("ab<t>", max_size=30), cut=st.integers(0, 30))
 def test_scanner_loses_nothing(text: str, cut: int) -> None:
@@ -86,6 +88,7 @@ def test_scanner_loses_nothing(text: str, cut: int) -> None:
     assert found.count(None) == text.count("<t>")
 
 
+@pytest.mark.item(18)
 @pytest.mark.parametrize("filler", ["[", "{", '"', "<", '{"a":', "\\"])
 def test_hostile_text_costs_linear_time(filler: str) -> None:
     text = "<tool_call>" + filler * 20_000
@@ -95,6 +98,7 @@ def test_hostile_text_costs_linear_time(filler: str) -> None:
     assert time.process_time() - start < 5
 
 
+@pytest.mark.item(18)
 def test_deep_nesting_is_no_call() -> None:
     text = '<tool_call>{"name": "f", "arguments": ' + "[" * 10**6 + "]" * 10**6 + "}</tool_call>"
     assert parsed(HermesParser(), [text]) == (text, [])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import httpx
+import pytest
 
 from quire.config import ServerConfig
 from quire.entrypoints.chat.tool_parser import TOOL_PARSERS
@@ -81,6 +82,7 @@ async def test_version_and_docs(client: httpx.AsyncClient) -> None:
             assert (await bare.get(path)).status_code == 404
 
 
+@pytest.mark.item(25)
 async def test_metrics_do_not_grow_with_strange_requests(client: httpx.AsyncClient) -> None:
     await client.post("/v1/completions", json={"prompt": "hi"})
     await client.get("/x")
@@ -98,6 +100,7 @@ async def test_metrics_do_not_grow_with_strange_requests(client: httpx.AsyncClie
     assert len(after.splitlines()) - len(before.splitlines()) <= 2
 
 
+@pytest.mark.item(21)
 async def test_client_request_id_is_no_key(client: httpx.AsyncClient) -> None:
     ids = {
         (await client.get("/health", headers={"x-request-id": "same"})).headers["x-request-id"]
@@ -113,6 +116,7 @@ def test_parser_choices_are_the_registry(engine: FakeEngine) -> None:
     assert build_app(engine, ServerConfig()).state.server.make_tool_parser is TOOL_PARSERS["hermes"]  # type: ignore[arg-type]
 
 
+@pytest.mark.item(60)
 def test_app_loads_neither_torch_nor_transformers() -> None:
     program = (
         "import sys\n"
