@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- written by python -m tests.reliability.table -->", "<!-- until here -->"
 
 
-def tests_of_items() -> dict[int, list[tuple[str, str]]]:
+@functools.cache
+def marked_tests() -> dict[int, list[tuple[str, str]]]:
     """Item -> (file, test) of those marked with it; the test is empty where the whole file is marked."""
     found: dict[int, list[tuple[str, str]]] = {number: [] for number in ITEMS}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
@@ -41,7 +43,7 @@ def _numbers(mark: ast.expr) -> Iterator[list[int]]:
 
 def table() -> str:
     """All sections."""
-    found = tests_of_items()
+    found = marked_tests()
     lines: list[str] = []
     for title, items in SECTIONS.items():
         lines += ["", f"## {title}", "", "| # | what | tests | broke elsewhere |", "|---|---|---|---|"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.reliability.items import ITEMS, NOT_BUILT, PARTLY
-from tests.reliability.table import PAGE, page, tests_of_items
+from tests.reliability.table import PAGE, marked_tests, page
 
 
 @pytest.mark.parametrize("number", range(1, 61))
 def test_an_item_has_a_test_or_a_reason(number: int) -> None:
     assert number in ITEMS
-    assert tests_of_items()[number] or number in NOT_BUILT
+    assert marked_tests()[number] or number in NOT_BUILT
 
 
 def test_the_page_is_what_the_marks_say() -> None:
