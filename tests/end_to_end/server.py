@@ -26,10 +26,10 @@ class Server:
     """Starts serving on a free port; `wait_ready` blocks until `/health` says 200.
 
     Args:
-        shell: a line of sh that runs the command as "$@", for limits and redirections.
+        sh: a line of shell that runs the command as "$@", for limits and redirections.
     """
 
-    def __init__(self, *args: str, log: Path, shell: str = "", **environment: str) -> None:
+    def __init__(self, *args: str, log: Path, sh: str = "", **environment: str) -> None:
         self.port = free_port()
         self.log = log
         command = [
@@ -41,8 +41,8 @@ class Server:
             "--port",
             str(self.port),
         ]
-        if shell:
-            command = ["sh", "-c", shell, "sh", *command]
+        if sh:
+            command = ["sh", "-c", sh, "sh", *command]
         with log.open("w") as sink:
             self.process = subprocess.Popen(
                 command,

@@ -293,7 +293,7 @@ def test_a_core_that_gets_no_memory_is_replaced_or_goes_on(tmp_path: Path) -> No
 @pytest.mark.item(35, 53)
 def test_without_file_descriptors_the_server_refuses_and_goes_on(tmp_path: Path) -> None:
     with (
-        mortal(tmp_path, "--read-timeout", "3", shell='ulimit -n 80; exec "$@"') as service,
+        mortal(tmp_path, "--read-timeout", "3", sh='ulimit -n 80; exec "$@"') as service,
         ExitStack() as stack,
     ):
         for _ in range(150):
@@ -324,7 +324,7 @@ NULL = ("--distributed-executor-backend", "null")
     ],
 )
 def test_a_log_that_cannot_be_written_costs_nothing(shell: str, tmp_path: Path) -> None:
-    with serving(tmp_path, *NULL, shell=shell) as service:
+    with serving(tmp_path, *NULL, sh=shell) as service:
         for _ in range(100):
             assert service.client.get("/version?" + "x" * 100).status_code == 200
         assert service.complete(temperature=0.001).status_code == 200
