@@ -253,6 +253,7 @@ def test_garbage_on_the_internal_sockets_is_dropped(tmp_path: Path) -> None:
             sender.linger = 1000
             sender.connect(f"ipc://{private / 'requests'}")
             frames = [rng.randbytes(rng.randrange(200)) for _ in range(200)] + [bytes(64 * 2**20), b"\xc1"]
+            frames.append(b"\x81\xa4type\xa3\x00\x00\x80")  # no UTF-8
             for frame in frames:
                 sender.send(frame)
         for _ in range(50):  # what speaks another protocol, or stops in the middle of a word
