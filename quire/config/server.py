@@ -22,6 +22,11 @@ class ServerConfig(Config):
     allow_unauthenticated_metrics: bool = option(
         False, "Serve /metrics without a key, for a Prometheus that has none."
     )
+    metrics_compat: str = option(
+        "none",
+        "vllm: metrics that vLLM has, too, are called vllm: instead of quire:, so that its dashboards fit.",
+        choices=("none", "vllm"),
+    )
     root_path: str = option("", "Path prefix under which a proxy offers the server.")
     allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
     chat_template: str | None = option(

@@ -183,6 +183,7 @@ class SequenceState:
             prefill_s=max(0.0, first - started),
             decode_s=max(0.0, now - first),
             tenant=self._core_request.tenant,
+            is_fork=self._core_request.fork_of is not None,
         )
 
 

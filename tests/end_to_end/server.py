@@ -25,11 +25,15 @@ def free_port() -> int:
 class Server:
     """Starts serving on a free port; `wait_ready` blocks until `/health` says 200.
 
+    What it writes goes to `log`, or, of both streams, that for people to `words`.
+
     Args:
         sh: a line of shell that runs the command as "$@", for limits and redirections.
     """
 
-    def __init__(self, *args: str, log: Path, sh: str = "", **environment: str) -> None:
+    def __init__(
+        self, *args: str, log: Path, words: Path | None = None, sh: str = "", **environment: str
+    ) -> None:
         self.port = free_port()
         self.log = log
         command = [
@@ -43,11 +47,11 @@ class Server:
         ]
         if sh:
             command = ["sh", "-c", sh, "sh", *command]
-        with log.open("w") as sink:
+        with log.open("w") as sink, (words or Path(os.devnull)).open("w") as out:
             self.process = subprocess.Popen(
                 command,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
+                stdout=sink if words is None else out,
+                stderr=sink,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
             )
 

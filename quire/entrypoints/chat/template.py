@@ -7,8 +7,10 @@ options, and its text never becomes a special token (`quire.entrypoints.chat.pla
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from jinja2 import TemplateSyntaxError, meta
@@ -216,7 +218,10 @@ class ChatTemplate:
             reason = f"the chat template refused the messages: {plain.unmark(error.message or '')}"
             raise ValidationError(reason, param="messages") from None
         except Exception as error:  # the template is foreign code: whatever it does wrong ends here
-            logger.warning("the chat template failed", exc_info=error)
+            # Neither the error's own words nor what it was called with: they may quote the messages.
+            logger.warning(
+                "the chat template failed with %s at its line %s", type(error).__name__, _line_of(error)
+            )
             raise ValidationError("the chat template failed on these messages", param="messages") from None
 
     def _tells_apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -257,6 +262,17 @@ def read_template(template: str | Path) -> str:
         raise ConfigError(
             f"--chat-template {text} is neither a readable file nor template text: {error}"
         ) from None
+
+
+def _line_of(error: BaseException) -> int | str:
+    """The line of the template at which it failed."""
+    lines = [number for frame, number in traceback.walk_tb(error.__traceback__) if _is_template(frame)]
+    return lines[-1] if lines else "?"
+
+
+def _is_template(frame: FrameType) -> bool:
+    """Jinja calls so what did not come from a file."""
+    return frame.f_code.co_filename in ("<template>", "<unknown>")
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -90,6 +90,7 @@ class ChatAnswer:
             priority=request.priority,
             tenant=self._tenant,
             timeout_s=request.timeout,
+            trace_headers=request.trace_headers,
             stream_interval=interval,
         )
 

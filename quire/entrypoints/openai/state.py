@@ -34,7 +34,7 @@ class ServerState:
     config: ServerConfig
     registry: CollectorRegistry
     keys: Keyring
-    in_flight: InFlight = field(default_factory=InFlight)
+    in_flight: InFlight
     renders: BoundedThreads = field(default_factory=BoundedThreads)
     draining: bool = False
 

@@ -87,6 +87,7 @@ async def test_metrics_do_not_grow_with_strange_requests(client: httpx.AsyncClie
     await client.post("/v1/completions", json={"prompt": "hi"})
     await client.get("/x")
     await client.request("FOO0", "/v1/completions")
+    await client.get("/v1/models/m")
     await client.get("/metrics")
     before = (await client.get("/metrics")).text
     assert 'quire:http_requests_total{handler="/v1/completions",method="POST",status="200"} 1.0' in before

@@ -89,6 +89,15 @@ class GenerationRequest(RequestModel):
     cache_salt: str | None = Field(None, min_length=1, max_length=128)
     user: str | None = Field(None, max_length=256)
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    _trace_headers: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def trace_headers(self) -> dict[str, str]:
+        """The headers of the trace that the request is part of, if it is."""
+        return self._trace_headers
+
+    def join_trace(self, headers: dict[str, str]) -> None:
+        self._trace_headers = headers
 
 
 class CompletionRequest(GenerationRequest):
