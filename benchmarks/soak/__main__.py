@@ -19,6 +19,8 @@ SERVER = ("--num-gpu-blocks-override", "512", "--max-num-seqs", "24", "--disable
 """A cache of few blocks has all been used soon, so that it grows no more; and requests are preempted."""
 NOISE_MB = 24.0
 RESTARTED_WITHIN_S = 60.0
+LOG_CHARS = 4000
+"""Of the server's log, where it is shown."""
 
 
 def main() -> int:
@@ -91,7 +93,7 @@ def _at_the_end(service: Service) -> list[str]:
     try:
         service.baseline.check(may_have_new_core=True)
     except AssertionError as error:
-        return [str(error)]
+        return [str(error)[-LOG_CHARS:]]
     code = service.stop()
     return [f"the server ended with exit code {code}"] if code else []
 

@@ -14,9 +14,9 @@ LEAST_SAMPLES = 8
 
 
 def rss_bytes(pid: int) -> int | None:
-    """Memory of a process that is in RAM; None if there is no such process."""
+    """Memory of a process that is in RAM; None if there is no such process, or it has ended."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES or None
     except OSError:
         return None
 

@@ -112,7 +112,8 @@ def test_a_server_is_for_this_machine_unless_told_otherwise() -> None:
 @pytest.mark.item(53)
 def test_no_decision_hangs_on_the_time_of_day() -> None:
     """It is shown and stamped; waits, deadlines and ages are of the monotonic clock."""
-    stamps = ("quire/entrypoints/", "quire/engine/core.py")  # the core stamps batches of KV events
+    # Batches of KV events, and spans of traces.
+    stamps = ("quire/entrypoints/", "quire/engine/core.py", "quire/metrics/tracing.py")
     for path, tree in modules().items():
         wall = [
             name for name, _ in calls(tree) if name in ("time.time", "datetime.now", "datetime.datetime.now")
