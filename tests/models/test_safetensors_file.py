@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.errors import ModelLoadError
+from quire.models.json_object import read_json_object
 from quire.models.safetensors_file import SafetensorsFile
 
 TENSORS: dict[str, Tensor] = {
@@ -95,6 +97,16 @@ def test_what_is_no_safetensors_file(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(ModelLoadError, match="no safetensors file"):
         SafetensorsFile(tmp_path / "x")
+
+
+@pytest.mark.item(26)
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(ModelLoadError, match="is no file"):
+            SafetensorsFile(path)
+        with pytest.raises(ModelLoadError, match="is no file"):
+            read_json_object(path)
 
 
 def test_missing_file(tmp_path: Path) -> None:

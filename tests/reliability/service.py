@@ -20,6 +20,8 @@ POOLED_THREADS = 24
 """Threads of pools, which are made when they are first needed and stay."""
 SPARE_FILES = 2
 """Connections of this process that are being closed when descriptors are counted."""
+SPARE_TASKS = 2
+"""Of a connection that is being closed when they are counted."""
 CANARY: dict[str, Any] = {
     "prompt": "The capital of France is",
     "max_tokens": 16,
@@ -101,6 +103,10 @@ class Service:
         lines = self.client.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
+    def num_tasks(self) -> int:
+        """Of the server's event loop."""
+        return int(self.client.get("/v1/integrity", headers=ADMIN).json()["num_tasks"])
+
     def held(self) -> dict[str, float]:
         """What requests hold, by the server's own account, which is checked; empty if they hold nothing."""
         reply = self.client.get("/v1/integrity", headers=ADMIN)
@@ -128,6 +134,7 @@ class Baseline:
         core_pid = service.process.core_pid()
         assert core_pid is not None
         self.core_pid = core_pid
+        self._num_tasks = service.num_tasks()
         self._of_server = usage(service.pid)
         self._of_core = usage(core_pid)
         self._log_length = 0
@@ -139,6 +146,9 @@ class Baseline:
         wait_until(lambda: service.process.health() == 200, HEALTHY_WITHIN_S, "the server is not healthy")
         wait_until(
             lambda: not service.held(), SETTLED_WITHIN_S, lambda: f"something is held: {service.held()}"
+        )
+        wait_until(
+            lambda: service.num_tasks() <= self._num_tasks + SPARE_TASKS, SETTLED_WITHIN_S, "tasks are left"
         )
         assert service.canary() == self.canary
         core_pid = service.process.core_pid()
