@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,6 +21,15 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process has started and not waited for; each is the child of one of its threads."""
+    pids: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            pids += map(int, file.read_text().split())
+    return pids
 
 
 class Server:
@@ -69,9 +79,7 @@ class Server:
 
     def core_pid(self) -> int | None:
         """Of the engine core's process, None while there is none."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task").glob("*/children")  # it is a thread's child
-        pids = [int(child) for file in children for child in file.read_text().split()]
+        pids = children_of(self.process.pid)
         return pids[0] if pids else None
 
     def health(self, path: str = "/health") -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.end_to_end.server import Server
+from tests.end_to_end.server import Server, children_of
 
 ADMIN = {"authorization": "Bearer admin"}
 HEALTHY_WITHIN_S = 5.0
@@ -51,11 +51,10 @@ class Usage:
 
 def usage(pid: int) -> Usage:
     process = Path(f"/proc/{pid}")
-    children = [child for file in process.glob("task/*/children") for child in file.read_text().split()]
     return Usage(
         num_files=len(list((process / "fd").iterdir())),
         num_threads=len(list((process / "task").iterdir())),
-        num_children=len(children),
+        num_children=len(children_of(pid)),
     )
 
 

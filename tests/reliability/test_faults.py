@@ -115,11 +115,6 @@ def core_pid(service: Service) -> int:
     return pid
 
 
-def children(service: Service) -> set[int]:
-    files = Path(f"/proc/{service.pid}").glob("task/*/children")
-    return {int(pid) for file in files for pid in file.read_text().split()}
-
-
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

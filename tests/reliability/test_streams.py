@@ -308,7 +308,7 @@ def test_a_client_that_does_not_read_costs_nobody_else(service: Service) -> None
         client.close()
 
 
-@pytest.mark.item(40, 41)
+@pytest.mark.item(40)
 def test_a_cache_that_is_too_small_for_all_serves_all(tmp_path: Path, service: Service) -> None:
     """64 requests grow in a cache of 40 blocks, which is room for six, and give what they give with room for all."""
     bodies = [
@@ -330,11 +330,7 @@ def test_a_cache_that_is_too_small_for_all_serves_all(tmp_path: Path, service: S
     with serving(tmp_path, *small) as tiny:
         assert run(tiny) == expected
         assert tiny.metrics("quire:num_preemptions_total") > 0
-        refused = tiny.complete([5] * 500, max_tokens=400)
-        assert refused.status_code in (200, 400)
         tiny.baseline.check()
-    with serving(tmp_path, *small[:1], "36", *small[2:]) as tiny:
-        assert tiny.complete([5] * 511, max_tokens=1).status_code == 200
 
 
 @pytest.mark.more
