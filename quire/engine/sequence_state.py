@@ -194,7 +194,10 @@ def _make_detokenizer(
     if tokenizer is None or not params.detokenize:
         return None
     return IncrementalDetokenizer(
-        tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+        tokenizer,
+        request.prompt_token_ids,
+        skip_special_tokens=params.skip_special_tokens,
+        shown=params.shown_special_token_ids,
     )
 
 

@@ -11,9 +11,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 START_TIMEOUT_S = 120.0
+QUIRE = (sys.executable, "-m", "quire.entrypoints.cli.main")
 
 
 def free_port() -> int:
@@ -42,19 +44,17 @@ class Server:
     """
 
     def __init__(
-        self, *args: str, log: Path, words: Path | None = None, sh: str = "", **environment: str
+        self,
+        *args: str,
+        log: Path,
+        words: Path | None = None,
+        quire: Sequence[str] = QUIRE,
+        sh: str = "",
+        **environment: str,
     ) -> None:
         self.port = free_port()
         self.log = log
-        command = [
-            sys.executable,
-            "-m",
-            "quire.entrypoints.cli.main",
-            "serve",
-            *args,
-            "--port",
-            str(self.port),
-        ]
+        command = [*quire, "serve", *args, "--port", str(self.port)]
         if sh:
             command = ["sh", "-c", sh, "sh", *command]
         with log.open("w") as sink, (words or Path(os.devnull)).open("w") as out:

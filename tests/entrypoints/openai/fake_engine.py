@@ -43,6 +43,7 @@ class FakeTokenizer:
 
     def __init__(self, chat_template: str | None = TEMPLATE) -> None:
         self.chat_template = chat_template
+        self.chat_templates = {} if chat_template is None else {"default": chat_template}
 
     def min_num_tokens(self, text: str) -> int:
         return 0

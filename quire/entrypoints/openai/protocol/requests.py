@@ -125,7 +125,7 @@ class ChatFields(RequestModel):
     """What decides how a conversation becomes a prompt."""
 
     messages: Messages
-    tools: list[Tool] | None = Field(None, max_length=1024)
+    tools: list[Tool] | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -142,6 +142,7 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     top_logprobs: int | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
 
 class TokenizeRequest(RequestModel):
