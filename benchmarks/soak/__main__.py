@@ -19,6 +19,8 @@ SERVER = ("--num-gpu-blocks-override", "512", "--max-num-seqs", "24", "--disable
 """A cache of few blocks has all been used soon, so that it grows no more; and requests are preempted."""
 NOISE_MB = 24.0
 RESTARTED_WITHIN_S = 60.0
+LEAST_WARM_UP_S, MOST_WARM_UP_S = 10.0, 300.0
+"""Of each process, from when it has loaded; a quarter of the time between these."""
 LOG_CHARS = 4000
 """Of the server's log, where it is shown."""
 
@@ -41,10 +43,11 @@ def main() -> int:
 
 async def soak(service: Service, options: argparse.Namespace) -> list[str]:
     """Traffic with a killed core in its middle; returns what did not hold."""
-    memory = MemoryLog(lambda: _pids(service), warm_up_s=min(300.0, options.seconds / 4))
+    warm_up_s = min(MOST_WARM_UP_S, max(LEAST_WARM_UP_S, options.seconds / 4))
+    memory = MemoryLog(lambda: _pids(service), warm_up_s)
     clients = Clients(service.url, options.clients, options.seed)
     memory.start()
-    killer = asyncio.create_task(kill_cores(service, clients, options))
+    killer = asyncio.create_task(kill_cores(service, clients, memory, options))
     await clients.run(options.seconds)
     complaints = await killer
     memory.stop()
@@ -57,7 +60,9 @@ async def soak(service: Service, options: argparse.Namespace) -> list[str]:
     return complaints + await asyncio.to_thread(_at_the_end, service)
 
 
-async def kill_cores(service: Service, clients: Clients, options: argparse.Namespace) -> list[str]:
+async def kill_cores(
+    service: Service, clients: Clients, memory: MemoryLog, options: argparse.Namespace
+) -> list[str]:
     """Kill the core in the middle, and then every `kill_every` seconds; returns what went wrong."""
     next_at, end = options.seconds / 2, time.monotonic() + options.seconds
     while time.monotonic() + next_at < end:
@@ -69,6 +74,7 @@ async def kill_cores(service: Service, clients: Clients, options: argparse.Names
         os.kill(core, signal.SIGKILL)
         if not await _comes_back(service, core):
             return [f"no new core within {RESTARTED_WITHIN_S:g} s"]
+        memory.begin_anew(service.process.core_pid())
         await asyncio.sleep(1.0)  # refusals that are on their way
         clients.may_refuse = False
     return []

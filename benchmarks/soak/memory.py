@@ -68,6 +68,11 @@ class MemoryLog:
         self._ended.set()
         self._thread.join()
 
+    def begin_anew(self, pid: int | None) -> None:
+        """This process has only now done loading."""
+        for key in [key for key in self._samples if key[1] == pid]:
+            del self._samples[key]
+
     def growths(self) -> list[Growth]:
         """Of all that lived long enough to tell."""
         found: list[Growth] = []

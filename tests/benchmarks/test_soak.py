@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,10 +78,44 @@ async def test_a_server_that_is_not_there_is_noticed() -> None:
     assert "the connection broke" in clients.findings.complaints[0]
 
 
+def soak(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.soak", *args]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+
+
 @pytest.mark.more
 @pytest.mark.item(59)
 def test_a_server_holds() -> None:
-    command = [sys.executable, "-m", "benchmarks.soak", "--seconds", "15"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = soak("--seconds", "15")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all held\n")
+
+
+LEAK = """
+def make(config):
+    return Leak()
+
+class Leak:
+    def __init__(self):
+        self.kept = []
+
+    def record(self, *statistics):
+        self.kept.append(b"x" * 200_000)
+"""
+
+
+@pytest.mark.more
+@pytest.mark.item(59)
+def test_a_server_that_leaks_does_not(tmp_path: Path) -> None:
+    (tmp_path / "leaking.py").write_text(LEAK)
+    info = tmp_path / "leaking-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: leaking\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[quire.stat_loggers]\nleak = leaking:make\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()])
+    done = soak("--seconds", "20", PYTHONPATH=path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "VIOLATION: API process" in done.stdout
+    assert "is a leak" in done.stdout
+    assert "engine core" not in "".join(line for line in done.stdout.splitlines() if "VIOLATION" in line)
