@@ -23,6 +23,7 @@ from quire.entrypoints.openai import (
     completions,
     front_page,
     health,
+    integrity,
     metrics,
     models,
     prefix_cache,
@@ -61,7 +62,7 @@ FAMILIES = (
     requests, health, metrics,
 )  # fmt: skip
 """Modules and packages with a `router`, in the order of the published document."""
-CONTROLS = (requests.controls, prefix_cache.controls)
+CONTROLS = (requests.controls, prefix_cache.controls, integrity.controls)
 """What acts on all requests: for the admin key."""
 EXPOSED_HEADERS = ("x-request-id", "retry-after", *RATE_LIMIT_HEADERS, IGNORED_HEADER, ADJUSTED_HEADER)
 """What scripts of a page may read of a response besides its body."""

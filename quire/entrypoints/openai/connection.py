@@ -56,6 +56,7 @@ class Connection(H11Protocol):
         self._read_timeout = limits.read_timeout
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._num_discarded = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -70,6 +71,10 @@ class Connection(H11Protocol):
         if not self.transport.is_closing():
             if not self.flow.write_paused:
                 self._watch_writing_anew()  # whoever goes on asking has read what came before
+            self._num_discarded = self._num_discarded + len(data) if self._discards else 0
+            if self._num_discarded > self._limits.max_request_bytes:
+                self.transport.abort()
+                return
             super().data_received(data)
             self._watch_reading()
 
@@ -105,6 +110,12 @@ class Connection(H11Protocol):
             return True
         is_first = self.cycle is None
         return self.conn.their_state is h11.IDLE and (is_first or bool(self.conn.trailing_data[0]))
+
+    @property
+    def _discards(self) -> bool:
+        """Whether the client goes on sending a body that has been answered; some read only when all is sent."""
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        return is_answered and self.conn.their_state is h11.SEND_BODY
 
     def _on_read_timeout(self) -> None:
         """Say so, if nothing has been answered yet, and hang up."""

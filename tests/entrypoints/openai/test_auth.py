@@ -27,6 +27,7 @@ def registered(app: Any) -> set[tuple[str, str]]:
     return {(method, path) for path, methods in paths.items() for method in methods}
 
 
+@pytest.mark.item(23)
 async def test_every_route_needs_the_key(engine: FakeEngine) -> None:
     routes = registered(build_app(engine, ServerConfig(**EVERYTHING)))  # type: ignore[arg-type]
     assert {path for _, path in routes} >= OPEN_PATHS | {
@@ -48,6 +49,7 @@ async def test_every_route_needs_the_key(engine: FakeEngine) -> None:
                 assert error == NO_KEY if path.startswith("/api/") else error["type"] in AUTH_TYPES
 
 
+@pytest.mark.item(9, 23)
 @pytest.mark.parametrize(
     ("path", "headers"),
     [
@@ -130,6 +132,7 @@ async def test_root_path(engine: FakeEngine) -> None:
         assert (await client.get("/health")).status_code == 200
 
 
+@pytest.mark.item(21, 23)
 async def test_the_controls_answer_to_the_admin_key_alone(engine: FakeEngine) -> None:
     admin = {"authorization": "Bearer admin"}
     async with client_for(engine, api_key=(KEY,), admin_api_key="admin") as client:

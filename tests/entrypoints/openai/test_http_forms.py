@@ -100,6 +100,7 @@ async def test_gzip_bodies_may_come_in_any_pieces(client: httpx.AsyncClient) -> 
     assert (await client.post(PATH, content=pieces(), headers=GZIP)).status_code == 200
 
 
+@pytest.mark.item(8)
 async def test_a_gzip_body_is_bounded_by_what_it_becomes(engine: FakeEngine) -> None:
     bomb = gzip.compress(bytes(100 * 2**20))
     assert len(bomb) < 2**20
@@ -138,6 +139,7 @@ async def test_broken_gzip_bodies(client: httpx.AsyncClient, body: bytes) -> Non
     assert "gzip" in response.json()["error"]["message"]
 
 
+@pytest.mark.item(9)
 async def test_two_statements_of_a_bodys_length_are_refused(engine: FakeEngine) -> None:
     request = (
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 4\r\n"

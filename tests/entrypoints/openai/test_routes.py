@@ -80,6 +80,7 @@ async def test_version(client: httpx.AsyncClient) -> None:
     assert (await client.get("/version")).json()["version"]
 
 
+@pytest.mark.item(25)
 async def test_metrics_do_not_grow_with_strange_requests(client: httpx.AsyncClient) -> None:
     await client.post("/v1/completions", json={"prompt": "hi"})
     await client.get("/x")
@@ -98,6 +99,7 @@ async def test_metrics_do_not_grow_with_strange_requests(client: httpx.AsyncClie
     assert len(after.splitlines()) - len(before.splitlines()) <= 2
 
 
+@pytest.mark.item(21)
 async def test_client_request_id_is_no_key(client: httpx.AsyncClient) -> None:
     ids = {
         (await client.get("/health", headers={"x-request-id": "same"})).headers["x-request-id"]
@@ -119,6 +121,7 @@ async def test_a_parser_that_is_none_is_told_at_the_start(engine: FakeEngine) ->
         await state.prepare()
 
 
+@pytest.mark.item(60)
 def test_app_loads_neither_torch_nor_transformers() -> None:
     program = (
         "import sys\n"

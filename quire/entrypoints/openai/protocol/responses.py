@@ -235,5 +235,15 @@ class Version(msgspec.Struct):
     version: str
 
 
+class Integrity(msgspec.Struct):
+    """What a server holds; `cores` has the scheduler's counts of each."""
+
+    num_requests: int
+    num_sequences: int
+    num_generations: int
+    num_tasks: int
+    cores: list[dict[str, int | float]]
+
+
 class PrefixCacheReset(msgspec.Struct):
     reset: Literal[True] = True
