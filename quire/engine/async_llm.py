@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -20,10 +20,18 @@ from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.messages import CoreMessage
 from quire.engine.output_stream import OutputStream
+from quire.engine.sleep import check_level, check_mode, check_tags
 from quire.engine.startup import prepare
 from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Supervisor, Verdict
 from quire.engine.tokenizer import beside_loop
-from quire.errors import EngineDeadError, EngineError, QuireError, StartupError, UnavailableError
+from quire.errors import (
+    ConflictError,
+    EngineDeadError,
+    EngineError,
+    QuireError,
+    StartupError,
+    UnavailableError,
+)
 from quire.inputs import PromptType
 from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
@@ -31,6 +39,9 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.explain import Explanation
 
 logger = logging.getLogger(__name__)
+
+IDLE_POLL_S = 0.02
+"""How often who waits for all requests to end looks whether they have."""
 
 
 class AsyncLLM:
@@ -55,6 +66,7 @@ class AsyncLLM:
         self._restarts: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
+        self._bedtime = asyncio.Lock()
 
     @staticmethod
     def start(config: EngineConfig, *, in_process: bool = False) -> AsyncLLM:
@@ -118,7 +130,7 @@ class AsyncLLM:
 
         Raises:
             ValidationError: before the first output, for a prompt or parameter that cannot be honoured.
-            UnavailableError: the queue is full.
+            UnavailableError: the queue is full, or the engine sleeps.
             EngineDeadError: the engine died; UnavailableError, EngineError: a core did, and this request does not go on
                 in another.
         """
@@ -160,6 +172,61 @@ class AsyncLLM:
         """Forget all cached prefixes; False, and nothing done, on a core that is running requests."""
         done = [await self._call(core, "reset_prefix_cache") for core in range(len(self._clients))]
         return all(done)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether anything of the engine sleeps, or is about to, so that it takes no requests."""
+        return bool(self._front_end.rest) or self._front_end.dozes
+
+    @property
+    def asleep(self) -> list[str]:
+        """The tags that sleep."""
+        return sorted(self._front_end.rest.asleep)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Stop until `wake_up`, and give memory back: at level 0 none, at 1 the KV cache's, at 2 the weights' too.
+
+        Requests in flight end (`mode` "abort"), are waited for ("wait") or go on when the engine wakes ("keep").
+        Calling it while asleep goes deeper, or does nothing.
+
+        Raises:
+            ValidationError: there is no such level or mode.
+            UnavailableError: a core is loading.
+            ConflictError: the engine was woken while it waited for requests.
+        """
+        level, mode = check_level(level), check_mode(mode)
+        self._ensure_pumps()
+        await self.check_health()
+        self._front_end.dozes = True
+        try:
+            if mode == "abort":
+                await self.abort(self.labels())
+            elif mode == "wait":
+                await self._until_idle()
+            async with self._bedtime:
+                answers, messages = self._front_end.sleep(level)
+                self._send(messages)
+                await asyncio.gather(*map(asyncio.wrap_future, answers))
+        finally:
+            self._front_end.dozes = False
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Have everything again, or of "weights", "kv_cache" and "scheduling" these; without effect while awake.
+
+        Steps are planned again once nothing else sleeps.
+
+        Raises:
+            ValidationError: there is no such tag.
+            ConflictError: one of them needs what would still sleep.
+            EngineError: the weights cannot be loaded, or memory is short; what could not wake sleeps on.
+        """
+        wanted = check_tags(tags)
+        self._ensure_pumps()
+        async with self._bedtime:
+            rest, answers, messages = self._front_end.wake_up(wanted)
+            self._send(messages)
+            await asyncio.gather(*map(asyncio.wrap_future, answers))
+            self._front_end.rest = rest
 
     async def explain(self, request_id: str) -> list[Explanation]:
         """Why the requests of this label wait or waited, for each of their sequences.
@@ -222,6 +289,14 @@ class AsyncLLM:
     def _send(self, messages: list[Outgoing]) -> None:
         for core, message in messages:
             self._clients[core].send(message)
+
+    async def _until_idle(self) -> None:
+        """Wait until no request is in flight."""
+        while self._front_end.num_unfinished:
+            await asyncio.sleep(IDLE_POLL_S)
+            await self.check_health()
+            if not (self._front_end.dozes or self._front_end.rest):
+                raise ConflictError("the engine was woken before its requests had ended")
 
     def _set_timer(self) -> None:
         """One timer, for the deadline that comes first."""

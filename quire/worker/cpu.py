@@ -5,12 +5,13 @@ Invariant: what is handed to it is done when the call has returned, so nothing i
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from ctypes import c_int64
+from ctypes import CDLL, c_int64
 
 import torch
 from torch import Tensor
@@ -105,11 +106,19 @@ class CpuMemory:
         )
         return max(0, int(share * free) - step - tapes), reason
 
+    def give_back(self) -> None:
+        """Also what the C library keeps for later, where it can be asked to (glibc)."""
+        gc.collect()
+        trim = getattr(CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
 
 class CpuDevice:
     """One team of threads."""
 
     is_asynchronous = False
+    parks_weights = False  # that is where they are
     logits_elements = LOGITS_ELEMENTS
 
     def __init__(self, host: Host | None = None) -> None:

@@ -49,6 +49,9 @@ class DeviceMemory(Protocol):
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
         """What the KV cache may take of the memory now, with the reason."""
 
+    def give_back(self) -> None:
+        """Hand memory that nobody holds any more to the system."""
+
 
 class Transfers(Protocol):
     """How data gets from the host to a device and back, in the order of the device's work."""
@@ -79,6 +82,8 @@ class Device(Protocol):
     memory: DeviceMemory
     transfers: Transfers
     is_asynchronous: bool
+    parks_weights: bool
+    """Whether weights that are not used for a while are better kept in the host's memory."""
     logits_elements: int
     """Bounds the logits that exist at once."""
 

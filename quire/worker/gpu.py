@@ -86,6 +86,10 @@ class GpuMemory:
         )
         return max(int(share * total) - used - rehearsed, 0), reason
 
+    def give_back(self) -> None:
+        gc.collect()
+        self._module.empty_cache()
+
 
 class GpuTransfers:
     """Through pinned memory, on the one stream of all work."""
@@ -116,6 +120,7 @@ class GpuDevice:
     """One GPU, which torch's device module of that type drives."""
 
     is_asynchronous = True
+    parks_weights = True
     logits_elements = LOGITS_ELEMENTS
 
     def __init__(self, device_type: str) -> None:

@@ -43,6 +43,7 @@ class FakeGpu:
 
     torch_device = torch.device("cpu")
     is_asynchronous = True
+    parks_weights = True
     default_cache_bytes: int | None = None
     warm_up_tokens = 1 << 40
     warm_up_seqs = 1 << 40
@@ -68,6 +69,9 @@ class FakeGpu:
 
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
         return int(config.cache.gpu_memory_utilization * self._free_bytes), "what a fake device has"
+
+    def give_back(self) -> None:
+        """The host's."""
 
     def host_memory(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8)

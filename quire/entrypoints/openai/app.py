@@ -27,6 +27,7 @@ from quire.entrypoints.openai import (
     prefix_cache,
     requests,
     responses,
+    sleep,
     tokenize,
 )
 from quire.entrypoints.openai.admin import admin_key
@@ -53,7 +54,7 @@ FAMILIES = (
     metrics,
 )  # fmt: skip
 """Modules and packages with a `router`, in the order of the published schema."""
-CONTROLS = (requests.controls, prefix_cache.controls)
+CONTROLS = (requests.controls, prefix_cache.controls, sleep.controls)
 """What acts on all requests: for the admin key."""
 EXPOSED_HEADERS = ("x-request-id", "retry-after", IGNORED_HEADER, ADJUSTED_HEADER)
 """What scripts of a page may read of a response besides its body."""
