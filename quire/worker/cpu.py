@@ -30,9 +30,9 @@ from quire.worker.taped_forward import TapedForward
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 MIB = 2**20
-DEFAULT_CACHE_BYTES = 4 * GIB
+UNASKED_SHARE = 0.5
+"""Of the memory that is free after loading: who did not say how much has other programs, too."""
 LOGITS_ELEMENTS = 1 << 23
 """32 MiB of float32."""
 
@@ -80,7 +80,6 @@ class CpuMemory:
         forward_peak: what forward passes take; whoever runs a rehearsal's measures them.
     """
 
-    default_cache_bytes: int | None = DEFAULT_CACHE_BYTES
     warm_up_tokens = 32
     warm_up_seqs = 0  # recording tapes is for the first request that needs one
 
@@ -94,17 +93,32 @@ class CpuMemory:
 
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
         """Of what is free after loading and not kept for the swap space, which is the same memory."""
-        share, limits = config.cache.gpu_memory_utilization, config.scheduler
-        free = max(0, self._host.available_bytes() - config.cache.swap_space_bytes)
-        num_logits = min(limits.max_num_seqs * config.arch.vocab_size, LOGITS_ELEMENTS)
-        step = self.forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
-        tapes = 0 if config.device.enforce_eager else self.forward_peak.bytes_of_tapes(limits.max_num_seqs)
+        share, limits = config.cache.memory_share, config.scheduler
+        free, (step, tapes) = self._free_bytes(config), self._working_bytes(config)
         reason = (
             f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less "
             f"{step / MIB:.0f} MiB for a step of {limits.max_num_batched_tokens} tokens and "
             f"{tapes / MIB:.0f} MiB for recorded steps of {limits.max_num_seqs} requests"
         )
         return max(0, int(share * free) - step - tapes), reason
+
+    def unasked_bytes(self, config: EngineConfig) -> int | None:
+        """Half of what is free, unless a share is given."""
+        if config.cache.gpu_memory_utilization is not None:
+            return None
+        return max(0, int(UNASKED_SHARE * self._free_bytes(config)) - sum(self._working_bytes(config)))
+
+    def _free_bytes(self, config: EngineConfig) -> int:
+        return max(0, self._host.available_bytes() - config.cache.swap_space_bytes)
+
+    def _working_bytes(self, config: EngineConfig) -> tuple[int, int]:
+        """What the largest step takes, and what recorded steps keep."""
+        limits = config.scheduler
+        num_logits = min(limits.max_num_seqs * config.arch.vocab_size, LOGITS_ELEMENTS)
+        step = self.forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
+        return step, 0 if config.device.enforce_eager else self.forward_peak.bytes_of_tapes(
+            limits.max_num_seqs
+        )
 
     def give_back(self) -> None:
         """Also what the C library keeps for later, where it can be asked to (glibc)."""

@@ -71,8 +71,9 @@ class Worker:
 
     def kv_memory(self) -> KVMemory:
         """What the cache may take of the memory that is free now."""
-        usable, reason = self._device.memory.usable_bytes(self._config)
-        return KVMemory(usable, reason, self._device.memory.default_cache_bytes, self._swap_costs())
+        memory = self._device.memory
+        usable, reason = memory.usable_bytes(self._config)
+        return KVMemory(usable, reason, memory.unasked_bytes(self._config), self._swap_costs())
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps.

@@ -44,7 +44,6 @@ class FakeGpu:
     torch_device = torch.device("cpu")
     is_asynchronous = True
     parks_weights = True
-    default_cache_bytes: int | None = None
     warm_up_tokens = 1 << 40
     warm_up_seqs = 1 << 40
     logits_elements = 1 << 23
@@ -68,7 +67,10 @@ class FakeGpu:
         return nullcontext()
 
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
-        return int(config.cache.gpu_memory_utilization * self._free_bytes), "what a fake device has"
+        return int(config.cache.memory_share * self._free_bytes), "what a fake device has"
+
+    def unasked_bytes(self, config: EngineConfig) -> int | None:
+        return None
 
     def give_back(self) -> None:
         """The host's."""
