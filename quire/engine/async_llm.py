@@ -126,7 +126,7 @@ class AsyncLLM:
 
         `request_id` is a label: outputs carry it, `abort` takes it, and it need not be unique. `priority` (lower
         first) needs the priority policy; `tenant` is whose share the request takes under the fair one. `timeout_s`
-        seconds after it was queued it ends with finish_reason "timeout" and what it has by then.
+        seconds after it came, tokenizing included, it ends with finish_reason "timeout" and what it has by then.
 
         Raises:
             ValidationError: before the first output, for a prompt or parameter that cannot be honoured.
@@ -134,6 +134,7 @@ class AsyncLLM:
             EngineDeadError: the engine died; UnavailableError, EngineError: a core did, and this request does not go on
                 in another.
         """
+        arrived = self._front_end.clock()
         self._ensure_pumps()
         await self.check_health()
         self.check_admission(sampling_params.n)
@@ -148,10 +149,11 @@ class AsyncLLM:
             priority=priority,
             tenant=tenant,
             timeout_s=timeout_s,
+            arrived=arrived,
         )
         try:
             self._send(messages)
-            self._set_timer()
+            self._expire()  # its time may be over already
             while True:
                 output = await stream.get()
                 yield output

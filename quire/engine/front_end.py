@@ -162,9 +162,11 @@ class FrontEnd:
         priority: int = 0,
         tenant: str = "",
         timeout_s: float | None = None,
+        arrived: float | None = None,
     ) -> tuple[str, list[Outgoing]]:
         """Check a request and give it to the core that has the fewest sequences.
 
+        It has `timeout_s` seconds from when it `arrived`, by the engine's clock; None: now.
         Returns a name for `release`, which no other request has, and what to send.
 
         Raises:
@@ -182,7 +184,9 @@ class FrontEnd:
         self.output_processor.add_request(label, prompt, requests, self._watched(name, sink))
         self._take_off(name, flight)
         if timeout_s is not None:
-            heapq.heappush(self._deadlines, (self.clock() + timeout_s, name))
+            heapq.heappush(
+                self._deadlines, ((self.clock() if arrived is None else arrived) + timeout_s, name)
+            )
         return name, [(core, add_message(requests))]
 
     def abort(self, labels: str | Iterable[str]) -> list[Outgoing]:

@@ -77,11 +77,12 @@ class LLMEngine:
         """Queue a request; its id must not belong to an unfinished one.
 
         `priority` (lower first) needs the priority policy; `tenant` is whose share it takes under the fair one. The
-        first `step` after `timeout_s` seconds ends it with finish_reason "timeout" and what it has by then.
+        first `step` later than `timeout_s` seconds after this call ends it with finish_reason "timeout".
 
         Raises:
             ValidationError: the prompt, a parameter or the id cannot be honoured; nothing was queued.
         """
+        arrived = self._front_end.clock()
         tokenized = self.input_processor.tokenize(prompt)
         with self._one_thread, HeldInterrupts():
             if request_id in self._front_end:
@@ -94,6 +95,7 @@ class LLMEngine:
                 priority=priority,
                 tenant=tenant,
                 timeout_s=timeout_s,
+                arrived=arrived,
             )
             self._send(messages)
         return request_id

@@ -89,7 +89,7 @@ class ChatAnswer:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
-            timeout_s=request.timeout,
+            timeout_s=request.time_left(),
             stream_interval=interval,
         )
 

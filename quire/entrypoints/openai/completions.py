@@ -75,7 +75,7 @@ class CompletionAnswer:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
-            timeout_s=request.timeout,
+            timeout_s=request.time_left(),
             stream_interval=interval,
         )
 

@@ -7,12 +7,14 @@ Invariant: a model has exactly the fields that the server honours; what happens 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
 from quire.entrypoints.openai.notes import Notes
+from quire.errors import DeadlineError
 
 INT64_MAX = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
@@ -89,6 +91,20 @@ class GenerationRequest(RequestModel):
     cache_salt: str | None = Field(None, min_length=1, max_length=128)
     user: str | None = Field(None, max_length=256)
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    _arrived: float = PrivateAttr(default_factory=time.monotonic)
+
+    def time_left(self) -> float | None:
+        """Seconds that are left of `timeout`, which counts from when the request had come in; None: any number.
+
+        Raises:
+            DeadlineError: there are none.
+        """
+        if self.timeout is None:
+            return None
+        left = self._arrived + self.timeout - time.monotonic()
+        if left <= 0:
+            raise DeadlineError("the request's time was over before anything was generated")
+        return left
 
 
 class CompletionRequest(GenerationRequest):
