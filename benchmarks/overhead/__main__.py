@@ -44,7 +44,14 @@ def server(num_streams: int, step_ms: float, times: Path) -> Iterator[tuple[int,
     """Port and process id of a server that is ready."""
     port = free_port()
     name = f"{Paced.__module__}:{Paced.__name__}"
-    flags = ["--distributed-executor-backend", "null", "--max-num-seqs", str(num_streams), "--scheduler-cls", name]
+    flags = [
+        "--distributed-executor-backend",
+        "null",
+        "--max-num-seqs",
+        str(num_streams),
+        "--scheduler-cls",
+        name,
+    ]
     flags += ["--disable-uvicorn-access-log", "--no-enable-prefix-caching", "--port", str(port)]
     environment = {**os.environ, STEP_S: str(step_ms / 1000), FILE: str(times)}
     process = subprocess.Popen([*QUIRE, "serve", *flags], env=environment, stdout=subprocess.DEVNULL)
@@ -99,7 +106,9 @@ def latencies(answers: list[tuple[str, int, list[float]]], told: dict[str, list[
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--requests", type=int, default=300)
@@ -114,8 +123,8 @@ def main() -> None:
     paced = measured(args.streams, args.requests, args.tokens, args.step_ms)
     shares = statistics.quantiles(paced.latencies, n=100) if len(paced.latencies) > 1 else [0.0] * 99
     print(
-        f"a step each {args.step_ms:g} ms: {paced.tokens_per_s:.0f} tokens/s in {paced.events_per_token:.2f} events per "
-        f"token; API {paced.api_us:.1f} us per token; from core to client: median {shares[49]:.2f} ms, p99 "
+        f"a step each {args.step_ms:g} ms: {paced.tokens_per_s:.0f} tokens/s in {paced.events_per_token:.2f} events "
+        f"per token; API {paced.api_us:.1f} us per token; from core to client: median {shares[49]:.2f} ms, p99 "
         f"{shares[98]:.2f} ms"
     )
 

@@ -1,6 +1,6 @@
 """The load: so many chat streams at a time, whose bytes are kept with their times. A process of its own; prints JSON.
 
-    python -m benchmarks.overhead.client PORT NUM_STREAMS NUM_REQUESTS NUM_TOKENS [--token-ids]
+python -m benchmarks.overhead.client PORT NUM_STREAMS NUM_REQUESTS NUM_TOKENS [--token-ids]
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import time
 from typing import Any, NamedTuple
 
 EVENT = re.compile(rb"data: (\{.*\})\n\n")
-HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+HEAD = (
+    "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+)
 
 
 class Answer(NamedTuple):

@@ -154,7 +154,9 @@ class RequestGroup:
 
     def publish(self) -> None:
         """Send what the request's output kind asks for; nothing if there is nothing new."""
-        finished = all(sequence.finished for sequence in self.sequences)
+        first = self.sequences[0]
+        is_one = len(self.sequences) == 1
+        finished = first.finished if is_one else all(sequence.finished for sequence in self.sequences)
         if self.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
             return
         delta = self.output_kind is RequestOutputKind.DELTA

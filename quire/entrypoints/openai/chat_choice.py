@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-from quire.entrypoints.chat.tool_parser import ToolCall, ToolParser
+from quire.entrypoints.chat.tool_parser import PlainParser, ToolCall, ToolParser
 from quire.entrypoints.openai.protocol.responses import FunctionCall, ToolCallMessage
 
 
@@ -32,6 +32,11 @@ class ChatChoiceBuilder:
         self._parser = parser
         self._max_calls = max_calls
         self._num_calls = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether text just passes."""
+        return isinstance(self._parser, PlainParser)
 
     def take(self, text: str, finish_reason: str | None) -> ChoicePart:
         """The next piece of text; with a finish reason, the last one."""

@@ -37,6 +37,15 @@ class StreamUsage:
         """Take in an output, before its chunks are made."""
         self._meter.add_prompt(prompt_index, output)
 
+    @property
+    def shows_nothing_yet(self) -> bool:
+        """Whether all chunks that end no choice tell the same."""
+        return not self._in_every_chunk
+
+    def pass_by(self, prompt_index: int, output: RequestOutput) -> None:
+        """Take in an output that ends no choice, of which no chunk tells anything."""
+        self._meter.add(prompt_index, output)
+
     def of_opening(self) -> dict[str, Any]:
         """Fields of a chunk that has no tokens; OpenAI sends null with every chunk before the one with the usage."""
         if self._in_every_chunk:
