@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -93,7 +92,6 @@ class Lifecycle:
             say(f"error: {error}", "stderr")
             return 1
         say(self._ready_text())
-        settle_garbage()
         while not engine.errored:  # noqa: ASYNC110  (the engine offers no event, and a poll costs nothing)
             await asyncio.sleep(POLL_S)
         logger.error(
@@ -134,13 +132,6 @@ class Lifecycle:
         has_template = tokenizer is not None and bool(config.chat_template or tokenizer.chat_template)
         url = base_url(config.host, self._listener.getsockname()[1], config.root_path)
         return ready_text(url, self._state.model_names[0], needs_key=self._needs_key, has_chat=has_template)
-
-
-def settle_garbage() -> None:
-    """What has been imported and made by now stays: the collector need not walk over it again and again, which takes
-    tens of milliseconds that every stream would wait for."""
-    gc.collect()
-    gc.freeze()
 
 
 async def _event(event: asyncio.Event) -> None:
