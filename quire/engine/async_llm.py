@@ -198,7 +198,7 @@ class AsyncLLM:
         """
         level, mode = check_level(level), check_mode(mode)
         self._ensure_pumps()
-        await self.check_health()
+        self._front_end.check_can_sleep()
         self._front_end.dozes = True
         try:
             if mode == "abort":

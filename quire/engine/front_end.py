@@ -237,15 +237,19 @@ class FrontEnd:
         answer, message = self._calls.start(core, method, args)
         return answer, [(core, message)]
 
+    def check_can_sleep(self) -> None:
+        """Raises UnavailableError: a core is loading."""
+        self.check_health()
+        if self.core_ready is None:
+            raise UnavailableError("the engine cannot sleep before it is ready", retry_after=2)
+
     def sleep(self, level: int) -> tuple[list[Future[Any]], list[Outgoing]]:
         """Put all cores to sleep, with the requests that they have; a core that takes another's place sleeps, too.
 
         Raises:
             UnavailableError: a core is not ready.
         """
-        self.check_health()
-        if self.core_ready is None:
-            raise UnavailableError("the engine cannot sleep before it is ready", retry_after=2)
+        self.check_can_sleep()
         self.rest = self.rest.deeper(level)
         return self._call_all("sleep", level)
 

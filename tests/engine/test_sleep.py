@@ -180,6 +180,21 @@ async def test_a_core_that_takes_anothers_place_sleeps_as_deep(tags: list[str]) 
     await engine.shutdown()
 
 
+async def test_an_engine_that_loads_cannot_sleep_and_ends_nothing() -> None:
+    engine = await started(MODEL)
+    running = asyncio.create_task(generate(engine, "a", params()))
+    await until_running(engine)
+    (client,) = engine._clients
+    assert isinstance(client, ProcessClient)
+    os.kill(client.process.pid, signal.SIGKILL)
+    while engine.is_ready:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    with pytest.raises(UnavailableError, match="before it is ready"):
+        await engine.sleep(1, "abort")
+    assert (await running).outputs[0].finish_reason == "length"
+    await engine.shutdown()
+
+
 class SleeplessOnce(Scheduler):
     """The first of its kind fails in the middle of falling asleep."""
 
