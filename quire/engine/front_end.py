@@ -32,9 +32,10 @@ from quire.engine.messages import (
 )
 from quire.engine.output_processor import OutputProcessor, Sink
 from quire.engine.queue_limits import check_queue
+from quire.engine.sleep import Rest
 from quire.engine.startup import load_tokenizer
 from quire.engine.utility_calls import UtilityCalls
-from quire.errors import NotFoundError, QueueFullError, QuireError, ValidationError
+from quire.errors import NotFoundError, QueueFullError, QuireError, UnavailableError, ValidationError
 from quire.metrics.stats import STAT_LOGGERS
 from quire.metrics.told import StatLoggers
 from quire.metrics.tracing import make_tracers
@@ -66,6 +67,8 @@ class FrontEnd:
     Attributes:
         config: with the context length that the cores have settled, once all of them are ready.
         dead_error: what ended the engine.
+        rest: what of the engine sleeps.
+        dozes: whether it takes no requests because it is about to sleep.
 
     Raises:
         ModelLoadError: from the constructor; the tokenizer cannot be loaded.
@@ -89,6 +92,8 @@ class FrontEnd:
         plugged_in = [make(config) for make in STAT_LOGGERS.resolve_all()]
         self.stat_loggers = StatLoggers([*make_tracers(config), *plugged_in])
         self.dead_error: QuireError | None = None
+        self._rest = Rest()
+        self.dozes = False
         self._ready: list[CoreReady | None] = [None] * num_cores
         self._num_unfinished = [0] * num_cores
         self._core_ids = CoreIds()
@@ -118,8 +123,8 @@ class FrontEnd:
         return self._ready[0] if None not in self._ready else None
 
     def expects(self, core: int) -> bool:
-        """Whether there must be more messages of this core: it has requests, or owes an answer."""
-        return bool(self._num_unfinished[core] or self._calls.owed_by(core))
+        """Whether there must be more messages of this core: it is awake and has requests, or owes an answer."""
+        return bool((self._num_unfinished[core] and not self.rest) or self._calls.owed_by(core))
 
     def labels(self) -> list[str]:
         """Of unfinished requests, oldest first."""
@@ -134,12 +139,24 @@ class FrontEnd:
         if self.dead_error is not None:
             raise self.dead_error
 
+    @property
+    def rest(self) -> Rest:
+        """What of the engine sleeps."""
+        return self._rest
+
+    @rest.setter
+    def rest(self, rest: Rest) -> None:
+        self._rest = rest
+        self.stat_loggers.rested(rest.state)
+
     def check_admission(self, num_sequences: int, num_prompt_tokens: int) -> None:
         """Whether so much may join the queue, of which nothing is kept.
 
         Raises:
             QueueFullError: not now; says what waits and which limit it meets.
+            UnavailableError: the engine sleeps.
         """
+        self._check_awake()
         try:
             check_queue(
                 self.config.scheduler, self.output_processor.waiting, num_sequences, num_prompt_tokens
@@ -161,17 +178,20 @@ class FrontEnd:
         tenant: str = "",
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        arrived: float | None = None,
     ) -> tuple[str, list[Outgoing]]:
         """Check a request and give it to the core that has the fewest sequences.
 
-        `trace_headers` come back in the statistics of its end. Returns a name for `release`, which no other request
-        has, and what to send.
+        It has `timeout_s` seconds from when it `arrived`, by the engine's clock; None: now. `trace_headers` come back
+        in the statistics of its end. Returns a name for `release`, which no other request has, and what to send.
 
         Raises:
             ValidationError: the prompt or a parameter cannot be honoured; nothing was queued.
+            UnavailableError: the engine sleeps.
             QuireError: the engine is dead; also if it died while the prompt was tokenized.
         """
         self.check_health()
+        self._check_awake()
         _check_timeout(timeout_s)
         name = self._core_ids.new(label)
         requests = self.input_processor.process(name, prompt, params, priority=priority, tenant=tenant)
@@ -180,7 +200,9 @@ class FrontEnd:
         self.output_processor.add_request(label, prompt, requests, self._watched(name, sink), trace_headers)
         self._take_off(name, flight)
         if timeout_s is not None:
-            heapq.heappush(self._deadlines, (self.clock() + timeout_s, name))
+            heapq.heappush(
+                self._deadlines, ((self.clock() if arrived is None else arrived) + timeout_s, name)
+            )
         return name, [(core, add_message(requests))]
 
     def abort(self, labels: str | Iterable[str]) -> list[Outgoing]:
@@ -232,6 +254,36 @@ class FrontEnd:
         answer, message = self._calls.start(core, method, args)
         return answer, [(core, message)]
 
+    def check_can_sleep(self) -> None:
+        """Raises UnavailableError: a core is loading."""
+        self.check_health()
+        if self.core_ready is None:
+            raise UnavailableError("the engine cannot sleep before it is ready", retry_after=2)
+
+    def sleep(self, level: int) -> tuple[list[Future[Any]], list[Outgoing]]:
+        """Put all cores to sleep, with the requests that they have; a core that takes another's place sleeps, too.
+
+        Raises:
+            UnavailableError: a core is not ready.
+        """
+        self.check_can_sleep()
+        self.rest = self.rest.deeper(level)
+        return self._call_all("sleep", level)
+
+    def wake_up(self, tags: Sequence[str]) -> tuple[Rest, list[Future[Any]], list[Outgoing]]:
+        """Wake all cores; the `Rest` is to be kept as `rest` once they have answered.
+
+        Raises:
+            ConflictError: one of the tags needs what would still sleep.
+        """
+        self.check_health()
+        self.dozes = False
+        return self.rest.without(tags), *self._call_all("wake_up", list(tags))
+
+    def _call_all(self, method: str, *args: Any) -> tuple[list[Future[Any]], list[Outgoing]]:
+        calls = [self._calls.start(core, method, args) for core in range(len(self._ready))]
+        return [call for call, _ in calls], [(core, message) for core, (_, message) in enumerate(calls)]
+
     def in_flight(self, core: int) -> dict[str, list[str]]:
         """Name of each request that this core has -> core ids of its sequences."""
         return {name: flight.core_ids for name, flight in self._flights.items() if flight.core == core}
@@ -250,9 +302,12 @@ class FrontEnd:
         had happened. No message of the old core may be taken in any more.
         """
         flights = self.in_flight(core).values()
-        messages: list[CoreRequest] = []
+        owed = self._calls.owed_by(core)
+        messages: list[CoreRequest] = [
+            self._calls.start(core, method, args)[1] for method, args in self.rest.verbs()
+        ]
         messages += [add_message(self.output_processor.resume(core_ids)) for core_ids in flights]
-        messages += self._calls.owed_by(core)
+        messages += owed
         return [(core, message) for message in messages]
 
     def die(self, error: QuireError) -> None:
@@ -275,6 +330,10 @@ class FrontEnd:
             sink(output)
 
         return deliver
+
+    def _check_awake(self) -> None:
+        if self.rest or self.dozes:
+            raise UnavailableError("the engine sleeps and takes no requests until it is woken", retry_after=2)
 
     def _take_off(self, name: str, flight: _Flight) -> None:
         self._flights[name] = flight

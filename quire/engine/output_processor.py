@@ -176,7 +176,9 @@ class RequestGroup:
 
     def publish(self) -> None:
         """Send what the request's output kind asks for; nothing if there is nothing new."""
-        finished, kind = self.finished, self.params.output_kind
+        first = self.sequences[0]
+        is_one = len(self.sequences) == 1
+        finished, kind = first.finished if is_one else self.finished, self.params.output_kind
         if kind is RequestOutputKind.FINAL_ONLY and not finished:
             return
         delta = kind is RequestOutputKind.DELTA

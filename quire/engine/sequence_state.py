@@ -130,10 +130,25 @@ class SequenceState:
         return len(self._token_ids) >= self._params.min_tokens
 
     def _append_tokens(self, update: RequestUpdate) -> None:
+        if self._logprobs is None and not self._params.stop:
+            self._append_plainly(update)
+        else:
+            self._append_one_by_one(update)
+
+    def _append_plainly(self, update: RequestUpdate) -> None:
+        """Tokens that nothing but the core can end."""
+        token_ids = update.new_token_ids
+        self._token_ids += token_ids
+        if self._detokenizer is not None and token_ids:
+            self._text += self._detokenizer.push(token_ids[:-1] if self._is_silent(update) else token_ids)
+
+    def _is_silent(self, update: RequestUpdate) -> bool:
+        """Whether the last token, which ended generation (end of sequence or a stop id), is reported but is no text."""
+        return update.finish_reason == "stop" and not self._params.include_stop_str_in_output
+
+    def _append_one_by_one(self, update: RequestUpdate) -> None:
         entries: Sequence[TokenLogprobs | None] = update.logprobs or [None] * len(update.new_token_ids)
-        # The token that ended generation (end of sequence or a stop id) is reported but is no text.
-        silent = update.finish_reason == "stop" and not self._params.include_stop_str_in_output
-        num_with_text = len(update.new_token_ids) - silent
+        num_with_text = len(update.new_token_ids) - self._is_silent(update)
         # Token by token, because a stop string ends the sequence at the token that completes it.
         for place, (token_id, entry) in enumerate(zip(update.new_token_ids, entries, strict=True)):
             self._token_ids.append(token_id)

@@ -6,7 +6,7 @@ Invariant: outputs come back in the order of the prompts; the engine core runs i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -154,6 +154,26 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while requests are running."""
         return self.llm_engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`: the KV cache's (level 1), the weights' too (2), or none (0).
+
+        Raises:
+            ValidationError: there is no such level.
+            ConflictError: another thread is generating.
+        """
+        with self._one_thread:
+            self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Have everything again, or of "weights", "kv_cache" and "scheduling" these.
+
+        Raises:
+            ConflictError: one of them needs what would still sleep.
+            EngineError: the weights cannot be loaded, or memory is short; what could not wake sleeps on.
+        """
+        with self._one_thread:
+            self.llm_engine.wake_up(tags)
 
     def shutdown(self) -> None:
         """Release the engine."""

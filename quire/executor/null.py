@@ -116,6 +116,7 @@ class NullExecutor(Executor):
         self._rows: dict[str, _Row] = {}
         self._holders: Counter[int] = Counter()
         self._last_step_id = 0
+        self._asleep: set[str] = set()
         self._submitted: deque[SchedulerOutput] = deque()
 
     def load(self) -> None:
@@ -134,8 +135,23 @@ class NullExecutor(Executor):
         self._kv_config = kv_config
         self._cache = FingerprintCache(kv_config.num_blocks, kv_config.num_host_blocks)
 
+    def sleep(self, level: int) -> None:
+        """Forget the cache."""
+        _check(not self._submitted, "asleep while a step is in flight")
+        _check(not self._rows and not +self._holders, f"asleep with rows {[*self._rows]}")
+        self._asleep |= {"weights", "kv_cache"}
+        self._cache = FingerprintCache(0, 0)
+
+    def wake_up(self, tag: str) -> None:
+        _check(tag == "weights" or "weights" not in self._asleep, "a cache wakes after the weights")
+        self._asleep.remove(tag)
+        assert self._kv_config is not None
+        if tag == "kv_cache":
+            self._cache = FingerprintCache(self._kv_config.num_blocks, self._kv_config.num_host_blocks)
+
     def submit(self, plan: SchedulerOutput) -> None:
         """Keep the plan until its result is asked for: the latest that a worker may begin."""
+        _check(not self._asleep, f"step {plan.step_id} came while {self._asleep} slept")
         self._submitted.append(plan)
 
     def collect(self) -> ModelRunnerOutput:

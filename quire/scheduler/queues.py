@@ -76,6 +76,17 @@ class RequestQueues:
         self.policy.add(victim)
         self.num_preemptions += 1
 
+    def preempt_all(self, now: float) -> None:
+        """Take the blocks of all requests, on both tiers; they keep their tokens, to be computed again."""
+        for request in reversed(list(self.running)):
+            self._vacate(request)
+            request.preempt()
+            self._waits.preempt_for_sleep(request, now)
+            self.policy.add(request)
+            self.num_preemptions += 1
+        for request in self._requests.values():
+            self._kv.free(request)
+
     def finish(self, request: Request, reason: str, now: float) -> None:
         """The one way out: whatever the reason and the place, all that the request holds is released."""
         status = request.status
@@ -128,6 +139,16 @@ class RequestQueues:
         self.policy.charge(step.chunks)
         self._waits.plan(step, now)
 
+    def pause(self, now: float) -> None:
+        """No step will be planned for a while, so that alone holds up all that is not held."""
+        for request in (*self.running, *self.policy):
+            self._waits.pause(request, now)
+
+    def resume(self, now: float) -> None:
+        """Steps are planned again."""
+        for request in (*self.running, *self.policy):
+            self._waits.resume(request, now)
+
     def take_vacated(self) -> list[str]:
         """Ids of requests that lost their rows since the last call, for the plan that tells the worker."""
         vacated, self._vacated = self._vacated, []
@@ -149,6 +170,11 @@ class RequestQueues:
     def has_work(self) -> bool:
         """Whether a step would compute or free something; it does nothing for those that are held."""
         return len(self.running) > 0 or len(self.policy) > 0 or bool(self._vacated)
+
+    @property
+    def has_vacated(self) -> bool:
+        """Whether the worker has rows to free."""
+        return bool(self._vacated)
 
     def explain(self, request_id: str, now: float) -> Explanation | None:
         """Why a request waits or waited; None if it is unknown or ended too long ago."""

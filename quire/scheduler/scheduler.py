@@ -66,6 +66,7 @@ class Scheduler:
         self._planner = Planner(config.scheduler, self._max_model_len, self._kv, self._queues)
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
+        self._is_paused = False
 
     # Events
 
@@ -110,6 +111,26 @@ class Scheduler:
         """Forget all cached prefixes; False, and nothing done, while a request is running."""
         return self._kv.reset_prefix_cache()
 
+    def pause(self, now: float) -> None:
+        """Until `resume`, plan nothing but what the worker is to let go of; requests stay where they are."""
+        self._is_paused = True
+        self._queues.pause(now)
+
+    def forget(self, now: float) -> None:
+        """Nothing in the cache is worth anything any more: prefixes are forgotten on both tiers, and requests in flight
+        wait for all their tokens to be computed again. Only while paused, with no step in flight.
+        """
+        assert self._is_paused, "forgetting is for those who sleep"
+        assert not self._in_flight, "steps in flight read the cache"
+        self._queues.preempt_all(now)
+        if not self._kv.reset_prefix_cache():
+            raise EngineError("the cache cannot be forgotten: somebody holds blocks that no request has")
+
+    def resume(self, now: float) -> None:
+        """Plan as before."""
+        self._is_paused = False
+        self._queues.resume(now)
+
     def take_kv_events(self) -> list[KVCacheEvent]:
         """What happened to the prefix cache since the last call; nothing unless events are enabled."""
         return self._kv.take_events()
@@ -128,8 +149,11 @@ class Scheduler:
         generate never stand still for it.
         """
         self._num_steps += 1
-        step = self._planner.plan(self._num_steps, now)
-        self._queues.note(step, now)
+        step = (
+            StepPlan(self._num_steps, 0, 0) if self._is_paused else self._planner.plan(self._num_steps, now)
+        )
+        if not self._is_paused:
+            self._queues.note(step, now)
         plan = step.seal(self._queues.take_vacated(), self._kv.take_moves())
         if not plan.is_empty:
             self._in_flight.append(step)
@@ -165,7 +189,8 @@ class Scheduler:
 
         There is nothing to do for requests that are held: a release comes from outside, or from a step.
         """
-        return self._queues.has_work or bool(self._in_flight)
+        waits = self._queues.has_vacated if self._is_paused else self._queues.has_work
+        return waits or bool(self._in_flight)
 
     def stats(self) -> SchedulerStats:
         """Counts and totals, as of now."""

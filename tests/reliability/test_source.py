@@ -25,6 +25,7 @@ DYNAMIC_IMPORTS = {
 """What they import is named by the source or by the operator."""
 REQUEST_PATHS = ("quire/entrypoints", "quire/engine", "quire/sampling_params.py", "quire/pooling_params.py")
 BOOKKEEPING = {
+    "quire/entrypoints/openai/streaming.py": "found",
     "quire/entrypoints/openai/openapi/document.py": "not components.keys() & requests.keys()",
     "quire/engine/sequence_state.py": "len(self.prompt_logprobs) <= self._num_prompt_tokens",
 }

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateSyntaxError, meta
 
-from quire.entrypoints.chat.environment import TemplateRefusalError, make_environment
+from quire.entrypoints.chat.budget import TemplateRefusalError
+from quire.entrypoints.chat.environment import make_environment
 from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES, checked_messages
 from quire.entrypoints.chat.plain_text import Encoder, PlainText
 from quire.errors import ConfigError, ValidationError
@@ -103,6 +104,8 @@ class ChatTemplate:
             raise ConfigError(
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
             ) from None
+        except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
+            raise ConfigError(f"the chat template cannot be compiled: {type(error).__name__}") from error
         self.source = source
         undeclared = meta.find_undeclared_variables(environment.parse(source))
         self.variables = frozenset(undeclared) - environment.globals.keys()

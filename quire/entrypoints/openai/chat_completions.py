@@ -39,7 +39,7 @@ from quire.entrypoints.openai.respond import respond
 from quire.entrypoints.openai.sampling import chat_params, note_max_tokens
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
-from quire.entrypoints.openai.streaming import frame
+from quire.entrypoints.openai.streaming import TextFrame, frame
 from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
 from quire.entrypoints.openai.tool_choice import tools_in_use
 from quire.entrypoints.openai.usage import UsageMeter
@@ -83,6 +83,7 @@ class ChatAnswer:
         self._tools = tools_in_use(server, request)
         self._begin = PromptEnd()
         self._choices: dict[int, ChatChoiceBuilder] = {}
+        self._text_frames: dict[int, TextFrame] = {}
 
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
@@ -104,7 +105,7 @@ class ChatAnswer:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
-            timeout_s=request.timeout,
+            timeout_s=request.time_left(),
             trace_headers=request.trace_headers,
             stream_interval=interval,
         )
@@ -127,20 +128,50 @@ class ChatAnswer:
         )
 
     async def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self.chunks(outputs)) as chunks:
-            async for chunk in chunks:
-                yield frame(chunk)
+        usage = self._stream_usage(outputs)
+        async with aclosing(outputs):
+            async for _, output in outputs:
+                if (plain := self._plain_frame(output, usage)) is not None:
+                    yield plain
+                    continue
+                for chunk in self.chunks_of(output, usage):
+                    yield frame(chunk)
+        if usage.wanted:
+            yield frame(self._chunk([], usage.closing()))
 
     async def chunks(self, outputs: Outputs) -> AsyncGenerator[ChatChunk, None]:
         """The stream, before it is written: each choice's role, then its news step by step, then the usage."""
-        force = self._server.config.enable_force_include_usage
-        usage = StreamUsage(self._request, outputs.prompt_lengths, force=force)
+        usage = self._stream_usage(outputs)
         async with aclosing(outputs):
             async for _, output in outputs:
                 for chunk in self.chunks_of(output, usage):
                     yield chunk
         if usage.wanted:
             yield self._chunk([], usage.closing())
+
+    def _stream_usage(self, outputs: Outputs) -> StreamUsage:
+        force = self._server.config.enable_force_include_usage
+        return StreamUsage(self._request, outputs.prompt_lengths, force=force)
+
+    def _plain_frame(self, output: RequestOutput, usage: StreamUsage) -> bytes | None:
+        """What `chunks_of` makes of an output that is nothing but a piece of text of one choice, as nearly all are."""
+        (completion, *others), request = output.outputs, self._request
+        builder = self._choices.get(completion.index)
+        if others or builder is None or completion.finish_reason is not None:
+            return None
+        text_frame = self._text_frames.get(completion.index)
+        if text_frame is None:
+            if (
+                request.logprobs
+                or request.return_token_ids
+                or not (builder.is_plain and usage.shows_nothing_yet)
+            ):
+                return None
+            choice = ChatChunkChoice(index=completion.index, delta=ChatDelta(content=TextFrame.MARK))
+            text_frame = TextFrame(self._chunk([choice], usage.of_opening()))
+            self._text_frames[completion.index] = text_frame
+        usage.pass_by(0, output)
+        return text_frame.of(completion.text)
 
     def chunks_of_whole(self, output: RequestOutput) -> Iterator[ChatChunk]:
         """The stream that a final output would have been in one piece, with usage."""

@@ -84,7 +84,7 @@ class CompletionAnswer:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
-            timeout_s=request.timeout,
+            timeout_s=request.time_left(),
             trace_headers=request.trace_headers,
             stream_interval=interval,
         )

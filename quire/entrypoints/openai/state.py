@@ -48,6 +48,8 @@ class ServerState:
             return "the engine has stopped"
         if self.draining:
             return "the server is shutting down"
+        if self.engine.is_sleeping:
+            return "the engine sleeps and takes no requests until it is woken"
         return None if self.engine.is_ready else "the model is loading, or the engine does not answer"
 
     @property

@@ -84,6 +84,7 @@ class FakeEngine:
         self.input_processor = InputProcessor(self.config, self.tokenizer, strict_length=True)  # type: ignore[arg-type]
         self.reply: Callable[[str, int], str] = lambda prompt, index: f"Reply {index}!"
         self.is_ready = True
+        self.is_sleeping = False
         self.dead_error: QuireError | None = None
         self.died = asyncio.Event()
         self.hold_after: int | None = None

@@ -7,6 +7,7 @@ Invariant: a model has exactly the fields that the server honours; what happens 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol import shapes
+from quire.errors import DeadlineError
 
 INT64_MAX = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
@@ -86,6 +88,7 @@ class GenerationRequest(RequestModel):
     user: str | None = Field(None, max_length=256)
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     _trace_headers: dict[str, str] = PrivateAttr(default_factory=dict)
+    _arrived: float = PrivateAttr(default_factory=time.monotonic)
 
     @property
     def trace_headers(self) -> dict[str, str]:
@@ -94,6 +97,19 @@ class GenerationRequest(RequestModel):
 
     def join_trace(self, headers: dict[str, str]) -> None:
         self._trace_headers = headers
+
+    def time_left(self) -> float | None:
+        """Seconds that are left of `timeout`, which counts from when the request had come in; None: any number.
+
+        Raises:
+            DeadlineError: there are none.
+        """
+        if self.timeout is None:
+            return None
+        left = self._arrived + self.timeout - time.monotonic()
+        if left <= 0:
+            raise DeadlineError("the request's time was over before anything was generated")
+        return left
 
 
 class CompletionRequest(GenerationRequest):
