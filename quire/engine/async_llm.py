@@ -46,7 +46,9 @@ class AsyncLLM:
         self._supervisor = Supervisor(resume=config.supervision.on_core_death == "resume")
         self._clients = make_clients(config, num_cores, in_process=in_process)  # they load while this goes on
         with closed_on_error(self._clients):
-            self._front_end = FrontEnd(config, strict_length=True, num_cores=num_cores)
+            self._front_end = FrontEnd(
+                config, strict_length=True, takes_callables=in_process, num_cores=num_cores
+            )
         self.tokenizer = self._front_end.tokenizer
         self.input_processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor

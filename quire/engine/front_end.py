@@ -62,7 +62,7 @@ class FrontEnd:
 
     Args:
         config: as `prepare` has settled it.
-        strict_length: see `InputProcessor`.
+        strict_length, takes_callables: see `InputProcessor`.
         clock: monotonic seconds, as the cores count them.
 
     Attributes:
@@ -78,6 +78,7 @@ class FrontEnd:
         config: EngineConfig,
         *,
         strict_length: bool,
+        takes_callables: bool = False,
         num_cores: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,7 +86,11 @@ class FrontEnd:
         self.clock = clock
         self.tokenizer = load_tokenizer(config)
         self.input_processor = InputProcessor(
-            config, self.tokenizer, strict_length=strict_length, clock=clock
+            config,
+            self.tokenizer,
+            strict_length=strict_length,
+            takes_callables=takes_callables,
+            clock=clock,
         )
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stat_loggers: list[StatLogger] = [make(config) for make in STAT_LOGGERS.resolve_all()]

@@ -38,7 +38,9 @@ class LLMEngine:
         self._outputs: list[RequestOutput] = []
         self._clients = make_clients(config, num_cores, in_process=in_process)
         with closed_on_error(self._clients):
-            self._front_end = FrontEnd(config, strict_length=False, num_cores=num_cores)
+            self._front_end = FrontEnd(
+                config, strict_length=False, takes_callables=in_process, num_cores=num_cores
+            )
             for core in range(num_cores):
                 self._receive(core)
         self.tokenizer = self._front_end.tokenizer

@@ -16,7 +16,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -74,8 +74,9 @@ def forked(first: EngineCoreRequest, fork: Fork) -> EngineCoreRequest:
 def add_message(requests: Sequence[EngineCoreRequest]) -> AddRequest:
     """The message for these completions of one prompt, of which the later ones are forks of the first."""
     first, *others = requests
-    if first.sampling_params.stop:
-        first = msgspec.structs.replace(first, sampling_params=first.sampling_params.settled(stop=()))
+    if first.sampling_params.stop or first.sampling_params.bad_words:
+        without_text = first.sampling_params.settled(stop=(), bad_words=())
+        first = msgspec.structs.replace(first, sampling_params=without_text)
     forks = [Fork(one.request_id, one.sampling_params.seed, one.output_token_ids) for one in others]
     return AddRequest(first, forks)
 

@@ -47,8 +47,10 @@ class OutputProcessor:
     ) -> None:
         """Expect updates for these core requests; `request_id` is what the outputs carry."""
         sequences = [SequenceState(index, core, self._tokenizer) for index, core in enumerate(core_requests)]
-        kind = core_requests[0].sampling_params.output_kind
-        group = RequestGroup(request_id, prompt, kind, sink, sequences)
+        params = core_requests[0].sampling_params
+        group = RequestGroup(
+            request_id, prompt, params.output_kind, sink, sequences, params.stream_interval or 1
+        )
         for sequence in sequences:
             self._running[sequence.core_request_id] = (sequence, group)
             self.waiting.add(sequence.core_request_id, len(prompt.token_ids))
@@ -150,17 +152,27 @@ class RequestGroup:
     output_kind: RequestOutputKind
     sink: Sink
     sequences: list[SequenceState]
+    stream_interval: int = 1
     prompt_logprobs_sent: bool = False
 
     def publish(self) -> None:
         """Send what the request's output kind asks for; nothing if there is nothing new."""
         finished = all(sequence.finished for sequence in self.sequences)
+        if not finished and self._gathers():
+            return
         if self.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
             return
         delta = self.output_kind is RequestOutputKind.DELTA
         completions = [s.completion(delta) for s in self.sequences if not delta or s.has_news]
         if completions:
             self.sink(self._output(completions, finished, delta))
+
+    def _gathers(self) -> bool:
+        """Whether the request's `stream_interval` lets news wait: not the first token, nor the end of a sequence."""
+        return self.stream_interval > 1 and not any(
+            sequence.num_unsent >= (self.stream_interval if sequence.has_begun else 1) or sequence.ends
+            for sequence in self.sequences
+        )
 
     def failure(self) -> RequestOutput:
         """The last output of a request whose outputs cannot be made: that it failed, and nothing else."""

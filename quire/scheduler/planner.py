@@ -187,14 +187,15 @@ class Planner:
     def _find_prefix(self, request: Request, step: StepPlan) -> PrefixHit:
         """What a request need not compute: what was swapped out, what its parent has, or what is cached.
 
-        Prompt logprobs need every position to be computed.
+        Prompt logprobs need every position to be computed, and a request may want nothing of the prefix cache.
         """
         swapped = self._kv.get_swapped_blocks(request)
         if swapped is not None:
             return swapped
         if request.sampling_params.prompt_logprobs is not None:
             return self._kv.no_hit
-        hits = [self._kv.get_computed_blocks(request)]
+        is_blind = request.sampling_params.skip_reading_prefix_cache
+        hits = [self._kv.no_hit if is_blind else self._kv.get_computed_blocks(request)]
         parent, num_tokens = request.parent, request.num_prompt_tokens - 1
         if parent and parent.status is RequestStatus.RUNNING and step.num_ready_tokens(parent) >= num_tokens:
             hits.append(self._kv.get_forked_blocks(parent, num_tokens))

@@ -213,4 +213,6 @@ class ChatAnswer:
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self._request.logprobs:
             return None
-        return chat_logprobs(completion.logprobs or [], self._request.top_logprobs or 0)
+        listed = self._request.logprob_token_ids
+        top = (self._request.top_logprobs or 0) if listed is None else listed
+        return chat_logprobs(completion.logprobs or [], top)

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.generation import Outputs
-from quire.entrypoints.openai.logprobs import completion_logprobs, id_text, prompt_logprobs_json
+from quire.entrypoints.openai.logprobs import Top, completion_logprobs, id_text, prompt_logprobs_json
 from quire.entrypoints.openai.openapi import body_schema
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.prompts import completion_prompts
@@ -136,9 +136,10 @@ class CompletionAnswer:
         text, logprobs, offset = completion.text, None, self._num_chars.get(index, 0)
         if is_first and request.echo:
             text = self._prompt_text(output) + text
-        if request.logprobs is not None:
+        top: Top | None = request.logprobs if request.logprob_token_ids is None else request.logprob_token_ids
+        if top is not None:
             ids, positions = self._positions(output, completion, with_prompt=is_first and request.echo)
-            logprobs, offset = completion_logprobs(ids, positions, request.logprobs, offset, self._token_text)
+            logprobs, offset = completion_logprobs(ids, positions, top, offset, self._token_text)
         self._num_chars[index] = offset
         return CompletionChoice(
             index=index,

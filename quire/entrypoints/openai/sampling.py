@@ -22,7 +22,8 @@ COMPLETION_MAX_TOKENS = 16
 SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids", "skip_special_tokens",
-    "include_stop_str_in_output", "prompt_logprobs",
+    "include_stop_str_in_output", "prompt_logprobs", "logprob_token_ids", "bad_words", "thinking_token_budget",
+    "repetition_detection", "stream_interval",
 )  # fmt: skip
 MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 MAX_TOKENS_DEFAULTS = ("max_tokens", "max_new_tokens")
@@ -38,7 +39,14 @@ def completion_params(
     """
     _check_stream(request)
     params: dict[str, Any] = {"n": _num_candidates(request), "max_tokens": _completion_max_tokens(request)}
-    params["logprobs"] = 0 if is_ranked(request) and request.logprobs is None else request.logprobs
+    listed = request.logprob_token_ids
+    is_silent = request.logprobs is None and listed is None
+    params["logprobs"] = 0 if is_ranked(request) and is_silent else request.logprobs
+    if request.echo and listed is not None:
+        raise ValidationError(
+            "logprob_token_ids are for generated tokens, and echo wants those of the prompt too; leave one out",
+            param="logprob_token_ids",
+        )
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
         params["prompt_logprobs"] = request.logprobs
     return _build(request, defaults, detokenize, params)
@@ -63,6 +71,10 @@ def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any]) -> 
     if max_tokens is None:
         max_tokens = next((int(defaults[name]) for name in MAX_TOKENS_DEFAULTS if name in defaults), None)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    if request.logprob_token_ids is not None:
+        if not request.logprobs:
+            raise ValidationError("logprob_token_ids needs logprobs true", param="logprob_token_ids")
+        logprobs = request.top_logprobs
     return _build(request, defaults, True, {"max_tokens": max_tokens, "logprobs": logprobs})
 
 
@@ -91,6 +103,8 @@ def client_names(request: GenerationRequest) -> Iterator[None]:
 
 
 def _client_name(param: str | None, request: GenerationRequest) -> str | None:
+    if param == "extra_args":
+        return "vllm_xargs"
     if isinstance(request, CompletionRequest):
         return "best_of" if param == "n" and request.best_of is not None else None
     if not isinstance(request, ChatCompletionRequest):
@@ -110,6 +124,8 @@ def _build(
             values[name] = value
     if "top_k" in values:
         values["top_k"] = int(values["top_k"])
+    if request.vllm_xargs:
+        values["extra_args"] = request.vllm_xargs
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(
         **{**values, **params}, logit_bias=_logit_bias(request), detokenize=detokenize, output_kind=kind

@@ -83,6 +83,12 @@ class GenerationRequest(RequestModel):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: dict[str, Any] | None = None
+    stream_interval: int | None = None
+    vllm_xargs: dict[str, Any] | None = None
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
     priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)
