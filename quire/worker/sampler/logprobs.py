@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels import ops
+from quire.kernels import ops, reference_sampling
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, TokenLogprobs
 from quire.worker.input_batch import InputBatch, Samples
@@ -157,7 +157,9 @@ def token_logprobs(
     """
     vocab_size = logits.shape[1]
     counts = [vocab_size if n == WHOLE_VOCABULARY else min(n, vocab_size) for n in num_logprobs]
-    token_ids, logprobs, ranks = ops.token_logprobs(logits, chosen, max(counts))
+    # Of logits that were processed many are -inf, and the kernels do not tell one impossible token from another.
+    make = reference_sampling.token_logprobs if mode.is_processed else ops.token_logprobs
+    token_ids, logprobs, ranks = make(logits, chosen, max(counts))
     if mode.is_logits:
         logprobs = logits.gather(1, token_ids)
     return RawLogprobs(token_ids, logprobs, ranks, counts)

@@ -46,7 +46,9 @@ LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = 
 """What may change the logits, in the order in which it does; those of plug-ins come last, by name."""
 
 NON_FINITE = "the model produced non-finite logits"
-NO_TOKEN_LEFT = "no token is left to choose from: allowed_token_ids, bad_words, min_tokens or stop tokens exclude all"
+NO_TOKEN_LEFT = (
+    "no token is left to choose from: allowed_token_ids, bad_words, min_tokens or stop tokens exclude all"
+)
 
 _FAILURES = {-1: NO_TOKEN_LEFT, -2: NON_FINITE}
 """What a negative code in the place of a token id means; -1 is that of `ops.sample_tokens`."""

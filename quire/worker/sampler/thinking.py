@@ -41,10 +41,16 @@ class Section:
         self._longest = max(len(markers.start_ids), len(markers.end_ids))
 
     def after_prompt(self, tokens: NDArray[np.int32]) -> Place:
-        """The place behind a prompt; the last marker in it decides."""
-        start, end = (_last_end(tokens, ids) for ids in (self._markers.start_ids, self._markers.end_ids))
-        since = tokens[max(start, end, 0) :]
-        return Place(start > end, 0, tuple(since[-self._longest :].tolist()))
+        """The place behind a prompt, of which no token counts."""
+        start, end = self._markers.start_ids, self._markers.end_ids
+        place = Place(False, 0, ())
+        if len(start) == len(end) == 1 and start != end:  # then the last one in it decides
+            marks = np.flatnonzero((tokens == start[0]) | (tokens == end[0]))
+            last = int(marks[-1]) if len(marks) else -1
+            return place._replace(is_inside=bool(last >= 0 and tokens[last] == start[0]))
+        for token in tokens.tolist():
+            place = self.next(place, token)._replace(num_generated=0)
+        return place
 
     def next(self, place: Place, token: int) -> Place:
         """The place behind one more token, which was generated."""
@@ -132,13 +138,3 @@ class ThinkingBudget(LogitsFeature[StagedForce]):
 
 def _ids(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
-
-
-def _last_end(tokens: NDArray[np.int32], marker: tuple[int, ...]) -> int:
-    """Where the last occurrence of a marker ends; -1 if there is none."""
-    width = len(marker)
-    places = np.flatnonzero(tokens[: max(len(tokens) - width + 1, 0)] == marker[0])
-    for place in places[::-1].tolist():
-        if tuple(tokens[place : place + width].tolist()) == marker:
-            return int(place) + width
-    return -1
