@@ -138,6 +138,29 @@ def _first(times: Iterable[float]) -> float:
 
 
 @dataclass(slots=True)
+class BeamSearchSequence:
+    """One sequence of a beam search: its tokens with those of the prompt, and the text of all of them.
+
+    `logprobs` are of the generated tokens, and `cum_logprob` is their sum.
+    """
+
+    orig_prompt: str | None
+    tokens: list[int]
+    logprobs: list[PositionLogprobs]
+    cum_logprob: float
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The sequences of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """The state of one request: its prompt and one `CompletionOutput` for each of its `n` completions."""
 

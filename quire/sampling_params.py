@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from quire.beam_search_params import BeamSearchParams
 from quire.errors import ValidationError
 from quire.sampling_extras import (
     MAX_LOGPROB_TOKEN_IDS,
@@ -27,7 +28,13 @@ from quire.sampling_extras import (
     checked_repetition_detection,
 )
 
-__all__ = ["RepetitionDetectionParams", "RequestOutputKind", "SamplingParams", "ThinkingMarkers"]
+__all__ = [
+    "BeamSearchParams",
+    "RepetitionDetectionParams",
+    "RequestOutputKind",
+    "SamplingParams",
+    "ThinkingMarkers",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from typing import Any
 
+from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import CoreClient, ProcessClient, closed_on_error, make_clients
 from quire.engine.front_end import FrontEnd, Outgoing, explained
@@ -105,7 +106,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: PromptType,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | BeamSearchParams,
         request_id: str,
         *,
         priority: int = 0,
@@ -129,7 +130,9 @@ class AsyncLLM:
         self.check_admission(sampling_params.n)
         tokenized = await self._tokenize(prompt)
         self.check_admission(sampling_params.n, sampling_params.n * len(tokenized.token_ids))
-        stream = OutputStream(delta=sampling_params.output_kind is RequestOutputKind.DELTA)
+        # A beam search has one output, at the end.
+        kind = None if isinstance(sampling_params, BeamSearchParams) else sampling_params.output_kind
+        stream = OutputStream(delta=kind is RequestOutputKind.DELTA)
         name, messages = self._front_end.submit(
             request_id,
             tokenized,

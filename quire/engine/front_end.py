@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
+from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineConfig
+from quire.engine.beam_searches import BeamSearches
 from quire.engine.core_ids import CoreIds
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
 from quire.engine.messages import (
@@ -46,6 +48,13 @@ logger = logging.getLogger(__name__)
 
 Outgoing = tuple[int, CoreRequest]
 """The index of a core, and a message for it."""
+
+
+class Terms(TypedDict):
+    """On whose account, and how urgently."""
+
+    priority: int
+    tenant: str
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,7 @@ class FrontEnd:
             clock=clock,
         )
         self.output_processor = OutputProcessor(self.tokenizer)
+        self._beam_searches = BeamSearches(self.tokenizer)
         self.stat_loggers: list[StatLogger] = [make(config) for make in STAT_LOGGERS.resolve_all()]
         self.dead_error: QuireError | None = None
         self._ready: list[CoreReady | None] = [None] * num_cores
@@ -117,7 +127,7 @@ class FrontEnd:
     @property
     def num_unfinished(self) -> int:
         """Sequences whose end has not been published yet."""
-        return self.output_processor.num_unfinished
+        return self.output_processor.num_unfinished + self._beam_searches.num_unfinished
 
     @property
     def core_ready(self) -> CoreReady | None:
@@ -155,7 +165,7 @@ class FrontEnd:
         self,
         label: str,
         prompt: TokenizedPrompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         sink: Sink,
         *,
         priority: int = 0,
@@ -173,14 +183,19 @@ class FrontEnd:
         self.check_health()
         _check_timeout(timeout_s)
         name = self._core_ids.new(label)
-        requests = self.input_processor.process(name, prompt, params, priority=priority, tenant=tenant)
+        watched, terms = self._watched(name, sink), Terms(priority=priority, tenant=tenant)
+        if isinstance(params, BeamSearchParams):
+            first, params = self.input_processor.process_beam_search(name, prompt, params, **terms)
+            core_ids, messages = self._beam_searches.add(label, prompt, first, params, watched)
+        else:
+            requests = self.input_processor.process(name, prompt, params, **terms)
+            self.output_processor.add_request(label, prompt, requests, watched)
+            core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
         core = min(range(len(self._num_unfinished)), key=self._num_unfinished.__getitem__)
-        flight = _Flight(label, core, [request.request_id for request in requests])
-        self.output_processor.add_request(label, prompt, requests, self._watched(name, sink))
-        self._take_off(name, flight)
+        self._take_off(name, _Flight(label, core, core_ids))
         if timeout_s is not None:
             heapq.heappush(self._deadlines, (self.clock() + timeout_s, name))
-        return name, [(core, add_message(requests))]
+        return name, [(core, message) for message in messages]
 
     def abort(self, labels: str | Iterable[str]) -> list[Outgoing]:
         """End all requests of these labels with finish_reason "abort"; unknown labels are ignored."""
@@ -210,9 +225,12 @@ class FrontEnd:
     def take_in(self, core: int, message: CoreMessage) -> list[Outgoing]:
         """Act on a core's message."""
         if isinstance(message, EngineCoreOutputs):
-            ends, stats = self.output_processor.process(message, message.timestamp or self.clock())
+            now = message.timestamp or self.clock()
+            ends, stats = self.output_processor.process(message, now)
+            messages = self._beam_searches.process(message.updates, now, stats)
             self._record(stats, message.stats)
-            return [(core, AbortRequests(ids, reason)) for reason, ids in ends.items()]
+            messages += [AbortRequests(ids, reason) for reason, ids in ends.items()]
+            return [(core, one) for one in messages]
         if isinstance(message, UtilityResult):
             self._calls.answer(message)
         elif isinstance(message, CoreReady):
@@ -239,6 +257,7 @@ class FrontEnd:
         self._ready[core] = None
         core_ids = [core_id for name in failed for core_id in self._flights[name].core_ids]
         self.output_processor.fail(core_ids, error)
+        self._beam_searches.fail(core_ids, error)
 
     def unfinished(self, core: int) -> list[Outgoing]:
         """What to send to a core that takes the place of this one: all that the old one has left undone.
@@ -248,7 +267,9 @@ class FrontEnd:
         """
         flights = self.in_flight(core).values()
         messages: list[CoreRequest] = []
-        messages += [add_message(self.output_processor.resume(core_ids)) for core_ids in flights]
+        owners = (self.output_processor, self._beam_searches)
+        lost = [owner.resume(core_ids) for core_ids in flights for owner in owners]
+        messages += [add_message(requests) for requests in lost if requests]
         messages += self._calls.owed_by(core)
         return [(core, message) for message in messages]
 
@@ -258,6 +279,7 @@ class FrontEnd:
             return
         self.dead_error = error
         self.output_processor.fail_all(error)
+        self._beam_searches.fail_all(error)
         self._calls.fail_all(error)
 
     # The rest
@@ -288,7 +310,10 @@ class FrontEnd:
     def _end(self, core_ids: Sequence[str], reason: str) -> list[Outgoing]:
         """End these sequences, which are in flight, and tell their cores."""
         cores = {core_id: self._flights[self._names[core_id]].core for core_id in core_ids}
-        ends, stats = self.output_processor.end(core_ids, reason, self.clock())
+        now = self.clock()
+        ends, stats = self.output_processor.end(core_ids, reason, now)
+        if beams := self._beam_searches.end(core_ids, reason, now, stats):
+            ends[reason] = [*ends.get(reason, ()), *beams]
         if ends:
             self._record(stats, None)
         messages: list[Outgoing] = []

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.listed_tokens import bad_words_token_ids, find_thinking_markers, indexed_ids
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
@@ -152,6 +155,32 @@ class InputProcessor:
         )
         forks = [Fork(f"{request_id}.{index}", _nth_seed(params, index)) for index in range(1, params.n)]
         return AddRequest(first, forks).requests()
+
+    def process_beam_search(
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        params: BeamSearchParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> tuple[EngineCoreRequest, BeamSearchParams]:
+        """What all beams of a search are made of, and its parameters, after all checks against the model.
+
+        Raises:
+            ValidationError: names the field, its value's problem and the limit.
+        """
+        mode, limit = self.config.model.logprobs_mode, self.config.model.max_logprobs
+        if mode.endswith("logits"):
+            raise ValidationError(f"a beam search adds up logprobs, and --logprobs-mode is {mode}")
+        if 0 <= limit < params.logprobs:
+            raise ValidationError(
+                f"logprobs is {params.logprobs}, the limit is {limit} (--max-logprobs)", param="logprobs"
+            )
+        plain = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, detokenize=False)
+        (first,) = self.process(request_id, prompt, plain, priority=priority, tenant=tenant)
+        max_tokens = first.sampling_params.max_tokens or params.max_tokens
+        return first, msgspec.structs.replace(params, max_tokens=max_tokens)
 
     def room(self, num_prompt_tokens: int) -> int:
         """Tokens that can follow a prompt of this length: a larger `max_tokens` means so many."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import closed_on_error, make_clients
 from quire.engine.front_end import FrontEnd, Outgoing, explained
@@ -68,7 +69,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
         tenant: str = "",

@@ -86,7 +86,7 @@ class SequenceState:
         self._record_start(update)
         if update.prompt_logprobs and self.prompt_logprobs is not None:
             bytes_of = self._tokenizer.token_bytes if self._tokenizer and self._params.detokenize else None
-            self.prompt_logprobs.extend(_position(entry, bytes_of) for entry in update.prompt_logprobs)
+            self.prompt_logprobs.extend(position_of(entry, bytes_of) for entry in update.prompt_logprobs)
             assert len(self.prompt_logprobs) <= self._num_prompt_tokens
         num_known = len(self._token_ids)
         self._append_tokens(update)
@@ -168,7 +168,7 @@ class SequenceState:
             self._token_ids.append(token_id)
             if entry is not None and self._logprobs is not None:
                 bytes_of = self._detokenizer.bytes_of if self._detokenizer else None
-                self._logprobs.append(_position(entry, bytes_of))
+                self._logprobs.append(position_of(entry, bytes_of))
                 self._cumulative_logprob += entry.logprobs[0]
             if self._detokenizer is not None and place < num_with_text:
                 self._text += self._stop.push(self._detokenizer.push([token_id]), armed=self._armed)
@@ -226,7 +226,8 @@ def _make_detokenizer(
     )
 
 
-def _position(entry: TokenLogprobs, bytes_of: Callable[[int], bytes] | None) -> PositionLogprobs:
+def position_of(entry: TokenLogprobs, bytes_of: Callable[[int], bytes] | None) -> PositionLogprobs:
+    """A position's logprobs as callers see them; `bytes_of` gives what a token would add to the text there."""
     position: PositionLogprobs = {}
     ranks = entry.ranks or range(1, len(entry.token_ids))
     for place, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):

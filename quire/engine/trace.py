@@ -25,7 +25,7 @@ from quire.scheduler.output import WAIST_VERSION, BlockIds
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 3
+TRACE_VERSION = 4
 MAGIC = b"quire-trace\n"
 LENGTH_BYTES = 4
 SPECS: dict[str, type[KVCacheSpec]] = {spec.__name__: spec for spec in MANAGERS}
