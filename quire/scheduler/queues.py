@@ -57,7 +57,7 @@ class RequestQueues:
         self._let_wait(request, now)
 
     def _number(self, request: Request, now: float) -> None:
-        """The place in the order of arrival: a search has one for each of its beams, and the next beams take them over."""
+        """The place in the order of arrival: a search has one for each beam, which those that follow it take over."""
         parent = request.parent
         if parent is not None and self.kept.get(parent.request_id) is parent:
             request.queued_ts, request.number = parent.queued_ts, parent.number - parent.beam + request.beam

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.entrypoints.chat.tool_parser import PlainParser
+from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder
 from quire.entrypoints.openai.chat_prompt import chat_token_ids
 from quire.entrypoints.openai.errors import request_id_of
@@ -77,7 +78,10 @@ class ChatAnswer:
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
         engine.check_admission()
-        params = chat_params(request, engine.input_processor.default_sampling_params)
+        room = engine.config.model.max_model_len
+        params = beam_search_params(request, room) or chat_params(
+            request, engine.input_processor.default_sampling_params
+        )
         token_ids = await chat_token_ids(self._server, request, with_tools=self._uses_tools)
         prompt = with_options(TokensPrompt(prompt_token_ids=token_ids), request)
         note_max_tokens(request, params, [engine.input_processor.room(len(prompt["prompt_token_ids"]))])

@@ -16,6 +16,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.logprobs import Top, completion_logprobs, id_text, prompt_logprobs_json
@@ -32,7 +33,7 @@ from quire.entrypoints.openai.streaming import frame
 from quire.entrypoints.openai.tenant import tenant_of
 from quire.entrypoints.openai.usage import UsageMeter
 from quire.entrypoints.openai.version import FINGERPRINT
-from quire.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from quire.outputs import CompletionOutput, PositionLogprobs, PromptPositions, RequestOutput
 
 router = APIRouter()
 
@@ -57,13 +58,13 @@ class CompletionAnswer:
         self._model = server.check_model(request.model)
         self._created = int(time.time())
         self._num_chars: dict[int, int] = {}
+        self._prompt_positions: dict[int, PromptPositions] = {}
 
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
         engine.check_admission()
-        params = completion_params(
-            request, engine.input_processor.default_sampling_params, detokenize=engine.tokenizer is not None
-        )
+        defaults, detokenize = engine.input_processor.default_sampling_params, engine.tokenizer is not None
+        params = beam_search_params(request, 0) or completion_params(request, defaults, detokenize=detokenize)
         prompts = await completion_prompts(self._server, request)
         room = engine.input_processor.room
         note_max_tokens(request, params, [room(len(prompt["prompt_token_ids"])) for prompt in prompts])
@@ -138,7 +139,12 @@ class CompletionAnswer:
             text = self._prompt_text(output) + text
         top: Top | None = request.logprobs if request.logprob_token_ids is None else request.logprob_token_ids
         if top is not None:
-            ids, positions = self._positions(output, completion, with_prompt=is_first and request.echo)
+            if output.prompt_logprobs is not None:  # they come once, and each choice begins with them
+                self._prompt_positions[prompt_index] = output.prompt_logprobs
+            ids, positions = list(completion.token_ids), list[PositionLogprobs | None](completion.logprobs or [])
+            if is_first and request.echo:
+                ids = [*output.prompt_token_ids, *ids]
+                positions = [*self._prompt_positions[prompt_index], *positions]
             logprobs, offset = completion_logprobs(ids, positions, top, offset, self._token_text)
         self._num_chars[index] = offset
         return CompletionChoice(
@@ -165,14 +171,6 @@ class CompletionAnswer:
     def _token_text(self, token_id: int) -> str:
         tokenizer = self._server.engine.tokenizer
         return tokenizer.token_text(token_id) if tokenizer else id_text(token_id)
-
-    def _positions(
-        self, output: RequestOutput, completion: CompletionOutput, *, with_prompt: bool
-    ) -> tuple[list[int], list[PositionLogprobs | None]]:
-        ids, positions = list(completion.token_ids), list[PositionLogprobs | None](completion.logprobs or [])
-        if not with_prompt:
-            return ids, positions
-        return [*output.prompt_token_ids, *ids], [*(output.prompt_logprobs or []), *positions]
 
 
 def _mean_logprob(completion: CompletionOutput) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from quire.beam_search_params import BeamSearchParams
 from quire.entrypoints.openai.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -83,7 +84,9 @@ def is_ranked(request: CompletionRequest) -> bool:
     return request.best_of is not None and request.best_of > request.n
 
 
-def note_max_tokens(request: GenerationRequest, params: SamplingParams, rooms: Iterable[int]) -> None:
+def note_max_tokens(
+    request: GenerationRequest, params: SamplingParams | BeamSearchParams, rooms: Iterable[int]
+) -> None:
     """Note the limit that the context sets where it is below the request's; of several prompts the lowest."""
     room = min(rooms)
     if params.max_tokens is not None and 0 < room < params.max_tokens:

@@ -89,6 +89,9 @@ class GenerationRequest(RequestModel):
     repetition_detection: dict[str, Any] | None = None
     stream_interval: int | None = None
     vllm_xargs: dict[str, Any] | None = None
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
     priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)
