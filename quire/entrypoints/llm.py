@@ -18,6 +18,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import EngineError, ValidationError
 from quire.inputs import ChatMessage, PromptType
+from quire.logits_processors import place_of
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -27,7 +28,8 @@ class LLM:
 
     Args:
         model: local directory, Hugging Face id, or the toy model in the box.
-        engine_args: any field of the engine's configuration, for example `max_model_len=2048` or `seed=1`.
+        engine_args: any field of the engine's configuration, for example `max_model_len=2048` or `seed=1`;
+            `logits_processors` may be classes, too (`quire.logits_processors`).
 
     Raises:
         TypeError: an argument is no configuration field.
@@ -37,6 +39,8 @@ class LLM:
     def __init__(
         self, model: str = DEMO_MODEL, *, chat_template: str | None = None, **engine_args: Any
     ) -> None:
+        if "logits_processors" in engine_args:
+            engine_args["logits_processors"] = tuple(map(place_of, engine_args["logits_processors"] or ()))
         self.llm_engine = LLMEngine(EngineConfig.from_args(model=model, **engine_args))
         self._chat_template = chat_template
         self._templates: dict[str | None, ChatTemplate] = {}

@@ -57,7 +57,9 @@ def common_fields(draw: random.Random) -> dict[str, Any]:
     fields |= maybe(draw, 0.2, ignore_eos=True, skip_special_tokens=draw.random() < 0.5)
     fields |= maybe(draw, 0.2, logit_bias={str(i): draw.choice([-100, -2, 3]) for i in some_ids(draw, 3)})
     fields |= maybe(draw, 0.15, allowed_token_ids=some_ids(draw, 40))
-    fields |= maybe(draw, 0.3, bad_words=draw.sample(["a", "is", "The", "the capital", "Paris", " é", "1"], 3))
+    fields |= maybe(
+        draw, 0.3, bad_words=draw.sample(["a", "is", "The", "the capital", "Paris", " é", "1"], 3)
+    )
     fields |= maybe(draw, 0.3, thinking_token_budget=draw.choice([-1, 0, 2, 5]))
     sizes = {"max_pattern_size": draw.choice([1, 3]), "min_count": 2}
     fields |= maybe(draw, 0.3, repetition_detection=sizes)

@@ -64,6 +64,8 @@ class CompletionAnswer:
         engine, request = self._server.engine, self._request
         engine.check_admission()
         defaults, detokenize = engine.input_processor.default_sampling_params, engine.tokenizer is not None
+        if request.suffix and (ends := self._server.fill_in.end_ids):
+            request.stop_token_ids = [*(request.stop_token_ids or ()), *ends]
         params = beam_search_params(request, 0) or completion_params(request, defaults, detokenize=detokenize)
         prompts = await completion_prompts(self._server, request)
         room = engine.input_processor.room
@@ -141,7 +143,10 @@ class CompletionAnswer:
         if top is not None:
             if output.prompt_logprobs is not None:  # they come once, and each choice begins with them
                 self._prompt_positions[prompt_index] = output.prompt_logprobs
-            ids, positions = list(completion.token_ids), list[PositionLogprobs | None](completion.logprobs or [])
+            ids, positions = (
+                list(completion.token_ids),
+                list[PositionLogprobs | None](completion.logprobs or []),
+            )
             if is_first and request.echo:
                 ids = [*output.prompt_token_ids, *ids]
                 positions = [*self._prompt_positions[prompt_index], *positions]

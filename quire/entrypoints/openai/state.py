@@ -17,6 +17,7 @@ from quire.config import ServerConfig
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.entrypoints.chat.tool_parser import ToolParser, resolve_tool_parser
 from quire.entrypoints.openai.bounded_threads import BoundedThreads
+from quire.entrypoints.openai.fill_in import FillIn
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring
 from quire.errors import ConfigError, NotFoundError, ValidationError
@@ -64,6 +65,11 @@ class ServerState:
     def chat_template(self) -> ChatTemplate:
         """Raises ValidationError if the model has none, ConfigError if it is not valid."""
         return ChatTemplate.from_tokenizer(self.tokenizer, self.config.chat_template)
+
+    @functools.cached_property
+    def fill_in(self) -> FillIn:
+        """Raises ValidationError if the model was not made to fill in the middle."""
+        return FillIn(self.tokenizer)
 
     @functools.cached_property
     def make_tool_parser(self) -> Callable[[], ToolParser] | None:

@@ -47,6 +47,9 @@ class FakeTokenizer:
     def min_num_tokens(self, text: str) -> int:
         return 0
 
+    def id_of(self, token: str) -> int | None:
+        return SPECIAL.get(token)
+
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
         if not allow_special:
             return list(text.encode())

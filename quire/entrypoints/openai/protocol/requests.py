@@ -105,6 +105,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: PromptField
     add_special_tokens: bool = True
+    suffix: str | None = None
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = None
