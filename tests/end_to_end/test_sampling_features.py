@@ -148,6 +148,7 @@ def test_what_nobody_would_heed_is_refused(
     recording = make_llm(tiny_model("llama-tied-bias"), record_trace=str(tmp_path / "trace"))
     with pytest.raises(ValidationError, match="cannot be recorded"):
         generate(recording, SamplingParams(logits_processors=[print]))
+    recording.shutdown()
 
 
 def test_code_does_not_go_to_another_process(tiny_model: Callable[[str], Path]) -> None:
