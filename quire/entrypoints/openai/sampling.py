@@ -27,6 +27,8 @@ SAME_NAME = (
     "repetition_detection", "stream_interval",
 )  # fmt: skip
 MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
+ENGINE_NAMES = {"extra_args": "vllm_xargs", "beam_width": "n", "bad_words_token_ids": "bad_words"}
+"""What the engine calls a field -> what a client does."""
 MAX_TOKENS_DEFAULTS = ("max_tokens", "max_new_tokens")
 
 
@@ -106,8 +108,8 @@ def client_names(request: GenerationRequest) -> Iterator[None]:
 
 
 def _client_name(param: str | None, request: GenerationRequest) -> str | None:
-    if param == "extra_args":
-        return "vllm_xargs"
+    if param in ENGINE_NAMES:
+        return ENGINE_NAMES[param]
     if isinstance(request, CompletionRequest):
         return "best_of" if param == "n" and request.best_of is not None else None
     if not isinstance(request, ChatCompletionRequest):
