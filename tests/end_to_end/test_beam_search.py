@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -74,11 +75,18 @@ def facts(outputs: list[BeamSearchOutput]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("family", [MODEL, "gemma3", "qwen2-window"])
-@pytest.mark.parametrize(
-    ("width", "penalty", "early"),
-    [(2, 0.0, False), (3, 1.0, True), (4, 2.0, "never"), (5, -1.0, False), (3, 1.5, False)],
-)
+more = pytest.mark.more
+CASES = [
+    (MODEL, 3, 1.0, True),
+    ("gemma3", 4, 2.0, "never"),
+    ("qwen2-window", 2, 0.0, False),
+    *[pytest.param(family, 3, 1.5, False, marks=more) for family in (MODEL, "gemma3", "qwen2-window")],
+    *[pytest.param(family, 5, -1.0, False, marks=more) for family in (MODEL, "gemma3", "qwen2-window")],
+    *[pytest.param(MODEL, 6, 0.7, early, marks=more) for early in (True, False, "never")],
+]
+
+
+@pytest.mark.parametrize(("family", "width", "penalty", "early"), CASES)
 def test_equals_transformers(
     family: str, width: int, penalty: float, early: bool | str, tiny_model: Callable[[str], Path]
 ) -> None:
@@ -100,6 +108,12 @@ def test_equals_transformers(
         assert scores == pytest.approx([score for _, score in expected], abs=1e-4)
 
 
+@functools.cache
+def all_resubmitted(model_dir: Path, params: BeamSearchParams) -> list[list[tuple[list[int], float]]]:
+    llm = make_llm(model_dir, max_logprobs=100)
+    return [resubmitted(llm, prompt, params) for prompt in prompts()]
+
+
 def resubmitted(llm: LLM, prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
     """The slow way: each beam of each step is a new prompt, which is computed, or found in the prefix cache."""
     search = BeamSearch(params, llm.llm_engine.input_processor._eos_token_ids)
@@ -117,19 +131,18 @@ def _entry(output: RequestOutput) -> TokenLogprobs:
     return TokenLogprobs([ids[0], *ids], [logprobs[0], *logprobs], 1)
 
 
-@pytest.mark.parametrize("family", [MODEL, "gemma3"])
-@pytest.mark.parametrize(
-    "args",
-    [
-        {},
-        {"enable_prefix_caching": False},
-        TIGHT,
-        TIGHT | {"enable_prefix_caching": False, "scheduling_policy": "fair"},
-        TIGHT | overlapped(3),
-        TIGHT | {"preemption_mode": "swap", "swap_space": 0.001},
-    ],
-    ids=["plain", "uncached", "tight", "tight-uncached", "tight-overlapped", "tight-swap"],
-)
+POOLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "uncached": {"enable_prefix_caching": False},
+    "tight": TIGHT,
+    "tight-uncached": TIGHT | {"enable_prefix_caching": False, "scheduling_policy": "fair"},
+    "tight-overlapped": TIGHT | overlapped(3),
+    "tight-swap": TIGHT | {"preemption_mode": "swap", "swap_space": 0.001},
+}
+
+
+@pytest.mark.parametrize("family", [MODEL, pytest.param("gemma3", marks=more)])
+@pytest.mark.parametrize("args", POOLS.values(), ids=POOLS)
 def test_shared_blocks_change_nothing(
     family: str, args: dict[str, Any], tiny_model: Callable[[str], Path]
 ) -> None:
@@ -137,8 +150,7 @@ def test_shared_blocks_change_nothing(
     if family == "gemma3" and "num_gpu_blocks_override" in args:
         args = args | {"num_gpu_blocks_override": 40}
     params = BeamSearchParams(3, 14, length_penalty=0.8)
-    slow = make_llm(tiny_model(family), max_logprobs=100)
-    expected = [resubmitted(slow, prompt, params) for prompt in prompts()]
+    expected = all_resubmitted(tiny_model(family), params)
     llm = make_llm(tiny_model(family), **args)
     engine = llm.llm_engine
     for number, prompt in enumerate(prompts()):

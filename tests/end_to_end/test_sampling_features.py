@@ -13,12 +13,14 @@ import torch
 
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.llm_engine import LLMEngine
+from quire.engine.replay import replay
+from quire.engine.trace import read_trace
 from quire.entrypoints.llm import LLM
 from quire.errors import ConfigError, StartupError, ValidationError
 from quire.logits_processors import LogitsProcessor, RequestLogitsProcessor
 from quire.outputs import FlatLogprobs
 from quire.sampling_params import BeamSearchParams, SamplingParams
+from tests.end_to_end.test_overlapped import jobs_of_all_kinds, serve
 from tests.entrypoints.openai.serving import client_for
 
 PROMPT = "What is the capital of France?"
@@ -151,12 +153,13 @@ def test_what_nobody_would_heed_is_refused(
     recording.shutdown()
 
 
-def test_code_does_not_go_to_another_process(tiny_model: Callable[[str], Path]) -> None:
-    args = {"model": str(tiny_model("llama-tied-bias")), "max_model_len": 96}
-    engine = LLMEngine(EngineConfig.from_args(**args), in_process=False)  # type: ignore[arg-type]
-    with pytest.raises(ValidationError, match="another process"):
-        engine.add_request("0", IDS, SamplingParams(logits_processors=[print]))
-    engine.shutdown()
+def test_a_recorded_run_with_all_features_is_replayed(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    args = {"model": str(tiny_model("llama-tied-bias")), "max_model_len": 96, "record_trace": str(path)}
+    serve(jobs_of_all_kinds(), **args)
+    assert sum(1 for _ in replay(read_trace(path))) > 50
 
 
 # Single features, where their meaning shows

@@ -11,6 +11,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.openai.fill_in import LAYOUTS, PREFIX, SUFFIX, FillIn, Layout
 from quire.errors import ValidationError
 
+
 def tokenizer_with(*specials: str) -> Tokenizer:
     backend = Backend(models.BPE(vocab=BYTE_OF_CHAR, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
