@@ -41,7 +41,7 @@ class ModelConfig(Config):
     )
     logits_processors: tuple[str, ...] = option(
         (),
-        "module:Class of each logits processor (quire.logits_processors.LogitsProcessor) for all requests.",
+        "Logits processors for all requests, each as module:Class (see quire.logits_processors).",
     )
     reasoning_start_str: str = option(
         "", "What opens a section of reasoning; empty: <think>, if that is a token of the model."
