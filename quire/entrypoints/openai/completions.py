@@ -26,7 +26,7 @@ from quire.entrypoints.openai.prompts import completion_prompts
 from quire.entrypoints.openai.protocol.requests import CompletionRequest
 from quire.entrypoints.openai.protocol.responses import Completion, CompletionChoice
 from quire.entrypoints.openai.respond import respond
-from quire.entrypoints.openai.sampling import completion_params, is_ranked, note_max_tokens
+from quire.entrypoints.openai.sampling import check_ranking, completion_params, is_ranked, note_max_tokens
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import frame
@@ -63,6 +63,7 @@ class CompletionAnswer:
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
         engine.check_admission()
+        check_ranking(request, engine.config.model.logprobs_mode)
         defaults, detokenize = engine.input_processor.default_sampling_params, engine.tokenizer is not None
         if request.suffix and (ends := self._server.fill_in.end_ids):
             request.stop_token_ids = [*(request.stop_token_ids or ()), *ends]

@@ -86,6 +86,14 @@ def is_ranked(request: CompletionRequest) -> bool:
     return request.best_of is not None and request.best_of > request.n
 
 
+def check_ranking(request: CompletionRequest, logprobs_mode: str) -> None:
+    """Raise ValidationError if candidates are to be ranked by logprobs where the engine reports logits."""
+    if is_ranked(request) and logprobs_mode.endswith("logits"):
+        raise ValidationError(
+            f"best_of ranks by logprobs, and --logprobs-mode is {logprobs_mode}", param="best_of"
+        )
+
+
 def note_max_tokens(
     request: GenerationRequest, params: SamplingParams | BeamSearchParams, rooms: Iterable[int]
 ) -> None:
