@@ -26,6 +26,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         length_penalty: above 0 long sequences gain, below 0 short ones; [-10, 10].
         include_stop_str_in_output: keep the text of the end-of-sequence token.
         skip_special_tokens: leave special tokens out of the text.
+        shown_special_token_ids: those that stay in it all the same.
         early_stopping: True ends the search as soon as `beam_width` sequences have ended; False when the best open one,
             as it is, scores below all of these; "never" when no open one can get to score above.
         logprobs: number of most likely tokens reported per position, if there are to be more than the search needs.
@@ -43,6 +44,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skip_special_tokens: bool = True
     early_stopping: bool | str = False
     logprobs: int = 0
+    shown_special_token_ids: tuple[int, ...] = ()
 
     @property
     def n(self) -> int:

@@ -85,6 +85,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         detokenize: produce text; without it only token ids are returned.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: only True, which is how the tokenizers here decode.
+        shown_special_token_ids: those that stay in it all the same, such as the markers of tool calls.
         include_stop_str_in_output: keep the stop string in the text.
         output_kind: cumulative, delta or final-only outputs.
         stream_interval: tokens that are gathered before an output is passed on, after the first.
@@ -139,6 +140,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     thinking_markers: ThinkingMarkers | None = None
     logits_processors: Any = ()
+    shown_special_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -164,6 +166,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         self._set("stop", _as_tuple("stop", self.stop, str))
         self._set(
             "stop_token_ids", tuple(dict.fromkeys(_as_tuple("stop_token_ids", self.stop_token_ids, int)))
+        )
+        self._set(
+            "shown_special_token_ids",
+            _as_tuple("shown_special_token_ids", self.shown_special_token_ids, int),
         )
         if self.seed == -1:
             self._set("seed", None)

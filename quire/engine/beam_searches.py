@@ -7,7 +7,7 @@ next beams go on from these, which are closed with the same messages. An error o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -19,7 +19,7 @@ from quire.engine.messages import AbortRequests, CoreRequest, EngineCoreRequest,
 from quire.engine.output_processor import Sink
 from quire.engine.sequence_state import OUTPUT_FAILED, position_of
 from quire.engine.tokenizer import Tokenizer
-from quire.metrics.stats import FinishedRequestStats, IterationStats
+from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats
 from quire.outputs import CompletionOutput, PositionLogprobs, RequestOutput, RequestStateStats
 from quire.scheduler.output import RequestUpdate, TokenLogprobs
 
@@ -45,9 +45,10 @@ class BeamSearches:
         first: EngineCoreRequest,
         params: BeamSearchParams,
         sink: Sink,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> tuple[list[str], list[CoreRequest]]:
         """Begin a search; returns the core ids that its beams will ever have, and what to send."""
-        search = _Search(label, prompt, first, params, sink, self._tokenizer)
+        search = _Search(label, prompt, first, params, sink, self._tokenizer, trace_headers or {})
         self._of_id.update(dict.fromkeys(search.core_ids, search))
         return search.core_ids, [add_message(search.requests())]
 
@@ -84,15 +85,12 @@ class BeamSearches:
         """What a core that knows nothing must be asked for, so that the searches go on."""
         return [request for search in self._found(core_ids) for request in search.unreported()]
 
-    def fail(self, core_ids: Iterable[str], error: Exception) -> None:
+    def fail(self, core_ids: Iterable[str], error: Exception, now: float, stats: IterationStats) -> None:
         """The searches of these ids end with this error."""
         for search in self._found(core_ids):
             self._forget(search)
+            search.record_end(["error"], now, stats)
             search.sink(error)
-
-    def fail_all(self, error: Exception) -> None:
-        """Every search ends with this error."""
-        self.fail(list(self._of_id), error)
 
     def _found(self, core_ids: Iterable[str]) -> list[_Search]:
         return list({id(one): one for name in core_ids if (one := self._of_id.get(name))}.values())
@@ -121,8 +119,10 @@ class _Search:
         params: BeamSearchParams,
         sink: Sink,
         tokenizer: Tokenizer | None,
+        trace_headers: Mapping[str, str],
     ) -> None:
         self.label = label
+        self._trace_headers = trace_headers
         self.sink = sink
         self.is_over = False
         self._prompt = prompt
@@ -167,6 +167,7 @@ class _Search:
         self._record(update, now, stats)
         if update.finish_reason != "length" or not update.logprobs:
             self.is_over = True
+            self.record_end(["error"], now, stats)
             self.sink(self.failure(update.error or update.stop_reason))
             return [AbortRequests(self.core_ids)]
         self._entries[update.request_id] = update.logprobs[0]
@@ -184,8 +185,27 @@ class _Search:
     def finish(self, reason: str | None, now: float, stats: IterationStats) -> None:
         """Give out the best sequences; with a reason, live ones too."""
         best = self._search.best(reason)
+        stats.finished += [self._finished_stats(index, one, now) for index, one in enumerate(best)]
+        self.record_end([one.reason for one in best], now, stats)
         self.sink(self._output([self._completion(index, one) for index, one in enumerate(best)]))
-        stats.finished += [self._finished_stats(one, now) for one in best]
+
+    def record_end(self, reasons: list[str], now: float, stats: IterationStats) -> None:
+        """What there is to tell of the whole search."""
+        num_tokens = self._stats.num_generation_tokens
+        ended = EndedRequest(
+            label=self.label,
+            params=self._first.sampling_params,
+            num_sequences=self._params.beam_width,
+            finish_reasons=reasons,
+            num_prompt_tokens=len(self._prompt.token_ids),
+            num_cached_tokens=self._num_cached_tokens,
+            num_generation_tokens=num_tokens,
+            max_num_generation_tokens=self._search.length,
+            times=self._stats,
+            ended_ts=now,
+            trace_headers=self._trace_headers,
+        )
+        stats.ended.append(ended)
 
     def failure(self, why: int | str | None) -> RequestOutput:
         """The output of a search that cannot go on."""
@@ -220,9 +240,11 @@ class _Search:
     ) -> tuple[str, list[PositionLogprobs]]:
         if self._tokenizer is None:
             return "", [position_of(entry, None) for entry in entries]
-        skip = self._params.skip_special_tokens
         detokenizer = IncrementalDetokenizer(
-            self._tokenizer, self._prompt.token_ids, skip_special_tokens=skip
+            self._tokenizer,
+            self._prompt.token_ids,
+            skip_special_tokens=self._params.skip_special_tokens,
+            shown=self._params.shown_special_token_ids,
         )
         text, positions = "", []
         for place, (token_id, entry) in enumerate(zip(tokens, entries, strict=True)):
@@ -244,7 +266,7 @@ class _Search:
         mine.num_generation_tokens += count
         stats.num_generation_tokens += count
 
-    def _finished_stats(self, one: Finished, now: float) -> FinishedRequestStats:
+    def _finished_stats(self, index: int, one: Finished, now: float) -> FinishedRequestStats:
         times = self._stats
         started, first = times.scheduled_ts or now, times.first_token_ts or now
         return FinishedRequestStats(
@@ -259,4 +281,5 @@ class _Search:
             prefill_s=max(0.0, first - started),
             decode_s=max(0.0, now - first),
             tenant=self._first.tenant,
+            is_fork=index > 0,
         )

@@ -45,6 +45,7 @@ class CoreProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._config = msgspec.json.decode((directory / "config.json").read_bytes(), type=EngineConfig)
         self._progress = Progress(directory / "progress")
+        configure_logging(self._config.observability.log_level, self._config.observability.log_format)
 
     def run(self) -> int:
         """Load, serve until told to stop; returns the exit code."""

@@ -9,10 +9,9 @@ the error that ended the engine) has gone to its sink.
 from __future__ import annotations
 
 import heapq
-import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -37,14 +36,13 @@ from quire.engine.output_processor import OutputProcessor, Sink
 from quire.engine.queue_limits import check_queue
 from quire.engine.startup import load_tokenizer
 from quire.engine.utility_calls import UtilityCalls
-from quire.errors import NotFoundError, QuireError, ValidationError
-from quire.metrics.stats import STAT_LOGGERS, IterationStats, StatLogger
+from quire.errors import NotFoundError, QueueFullError, QuireError, ValidationError
+from quire.metrics.stats import STAT_LOGGERS
+from quire.metrics.told import StatLoggers
+from quire.metrics.tracing import make_tracers
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import Explanation
-from quire.scheduler.output import SchedulerStats
-
-logger = logging.getLogger(__name__)
 
 Outgoing = tuple[int, CoreRequest]
 """The index of a core, and a message for it."""
@@ -103,7 +101,8 @@ class FrontEnd:
         )
         self.output_processor = OutputProcessor(self.tokenizer)
         self._beam_searches = BeamSearches(self.tokenizer)
-        self.stat_loggers: list[StatLogger] = [make(config) for make in STAT_LOGGERS.resolve_all()]
+        plugged_in = [make(config) for make in STAT_LOGGERS.resolve_all()]
+        self.stat_loggers = StatLoggers([*make_tracers(config), *plugged_in])
         self.dead_error: QuireError | None = None
         self._ready: list[CoreReady | None] = [None] * num_cores
         self._num_unfinished = [0] * num_cores
@@ -112,7 +111,6 @@ class FrontEnd:
         self._names: dict[str, str] = {}  # of the requests, by core id
         self._deadlines: list[tuple[float, str]] = []
         self._calls = UtilityCalls()
-        self._failing_loggers: list[StatLogger] = []
 
     # Questions
 
@@ -155,9 +153,15 @@ class FrontEnd:
         """Whether so much may join the queue, of which nothing is kept.
 
         Raises:
-            UnavailableError: not now; says what waits and which limit it meets.
+            QueueFullError: not now; says what waits and which limit it meets.
         """
-        check_queue(self.config.scheduler, self.output_processor.waiting, num_sequences, num_prompt_tokens)
+        try:
+            check_queue(
+                self.config.scheduler, self.output_processor.waiting, num_sequences, num_prompt_tokens
+            )
+        except QueueFullError as error:
+            self.stat_loggers.refused(error.limit)
+            raise
 
     # Requests
 
@@ -171,10 +175,12 @@ class FrontEnd:
         priority: int = 0,
         tenant: str = "",
         timeout_s: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> tuple[str, list[Outgoing]]:
         """Check a request and give it to the core that has the fewest sequences.
 
-        Returns a name for `release`, which no other request has, and what to send.
+        `trace_headers` come back in the statistics of its end. Returns a name for `release`, which no other request
+        has, and what to send.
 
         Raises:
             ValidationError: the prompt or a parameter cannot be honoured; nothing was queued.
@@ -186,10 +192,10 @@ class FrontEnd:
         watched, terms = self._watched(name, sink), Terms(priority=priority, tenant=tenant)
         if isinstance(params, BeamSearchParams):
             first, params = self.input_processor.process_beam_search(name, prompt, params, **terms)
-            core_ids, messages = self._beam_searches.add(label, prompt, first, params, watched)
+            core_ids, messages = self._beam_searches.add(label, prompt, first, params, watched, trace_headers)
         else:
             requests = self.input_processor.process(name, prompt, params, **terms)
-            self.output_processor.add_request(label, prompt, requests, watched)
+            self.output_processor.add_request(label, prompt, requests, watched, trace_headers)
             core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
         core = min(range(len(self._num_unfinished)), key=self._num_unfinished.__getitem__)
         self._take_off(name, _Flight(label, core, core_ids))
@@ -228,7 +234,7 @@ class FrontEnd:
             now = message.timestamp or self.clock()
             ends, stats = self.output_processor.process(message, now)
             messages = self._beam_searches.process(message.updates, now, stats)
-            self._record(stats, message.stats)
+            self.stat_loggers.record(stats, message.stats, core)
             messages += [AbortRequests(ids, reason) for reason, ids in ends.items()]
             return [(core, one) for one in messages]
         if isinstance(message, UtilityResult):
@@ -236,6 +242,7 @@ class FrontEnd:
         elif isinstance(message, CoreReady):
             self._ready[core] = message
             self._settle()
+            self.stat_loggers.core_ready(core, self.config, message.num_blocks)
         return []
 
     def call(self, core: int, method: str, *args: Any) -> tuple[Future[Any], list[Outgoing]]:
@@ -255,9 +262,9 @@ class FrontEnd:
     def lose(self, core: int, failed: Iterable[str], error: QuireError) -> None:
         """A core is gone and another will take its place; these of its requests, by name, end with this error."""
         self._ready[core] = None
-        core_ids = [core_id for name in failed for core_id in self._flights[name].core_ids]
-        self.output_processor.fail(core_ids, error)
-        self._beam_searches.fail(core_ids, error)
+        failed = list(failed)
+        self._fail(core, [core_id for name in failed for core_id in self._flights[name].core_ids], error)
+        self.stat_loggers.core_died(core, len(self.in_flight(core)), len(failed))
 
     def unfinished(self, core: int) -> list[Outgoing]:
         """What to send to a core that takes the place of this one: all that the old one has left undone.
@@ -278,8 +285,8 @@ class FrontEnd:
         if self.dead_error is not None:
             return
         self.dead_error = error
-        self.output_processor.fail_all(error)
-        self._beam_searches.fail_all(error)
+        for core in range(len(self._ready)):
+            self._fail(core, [core_id for ids in self.in_flight(core).values() for core_id in ids], error)
         self._calls.fail_all(error)
 
     # The rest
@@ -309,19 +316,27 @@ class FrontEnd:
 
     def _end(self, core_ids: Sequence[str], reason: str) -> list[Outgoing]:
         """End these sequences, which are in flight, and tell their cores."""
-        cores = {core_id: self._flights[self._names[core_id]].core for core_id in core_ids}
-        now = self.clock()
-        ends, stats = self.output_processor.end(core_ids, reason, now)
-        if beams := self._beam_searches.end(core_ids, reason, now, stats):
-            ends[reason] = [*ends.get(reason, ()), *beams]
-        if ends:
-            self._record(stats, None)
+        by_core: dict[int, list[str]] = {}
+        for core_id in core_ids:
+            by_core.setdefault(self._flights[self._names[core_id]].core, []).append(core_id)
         messages: list[Outgoing] = []
-        for why, ended in ends.items():
-            for core in dict.fromkeys(cores[core_id] for core_id in ended):
-                theirs = [core_id for core_id in ended if cores[core_id] == core]
-                messages.append((core, AbortRequests(theirs, why)))
+        for core, theirs in by_core.items():
+            now = self.clock()
+            ends, stats = self.output_processor.end(theirs, reason, now)
+            if beams := self._beam_searches.end(theirs, reason, now, stats):
+                ends[reason] = [*ends.get(reason, ()), *beams]
+            if ends:
+                self.stat_loggers.record(stats, None, core)
+            messages += [(core, AbortRequests(ended, why)) for why, ended in ends.items()]
         return messages
+
+    def _fail(self, core: int, core_ids: list[str], error: QuireError) -> None:
+        """End the requests of these sequences of a core with an error."""
+        if core_ids:
+            now = self.clock()
+            stats = self.output_processor.fail(core_ids, error, now)
+            self._beam_searches.fail(core_ids, error, now, stats)
+            self.stat_loggers.record(stats, None, core)
 
     def _settle(self) -> None:
         """Go on with the shortest context that a core has fitted to its memory."""
@@ -329,15 +344,6 @@ class FrontEnd:
         if len(ready) == len(self._ready):
             self.config = self.config.evolve(max_model_len=min(one.max_model_len for one in ready))
             self.input_processor.settle(self.config)
-
-    def _record(self, stats: IterationStats, scheduler: SchedulerStats | None) -> None:
-        for stat_logger in self.stat_loggers:
-            try:
-                stat_logger.record(stats, scheduler)
-            except Exception:
-                if stat_logger not in self._failing_loggers:  # its every step would fill the log
-                    self._failing_loggers.append(stat_logger)
-                    logger.exception("statistics could not be recorded by %r", stat_logger)
 
 
 def explained(found: Iterable[Any], label: str) -> list[Explanation]:

@@ -186,6 +186,7 @@ class Scheduler:
             prefix_cache_hits=self._kv.prefix_hits,
             num_swaps=self._kv.num_swaps,
             host_cache_usage=self._kv.host_usage,
+            num_held=self._queues.num_held,
         )
 
     def explain(self, request_id: str, now: float) -> Explanation | None:

@@ -31,6 +31,7 @@ from quire.entrypoints.openai import (
 )
 from quire.entrypoints.openai.admin import admin_key
 from quire.entrypoints.openai.errors import handle_http_exception, handle_quire_error
+from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring, make_keyring
 from quire.entrypoints.openai.middleware.auth import OPEN_PATHS, Auth
 from quire.entrypoints.openai.middleware.availability import Availability
@@ -39,10 +40,12 @@ from quire.entrypoints.openai.middleware.body_limit import BodyLimit, HeaderLimi
 from quire.entrypoints.openai.middleware.boundary import Boundary
 from quire.entrypoints.openai.middleware.head import Head
 from quire.entrypoints.openai.middleware.http_metrics import HttpMetrics
-from quire.entrypoints.openai.middleware.quota import Meters, Quota
+from quire.entrypoints.openai.middleware.quota import RATE_LIMIT_HEADERS, Meters, Quota
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
+from quire.metrics.families import make_family
+from quire.metrics.log_lines import LostLines
 from quire.metrics.prometheus import PrometheusStatLogger
 
 if TYPE_CHECKING:
@@ -55,14 +58,16 @@ FAMILIES = (
 """Modules and packages with a `router`, in the order of the published schema."""
 CONTROLS = (requests.controls, prefix_cache.controls)
 """What acts on all requests: for the admin key."""
-EXPOSED_HEADERS = ("x-request-id", "retry-after", IGNORED_HEADER, ADJUSTED_HEADER)
+EXPOSED_HEADERS = ("x-request-id", "retry-after", *RATE_LIMIT_HEADERS, IGNORED_HEADER, ADJUSTED_HEADER)
 """What scripts of a page may read of a response besides its body."""
 
 
 def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     """An app that serves `engine`; the caller starts and ends both."""
     registry = CollectorRegistry()
-    state = ServerState(engine, config, registry, keyring(config))
+    disconnects = make_family("http_client_disconnects", registry)
+    registry.register(LostLines())
+    state = ServerState(engine, config, registry, keyring(config), InFlight(disconnects.inc))
     meters = Meters(state.keys.tenants)
     engine.add_stat_logger(meters)
     engine.add_stat_logger(

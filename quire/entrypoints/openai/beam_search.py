@@ -5,6 +5,7 @@ Invariant: what shapes a choice by chance, or ends a text in the middle, has no 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from quire.beam_search_params import BeamSearchParams
@@ -42,7 +43,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 ONLY_SEARCHES: dict[str, tuple[Any, ...]] = {"length_penalty": (1.0,), "early_stopping": (False,)}
 
 
-def beam_search_params(request: GenerationRequest, room: int) -> BeamSearchParams | None:
+def beam_search_params(
+    request: GenerationRequest, room: int, shown_special_token_ids: Sequence[int] = ()
+) -> BeamSearchParams | None:
     """What a request wants of a beam search of width `n`; None if it wants none.
 
     Args:
@@ -70,6 +73,7 @@ def beam_search_params(request: GenerationRequest, room: int) -> BeamSearchParam
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         logprobs=_num_logprobs(request),
+        shown_special_token_ids=tuple(shown_special_token_ids),
     )
 
 

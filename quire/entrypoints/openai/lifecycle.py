@@ -21,7 +21,7 @@ from quire.entrypoints.openai.api_server import drain_signals
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.openai.welcome import base_url, ready_text
 from quire.errors import EngineDeadError, QuireError
-from quire.logging_setup import say
+from quire.logging_setup import say, say_error
 from quire.metrics.logging import LoggingStatLogger
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Lifecycle:
             await self._state.prepare()
             await engine.wait_ready()
         except QuireError as error:
-            say(f"error: {error}", "stderr")
+            say_error(f"error: {error}")
             return 1
         say(self._ready_text())
         while not engine.errored:  # noqa: ASYNC110  (the engine offers no event, and a poll costs nothing)

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.entrypoints.openai.state import server_of
+from quire.metrics.families import VllmNames
 
 router = APIRouter()
 
@@ -15,4 +16,6 @@ router = APIRouter()
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Everything measured so far, as Prometheus reads it."""
-    return Response(generate_latest(server_of(request).registry), media_type=CONTENT_TYPE_LATEST)
+    server = server_of(request)
+    shown = VllmNames(server.registry) if server.config.metrics_compat == "vllm" else server.registry
+    return Response(generate_latest(shown), media_type=CONTENT_TYPE_LATEST)
