@@ -57,12 +57,12 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, forbid_unknown_fiel
 class ThinkingMarkers(msgspec.Struct, frozen=True, array_like=True):
     """The token ids that open and close the section in which a model reasons.
 
-    With `starts_open` the output begins in one, whatever the prompt says.
+    Whether the output begins in one is for `starts_open` to say, or if it is None, for the prompt.
     """
 
     start_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
-    starts_open: bool = False
+    starts_open: bool | None = None
 
     def __post_init__(self) -> None:
         for ids in (self.start_ids, self.end_ids):

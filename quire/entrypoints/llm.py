@@ -128,10 +128,11 @@ class LLM:
         params = _per_prompt(
             "sampling_params", sampling_params or self.get_default_sampling_params(), prompts
         )
-        shown = [one.clone(shown_special_token_ids=formats.shown_ids) for one in params]
-        outputs = self.generate(prompts, shown, use_tqdm=use_tqdm)
-        for output, chat, conversation in zip(outputs, chats, conversations, strict=True):
-            end = PromptEnd.of(chat.text, conversation, continues=continue_final_message)
+        pairs = zip(chats, conversations, strict=True)
+        ends = [PromptEnd.of(chat.text, one, continues=continue_final_message) for chat, one in pairs]
+        settled = [formats.settled(one, end) for one, end in zip(params, ends, strict=True)]
+        outputs = self.generate(prompts, settled, use_tqdm=use_tqdm)
+        for output, end in zip(outputs, ends, strict=True):
             for completion in output.outputs:
                 completion.answer = formats.read(completion.text, end, schemas)
         return outputs

@@ -74,8 +74,8 @@ def forced_token(tokens: list[int], request: NewRequestData) -> int | None:
     if params.thinking_token_budget is None or params.thinking_markers is None:
         return None
     start, end = map(list, (params.thinking_markers.start_ids, params.thinking_markers.end_ids))
-    is_inside, count = params.thinking_markers.starts_open, 0
-    since = request.num_prompt_tokens if is_inside else 0
+    starts_open, count = params.thinking_markers.starts_open, 0
+    is_inside, since = bool(starts_open), 0 if starts_open is None else request.num_prompt_tokens
     for place in range(since, len(tokens)):
         marker, section = end if is_inside else start, tokens[since : place + 1]
         if section[len(section) - len(marker) :] == marker and len(section) >= len(marker):

@@ -62,7 +62,7 @@ sampling_params = st.builds(
     logprobs=st.none() | st.sampled_from([-1, 0, 1, 5]),
     bad_words_token_ids=st.lists(st.lists(few_tokens, min_size=1, max_size=3), max_size=4),
     thinking_token_budget=st.none() | st.integers(0, 3),
-    thinking_markers=st.builds(ThinkingMarkers, marker, marker, st.booleans()),
+    thinking_markers=st.builds(ThinkingMarkers, marker, marker, st.none() | st.booleans()),
     logits_processors=st.lists(st.sampled_from([lower_the_last, favour_the_prompt]), max_size=1),
 ) | st.builds(
     SamplingParams,

@@ -82,14 +82,12 @@ class ChatAnswer:
         engine.check_admission()
         room, answers = engine.config.model.max_model_len, self._server.answer_format
         params = beam_search_params(request, room, answers.shown_ids) or chat_params(
-            request,
-            engine.input_processor.default_sampling_params,
-            shown_special_token_ids=answers.shown_ids,
+            request, engine.input_processor.default_sampling_params
         )
         chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
         self._begin = chat.end
-        if isinstance(params, SamplingParams) and params.thinking_token_budget is not None:
-            params = params.settled(thinking_markers=answers.thinking_markers(chat.end))
+        if isinstance(params, SamplingParams):
+            params = answers.settled(params, chat.end)
         prompt = with_options(TokensPrompt(prompt_token_ids=chat.token_ids), request)
         note_max_tokens(request, params, [engine.input_processor.room(len(prompt["prompt_token_ids"]))])
         interval = engine.config.scheduler.stream_interval

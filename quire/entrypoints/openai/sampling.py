@@ -6,7 +6,7 @@ Errors name the field that the client sent, also where the engine calls it by an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,12 +55,7 @@ def completion_params(
     return _build(request, defaults, detokenize, params)
 
 
-def chat_params(
-    request: ChatCompletionRequest,
-    defaults: Mapping[str, Any],
-    *,
-    shown_special_token_ids: Sequence[int] = (),
-) -> SamplingParams:
+def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     """Sampling parameters of a chat completion; without a limit it may fill the context.
 
     Raises:
@@ -83,12 +78,7 @@ def chat_params(
         if not request.logprobs:
             raise ValidationError("logprob_token_ids needs logprobs true", param="logprob_token_ids")
         logprobs = request.top_logprobs
-    more = {
-        "max_tokens": max_tokens,
-        "logprobs": logprobs,
-        "shown_special_token_ids": shown_special_token_ids,
-    }
-    return _build(request, defaults, True, more)
+    return _build(request, defaults, True, {"max_tokens": max_tokens, "logprobs": logprobs})
 
 
 def is_ranked(request: CompletionRequest) -> bool:

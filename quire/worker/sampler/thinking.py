@@ -43,9 +43,9 @@ class Section:
     def after_prompt(self, tokens: NDArray[np.int32]) -> Place:
         """The place behind a prompt, of which no token counts."""
         start, end = self._markers.start_ids, self._markers.end_ids
-        place = Place(self._markers.starts_open, 0, ())
-        if self._markers.starts_open:
-            return place
+        if self._markers.starts_open is not None:
+            return Place(self._markers.starts_open, 0, ())
+        place = Place(False, 0, ())
         if len(start) == len(end) == 1 and start != end:  # then the last one in it decides
             marks = np.flatnonzero((tokens == start[0]) | (tokens == end[0]))
             last = int(marks[-1]) if len(marks) else -1
