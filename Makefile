@@ -8,6 +8,7 @@ ARGS   ?=
 ISAS   ?= portable;avx2;avx512;avx512bf16
 TESTS  ?= tests/kernels
 WORKERS ?= auto
+SECONDS ?=
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -35,7 +36,7 @@ help:
 	@echo 'make test-more the slower tests, and the kernels as other processors would run them'
 	@echo 'make clients   stock client libraries against the server, in environments of their own: ARGS='
 	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan: ISAS="portable;avx2;avx512;avx512bf16" TESTS='
-	@echo 'make soak      the long randomised tests'
+	@echo 'make soak      the long randomised tests; with SECONDS=60 a server under mixed traffic and faults for so long'
 	@echo 'make gpu-check kernels, models and engines on a GPU against their oracles; make gpu-bench: their speed'
 	@echo 'make clean     remove the environment, builds and caches'
 
@@ -106,7 +107,7 @@ sanitize: install
 	  $(BIN)/pytest -q --capture=sys $(TESTS) --ignore tests/kernels/test_triton.py $(ARGS)
 
 soak: install
-	@$(BIN)/pytest -q -m soak $(ARGS)
+	@$(BIN)/$(if $(SECONDS),python -m benchmarks.soak --seconds $(SECONDS),pytest -q -m soak) $(ARGS)
 
 # These run from the source tree with the machine's own Python, on which there need be nothing but torch and a few packages.
 gpu-check gpu-bench:

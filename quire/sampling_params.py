@@ -312,6 +312,10 @@ _INT_RANGES = (
 _OPTIONAL_INTS = frozenset(
     {"seed", "max_tokens", "logprobs", "prompt_logprobs", "stream_interval", "thinking_token_budget"}
 )
+RANGES: dict[str, tuple[float, float]] = {
+    name: (low, high) for name, low, high in (*_FLOAT_RANGES, *_INT_RANGES)
+}
+"""Least and greatest value of each number, for those who describe the fields."""
 
 
 def _checked_float(name: str, value: object, low: float, high: float) -> float:

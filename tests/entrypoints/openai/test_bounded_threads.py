@@ -71,6 +71,7 @@ async def test_only_so_many_run_at_a_time() -> None:
     assert 1 <= most <= MAX_THREADS + 1, "one may be on its way out"
 
 
+@pytest.mark.item(16, 50)
 async def test_a_template_that_loops_costs_one_request() -> None:
     engine = FakeEngine(FakeTokenizer(LOOP))
     async with client_for(engine) as client:

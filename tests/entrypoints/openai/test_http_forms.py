@@ -100,6 +100,7 @@ async def test_gzip_bodies_may_come_in_any_pieces(client: httpx.AsyncClient) -> 
     assert (await client.post(PATH, content=pieces(), headers=GZIP)).status_code == 200
 
 
+@pytest.mark.item(8)
 async def test_a_gzip_body_is_bounded_by_what_it_becomes(engine: FakeEngine) -> None:
     bomb = gzip.compress(bytes(100 * 2**20))
     assert len(bomb) < 2**20
@@ -138,6 +139,7 @@ async def test_broken_gzip_bodies(client: httpx.AsyncClient, body: bytes) -> Non
     assert "gzip" in response.json()["error"]["message"]
 
 
+@pytest.mark.item(9)
 async def test_two_statements_of_a_bodys_length_are_refused(engine: FakeEngine) -> None:
     request = (
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 4\r\n"
@@ -151,3 +153,20 @@ async def test_two_statements_of_a_bodys_length_are_refused(engine: FakeEngine) 
     assert answer.startswith(b"HTTP/1.1 400")
     assert b"connection: close" in answer.lower()
     assert not engine.seen
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("DELETE", "/ping", "GET, HEAD, POST"), ("POST", "/v1/models", "GET, HEAD"), ("GET", PATH, "POST")],
+)
+async def test_405_names_every_method_of_the_path(
+    client: httpx.AsyncClient, method: str, path: str, allowed: str
+) -> None:
+    response = await client.request(method, path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+
+async def test_a_note_on_a_field_without_a_name_does_not_break_the_response(engine: FakeEngine) -> None:
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        answer = await client.post(PATH, json={"prompt": "hi", "a b": 1, "": 2})
+    assert (answer.status_code, answer.headers["x-quire-ignored-fields"]) == (200, "?, ?")

@@ -18,6 +18,7 @@ ROUTES = pytest.mark.parametrize(
 TIMINGS = {"queue_s": 0.5, "prefill_s": 1.0, "decode_s": 2.0, "tokens_per_s": 4.0}
 
 
+@pytest.mark.item(39)
 @ROUTES
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
 async def test_the_last_object_tells_usage_and_timings(

@@ -77,6 +77,7 @@ def said(events: list[Event]) -> tuple[str, Calls]:
     return text, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
+@pytest.mark.item(18)
 @pytest.mark.parametrize("row", FORMATS, ids=IDS)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_what_a_model_writes_is_read_however_it_is_cut(row: ToolFormat, case: int) -> None:
@@ -126,6 +127,7 @@ words = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.item(18, 58)
 @pytest.mark.parametrize("row", FORMATS, ids=IDS)
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(text=st.lists(words, max_size=9).map("".join), data=st.data())
