@@ -27,7 +27,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "presence_penalty": (0,),
     "prompt_logprobs": (),
-    "repetition_detection": ({},),
+    "repetition_detection": (),
     "repetition_penalty": (1,),
     "stop": ([], ""),
     "stop_token_ids": ([],),

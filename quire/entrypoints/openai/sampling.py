@@ -24,7 +24,7 @@ SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids", "skip_special_tokens",
     "include_stop_str_in_output", "prompt_logprobs", "logprob_token_ids", "bad_words", "thinking_token_budget",
-    "repetition_detection", "stream_interval",
+    "stream_interval",
 )  # fmt: skip
 MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 ENGINE_NAMES = {"extra_args": "vllm_xargs", "beam_width": "n", "bad_words_token_ids": "bad_words"}
@@ -135,6 +135,8 @@ def _build(
         value = getattr(request, name)
         if value is not None:
             values[name] = value
+    if request.repetition_detection is not None:
+        values["repetition_detection"] = request.repetition_detection.model_dump()
     if "top_k" in values:
         values["top_k"] = int(values["top_k"])
     if request.vllm_xargs:

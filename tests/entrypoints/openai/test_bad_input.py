@@ -138,8 +138,11 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
     ({"thinking_token_budget": 5}, "thinking_token_budget"),
     ({"thinking_token_budget": -2}, "thinking_token_budget"),
     ({"repetition_detection": {"max_pattern_size": 3}}, "repetition_detection"),
-    ({"repetition_detection": {"max_pattern": 3}}, "repetition_detection"),
-    ({"repetition_detection": {"max_pattern_size": 10**9, "min_count": 2}}, "repetition_detection"),
+    ({"repetition_detection": {"max_pattern": 3}}, "repetition_detection.max_pattern"),
+    (
+        {"repetition_detection": {"max_pattern_size": 10**9, "min_count": 2}},
+        "repetition_detection.max_pattern_size",
+    ),
     ({"stream_interval": 0}, "stream_interval"),
     ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
     ({"vllm_xargs": {"a": 2**64}}, "vllm_xargs"),

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol import shapes
+from quire.sampling_extras import MAX_PATTERN_COUNT, MAX_PATTERN_SIZE
 
 INT64_MAX = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
@@ -54,6 +55,15 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = False
 
 
+class RepetitionDetection(RequestModel):
+    """When a text goes round in circles (`quire.sampling_params.RepetitionDetectionParams`)."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"additionalProperties": False})
+    max_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN_SIZE)
+    min_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN_SIZE)
+    min_count: int = Field(0, ge=0, le=MAX_PATTERN_COUNT)
+
+
 class GenerationRequest(RequestModel):
     """What completions and chat completions share; None is the model's or the field's default."""
 
@@ -82,7 +92,7 @@ class GenerationRequest(RequestModel):
     logprob_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     thinking_token_budget: int | None = None
-    repetition_detection: dict[str, Any] | None = None
+    repetition_detection: RepetitionDetection | None = None
     stream_interval: int | None = None
     vllm_xargs: dict[str, Any] | None = None
     use_beam_search: bool = False
