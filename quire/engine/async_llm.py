@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import CoreClient, ProcessClient, closed_on_error, make_clients
 from quire.engine.front_end import FrontEnd, Outgoing, explained
@@ -60,7 +61,9 @@ class AsyncLLM:
         self._supervisor = Supervisor(resume=config.supervision.on_core_death == "resume")
         self._clients = make_clients(config, num_cores, in_process=in_process)  # they load while this goes on
         with closed_on_error(self._clients):
-            self._front_end = FrontEnd(config, strict_length=True, num_cores=num_cores)
+            self._front_end = FrontEnd(
+                config, strict_length=True, takes_callables=in_process, num_cores=num_cores
+            )
         self.tokenizer = self._front_end.tokenizer
         self.input_processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
@@ -118,7 +121,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: PromptType,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | BeamSearchParams,
         request_id: str,
         *,
         priority: int = 0,
@@ -145,7 +148,9 @@ class AsyncLLM:
         self.check_admission(sampling_params.n)
         tokenized = await self._tokenize(prompt)
         self.check_admission(sampling_params.n, sampling_params.n * len(tokenized.token_ids))
-        stream = OutputStream(delta=sampling_params.output_kind is RequestOutputKind.DELTA)
+        # A beam search has one output, at the end.
+        kind = None if isinstance(sampling_params, BeamSearchParams) else sampling_params.output_kind
+        stream = OutputStream(delta=kind is RequestOutputKind.DELTA)
         name, messages = self._front_end.submit(
             request_id,
             tokenized,

@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
+from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineConfig
+from quire.engine.beam_searches import BeamSearches
 from quire.engine.core_ids import CoreIds
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
 from quire.engine.messages import (
@@ -47,6 +49,13 @@ Outgoing = tuple[int, CoreRequest]
 """The index of a core, and a message for it."""
 
 
+class Terms(TypedDict):
+    """On whose account, and how urgently."""
+
+    priority: int
+    tenant: str
+
+
 @dataclass(frozen=True)
 class _Flight:
     """A request on its way: what its caller calls it, which core has it, and under which names."""
@@ -61,7 +70,7 @@ class FrontEnd:
 
     Args:
         config: as `prepare` has settled it.
-        strict_length: see `InputProcessor`.
+        strict_length, takes_callables: see `InputProcessor`.
         clock: monotonic seconds, as the cores count them.
 
     Attributes:
@@ -79,6 +88,7 @@ class FrontEnd:
         config: EngineConfig,
         *,
         strict_length: bool,
+        takes_callables: bool = False,
         num_cores: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -86,9 +96,14 @@ class FrontEnd:
         self.clock = clock
         self.tokenizer = load_tokenizer(config)
         self.input_processor = InputProcessor(
-            config, self.tokenizer, strict_length=strict_length, clock=clock
+            config,
+            self.tokenizer,
+            strict_length=strict_length,
+            takes_callables=takes_callables,
+            clock=clock,
         )
         self.output_processor = OutputProcessor(self.tokenizer)
+        self._beam_searches = BeamSearches(self.tokenizer)
         plugged_in = [make(config) for make in STAT_LOGGERS.resolve_all()]
         self.stat_loggers = StatLoggers([*make_tracers(config), *plugged_in])
         self.dead_error: QuireError | None = None
@@ -115,7 +130,7 @@ class FrontEnd:
     @property
     def num_unfinished(self) -> int:
         """Sequences whose end has not been published yet."""
-        return self.output_processor.num_unfinished
+        return self.output_processor.num_unfinished + self._beam_searches.num_unfinished
 
     @property
     def core_ready(self) -> CoreReady | None:
@@ -171,7 +186,7 @@ class FrontEnd:
         self,
         label: str,
         prompt: TokenizedPrompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         sink: Sink,
         *,
         priority: int = 0,
@@ -194,16 +209,20 @@ class FrontEnd:
         self._check_awake()
         _check_timeout(timeout_s)
         name = self._core_ids.new(label)
-        requests = self.input_processor.process(name, prompt, params, priority=priority, tenant=tenant)
+        watched, terms = self._watched(name, sink), Terms(priority=priority, tenant=tenant)
+        if isinstance(params, BeamSearchParams):
+            first, params = self.input_processor.process_beam_search(name, prompt, params, **terms)
+            core_ids, messages = self._beam_searches.add(label, prompt, first, params, watched, trace_headers)
+        else:
+            requests = self.input_processor.process(name, prompt, params, **terms)
+            self.output_processor.add_request(label, prompt, requests, watched, trace_headers)
+            core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
         core = min(range(len(self._num_unfinished)), key=self._num_unfinished.__getitem__)
-        flight = _Flight(label, core, [request.request_id for request in requests])
-        self.output_processor.add_request(label, prompt, requests, self._watched(name, sink), trace_headers)
-        self._take_off(name, flight)
+        self._take_off(name, _Flight(label, core, core_ids))
         if timeout_s is not None:
-            heapq.heappush(
-                self._deadlines, ((self.clock() if arrived is None else arrived) + timeout_s, name)
-            )
-        return name, [(core, add_message(requests))]
+            came = self.clock() if arrived is None else arrived
+            heapq.heappush(self._deadlines, (came + timeout_s, name))
+        return name, [(core, message) for message in messages]
 
     def abort(self, labels: str | Iterable[str]) -> list[Outgoing]:
         """End all requests of these labels with finish_reason "abort"; unknown labels are ignored."""
@@ -233,9 +252,12 @@ class FrontEnd:
     def take_in(self, core: int, message: CoreMessage) -> list[Outgoing]:
         """Act on a core's message."""
         if isinstance(message, EngineCoreOutputs):
-            ends, stats = self.output_processor.process(message, message.timestamp or self.clock())
+            now = message.timestamp or self.clock()
+            ends, stats = self.output_processor.process(message, now)
+            messages = self._beam_searches.process(message.updates, now, stats)
             self.stat_loggers.record(stats, message.stats, core)
-            return [(core, AbortRequests(ids, reason)) for reason, ids in ends.items()]
+            messages += [AbortRequests(ids, reason) for reason, ids in ends.items()]
+            return [(core, one) for one in messages]
         if isinstance(message, UtilityResult):
             self._calls.answer(message)
         elif isinstance(message, CoreReady):
@@ -306,7 +328,9 @@ class FrontEnd:
         messages: list[CoreRequest] = [
             self._calls.start(core, method, args)[1] for method, args in self.rest.verbs()
         ]
-        messages += [add_message(self.output_processor.resume(core_ids)) for core_ids in flights]
+        owners = (self.output_processor, self._beam_searches)
+        lost = [owner.resume(core_ids) for core_ids in flights for owner in owners]
+        messages += [add_message(requests) for requests in lost if requests]
         messages += owed
         return [(core, message) for message in messages]
 
@@ -355,7 +379,10 @@ class FrontEnd:
             by_core.setdefault(self._flights[self._names[core_id]].core, []).append(core_id)
         messages: list[Outgoing] = []
         for core, theirs in by_core.items():
-            ends, stats = self.output_processor.end(theirs, reason, self.clock())
+            now = self.clock()
+            ends, stats = self.output_processor.end(theirs, reason, now)
+            if beams := self._beam_searches.end(theirs, reason, now, stats):
+                ends[reason] = [*ends.get(reason, ()), *beams]
             if ends:
                 self.stat_loggers.record(stats, None, core)
             messages += [(core, AbortRequests(ended, why)) for why, ended in ends.items()]
@@ -364,7 +391,10 @@ class FrontEnd:
     def _fail(self, core: int, core_ids: list[str], error: QuireError) -> None:
         """End the requests of these sequences of a core with an error."""
         if core_ids:
-            self.stat_loggers.record(self.output_processor.fail(core_ids, error, self.clock()), None, core)
+            now = self.clock()
+            stats = self.output_processor.fail(core_ids, error, now)
+            self._beam_searches.fail(core_ids, error, now, stats)
+            self.stat_loggers.record(stats, None, core)
 
     def _settle(self) -> None:
         """Go on with the shortest context that a core has fitted to its memory."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import closed_on_error, make_clients
 from quire.engine.front_end import FrontEnd, Outgoing, explained
@@ -40,7 +41,9 @@ class LLMEngine:
         self._outputs: list[RequestOutput] = []
         self._clients = make_clients(config, num_cores, in_process=in_process)
         with closed_on_error(self._clients):
-            self._front_end = FrontEnd(config, strict_length=False, num_cores=num_cores)
+            self._front_end = FrontEnd(
+                config, strict_length=False, takes_callables=in_process, num_cores=num_cores
+            )
             for core in range(num_cores):
                 self._receive(core)
         self.tokenizer = self._front_end.tokenizer
@@ -68,7 +71,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
         tenant: str = "",

@@ -46,7 +46,10 @@ HoldData = tuple[str, str, str]
 
 
 class Added(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """A request was queued. Later frames call it by `number`, and times are monotonic seconds."""
+    """A request was queued. Later frames call it by `number`, and times are monotonic seconds.
+
+    A beam takes over the number of one that has ended.
+    """
 
     now: float
     number: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
@@ -193,7 +193,9 @@ class NullExecutor(Executor):
         if scheduled.num_samples:
             sampled = self._sample(row, scheduled.draft_token_ids)
             output.sampled_token_ids[row.request_id] = sampled
-            if params.logprobs is not None:
+            if params.logprob_token_ids is not None:
+                output.logprobs[row.request_id] = self._listed(sampled, params.logprob_token_ids)
+            elif params.logprobs is not None:
                 output.logprobs[row.request_id] = self._uniform(sampled, params.logprobs)
             if self.max_drafts:
                 output.draft_token_ids[row.request_id] = self._guess(row)
@@ -356,6 +358,11 @@ class NullExecutor(Executor):
         masked = {*row.eos_token_ids, *row.params.stop_token_ids}
         candidates = (i % self.vocab_size for i in range(token_id, token_id + self.vocab_size))
         return next(i for i in candidates if i not in masked)
+
+    def _listed(self, token_ids: list[int], listed: Sequence[int]) -> list[TokenLogprobs]:
+        """The same of given tokens, each of which has its id for a rank."""
+        logprobs, ranks = [-math.log(self.vocab_size)] * (len(listed) + 1), [i + 1 for i in listed]
+        return [TokenLogprobs([token_id, *listed], logprobs, 1, ranks) for token_id in token_ids]
 
     def _uniform(self, token_ids: list[int], num_logprobs: int) -> list[TokenLogprobs]:
         """Logprobs at positions where every token was equally likely; -1 lists all tokens."""

@@ -17,7 +17,7 @@ from quire.kv_cache.manager import IntegrityError, KVCacheManager
 from quire.kv_cache.spec import KVCacheConfig
 from quire.scheduler.explain import Explanation
 from quire.scheduler.fair import Fair
-from quire.scheduler.forks import make_fork
+from quire.scheduler.forks import make_fork, make_successor
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import (
     WAIST_VERSION,
@@ -76,12 +76,15 @@ class Scheduler:
         Raises:
             ValidationError: the id is in use, or the request could not run even with the engine to itself.
         """
-        if request.request_id in self._queues.by_id:
+        if request.request_id in self._queues.by_id or self._queues.kept.get(request.request_id):
             raise ValidationError(f"request id {request.request_id!r} is in use", param="request_id")
         check_admissible(request, self._max_model_len, self._kv)
-        parent = None if request.fork_of is None else self._queues.by_id.get(request.fork_of)
-        if parent is not None:
-            holds = [*holds, *make_fork(request, parent)]
+        if request.fork_of is not None:
+            parent, kept = self._queues.by_id.get(request.fork_of), self._queues.kept.get(request.fork_of)
+            if parent is not None:
+                holds = [*holds, *make_fork(request, parent)]
+            elif kept is not None:
+                make_successor(request, kept)
         self._queues.arrive(request, now, holds)
 
     def hold(self, request_id: str, hold: Hold, now: float) -> bool:
@@ -99,12 +102,17 @@ class Scheduler:
     def finish_requests(self, request_ids: Iterable[str], reason: str, now: float) -> list[RequestUpdate]:
         """End these requests, whatever they are doing, and free their blocks; unknown ids are ignored.
 
+        Of one that has ended and is kept, no more forks will come.
+
+
         Returns the last update of each request that this call ended.
         """
-        by_id = self._queues.by_id
-        found = [by_id[name] for name in dict.fromkeys(request_ids) if name in by_id]
+        by_id, request_ids = self._queues.by_id, list(dict.fromkeys(request_ids))
+        found = [by_id[name] for name in request_ids if name in by_id]
         for request in found:
             self._queues.finish(request, reason, now)
+        for name in request_ids:
+            self._queues.kept.close(name)
         return [last_update(request) for request in found]
 
     def reset_prefix_cache(self) -> bool:
@@ -260,7 +268,7 @@ class Scheduler:
                 request.num_computed_tokens = end
             self._kv.cache_blocks(request, end)
         if stop is not None:
-            self._queues.finish(request, stop[0], now)
+            self._queues.finish(request, stop[0], now, keeps=request.num_beams > 0)
         elif new_token_ids:
             self._queues.release(request, now)
         return update_of(chunk, output, new_token_ids, stop and stop[1])

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.entrypoints.chat.formats.model import PromptEnd
+from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder
 from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.errors import request_id_of
@@ -45,6 +46,7 @@ from quire.entrypoints.openai.tool_choice import tools_in_use
 from quire.entrypoints.openai.usage import UsageMeter
 from quire.inputs import TokensPrompt
 from quire.outputs import CompletionOutput, RequestOutput
+from quire.sampling_params import SamplingParams
 
 ROLE = "assistant"
 router = APIRouter()
@@ -88,13 +90,14 @@ class ChatAnswer:
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
         engine.check_admission()
-        params = chat_params(
-            request,
-            engine.input_processor.default_sampling_params,
-            shown_special_token_ids=self._server.answer_format.shown_ids,
+        room, answers = engine.config.model.max_model_len, self._server.answer_format
+        params = beam_search_params(request, room, answers.shown_ids) or chat_params(
+            request, engine.input_processor.default_sampling_params
         )
         chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
         self._begin = chat.end
+        if isinstance(params, SamplingParams):
+            params = answers.settled(params, chat.end)
         prompt = with_options(TokensPrompt(prompt_token_ids=chat.token_ids), request)
         note_max_tokens(request, params, [engine.input_processor.room(len(prompt["prompt_token_ids"]))])
         interval = engine.config.scheduler.stream_interval
@@ -282,4 +285,6 @@ class ChatAnswer:
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self._request.logprobs:
             return None
-        return chat_logprobs(completion.logprobs or [], self._request.top_logprobs or 0)
+        listed = self._request.logprob_token_ids
+        top = (self._request.top_logprobs or 0) if listed is None else listed
+        return chat_logprobs(completion.logprobs or [], top)

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from quire.beam_search_params import BeamSearchParams
 from quire.errors import DeadlineError, EngineError
 from quire.inputs import TokensPrompt
 from quire.outputs import RequestOutput
@@ -40,7 +41,7 @@ class Outputs:
         self,
         engine: AsyncLLM,
         prompts: list[TokensPrompt],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         request_id: str,
         *,
         priority: int = 0,

@@ -18,6 +18,7 @@ from quire.entrypoints.chat.formats.choice import choose
 from quire.entrypoints.chat.formats.model import ModelFormat
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.entrypoints.openai.bounded_threads import BoundedThreads
+from quire.entrypoints.openai.fill_in import FillIn
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring
 from quire.errors import ConfigError, NotFoundError, ValidationError
@@ -69,6 +70,11 @@ class ServerState:
     def chat_template(self) -> ChatTemplate:
         """Raises ValidationError if the model has none, ConfigError if it is not valid."""
         return ChatTemplate.from_tokenizer(self.tokenizer, self.config.chat_template)
+
+    @functools.cached_property
+    def fill_in(self) -> FillIn:
+        """Raises ValidationError if the model was not made to fill in the middle."""
+        return FillIn(self.tokenizer)
 
     @functools.cached_property
     def answer_format(self) -> ModelFormat:
