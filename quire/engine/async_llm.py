@@ -2,7 +2,7 @@
 
 Invariant: torch-free (unless the cores are asked to run in this process). One pump thread per core waits for its
 messages and hands them to the event loop; all other state belongs to the loop's thread. A core that dies after it was
-ready, in a process of its own, is replaced, and requests go on in the new one: see `quire.engine.supervisor`.
+ready, in a process of its own, is replaced, and requests go on in the new one: see `quire.engine.cores`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import suppress
 from typing import Any
 
 from quire.config import EngineArgs, EngineConfig
-from quire.engine.client import CoreClient, ProcessClient, closed_on_error, make_clients
+from quire.engine.client import closed_on_error
+from quire.engine.core_client import CoreClient
+from quire.engine.cores import Cores, CoreWatcher, OwnCores
 from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.input_processor import TokenizedPrompt
-from quire.engine.messages import CoreMessage
+from quire.engine.messages import CoreMessage, Detach
 from quire.engine.output_stream import OutputStream
+from quire.engine.queue_limits import WaitingSequences
 from quire.engine.startup import prepare
-from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Supervisor, Verdict
 from quire.engine.tokenizer import beside_loop
-from quire.errors import EngineDeadError, EngineError, QuireError, StartupError, UnavailableError
+from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableError
 from quire.inputs import PromptType
 from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
@@ -36,17 +37,32 @@ logger = logging.getLogger(__name__)
 class AsyncLLM:
     """The asynchronous engine. Construction starts the cores and returns at once; `wait_ready` waits for them.
 
+    With `cores`, it is one of several front ends of these, and starts none of its own.
+
     Raises:
         StartupError: from the constructor for what is seen at once (no such model, bad option, no tokenizer), from
             `wait_ready` for what a core finds.
     """
 
-    def __init__(self, config: EngineConfig, *, in_process: bool = False, num_cores: int = 1) -> None:
-        self._prepared = config = prepare(config, "server")
-        self._supervisor = Supervisor(resume=config.supervision.on_core_death == "resume")
-        self._clients = make_clients(config, num_cores, in_process=in_process)  # they load while this goes on
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        in_process: bool = False,
+        num_cores: int = 1,
+        cores: Cores | None = None,
+    ) -> None:
+        if cores is None:
+            cores = OwnCores(prepare(config, "server"), num_cores, in_process=in_process)
+        self._cores = cores
+        self._clients = cores.clients
         with closed_on_error(self._clients):
-            self._front_end = FrontEnd(config, strict_length=True, num_cores=num_cores)
+            self._front_end = FrontEnd(
+                cores.config,
+                strict_length=True,
+                num_cores=len(self._clients),
+                number=cores.front_end,
+            )
         self.tokenizer = self._front_end.tokenizer
         self.input_processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
@@ -57,9 +73,9 @@ class AsyncLLM:
         self._closed = asyncio.Event()
 
     @staticmethod
-    def start(config: EngineConfig, *, in_process: bool = False) -> AsyncLLM:
+    def start(config: EngineConfig) -> AsyncLLM:
         """Start the core and return without waiting for it."""
-        return AsyncLLM(config, in_process=in_process)
+        return AsyncLLM(config)
 
     @staticmethod
     def from_engine_args(engine_args: EngineArgs) -> AsyncLLM:
@@ -74,7 +90,7 @@ class AsyncLLM:
     @property
     def is_ready(self) -> bool:
         """True while every core has loaded and none is dead or seems to hang, so that a request would begin now."""
-        stalls = any(isinstance(client, ProcessClient) and client.stalls for client in self._clients)
+        stalls = any(client.stalls for client in self._clients)
         return self._front_end.core_ready is not None and not self.errored and not stalls
 
     @property
@@ -187,6 +203,22 @@ class AsyncLLM:
         """
         return await self._call(0, method, *args)
 
+    def watch_core(self, watcher: CoreWatcher) -> None:
+        """Tell somebody of the engine's one core, which it started in a process of its own, and of those after it."""
+        self._cores.watch(watcher)
+
+    def forget(self, front_end: int) -> None:
+        """Another front end of the cores is gone; what it has asked for ends."""
+        self._send([(core, Detach(front_end)) for core in range(len(self._clients))])
+
+    def share_queue(self, waiting: WaitingSequences) -> None:
+        """Count what waits there, with what else does; to be called before there are requests."""
+        self.output_processor.waiting = waiting
+
+    def end(self, reason: str) -> None:
+        """There is no core any more, and none will come."""
+        self._die(EngineDeadError(reason))
+
     def add_stat_logger(self, stat_logger: StatLogger) -> None:
         """Send every later step's statistics to `stat_logger`."""
         self._front_end.stat_loggers.append(stat_logger)
@@ -200,6 +232,7 @@ class AsyncLLM:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._cores.stop()
         self._die(EngineDeadError("the engine was shut down"))
         self._set_timer()
         await asyncio.gather(*self._restarts)
@@ -273,33 +306,23 @@ class AsyncLLM:
 
     def _lose(self, core: int, error: QuireError) -> None:
         """A core is dead: go on without it until there is another, or end."""
-        client = self._clients[core]
-        cannot_start = isinstance(error, StartupError) and not self._settled.is_set()
-        if self._closed.is_set() or cannot_start or not isinstance(client, ProcessClient):
-            self._die(error)
-            return
-        verdict = self._verdict(core, client)
-        if verdict.restart_in_s is None:
-            which = f"it was the {MAX_DEATHS + 1}th death in {WINDOW_S / 60:g} minutes"
-            self._die(EngineDeadError(f"{error}; {which}"))
+        flights = self._front_end.in_flight(core)
+        try:
+            if self._closed.is_set():
+                raise error
+            verdict = self._cores.lost(core, flights, error, was_ready=self._settled.is_set())
+        except QuireError as end:
+            self._die(end)
             return
         self._front_end.lose(core, verdict.failed, self._why_it_ends)
-        num_left = len(self._front_end.in_flight(core))
-        logger.error("%s; a new one starts in %g s, %d requests go on", error, verdict.restart_in_s, num_left)
-        restart = asyncio.create_task(self._replace(core, client, verdict.restart_in_s))
+        restart = asyncio.create_task(self._replace(core, verdict.restart_in_s or 0.0))
         self._restarts.add(restart)
         restart.add_done_callback(self._restarts.discard)
-
-    def _verdict(self, core: int, dead: ProcessClient) -> Verdict:
-        flights = self._front_end.in_flight(core)
-        in_work = dead.in_work(core_id for core_ids in flights.values() for core_id in core_ids)
-        names = {name for name, core_ids in flights.items() if in_work.intersection(core_ids)}
-        return self._supervisor.died(core, flights.keys(), names)
 
     @property
     def _why_it_ends(self) -> QuireError:
         """What a request is told that ends with its core."""
-        if self._prepared.supervision.on_core_death == "error":
+        if self.config.supervision.on_core_death == "error":
             return UnavailableError(
                 "the engine core died while it had this request; send it again", retry_after=2
             )
@@ -307,21 +330,16 @@ class AsyncLLM:
             "the engine core died twice while it worked on this request, which is not tried again"
         )
 
-    async def _replace(self, core: int, dead: ProcessClient, delay_s: float) -> None:
+    async def _replace(self, core: int, delay_s: float) -> None:
         """Until the new client is there, what is sent to the core is lost, and all of it is in what is unfinished."""
-        await asyncio.to_thread(dead.close)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(delay_s):
-                await self._closed.wait()
-        if self._closed.is_set():
-            return
         try:
-            self._clients[core] = await asyncio.to_thread(ProcessClient, self._prepared)
+            is_there = await self._cores.replace(core, delay_s)
         except (QuireError, OSError) as error:
             self._lose(core, EngineDeadError(f"no new engine core can be started: {error}"))
             return
-        self._send(self._front_end.unfinished(core))
-        self._start_pump(core)
+        if is_there:
+            self._send(self._front_end.unfinished(core))
+            self._start_pump(core)
 
     def _die(self, error: QuireError) -> None:
         self._front_end.die(error)

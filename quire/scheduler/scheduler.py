@@ -180,6 +180,10 @@ class Scheduler:
             host_cache_usage=self._kv.host_usage,
         )
 
+    def request_ids(self) -> list[str]:
+        """Of the requests that have not ended, oldest first."""
+        return list(self._queues.by_id)
+
     def explain(self, request_id: str, now: float) -> Explanation | None:
         """Why a request waits or waited; None if it is unknown or ended too long ago."""
         return self._queues.explain(request_id, now)
