@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire import __version__
 from quire.config import ServerConfig
+from quire.engine.ledger import Page
 from quire.entrypoints import anthropic, ollama
 from quire.entrypoints.openai import (
     chat_completions,
@@ -41,7 +42,7 @@ from quire.entrypoints.openai.middleware.head import Head
 from quire.entrypoints.openai.middleware.http_metrics import HttpMetrics
 from quire.entrypoints.openai.middleware.quota import Meters, Quota
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
-from quire.entrypoints.openai.state import ServerState
+from quire.entrypoints.openai.state import Question, ServerState
 from quire.errors import QuireError
 from quire.metrics.prometheus import PrometheusStatLogger
 
@@ -55,15 +56,28 @@ FAMILIES = (
 """Modules and packages with a `router`, in the order of the published schema."""
 CONTROLS = (requests.controls, prefix_cache.controls)
 """What acts on all requests: for the admin key."""
+QUESTIONS: dict[str, Question] = {
+    "load": requests.num_in_flight,
+    "explain": requests.explained,
+    "list": requests.listed,
+    "abort": requests.aborted,
+    metrics.QUESTION: metrics.measured,
+}
+"""What each process of a server can be asked about itself by the others."""
 EXPOSED_HEADERS = ("x-request-id", "retry-after", IGNORED_HEADER, ADJUSTED_HEADER)
 """What scripts of a page may read of a response besides its body."""
 
 
-def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
-    """An app that serves `engine`; the caller starts and ends both."""
+def build_app(
+    engine: AsyncLLM, config: ServerConfig, *, keys: Keyring | None = None, page: Page | None = None
+) -> FastAPI:
+    """An app that serves `engine`; the caller starts and ends both.
+
+    One of several processes of a server is given the keys, and its page of their ledger.
+    """
     registry = CollectorRegistry()
-    state = ServerState(engine, config, registry, keyring(config))
-    meters = Meters(state.keys.tenants)
+    state = ServerState(engine, config, registry, keyring(config) if keys is None else keys, QUESTIONS)
+    meters = Meters(state.keys.tenants, page)
     engine.add_stat_logger(meters)
     engine.add_stat_logger(
         PrometheusStatLogger(state.model_names[0], engine.config.model.max_model_len, registry=registry)

@@ -137,7 +137,9 @@ async def test_requests_per_minute(path: str) -> None:
 
 def test_tokens_that_were_computed_are_paid_before_the_next_request() -> None:
     now = 0.0
-    meters = Meters({"a": Tenant(keys=["k"], tokens_per_minute=60), "b": Tenant(keys=["l"])}, lambda: now)
+    meters = Meters(
+        {"a": Tenant(keys=["k"], tokens_per_minute=60), "b": Tenant(keys=["l"])}, clock=lambda: now
+    )
     meters["a"].enter()
     ended = FinishedRequestStats("stop", 100, 30, 40, 0, None, 0, 0, 0, 0, tenant="a")
     meters.record(IterationStats(finished=[ended]), None)
@@ -152,7 +154,7 @@ def test_tokens_that_were_computed_are_paid_before_the_next_request() -> None:
 
 def test_a_bucket_fills_up_to_its_limit() -> None:
     now = 0.0
-    bucket = Bucket(6, lambda: now)
+    bucket = Bucket(6, lambda: now, [0.0, 0.0])
     bucket.take(6)
     assert bucket.wait_s(1) == 10.0
     now = 1000.0
