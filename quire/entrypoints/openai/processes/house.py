@@ -168,15 +168,22 @@ class House:
         delays = _delays()
         while not self._closing:
             started = time.monotonic()
-            member = await self._start(page)
-            await member.channel.run()
-            how = await self._bury(member)
+            how = await self._live(page)
             if time.monotonic() - started > STEADY_S:
                 delays = _delays()
             if not self._closing:
                 delay_s = next(delays)
                 logger.error("API process %d ended (%s); it is started again in %g s", page, how, delay_s)
                 await asyncio.sleep(delay_s)
+
+    async def _live(self, page: int) -> str:
+        """One process of this page, from its start on; how it ended."""
+        try:
+            member = await self._start(page)
+        except OSError as error:
+            return f"it cannot be started: {error.strerror}"
+        await member.channel.run()
+        return await self._bury(member)
 
     async def _start(self, page: int) -> Member:
         front_end = next(self._numbers)
@@ -185,7 +192,7 @@ class House:
         door.setblocking(False)
         with their_channel, their_door:
             fds = their_channel.fileno(), their_door.fileno(), self._ledger.fileno()
-            process = await asyncio.to_thread(_spawn, fds)
+            process = _spawn(fds)  # some milliseconds; in a thread, whoever waits for it could be cancelled
         channel = await open_channel(channel_end, self.ask, lambda message: self._take_in(page, message))
         self._members[page] = member = Member(page, front_end, process, channel, door)
         channel.tell(_for(self._hello, page, front_end))
