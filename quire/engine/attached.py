@@ -29,6 +29,10 @@ class AttachedClient(RemoteClient):
         self._left = threading.Event()
         super().__init__(config, Path(address.directory), front_end)
 
+    @property
+    def stalls(self) -> bool:
+        return self._left.is_set() or super().stalls
+
     def leave(self) -> None:
         """The core is gone; `receive` says so when it has handed out what came before."""
         self._left.set()

@@ -63,6 +63,11 @@ class Ledger:
         assert self._file is not None, "this one is shared with nobody"
         return self._file.fileno()
 
+    def close(self) -> None:
+        """Close the file; what is mapped stays."""
+        if self._file is not None:
+            self._file.close()
+
     def page(self, index: int) -> Page:
         return Page(self, index)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,41 +26,41 @@ for _ in range(20_000):
     with ledger.locked():
         account[0] += 1
 """
+DIES = """
+import os, signal, sys
+from quire.engine.ledger import Ledger
+
+with Ledger(1, 0, open(int(sys.argv[1]), "r+b")).locked():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def test_processes_that_write_at_once_lose_no_count() -> None:
-    ledger = Ledger.create(2, 1)
-    number = ledger.fileno()
-    with subprocess.Popen([sys.executable, "-c", OTHER, str(number)], pass_fds=[number]) as other:
-        account = ledger.account(0)
-        for _ in range(20_000):
-            ledger.page(0).add(Column.WAITING, 1)
-            with ledger.locked():
-                account[0] += 1
-    assert other.returncode == 0
-    assert (ledger.total(Column.WAITING), account[0]) == (40_000, 40_000)
+    with closing(Ledger.create(2, 1)) as ledger:
+        number = ledger.fileno()
+        with subprocess.Popen([sys.executable, "-c", OTHER, str(number)], pass_fds=[number]) as other:
+            account = ledger.account(0)
+            for _ in range(20_000):
+                ledger.page(0).add(Column.WAITING, 1)
+                with ledger.locked():
+                    account[0] += 1
+        assert other.returncode == 0
+        assert (ledger.total(Column.WAITING), account[0]) == (40_000, 40_000)
 
 
 def test_a_lock_is_let_go_by_a_process_that_dies() -> None:
-    ledger = Ledger.create(1, 0)
-    number = ledger.fileno()
-    dies = f"""
-import os, signal
-from quire.engine.ledger import Ledger
-
-with Ledger(1, 0, open({number}, "r+b")).locked():
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", dies], pass_fds=[number], check=False).returncode == -9
-    with ledger.locked():
-        pass
+    with closing(Ledger.create(1, 0)) as ledger:
+        command = [sys.executable, "-c", DIES, str(ledger.fileno())]
+        assert subprocess.run(command, pass_fds=[ledger.fileno()], check=False).returncode == -signal.SIGKILL
+        with ledger.locked():
+            pass
 
 
 def test_a_shared_ledger_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    ledger = Ledger.create(2, 2)
-    assert not list(tmp_path.iterdir())
-    assert Path(f"/dev/fd/{ledger.fileno()}").exists()
+    with closing(Ledger.create(2, 2)) as ledger:
+        assert not list(tmp_path.iterdir())
+        assert ledger.total(Column.HANDED) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 50)), max_size=30))

@@ -79,12 +79,21 @@ class Door:
     def _place(self, connection: socket.socket) -> None:
         """Give it away, or keep it if nobody else can take it."""
         for room in sorted(self._rooms(), key=lambda room: self._load(room.page)):
-            if self._load(room.page) < self._load(FIRST) and _hand_over(connection, room.door):
-                self._ledger.add(room.page, Column.HANDED, 1)
-                connection.close()
+            if self._load(room.page) < self._load(FIRST) and self._hand_over(connection, room):
                 return
         self._ledger.add(FIRST, Column.HANDED, 1)
         self._admit(connection)
+
+    def _hand_over(self, connection: socket.socket, room: Room) -> bool:
+        """False: that process is gone, or takes nothing out of its socket."""
+        self._ledger.add(room.page, Column.HANDED, 1)  # before it is there, where it may be one too many
+        try:
+            socket.send_fds(room.door, [b"."], [connection.fileno()])
+        except OSError:
+            self._ledger.add(room.page, Column.HANDED, -1)
+            return False
+        connection.close()
+        return True
 
     def _load(self, page: int) -> tuple[float, float]:
         """Open connections; between equals, those that it ever had."""
@@ -99,15 +108,6 @@ class Door:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listener.fileno())
         self._pause = loop.call_later(PAUSE_S, self.open)
-
-
-def _hand_over(connection: socket.socket, door: socket.socket) -> bool:
-    """False: that process is gone, or takes nothing out of its socket."""
-    try:
-        socket.send_fds(door, [b"."], [connection.fileno()])
-    except OSError:
-        return False
-    return True
 
 
 class BackDoor:

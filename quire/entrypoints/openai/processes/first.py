@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from quire.config import ServerConfig
@@ -41,10 +42,11 @@ async def serve_first(engine: AsyncLLM, config: ServerConfig, listener: socket.s
     state.siblings = house
     engine.watch_core(house)
     house.open()
-    try:
-        return await FirstLifecycle(state, http, listener, house, ledger).run()
-    finally:
-        await house.close()
+    with closing(ledger):
+        try:
+            return await FirstLifecycle(state, http, listener, house, ledger).run()
+        finally:
+            await house.close()
 
 
 class FirstLifecycle(Lifecycle):

@@ -215,6 +215,7 @@ class House:
     def _take_in(self, page: int, message: Message) -> None:
         assert isinstance(message, Up)
         self._members[page].is_up = True
+        logger.info("API process %d serves, too (pid %d)", page, self._members[page].process.pid)
 
     async def _asked(self, member: Member, question: str, *args: Any) -> Any:
         """Its answer; None if it has none."""

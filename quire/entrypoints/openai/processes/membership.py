@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from contextlib import suppress
 from typing import IO, Any
 
 from quire.engine.async_llm import AsyncLLM
@@ -133,9 +134,12 @@ class Membership:
         self.lifecycle.stop_now()
 
     async def _open(self) -> None:
+        """Connections are welcome when their requests are; until then the first process says what there is to say."""
         await self._http.is_open.wait()
         self._back_door.open()
-        self._channel.tell(Up())
+        with suppress(QuireError):  # the lifecycle meets it, too
+            await self._engine.wait_ready()
+            self._channel.tell(Up())
 
 
 def _back_door(door: socket.socket, http: HttpServer, census: Census) -> BackDoor:

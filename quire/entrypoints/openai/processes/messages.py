@@ -54,7 +54,7 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class Up(msgspec.Struct, tag="up", frozen=True):
-    """Of a new process: connections are welcome."""
+    """Of a new process: it is ready for requests, and connections are welcome."""
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
