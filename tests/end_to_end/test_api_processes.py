@@ -215,7 +215,7 @@ def test_the_core_that_is_given_up_ends_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("numbers", "ends_early"),
     [
-        ([signal.SIGTERM], False),
+        pytest.param([signal.SIGTERM], False, marks=pytest.mark.more),
         pytest.param([signal.SIGINT, signal.SIGINT], True, marks=pytest.mark.more),
         pytest.param([signal.SIGQUIT], True, marks=pytest.mark.more),
     ],
@@ -236,6 +236,7 @@ def test_a_signal_for_the_first_process_is_for_all(
         assert {is_cut(task.result()) for task in streams.tasks} == {ends_early}
 
 
+@pytest.mark.more
 def test_a_failed_start_is_told_once(tmp_path: Path) -> None:
     args = ("--distributed-executor-backend", "null", "--num-gpu-blocks-override", "2")
     server = Server(*args, "--api-server-count", "3", log=tmp_path / "log")
