@@ -87,6 +87,7 @@ class Lifecycle:
             return await _first_of(*ends)
         finally:
             logging_stats.cancel()
+            self._stop_accepting()
             self._http.should_exit = True
             await asyncio.gather(serving, logging_stats, return_exceptions=True)
 
@@ -95,6 +96,9 @@ class Lifecycle:
     def _listeners(self) -> list[socket.socket]:
         """Where this process accepts connections itself."""
         return [self._listener]
+
+    def _stop_accepting(self) -> None:
+        """The HTTP server ends, and with it what it accepts itself."""
 
     def _tell_failed_start(self, error: QuireError) -> None:
         say(f"error: {error}", "stderr")

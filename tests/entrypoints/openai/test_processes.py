@@ -6,24 +6,29 @@ import asyncio
 import errno
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.config import ServerConfig
 from quire.engine.ledger import Column, Ledger
 from quire.entrypoints.openai.api_server import bind
+from quire.entrypoints.openai.app import build_app
 from quire.entrypoints.openai.census import SharedCensus
 from quire.entrypoints.openai.keys import Tenant
 from quire.entrypoints.openai.middleware.quota import Meters
 from quire.entrypoints.openai.processes import door as doors
 from quire.entrypoints.openai.processes.channel import Channel, open_channel
 from quire.entrypoints.openai.processes.door import BackDoor, Door
-from quire.entrypoints.openai.processes.messages import Drain, Message, Up
+from quire.entrypoints.openai.processes.house import House
+from quire.entrypoints.openai.processes.messages import Drain, Hello, Message, Up
+from quire.entrypoints.openai.state import ServerState
 from quire.errors import EngineError, RateLimitError
 from quire.metrics.stats import FinishedRequestStats, IterationStats
+from tests.entrypoints.openai.fake_engine import FakeEngine
 
 # Messages
 
@@ -289,3 +294,60 @@ def test_what_a_dead_process_ran_no_longer_counts() -> None:
         alive["a"].enter()
     ledger.clear(1)
     alive["a"].enter()
+
+
+# Processes
+
+
+class Owner:
+    """Of a core that nobody asks for anything."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[int] = []
+
+    def forget(self, front_end: int) -> None:
+        self.forgotten.append(front_end)
+
+
+def make_house(owner: Owner, num_pages: int, ledger: Ledger) -> House:
+    engine = FakeEngine()
+    state: ServerState = build_app(engine, ServerConfig()).state.server  # type: ignore[arg-type]
+    return House(state, owner, ledger, Hello(0, num_pages, 0, engine.config, ServerConfig(), {}))
+
+
+async def test_processes_that_end_at_once_are_started_again_ever_later_and_the_first_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quire.entrypoints.openai.processes.launch.PROGRAM", "no.such.module")
+    monkeypatch.setattr("quire.entrypoints.openai.processes.house.BACKOFF_S", (0.0, 0.01, 60.0))
+    owner = Owner()
+    with closing(Ledger.create(3, 0)) as ledger:
+        house = make_house(owner, 3, ledger)
+        house.open()
+        async with asyncio.timeout(60):
+            while len(owner.forgotten) < 6:
+                assert house.rooms() == []
+                assert await house.ask("load") == [0]
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        await house.close()
+    assert sorted(owner.forgotten) == [1, 2, 3, 4, 5, 6], "no number comes twice"
+    delays = [record.args[2] for record in caplog.records if "started again" in record.msg]  # type: ignore[index]
+    assert sorted(delays) == [0.0, 0.0, 0.01, 0.01, 60.0, 60.0]
+
+
+async def test_a_process_that_cannot_be_started_costs_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    with closing(Ledger.create(2, 0)) as ledger:
+        house = make_house(Owner(), 2, ledger)
+        house.open()
+        async with asyncio.timeout(60):
+            while "no more processes" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await house.ask("load") == [0]
+        await house.close()

@@ -61,23 +61,20 @@ class FirstLifecycle(Lifecycle):
         self._door = Door(listener, ledger, http.admit, house.rooms)
 
     async def run(self) -> int:
-        opening = asyncio.create_task(self._open())
-        try:
-            return await super().run()
-        finally:
-            opening.cancel()
+        self._opening = asyncio.create_task(self._open())
+        return await super().run()
 
     async def _open(self) -> None:
         """Connections wait in the kernel until there is somebody who takes them."""
         await self._http.is_open.wait()
         self._door.open()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self._door.close()
 
     def _listeners(self) -> list[socket.socket]:
         return []
+
+    def _stop_accepting(self) -> None:
+        self._opening.cancel()
+        self._door.close()
 
     def _tell_end(self, error: QuireError) -> None:
         super()._tell_end(error)

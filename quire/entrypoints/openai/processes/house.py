@@ -9,20 +9,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Protocol
 
-from quire.engine.client import exit_reason
 from quire.engine.ledger import Ledger
 from quire.engine.remote import CoreAddress
+from quire.entrypoints.openai.api_server import GRACEFUL_SHUTDOWN_S
 from quire.entrypoints.openai.exposition import Merged, families_of
 from quire.entrypoints.openai.metrics import QUESTION as METRICS
-from quire.entrypoints.openai.processes.channel import Channel, open_channel
+from quire.entrypoints.openai.processes.channel import open_channel
+from quire.entrypoints.openai.processes.launch import Member, launch
 from quire.entrypoints.openai.processes.messages import (
     Cancel,
     CoreLost,
@@ -38,48 +36,15 @@ from quire.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = "quire.entrypoints.openai.processes.member"
 BACKOFF_S = (0.0, 1.0, 5.0, 30.0)
 """How long to wait before a process is started again that died once, twice ... without having lived for STEADY_S."""
 STEADY_S = 60.0
-END_S = 1.0
-"""How long a process that has closed its sockets may take to be gone."""
 
 
 class Owner(Protocol):
     """Of the core: who forgets what another front end has asked for."""
 
     def forget(self, front_end: int) -> None: ...
-
-
-class Member:
-    """One of the processes: its page, its number as a front end of the core, and the ways to it."""
-
-    def __init__(
-        self,
-        page: int,
-        front_end: int,
-        process: subprocess.Popen[bytes],
-        channel: Channel,
-        door: socket.socket,
-    ) -> None:
-        self.page = page
-        self.front_end = front_end
-        self.process = process
-        self.channel = channel
-        self.door = door
-        self.is_up = False
-        self.metrics: list[Any] = []
-
-    async def end(self) -> str:
-        """See to it that it is gone; how it ended."""
-        self.door.close()
-        try:
-            code = await asyncio.to_thread(self.process.wait, END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = await asyncio.to_thread(self.process.wait)
-        return exit_reason(code)
 
 
 class House:
@@ -151,7 +116,11 @@ class House:
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
-        """Kill what is left."""
+        """Kill what is left, in a while if it was told to end."""
+        if self._closing:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GRACEFUL_SHUTDOWN_S):
+                    await self.wait_gone()
         self._closing = True
         for member in self._members.values():
             member.process.kill()
@@ -182,17 +151,16 @@ class House:
             member = await self._start(page)
         except OSError as error:
             return f"it cannot be started: {error.strerror}"
-        await member.channel.run()
+        try:
+            await member.channel.run()
+        except Exception:  # a bug of ours, which may cost that process but not the server
+            logger.exception("a word of API process %d was not understood", page)
         return await self._bury(member)
 
     async def _start(self, page: int) -> Member:
         front_end = next(self._numbers)
-        channel_end, their_channel = socket.socketpair()
-        door, their_door = socket.socketpair()
-        door.setblocking(False)
-        with their_channel, their_door:
-            fds = their_channel.fileno(), their_door.fileno(), self._ledger.fileno()
-            process = _spawn(fds)  # some milliseconds; in a thread, whoever waits for it could be cancelled
+        # Some milliseconds; in a thread, whoever waits for it could be cancelled.
+        process, channel_end, door = launch(self._ledger)
         channel = await open_channel(channel_end, self.ask, lambda message: self._take_in(page, message))
         self._members[page] = member = Member(page, front_end, process, channel, door)
         channel.tell(_for(self._hello, page, front_end))
@@ -239,9 +207,3 @@ def _delays() -> Iterator[float]:
 
 def _for(hello: Hello, page: int, front_end: int) -> Hello:
     return Hello(page, hello.num_pages, front_end, hello.engine, hello.server, hello.tenants)
-
-
-def _spawn(fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """Start a process that has these files open, by its module's name: nothing is forked or pickled."""
-    command = [sys.executable, "-m", PROGRAM, str(os.getpid()), *map(str, fds)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)

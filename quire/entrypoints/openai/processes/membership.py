@@ -129,9 +129,11 @@ class Membership:
             await self._engine.shutdown()
 
     async def _listen(self) -> None:
-        await self._channel.run()
-        logger.error("the first API process is gone")
-        self.lifecycle.stop_now()
+        try:
+            await self._channel.run()
+            logger.error("the first API process is gone")
+        finally:
+            self.lifecycle.stop_now()
 
     async def _open(self) -> None:
         """Connections are welcome when their requests are; until then the first process says what there is to say."""
