@@ -20,8 +20,9 @@ from tests.end_to_end.test_faults import BODIES, events, serving, whole
 
 MEMBER = "quire.entrypoints.openai.processes.member"
 NUM_PROCESSES = 3
-LONG = {"prompt": "Hello", "max_tokens": 120, "ignore_eos": True, "seed": 3}
+LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 400, "ignore_eos": True, "seed": 3}
 LONG |= {"stream_options": {"include_usage": True}}
+ENDLESS = LONG | {"max_tokens": 1900}
 NUM_STREAMS = 2 * NUM_PROCESSES
 GONE_WITHIN_S = 5.0
 ADMIN = {"authorization": "Bearer admin"}
@@ -57,15 +58,15 @@ def wait_until(is_so: Callable[[], bool], within_s: float = 60.0) -> None:
 class Streams:
     """Streams on connections of their own, all of which have begun."""
 
-    def __init__(self, server: Server, pool: ThreadPoolExecutor, num: int = NUM_STREAMS) -> None:
-        begun = threading.Barrier(num + 1)
+    def __init__(self, server: Server, pool: ThreadPoolExecutor, body: dict[str, Any] = LONG) -> None:
+        begun = threading.Barrier(NUM_STREAMS + 1)
 
         def on_event(number: int) -> None:
             if number == 2:
                 begun.wait(60)
 
         self.tasks: list[Future[list[Any]]] = [
-            pool.submit(events, server, LONG, on_event) for _ in range(num)
+            pool.submit(events, server, body, on_event) for _ in range(NUM_STREAMS)
         ]
         begun.wait(60)
 
@@ -110,7 +111,7 @@ def test_whoever_answers_the_answers_are_those_of_one(tmp_path: Path) -> None:
 
 def check_controls(server: Server, pool: ThreadPoolExecutor) -> None:
     """All requests are seen, and ended, from each process."""
-    streams = Streams(server, pool)
+    streams = Streams(server, pool, ENDLESS)
     for _ in range(NUM_PROCESSES):  # each a connection, which is the next process's
         assert httpx.get(f"{server.url}/load").json() == {"server_load": NUM_STREAMS}
         listed = httpx.get(f"{server.url}/v1/requests", headers=ADMIN).json()
@@ -132,8 +133,8 @@ def test_the_death_of_one_process_costs_its_streams_alone(tmp_path: Path) -> Non
     with several(tmp_path) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
         wanted = whole(events(server, LONG))
         before = server.children(MEMBER)
-        streams = Streams(server, pool)
         counted = metric(server, "http_requests_total")
+        streams = Streams(server, pool)
         os.kill(before[0], signal.SIGKILL)
         results = streams.results()
         assert results.count(None) == NUM_STREAMS // NUM_PROCESSES
@@ -255,7 +256,7 @@ def test_limits_hold_in_total(tmp_path: Path) -> None:
             url = f"{server.url}/v1/completions"
 
             def ask(key: str) -> int:
-                body = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True}
+                body = {"prompt": "Hello", "max_tokens": 400, "ignore_eos": True}
                 return httpx.post(url, json=body, headers={"x-api-key": key}, timeout=60).status_code
 
             for key in ("k", "b"):
