@@ -11,6 +11,7 @@
     │   ├── UnsupportedMediaTypeError 415
     │   └── HeadersTooLargeError    431
     ├── UnavailableError            503  loading, draining or full: try again later
+    │   ├── QueueFullError          503  too much waits already
     │   └── RateLimitError          429  this client has used up what it may use
     ├── DeadlineError               504  the request's time was over before it had a token
     ├── EngineError                 500  the engine failed, not the request
@@ -100,6 +101,14 @@ class UnavailableError(QuireError):
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class QueueFullError(UnavailableError):
+    """Too much waits already; `limit` is the name of the option that says so."""
+
+    def __init__(self, message: str, limit: str) -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 class RateLimitError(UnavailableError):

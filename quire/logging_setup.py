@@ -1,4 +1,4 @@
-"""Where quire's log lines go: stderr, one short line each, so that stdout holds results only.
+"""Where quire's log lines go: stderr, so that stdout holds results only; `log_format` says what they look like.
 
 Invariant: importing quire configures no logging; only a command of ours calls `configure_logging`. A line that cannot
 be written, because nobody reads or the disk is full, is lost and counted; whoever logs it meets no error and no wait.
@@ -7,18 +7,20 @@ be written, because nobody reads or the disk is full, is lost and counted; whoev
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import queue
 import sys
 import threading
+from types import TracebackType
 from typing import Literal
 
 from quire.errors import ConfigError
+from quire.log_format import FORMATTERS, JsonFormatter
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
-LOGGERS = ("quire", "uvicorn")
+LOGGERS = ("quire", "uvicorn", "py.warnings")
 MAX_LINES = 10_000
 """So many lines may wait for a reader that is slow."""
 FLUSH_S = 1.0
@@ -29,12 +31,16 @@ class Scribe:
     """Writes text to stdout or stderr from a thread of its own.
 
     A stream that somebody in this process has put there instead (a test, a notebook) is written to at once.
+
+    Attributes:
+        num_lost: texts that could not be written, since the beginning.
     """
 
     def __init__(self, stream: Literal["stdout", "stderr"]) -> None:
         self._stream = stream
         self._texts: queue.Queue[str] = queue.Queue(MAX_LINES)
-        self._num_lost = 0
+        self.num_lost = 0
+        self._num_untold = 0
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -49,7 +55,7 @@ class Scribe:
             try:
                 self._texts.put_nowait(text)
             except queue.Full:
-                self._num_lost += 1
+                self._lose()
 
     def flush(self) -> None:
         """Wait until all is written, but no longer than FLUSH_S."""
@@ -69,7 +75,7 @@ class Scribe:
 
     def _put_out(self, text: str) -> None:
         """Past Python's own buffer: its lock would be held while the kernel waits, and its rest be written at exit."""
-        lost, note = self._num_lost, ""
+        lost, note = self._num_untold, ""
         if lost:
             note = f"{lost} lines before this one could not be written\n"
         data = (note + text).encode(errors="backslashreplace")
@@ -77,27 +83,41 @@ class Scribe:
             while data:
                 data = data[os.write(getattr(sys, f"__{self._stream}__").fileno(), data) :]
         except (OSError, ValueError):
-            self._num_lost += 1
+            self._lose()
         else:
-            self._num_lost -= lost
+            self._num_untold -= lost
+
+    def _lose(self) -> None:
+        self.num_lost += 1
+        self._num_untold += 1
 
 
 class LogHandler(logging.Handler):
     """Formats a record in the thread that logs it, and leaves the writing to a scribe."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._scribe = Scribe("stderr")
+    def __init__(
+        self, style: str = "text", level: int = logging.NOTSET, scribe: Scribe | None = None
+    ) -> None:
+        super().__init__(level)
+        self.setFormatter(FORMATTERS[style]())
+        self.scribe = scribe or Scribe("stderr")
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
         except Exception as error:  # a bug in a log call must not become one of what it tells about
-            line = f"ERROR {record.pathname}:{record.lineno}: this line of the log cannot be made: {error!r}"
-        self._scribe.write(line + "\n")
+            line = self.format(_unmakable(record, error))
+        self.scribe.write(line + "\n")
 
     def flush(self) -> None:
-        self._scribe.flush()
+        self.scribe.flush()
+
+
+def _unmakable(record: logging.LogRecord, error: Exception) -> logging.LogRecord:
+    text = f"{record.pathname}:{record.lineno}: this line of the log cannot be made: {error!r}"
+    return logging.makeLogRecord(
+        {"levelname": "ERROR", "levelno": logging.ERROR, "name": record.name, "msg": text}
+    )
 
 
 def say(text: str, stream: Literal["stdout", "stderr"] = "stdout") -> None:
@@ -107,21 +127,61 @@ def say(text: str, stream: Literal["stdout", "stderr"] = "stdout") -> None:
     scribe.flush()
 
 
-def configure_logging() -> None:
-    """Send the logs of quire and its HTTP server to stderr, ours at the level of QUIRE_LOG_LEVEL (default INFO).
+def say_error(text: str) -> None:
+    """The last word of a command that failed, on stderr: a sentence for a person, or a line of a log in JSON."""
+    handler = _log_handler()
+    if handler is not None and isinstance(handler.formatter, JsonFormatter):
+        logging.getLogger("quire").critical("%s", text)
+        handler.flush()
+    else:
+        say(text, "stderr")
+
+
+def num_lost_lines() -> int:
+    """Lines of this process's log that could not be written."""
+    handler = _log_handler()
+    return 0 if handler is None else handler.scribe.num_lost
+
+
+def configure_logging(level: str | None = None, style: str | None = None) -> None:
+    """Send the logs of this process to stderr, quire's from a level on; what is None says the environment.
+
+    Args:
+        level: one of LEVELS in any case; None: QUIRE_LOG_LEVEL, else INFO.
+        style: "text" or "json"; None: QUIRE_LOG_FORMAT, else text.
 
     Raises:
-        ConfigError: the level has no such name.
+        ConfigError: a variable has no such value.
     """
-    level = os.environ.get("QUIRE_LOG_LEVEL", "INFO").upper()
+    level = (level or os.environ.get("QUIRE_LOG_LEVEL", "INFO")).upper()
     if level not in LEVELS:
         raise ConfigError(f"QUIRE_LOG_LEVEL must be one of {', '.join(LEVELS)}, got {level!r}")
+    style = style or os.environ.get("QUIRE_LOG_FORMAT", "text")
+    if style not in FORMATTERS:
+        raise ConfigError(f"QUIRE_LOG_FORMAT must be one of {', '.join(FORMATTERS)}, got {style!r}")
     _occupy_standard_streams()
-    handler = LogHandler()
-    handler.setFormatter(logging.Formatter(FORMAT, datefmt="%H:%M:%S"))
+    handler = LogHandler(style)
     for name in LOGGERS:
         logging.getLogger(name).handlers[:] = [handler]
     logging.getLogger("quire").setLevel(level)
+    # What other packages log; it would go to stderr as it is.
+    logging.lastResort = LogHandler(style, logging.WARNING, handler.scribe)
+    logging.captureWarnings(style == "json")
+    if style == "json":
+        sys.excepthook = functools.partial(_log_uncaught, handler)
+
+
+def _log_handler() -> LogHandler | None:
+    """As `configure_logging` has made it."""
+    handlers = logging.getLogger("quire").handlers
+    return next((handler for handler in handlers if isinstance(handler, LogHandler)), None)
+
+
+def _log_uncaught(
+    handler: LogHandler, kind: type[BaseException], error: BaseException, _: TracebackType | None
+) -> None:
+    logging.getLogger("quire").critical("the process ends with an error that nobody expected", exc_info=error)
+    handler.flush()
 
 
 def _occupy_standard_streams() -> None:

@@ -21,6 +21,24 @@ class Logprob:
     token_bytes: bytes | None = None
 
 
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model asks for; `arguments` is the text of a JSON object, `id` what the model called it."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the text of a chat's answer says: the same that the server would tell apart."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
 PositionLogprobs = dict[int, Logprob]
 """Token id -> Logprob at one position: the chosen token first, then the most likely ones."""
 
@@ -31,6 +49,7 @@ class CompletionOutput:
 
     `finish_reason` is "stop", "length", "abort", "timeout" or "error", None while running; `stop_reason` is the
     stop string or stop token id that matched, None for end-of-sequence, and what went wrong after an "error".
+    `answer` is what `LLM.chat` reads in the text.
     """
 
     index: int
@@ -40,6 +59,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    answer: Answer | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -63,6 +63,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         prompt_logprobs: the same for the prompt's positions.
         detokenize: produce text; without it only token ids are returned.
         skip_special_tokens: leave special tokens out of the text.
+        shown_special_token_ids: those that stay in it all the same, such as the markers of tool calls.
         include_stop_str_in_output: keep the stop string in the text.
         output_kind: cumulative, delta or final-only outputs.
         logit_bias: added to the logits of these token ids, each in [-100, 100].
@@ -94,6 +95,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    shown_special_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -118,6 +120,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         self._set("stop", _as_tuple("stop", self.stop, str))
         self._set(
             "stop_token_ids", tuple(dict.fromkeys(_as_tuple("stop_token_ids", self.stop_token_ids, int)))
+        )
+        self._set(
+            "shown_special_token_ids",
+            _as_tuple("shown_special_token_ids", self.shown_special_token_ids, int),
         )
         if self.seed == -1:
             self._set("seed", None)

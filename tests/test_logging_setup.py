@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -12,14 +13,25 @@ from collections.abc import Iterator
 import pytest
 
 from quire.errors import ConfigError
-from quire.logging_setup import FLUSH_S, LOGGERS, LogHandler, Scribe, configure_logging
+from quire.logging_setup import (
+    FLUSH_S,
+    LOGGERS,
+    LogHandler,
+    Scribe,
+    configure_logging,
+    num_lost_lines,
+    say_error,
+)
 
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger.level, logger.handlers[:]) for logger in loggers]
+    hook, last_resort = sys.excepthook, logging.lastResort
     yield
+    sys.excepthook, logging.lastResort = hook, last_resort
+    logging.captureWarnings(False)
     for logger, (level, handlers) in zip(loggers, before, strict=True):
         logger.setLevel(level)
         logger.handlers[:] = handlers
@@ -54,6 +66,58 @@ def test_unknown_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match=r"QUIRE_LOG_LEVEL must be one of DEBUG, .*'LOUD'"):
         configure_logging()
+
+
+def test_flags_go_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_LOG_LEVEL", "error")
+    monkeypatch.setenv("QUIRE_LOG_FORMAT", "text")
+    configure_logging("debug", "json")
+    logging.getLogger("quire").debug("shown")
+    assert json.loads(capsys.readouterr().err)["message"] == "shown"
+
+
+def test_the_format_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_LOG_FORMAT", "json")
+    configure_logging()
+    logging.getLogger("quire").warning("shown")
+    assert json.loads(capsys.readouterr().err)["level"] == "WARNING"
+    monkeypatch.setenv("QUIRE_LOG_FORMAT", "xml")
+    with pytest.raises(ConfigError, match="QUIRE_LOG_FORMAT must be one of text, json, got 'xml'"):
+        configure_logging()
+
+
+def test_the_last_word_of_a_command_is_a_line_of_the_log_if_that_is_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logging("info", "text")
+    say_error("Error: no such model")
+    assert capsys.readouterr().err == "Error: no such model\n"
+    configure_logging("info", "json")
+    say_error("Error: no such model")
+    line = json.loads(capsys.readouterr().err)
+    assert (line["level"], line["message"]) == ("CRITICAL", "Error: no such model")
+
+
+STRAY = """
+import logging, sys, warnings
+from quire.logging_setup import configure_logging
+configure_logging("info", "json")
+logging.getLogger("some.package").warning("stray")
+warnings.warn("deprecated")
+raise ValueError("the end")
+"""
+
+
+def test_what_others_log_and_how_the_process_ends_is_json_too() -> None:
+    done = subprocess.run([sys.executable, "-c", STRAY], capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["logger"] for line in lines] == ["some.package", "py.warnings", "quire"]
+    assert lines[2]["exception"].endswith("ValueError: the end")
+    assert done.returncode == 1
 
 
 LOGS = """
@@ -139,6 +203,25 @@ def test_lines_that_were_lost_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
         scribe.flush()
     with open(reader, encoding="utf-8") as lines:
         assert lines.read() == "2 lines before this one could not be written\nc\nd\n"
+
+
+def test_lost_lines_are_counted_since_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure_logging("info", "text")
+    assert num_lost_lines() == 0
+
+    def full(number: int, data: bytes) -> int:
+        raise OSError("no space left")
+
+    with open(os.devnull, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(sys, "__stderr__", stream)
+        monkeypatch.setattr("quire.logging_setup.os.write", full)
+        for expected in (1, 2):
+            logging.getLogger("quire").warning("x")
+            (handler,) = logging.getLogger("quire").handlers
+            handler.flush()
+            assert num_lost_lines() == expected
+        monkeypatch.undo()
 
 
 def test_a_bug_in_a_log_call_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

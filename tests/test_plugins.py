@@ -19,7 +19,7 @@ from quire.engine.startup import prepare
 from quire.errors import ConfigError
 from quire.executor.base import EXECUTORS, resolve_executor
 from quire.executor.null import NullExecutor
-from quire.metrics.stats import STAT_LOGGERS, IterationStats
+from quire.metrics.stats import STAT_LOGGERS, IterationStats, StatLogger
 from quire.models.registry import ModelEntry, ModelRegistry
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerStats
@@ -109,13 +109,13 @@ def test_logits_features_of_packages_come_last(offer: Offer) -> None:
     assert LOGITS_FEATURES.resolve_all() == [*built_in, Shout]
 
 
-class Ledger:
+class Ledger(StatLogger):
     """A stat logger of another package."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.model, self.num_tokens = config.model.model, 0
 
-    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
         self.num_tokens += iteration.num_generation_tokens
 
 
@@ -123,7 +123,7 @@ def test_every_front_end_makes_the_stat_loggers_of_packages(offer: Offer) -> Non
     offer(STAT_LOGGERS.group, f"ledger={__name__}:Ledger")
     llm = LLM("quire-demo", distributed_executor_backend="null", max_model_len=64)
     llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-    (ledger,) = llm.llm_engine._front_end.stat_loggers
+    (ledger,) = llm.llm_engine._front_end.stat_loggers.members
     assert isinstance(ledger, Ledger)
     assert (ledger.model, ledger.num_tokens) == ("quire-demo", 3)
 

@@ -28,16 +28,28 @@ class ServerConfig(Config):
     allow_unauthenticated_metrics: bool = option(
         False, "Serve /metrics without a key, for a Prometheus that has none."
     )
+    metrics_compat: str = option(
+        "none",
+        "vllm: metrics that vLLM has, too, are called vllm: instead of quire:, so that its dashboards fit.",
+        choices=("none", "vllm"),
+    )
     root_path: str = option("", "Path prefix under which a proxy offers the server.")
     allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
     chat_template: str | None = option(
-        None, "File with (or text of) the chat template; default: the model's."
+        None,
+        "File with the chat template, its text, or the name of one of the model's; default: the model's own.",
     )
     tool_call_parser: str = option(
         "auto",
-        "How tool calls are found in the model's text; auto: hermes if the chat template speaks of <tool_call>.",
-        choices=("auto", "none", "hermes"),
+        "Format of the model's tool calls (docs/tool_calling.md); auto: what its chat template speaks of; or none.",
+        metavar="NAME",
     )
+    reasoning_parser: str = option(
+        "auto",
+        "Format of the model's reasoning (docs/tool_calling.md); auto: what its chat template speaks of; or none.",
+        metavar="NAME",
+    )
+    max_tools: int = option(1024, "Most tools of one request.", ge=1)
     unknown_fields: str = option(
         "ignore",
         "What to do with request fields without effect: ignore them and name them in the reply, or reject (400).",

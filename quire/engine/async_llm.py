@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
 from quire.config import EngineArgs, EngineConfig
@@ -125,12 +125,14 @@ class AsyncLLM:
         priority: int = 0,
         tenant: str = "",
         timeout_s: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until one is `finished`. Closing the generator aborts the request.
 
         `request_id` is a label: outputs carry it, `abort` takes it, and it need not be unique. `priority` (lower
         first) needs the priority policy; `tenant` is whose share the request takes under the fair one. `timeout_s`
-        seconds after it was queued it ends with finish_reason "timeout" and what it has by then.
+        seconds after it was queued it ends with finish_reason "timeout" and what it has by then. With
+        `otlp_traces_endpoint` its span goes on from `trace_headers`: W3C `traceparent` and `tracestate`.
 
         Raises:
             ValidationError: before the first output, for a prompt or parameter that cannot be honoured.
@@ -152,6 +154,7 @@ class AsyncLLM:
             priority=priority,
             tenant=tenant,
             timeout_s=timeout_s,
+            trace_headers=trace_headers,
         )
         try:
             self._send(messages)
@@ -220,8 +223,8 @@ class AsyncLLM:
         self._die(EngineDeadError(reason))
 
     def add_stat_logger(self, stat_logger: StatLogger) -> None:
-        """Send every later step's statistics to `stat_logger`."""
-        self._front_end.stat_loggers.append(stat_logger)
+        """Tell `stat_logger` what the engine does from now on, and which cores are ready."""
+        self._front_end.stat_loggers.add(stat_logger)
 
     def num_unfinished_requests(self) -> int:
         """Sequences in flight."""
@@ -240,6 +243,7 @@ class AsyncLLM:
             await asyncio.to_thread(client.close)
         for pump in list(self._pumps.values()):
             await asyncio.to_thread(pump.join)
+        await asyncio.to_thread(self._front_end.stat_loggers.close)
 
     async def _tokenize(self, prompt: PromptType) -> TokenizedPrompt:
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt

@@ -56,6 +56,7 @@ class CoreProcess:
         self._decoder = msgspec.msgpack.Decoder(CoreRequest)
         self._config = msgspec.json.decode((directory / "config.json").read_bytes(), type=EngineConfig)
         self._progress = Progress(directory / PROGRESS)
+        configure_logging(self._config.observability.log_level, self._config.observability.log_format)
 
     def run(self) -> int:
         """Load, serve until told to stop; returns the exit code."""

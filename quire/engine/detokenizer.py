@@ -20,9 +20,16 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        shown: Sequence[int] = (),
     ) -> None:
-        self._place = tokenizer.place_after(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._place = tokenizer.place_after(
+            prompt_token_ids, skip_special_tokens=skip_special_tokens, shown=shown
+        )
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._utf8.decode(self._place.unfinished)
 

@@ -9,10 +9,9 @@ the error that ended the engine) has gone to its sink.
 from __future__ import annotations
 
 import heapq
-import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -35,14 +34,13 @@ from quire.engine.output_processor import OutputProcessor, Sink
 from quire.engine.queue_limits import check_queue
 from quire.engine.startup import load_tokenizer
 from quire.engine.utility_calls import UtilityCalls
-from quire.errors import NotFoundError, QuireError, ValidationError
-from quire.metrics.stats import STAT_LOGGERS, IterationStats, StatLogger
+from quire.errors import NotFoundError, QueueFullError, QuireError, ValidationError
+from quire.metrics.stats import STAT_LOGGERS
+from quire.metrics.told import StatLoggers
+from quire.metrics.tracing import make_tracers
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import Explanation
-from quire.scheduler.output import SchedulerStats
-
-logger = logging.getLogger(__name__)
 
 Outgoing = tuple[int, CoreRequest]
 """The index of a core, and a message for it."""
@@ -90,7 +88,8 @@ class FrontEnd:
             config, self.tokenizer, strict_length=strict_length, clock=clock
         )
         self.output_processor = OutputProcessor(self.tokenizer)
-        self.stat_loggers: list[StatLogger] = [make(config) for make in STAT_LOGGERS.resolve_all()]
+        plugged_in = [make(config) for make in STAT_LOGGERS.resolve_all()]
+        self.stat_loggers = StatLoggers([*make_tracers(config), *plugged_in])
         self.dead_error: QuireError | None = None
         self._ready: list[CoreReady | None] = [None] * num_cores
         self._num_unfinished = [0] * num_cores
@@ -99,7 +98,6 @@ class FrontEnd:
         self._names: dict[str, str] = {}  # of the requests, by core id
         self._deadlines: list[tuple[float, str]] = []
         self._calls = UtilityCalls(number)
-        self._failing_loggers: list[StatLogger] = []
 
     # Questions
 
@@ -142,9 +140,15 @@ class FrontEnd:
         """Whether so much may join the queue, of which nothing is kept.
 
         Raises:
-            UnavailableError: not now; says what waits and which limit it meets.
+            QueueFullError: not now; says what waits and which limit it meets.
         """
-        check_queue(self.config.scheduler, self.output_processor.waiting, num_sequences, num_prompt_tokens)
+        try:
+            check_queue(
+                self.config.scheduler, self.output_processor.waiting, num_sequences, num_prompt_tokens
+            )
+        except QueueFullError as error:
+            self.stat_loggers.refused(error.limit)
+            raise
 
     # Requests
 
@@ -158,10 +162,12 @@ class FrontEnd:
         priority: int = 0,
         tenant: str = "",
         timeout_s: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> tuple[str, list[Outgoing]]:
         """Check a request and give it to the core that has the fewest sequences.
 
-        Returns a name for `release`, which no other request has, and what to send.
+        `trace_headers` come back in the statistics of its end. Returns a name for `release`, which no other request
+        has, and what to send.
 
         Raises:
             ValidationError: the prompt or a parameter cannot be honoured; nothing was queued.
@@ -173,7 +179,7 @@ class FrontEnd:
         requests = self.input_processor.process(name, prompt, params, priority=priority, tenant=tenant)
         core = min(range(len(self._num_unfinished)), key=self._num_unfinished.__getitem__)
         flight = _Flight(label, core, [request.request_id for request in requests])
-        self.output_processor.add_request(label, prompt, requests, self._watched(name, sink))
+        self.output_processor.add_request(label, prompt, requests, self._watched(name, sink), trace_headers)
         self._take_off(name, flight)
         if timeout_s is not None:
             heapq.heappush(self._deadlines, (self.clock() + timeout_s, name))
@@ -208,13 +214,14 @@ class FrontEnd:
         """Act on a core's message."""
         if isinstance(message, EngineCoreOutputs):
             ends, stats = self.output_processor.process(message, message.timestamp or self.clock())
-            self._record(stats, message.stats)
+            self.stat_loggers.record(stats, message.stats, core)
             return [(core, AbortRequests(ids, reason)) for reason, ids in ends.items()]
         if isinstance(message, UtilityResult):
             self._calls.answer(message)
         elif isinstance(message, CoreReady):
             self._ready[core] = message
             self._settle()
+            self.stat_loggers.core_ready(core, self.config, message.num_blocks)
         return []
 
     def call(self, core: int, method: str, *args: Any) -> tuple[Future[Any], list[Outgoing]]:
@@ -234,8 +241,9 @@ class FrontEnd:
     def lose(self, core: int, failed: Iterable[str], error: QuireError) -> None:
         """A core is gone and another will take its place; these of its requests, by name, end with this error."""
         self._ready[core] = None
-        core_ids = [core_id for name in failed for core_id in self._flights[name].core_ids]
-        self.output_processor.fail(core_ids, error)
+        failed = list(failed)
+        self._fail(core, [core_id for name in failed for core_id in self._flights[name].core_ids], error)
+        self.stat_loggers.core_died(core, len(self.in_flight(core)), len(failed))
 
     def unfinished(self, core: int) -> list[Outgoing]:
         """What to send to a core that takes the place of this one: all that the old one has left undone.
@@ -254,7 +262,8 @@ class FrontEnd:
         if self.dead_error is not None:
             return
         self.dead_error = error
-        self.output_processor.fail_all(error)
+        for core in range(len(self._ready)):
+            self._fail(core, [core_id for ids in self.in_flight(core).values() for core_id in ids], error)
         self._calls.fail_all(error)
 
     # The rest
@@ -284,16 +293,21 @@ class FrontEnd:
 
     def _end(self, core_ids: Sequence[str], reason: str) -> list[Outgoing]:
         """End these sequences, which are in flight, and tell their cores."""
-        cores = {core_id: self._flights[self._names[core_id]].core for core_id in core_ids}
-        ends, stats = self.output_processor.end(core_ids, reason, self.clock())
-        if ends:
-            self._record(stats, None)
+        by_core: dict[int, list[str]] = {}
+        for core_id in core_ids:
+            by_core.setdefault(self._flights[self._names[core_id]].core, []).append(core_id)
         messages: list[Outgoing] = []
-        for why, ended in ends.items():
-            for core in dict.fromkeys(cores[core_id] for core_id in ended):
-                theirs = [core_id for core_id in ended if cores[core_id] == core]
-                messages.append((core, AbortRequests(theirs, why)))
+        for core, theirs in by_core.items():
+            ends, stats = self.output_processor.end(theirs, reason, self.clock())
+            if ends:
+                self.stat_loggers.record(stats, None, core)
+            messages += [(core, AbortRequests(ended, why)) for why, ended in ends.items()]
         return messages
+
+    def _fail(self, core: int, core_ids: list[str], error: QuireError) -> None:
+        """End the requests of these sequences of a core with an error."""
+        if core_ids:
+            self.stat_loggers.record(self.output_processor.fail(core_ids, error, self.clock()), None, core)
 
     def _settle(self) -> None:
         """Go on with the shortest context that a core has fitted to its memory."""
@@ -301,15 +315,6 @@ class FrontEnd:
         if len(ready) == len(self._ready):
             self.config = self.config.evolve(max_model_len=min(one.max_model_len for one in ready))
             self.input_processor.settle(self.config)
-
-    def _record(self, stats: IterationStats, scheduler: SchedulerStats | None) -> None:
-        for stat_logger in self.stat_loggers:
-            try:
-                stat_logger.record(stats, scheduler)
-            except Exception:
-                if stat_logger not in self._failing_loggers:  # its every step would fill the log
-                    self._failing_loggers.append(stat_logger)
-                    logger.exception("statistics could not be recorded by %r", stat_logger)
 
 
 def explained(found: Iterable[Any], label: str) -> list[Explanation]:

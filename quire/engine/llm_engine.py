@@ -128,8 +128,8 @@ class LLMEngine:
         return len(self._front_end)
 
     def add_stat_logger(self, logger: StatLogger) -> None:
-        """Send every later step's statistics to `logger`."""
-        self._front_end.stat_loggers.append(logger)
+        """Tell `logger` what the engine does from now on, and which cores are ready."""
+        self._front_end.stat_loggers.add(logger)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, on a core that is running requests."""
@@ -155,6 +155,7 @@ class LLMEngine:
         self._front_end.die(EngineDeadError("the engine was shut down"))
         for client in self._clients:
             client.close()
+        self._front_end.stat_loggers.close()
 
     def _call(self, core: int, method: str, *args: Any) -> Any:
         with self._one_thread, HeldInterrupts():

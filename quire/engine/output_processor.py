@@ -8,7 +8,7 @@ the front end; the core never sees text.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from quire.engine.input_processor import TokenizedPrompt
@@ -16,9 +16,9 @@ from quire.engine.messages import EngineCoreOutputs, EngineCoreRequest
 from quire.engine.queue_limits import WaitingSequences
 from quire.engine.sequence_state import OUTPUT_FAILED, SequenceState
 from quire.engine.tokenizer import Tokenizer
-from quire.metrics.stats import IterationStats
+from quire.metrics.stats import EndedRequest, IterationStats
 from quire.outputs import CompletionOutput, RequestOutput, joined_stats
-from quire.sampling_params import RequestOutputKind
+from quire.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +43,18 @@ class OutputProcessor:
         return len(self._running)
 
     def add_request(
-        self, request_id: str, prompt: TokenizedPrompt, core_requests: list[EngineCoreRequest], sink: Sink
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        core_requests: list[EngineCoreRequest],
+        sink: Sink,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> None:
         """Expect updates for these core requests; `request_id` is what the outputs carry."""
         sequences = [SequenceState(index, core, self._tokenizer) for index, core in enumerate(core_requests)]
-        kind = core_requests[0].sampling_params.output_kind
-        group = RequestGroup(request_id, prompt, kind, sink, sequences)
+        group = RequestGroup(
+            request_id, prompt, core_requests[0].sampling_params, sink, sequences, trace_headers or {}
+        )
         for sequence in sequences:
             self._running[sequence.core_request_id] = (sequence, group)
             self.waiting.add(sequence.core_request_id, len(prompt.token_ids))
@@ -71,7 +77,7 @@ class OutputProcessor:
             self.waiting.remove(update.request_id)
             touched.append(group)
             if sequence.finish_reason is not None:
-                del self._running[update.request_id]
+                self._forget(sequence, group, now, stats)
                 if update.finish_reason is None:
                     ends.setdefault(sequence.finish_reason, []).append(update.request_id)
         self._publish(touched, ends, now, stats)
@@ -80,13 +86,13 @@ class OutputProcessor:
     def end(self, core_request_ids: Iterable[str], reason: str, now: float) -> tuple[Ends, IterationStats]:
         """End those of these sequences that still run. Returns them, for the core, and their statistics."""
         stats = IterationStats()
-        ended = [self._running.pop(name) for name in core_request_ids if name in self._running]
-        for sequence, _ in ended:
+        ended = [self._running[name] for name in core_request_ids if name in self._running]
+        for sequence, group in ended:
             try:
                 sequence.end(reason, now, stats)
             except BaseException as error:
                 _fail(sequence, error, now, stats)
-            self.waiting.remove(sequence.core_request_id)
+            self._forget(sequence, group, now, stats)
         ends = {reason: [sequence.core_request_id for sequence, _ in ended]} if ended else Ends()
         self._publish([group for _, group in ended], ends, now, stats)
         return ends, stats
@@ -98,18 +104,31 @@ class OutputProcessor:
             self.waiting.add(request.request_id, len(request.prompt_token_ids))
         return requests
 
-    def fail(self, core_request_ids: Iterable[str], error: Exception) -> None:
-        """Requests that have any of these sequences end with this error."""
+    def fail(self, core_request_ids: Iterable[str], error: Exception, now: float) -> IterationStats:
+        """Requests that have any of these sequences end with this error. Returns their statistics."""
+        stats = IterationStats()
         running = [self._running[name] for name in core_request_ids if name in self._running]
         for group in {id(group): group for _, group in running}.values():
-            for sequence in group.sequences:
-                self._running.pop(sequence.core_request_id, None)
-                self.waiting.remove(sequence.core_request_id)
+            self._fail_rest(group, now, stats)
             group.sink(error)
+        return stats
 
-    def fail_all(self, error: Exception) -> None:
-        """The engine is dead: every request in flight ends with this error."""
-        self.fail(list(self._running), error)
+    def _forget(
+        self, sequence: SequenceState, group: RequestGroup, now: float, stats: IterationStats
+    ) -> None:
+        """A sequence has finished, and its request, too, if it was the last."""
+        del self._running[sequence.core_request_id]
+        self.waiting.remove(sequence.core_request_id)
+        if group.finished:
+            stats.ended.append(group.ended(now))
+
+    def _fail_rest(self, group: RequestGroup, now: float, stats: IterationStats) -> list[str]:
+        """End what still runs of a request; returns the sequences' core ids."""
+        rest = [one for one in group.sequences if one.core_request_id in self._running]
+        for sequence in rest:
+            sequence.fail(now, stats)
+            self._forget(sequence, group, now, stats)
+        return [one.core_request_id for one in rest]
 
     def _publish(self, groups: list[RequestGroup], ends: Ends, now: float, stats: IterationStats) -> None:
         for group in {id(group): group for group in groups}.values():
@@ -121,11 +140,8 @@ class OutputProcessor:
 
     def _drop(self, group: RequestGroup, ends: Ends, now: float, stats: IterationStats) -> None:
         """End what still runs of a request whose output could not be made."""
-        for sequence in group.sequences:
-            if self._running.pop(sequence.core_request_id, None):
-                self.waiting.remove(sequence.core_request_id)
-                sequence.fail(now, stats)
-                ends.setdefault("error", []).append(sequence.core_request_id)
+        if failed := self._fail_rest(group, now, stats):
+            ends.setdefault("error", []).extend(failed)
         group.sink(group.failure())
 
 
@@ -138,7 +154,8 @@ def _log_unless_exit(error: BaseException, name: str) -> None:
     """A panic of a library that is written in Rust is no `Exception`, and must not pass for one of these."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         raise error
-    logger.error("the output of request %s could not be made", name, exc_info=error)
+    about = {"request_id": name}
+    logger.error("the output of request %s could not be made", name, exc_info=error, extra=about)
 
 
 @dataclass
@@ -147,20 +164,42 @@ class RequestGroup:
 
     request_id: str
     prompt: TokenizedPrompt
-    output_kind: RequestOutputKind
+    params: SamplingParams
     sink: Sink
     sequences: list[SequenceState]
+    trace_headers: Mapping[str, str]
     prompt_logprobs_sent: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
 
     def publish(self) -> None:
         """Send what the request's output kind asks for; nothing if there is nothing new."""
-        finished = all(sequence.finished for sequence in self.sequences)
-        if self.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
+        finished, kind = self.finished, self.params.output_kind
+        if kind is RequestOutputKind.FINAL_ONLY and not finished:
             return
-        delta = self.output_kind is RequestOutputKind.DELTA
+        delta = kind is RequestOutputKind.DELTA
         completions = [s.completion(delta) for s in self.sequences if not delta or s.has_news]
         if completions:
             self.sink(self._output(completions, finished, delta))
+
+    def ended(self, now: float) -> EndedRequest:
+        """What there is to tell of the request, which has finished."""
+        num_tokens = [sequence.stats.num_generation_tokens for sequence in self.sequences]
+        return EndedRequest(
+            label=self.request_id,
+            params=self.params,
+            num_sequences=len(self.sequences),
+            finish_reasons=[str(sequence.finish_reason) for sequence in self.sequences],
+            num_prompt_tokens=len(self.prompt.token_ids),
+            num_cached_tokens=self.sequences[0].num_cached_tokens,
+            num_generation_tokens=sum(num_tokens),
+            max_num_generation_tokens=max(num_tokens),
+            times=joined_stats([sequence.stats for sequence in self.sequences]),
+            ended_ts=now,
+            trace_headers=self.trace_headers,
+        )
 
     def failure(self) -> RequestOutput:
         """The last output of a request whose outputs cannot be made: that it failed, and nothing else."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from quire.config import SchedulerConfig
 from quire.engine.ledger import Column, Page
-from quire.errors import UnavailableError
+from quire.errors import QueueFullError
 
 
 class WaitingSequences:
@@ -67,17 +67,19 @@ def check_queue(
     When nobody waits, anything may: a request that is larger than a limit has its turn.
 
     Raises:
-        UnavailableError: with the numbers.
+        QueueFullError: with the numbers.
     """
     cap = limits.max_num_queued_reqs
     if cap and waiting and len(waiting) + num_sequences > cap:
-        raise UnavailableError(
+        raise QueueFullError(
             f"the queue is full: {len(waiting)} sequences wait for their first token and {num_sequences} more would "
-            f"exceed the limit of {cap}; try again later"
+            f"exceed the limit of {cap}; try again later",
+            limit="max_num_queued_reqs",
         )
     cap = limits.max_num_queued_tokens
     if cap and waiting and waiting.num_tokens + max(num_tokens, 1) > cap:
-        raise UnavailableError(
+        raise QueueFullError(
             f"the queue is full: prompts of {waiting.num_tokens} tokens wait and {max(num_tokens, 1)} more would "
-            f"exceed the limit of {cap} tokens; try again later"
+            f"exceed the limit of {cap} tokens; try again later",
+            limit="max_num_queued_tokens",
         )

@@ -183,6 +183,7 @@ class SequenceState:
             prefill_s=max(0.0, first - started),
             decode_s=max(0.0, now - first),
             tenant=self._core_request.tenant,
+            is_fork=self._core_request.fork_of is not None,
         )
 
 
@@ -193,7 +194,10 @@ def _make_detokenizer(
     if tokenizer is None or not params.detokenize:
         return None
     return IncrementalDetokenizer(
-        tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+        tokenizer,
+        request.prompt_token_ids,
+        skip_special_tokens=params.skip_special_tokens,
+        shown=params.shown_special_token_ids,
     )
 
 

@@ -72,10 +72,10 @@ class TokenBytes:
 class TextPlace:
     """The end of a growing sequence of tokens: what a token adds there."""
 
-    def __init__(self, table: TokenBytes, token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
-        """A place after `token_ids`; only the last that has a token matters."""
+    def __init__(self, table: TokenBytes, token_ids: Sequence[int], skipped: frozenset[int]) -> None:
+        """A place after `token_ids`, of which only the last that has a token matters; `skipped` ones add nothing."""
         self._table = table
-        self._skipped: frozenset[int] = table.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._before: list[str] = []
         self._has_begun = False
         last = next((token for i in reversed(token_ids) if (token := self._visible(i)) is not None), None)

@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -25,6 +25,7 @@ from quire.errors import ModelLoadError, ValidationError
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_TEMPLATE = "default"
 REPLACEMENT = "\ufffd"
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,10 +51,14 @@ class Tokenizer:
     """A model's tokenizer with its special tokens and chat template."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, settings: dict[str, Any], chat_template: str | None
+        self,
+        backend: tokenizers.Tokenizer,
+        settings: dict[str, Any],
+        chat_templates: Mapping[str, str] | None = None,
     ) -> None:
         self._backend = backend
-        self.chat_template = chat_template
+        self.chat_templates = dict(chat_templates or {})
+        """By name; most models have but one, the default."""
         self.bos_token = _token_text(settings.get("bos_token"))
         self.eos_token = _token_text(settings.get("eos_token"))
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -66,7 +71,12 @@ class Tokenizer:
             ModelLoadError: there is no tokenizer, or its files cannot be read.
         """
         settings = _read_json(directory / "tokenizer_config.json")
-        return Tokenizer(_load_backend(directory), settings, _chat_template(directory, settings))
+        return Tokenizer(_load_backend(directory), settings, _chat_templates(directory, settings))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's default template."""
+        return self.chat_templates.get(DEFAULT_TEMPLATE)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -120,9 +130,16 @@ class Tokenizer:
         """`token_bytes` as text, with U+FFFD for partial characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
-    def place_after(self, ids: Sequence[int], *, skip_special_tokens: bool) -> TextPlace:
-        """The end of `ids`, from where the bytes of further tokens can be had one by one."""
-        return TextPlace(self._table, ids, skip_special_tokens=skip_special_tokens)
+    def place_after(
+        self, ids: Sequence[int], *, skip_special_tokens: bool, shown: Sequence[int] = ()
+    ) -> TextPlace:
+        """The end of `ids`, from where the bytes of further tokens can be had one by one.
+
+        Args:
+            shown: special tokens that are not skipped.
+        """
+        skipped = self._table.special_ids if skip_special_tokens else frozenset[int]()
+        return TextPlace(self._table, ids, skipped.difference(shown) if shown else skipped)
 
     @functools.cached_property
     def _table(self) -> TokenBytes:
@@ -179,17 +196,16 @@ def _convert_with_transformers(directory: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template") or _read_json(directory / "chat_template.json").get(
-        "chat_template"
-    )
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Every place in which checkpoints keep templates; a file of its own goes before a setting."""
+    found = settings.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
+    if not isinstance(found, list):
+        found = [{"name": DEFAULT_TEMPLATE, "template": found}]
+    named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+    files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    files[DEFAULT_TEMPLATE] = directory / "chat_template.jinja"
+    named |= {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def _token_text(token: Any) -> str | None:

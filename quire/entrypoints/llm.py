@@ -14,7 +14,10 @@ from tqdm import tqdm
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.llm_engine import LLMEngine, OneThread
 from quire.engine.tokenizer import Tokenizer
+from quire.entrypoints.chat.formats.choice import choose
+from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.chat.template import ChatTemplate
+from quire.entrypoints.chat.tool_schemas import tool_schemas
 from quire.errors import ValidationError
 from quire.inputs import ChatMessage, PromptType
 from quire.outputs import RequestOutput
@@ -26,6 +29,7 @@ class LLM:
 
     Args:
         model: local directory, Hugging Face id, or the toy model in the box.
+        tool_call_parser, reasoning_parser: formats of the model's answers; "auto" goes by its chat template.
         engine_args: any field of the engine's configuration, for example `max_model_len=2048` or `seed=1`.
 
     Raises:
@@ -34,8 +38,16 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = DEMO_MODEL, *, chat_template: str | None = None, **engine_args: Any
+        self,
+        model: str = DEMO_MODEL,
+        *,
+        chat_template: str | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        **engine_args: Any,
     ) -> None:
+        self._parsers = tool_call_parser, reasoning_parser
+        choose(*self._parsers, None)  # an unknown name is told before the model is loaded
         self.llm_engine = LLMEngine(EngineConfig.from_args(model=model, **engine_args))
         self._chat_template = chat_template
         self._templates: dict[str | None, ChatTemplate] = {}
@@ -93,23 +105,37 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several; the model's chat template turns each into a prompt.
 
+        Each completion has an `answer`: its text told apart into content, reasoning and calls of the tools.
+
         Raises:
             ValidationError: the model has no chat template, or a message cannot be rendered.
         """
         tokenizer = self.get_tokenizer()
         template = self._template(chat_template or self._chat_template)
-        prompts: list[PromptType] = [
-            template.encode(
-                tokenizer,
-                list(conversation),
+        formats = ModelFormat(choose(*self._parsers, template.all_sources), tokenizer)
+        schemas = None if tools is None else tool_schemas(tools)
+        conversations = [list(conversation) for conversation in _as_conversations(messages)]
+        chats = [
+            template.compose(
+                conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
             )
-            for conversation in _as_conversations(messages)
+            for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        prompts: list[PromptType] = [chat.encode(tokenizer) for chat in chats]
+        params = _per_prompt(
+            "sampling_params", sampling_params or self.get_default_sampling_params(), prompts
+        )
+        shown = [one.clone(shown_special_token_ids=formats.shown_ids) for one in params]
+        outputs = self.generate(prompts, shown, use_tqdm=use_tqdm)
+        for output, chat, conversation in zip(outputs, chats, conversations, strict=True):
+            end = PromptEnd.of(chat.text, conversation, continues=continue_final_message)
+            for completion in output.outputs:
+                completion.answer = formats.read(completion.text, end, schemas)
+        return outputs
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.

@@ -1,154 +1,177 @@
-"""`PrometheusStatLogger`: the engine's statistics as Prometheus metrics, with vLLM's names under `quire:`.
+"""`PrometheusStatLogger`: the engine's statistics as Prometheus metrics.
 
 Invariant: labels come from closed sets, and every metric lives in the registry that was passed in, so several
-engines (and tests) can live in one process.
+engines (and tests) can live in one process. Each core counts on its own, under its label `engine`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
-from quire.metrics import buckets
-from quire.metrics.stats import FinishedRequestStats, IterationStats
+from quire.config import EngineConfig
+from quire.metrics.catalog import BY_NAME, CACHE_CONFIG_LABELS, ENGINE, FINISH_REASONS, METRICS
+from quire.metrics.families import make_family
+from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats, StatLogger
 from quire.scheduler.output import SchedulerStats
 
-FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
+GAUGES = {
+    "num_requests_running": "num_running",
+    "kv_cache_usage_perc": "kv_cache_usage",
+    "host_cache_usage_perc": "host_cache_usage",
+}
+"""Metric -> the field of SchedulerStats that it shows."""
+TOTALS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_swaps")
 
 
-class PrometheusStatLogger:
+class PrometheusStatLogger(StatLogger):
     """Turns every step's statistics into metrics.
 
     Args:
-        model_name: label of every metric.
+        model_name: label of most metrics.
         max_model_len: bounds the token histograms.
         registry: where the metrics are registered.
-        engine: label that tells replicas apart.
     """
 
-    def __init__(
-        self, model_name: str, max_model_len: int, *, registry: CollectorRegistry, engine: str = "0"
-    ) -> None:
-        self._registry = registry
-        self._labels = {"model_name": model_name, "engine": engine}
-        self._last = SchedulerStats()
-        self._make_gauges()
-        self._make_counters()
-        self._make_latencies()
-        self._make_sizes(max_model_len)
-
-    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
-        self._prompt_tokens.inc(iteration.num_prompt_tokens)
-        self._cached_tokens.inc(iteration.num_cached_tokens)
-        self._generation_tokens.inc(iteration.num_generation_tokens)
-        num_tokens = (
-            iteration.num_prompt_tokens - iteration.num_cached_tokens + iteration.num_generation_tokens
-        )
-        if num_tokens > 0:
-            self._iteration_tokens.observe(num_tokens)
-        for seconds in iteration.time_to_first_token_s:
-            self._time_to_first_token.observe(seconds)
-        for seconds in iteration.inter_token_s:
-            self._inter_token.observe(seconds)
-        for request in iteration.finished:
-            self._record_finished(request)
-        if scheduler is not None:
-            self._record_scheduler(scheduler)
-
-    def _record_scheduler(self, stats: SchedulerStats) -> None:
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._kv_usage.set(stats.kv_cache_usage)
-        # The scheduler's counters are totals; a restarted core counts from zero again.
-        self._preemptions.inc(max(0, stats.num_preemptions - self._last.num_preemptions))
-        self._queries.inc(max(0, stats.prefix_cache_queries - self._last.prefix_cache_queries))
-        self._hits.inc(max(0, stats.prefix_cache_hits - self._last.prefix_cache_hits))
-        self._last = stats
-
-    def _record_finished(self, request: FinishedRequestStats) -> None:
-        reason = request.finish_reason if request.finish_reason in FINISH_REASONS else "error"
-        self._success[reason].inc()
-        self._e2e.observe(request.e2e_s)
-        self._queue.observe(request.queue_s)
-        self._prefill.observe(request.prefill_s)
-        self._decode.observe(request.decode_s)
-        self._inference.observe(request.prefill_s + request.decode_s)
-        if request.num_generation_tokens > 1:
-            self._per_token.observe(request.decode_s / (request.num_generation_tokens - 1))
-        self._request_prompt_tokens.observe(request.num_prompt_tokens)
-        self._request_generation_tokens.observe(request.num_generation_tokens)
-        if request.max_tokens is not None:
-            self._request_max_tokens.observe(request.max_tokens)
-
-    def _make_gauges(self) -> None:
-        self._running = self._make(Gauge, "num_requests_running", "Requests in the running batch.")
-        self._waiting = self._make(Gauge, "num_requests_waiting", "Requests that wait to be scheduled.")
-        self._kv_usage = self._make(
-            Gauge, "kv_cache_usage_perc", "Share of KV cache blocks in use, 1 is all."
-        )
-
-    def _make_counters(self) -> None:
-        self._preemptions = self._make(Counter, "num_preemptions", "Preemptions of running requests.")
-        self._queries = self._make(Counter, "prefix_cache_queries", "Tokens looked up in the prefix cache.")
-        self._hits = self._make(Counter, "prefix_cache_hits", "Tokens found in the prefix cache.")
-        self._prompt_tokens = self._make(Counter, "prompt_tokens", "Prompt tokens processed.")
-        self._cached_tokens = self._make(
-            Counter, "prompt_tokens_cached", "Prompt tokens taken from the cache."
-        )
-        self._generation_tokens = self._make(Counter, "generation_tokens", "Tokens generated.")
-        success = Counter(
-            "quire:request_success",
-            "Requests that ended, by reason.",
-            [*self._labels, "finished_reason"],
-            registry=self._registry,
-        )
-        self._success = {
-            reason: success.labels(**self._labels, finished_reason=reason) for reason in FINISH_REASONS
+    def __init__(self, model_name: str, max_model_len: int, *, registry: CollectorRegistry) -> None:
+        self._model_name = model_name
+        names = [metric.name for metric in METRICS if metric.labels[:2] == ENGINE]
+        self._families = {name: make_family(name, registry, max_model_len) for name in names}
+        self._cache_config = make_family("cache_config_info", registry)
+        rejections = make_family("admission_rejections", registry)
+        self._rejections = {
+            limit: rejections.labels(model_name, limit) for limit in BY_NAME["admission_rejections"].values
         }
+        self._cores: dict[int, CoreMetrics] = {}
+        self._cache_labels: dict[int, tuple[str, ...]] = {}
+        self._core(0)
 
-    def _make_latencies(self) -> None:
-        self._time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", buckets.TTFT_S
-        )
-        self._inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens.", buckets.TOKEN_S
-        )
-        self._per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean over a request's later tokens.", buckets.TOKEN_S
-        )
-        self._e2e = self._histogram(
-            "e2e_request_latency_seconds", "From arrival to the end.", buckets.REQUEST_S
-        )
-        self._queue = self._histogram(
-            "request_queue_time_seconds", "Waiting to be scheduled.", buckets.REQUEST_S
-        )
-        self._prefill = self._histogram(
-            "request_prefill_time_seconds", "From scheduling to the first token.", buckets.REQUEST_S
-        )
-        self._decode = self._histogram(
-            "request_decode_time_seconds", "From the first token to the last.", buckets.REQUEST_S
-        )
-        self._inference = self._histogram(
-            "request_inference_time_seconds", "From scheduling to the end.", buckets.REQUEST_S
-        )
+    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
+        metrics = self._core(core)
+        metrics.record_iteration(iteration)
+        if scheduler is not None:
+            metrics.record_scheduler(scheduler)
 
-    def _make_sizes(self, max_model_len: int) -> None:
-        sizes = buckets.token_buckets(max_model_len)
-        self._request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens.", sizes)
-        self._request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Generated tokens.", sizes
-        )
-        self._request_max_tokens = self._histogram(
-            "request_params_max_tokens", "Requested max_tokens.", sizes
-        )
-        self._iteration_tokens = self._histogram(
-            "iteration_tokens_total", "Tokens computed in one step.", buckets.ITERATION_TOKENS
-        )
+    def core_ready(self, core: int, config: EngineConfig, num_blocks: int) -> None:
+        self._core(core).record_ready()
+        fields = [str(getattr(config.cache, field)) for field in CACHE_CONFIG_LABELS.values()]
+        self._drop_cache_config(core)
+        self._cache_labels[core] = (*fields, str(num_blocks), str(core))
+        self._cache_config.labels(*self._cache_labels[core]).set(1)
 
-    def _make(self, kind: Any, name: str, documentation: str, **options: Any) -> Any:
-        metric = kind(f"quire:{name}", documentation, list(self._labels), registry=self._registry, **options)
-        return metric.labels(**self._labels)
+    def core_died(self, core: int, num_resumed: int, num_failed: int) -> None:
+        self._core(core).record_death(num_resumed, num_failed)
+        self._drop_cache_config(core)
 
-    def _histogram(self, name: str, documentation: str, bounds: Any) -> Any:
-        return self._make(Histogram, name, documentation, buckets=bounds)
+    def refused(self, limit: str) -> None:
+        self._rejections[limit].inc()
+
+    def _core(self, core: int) -> CoreMetrics:
+        if core not in self._cores:
+            self._cores[core] = CoreMetrics(self._families, self._model_name, str(core))
+        return self._cores[core]
+
+    def _drop_cache_config(self, core: int) -> None:
+        """The next core may have another number of blocks."""
+        if core in self._cache_labels:
+            self._cache_config.remove(*self._cache_labels.pop(core))
+
+
+class CoreMetrics:
+    """The metrics of one core."""
+
+    def __init__(self, families: dict[str, Any], model_name: str, engine: str) -> None:
+        self._metrics: dict[str, Any] = {}
+        self._by_value: dict[tuple[str, str], Any] = {}
+        for name, family in families.items():
+            if values := BY_NAME[name].values:
+                children = {(name, value): family.labels(model_name, engine, value) for value in values}
+                self._by_value.update(children)
+            else:
+                self._metrics[name] = family.labels(model_name, engine)
+        self._last = SchedulerStats()
+
+    def set(self, name: str, value: float) -> None:
+        self._metrics[name].set(value)
+
+    def record_iteration(self, iteration: IterationStats) -> None:
+        num_computed = iteration.num_prompt_tokens - iteration.num_cached_tokens
+        self._inc("generation_tokens", iteration.num_generation_tokens)
+        if iteration.num_prompt_tokens:
+            self._inc("prompt_tokens", iteration.num_prompt_tokens)
+            self._inc("prompt_tokens_cached", iteration.num_cached_tokens)
+            self._by_value["prompt_tokens_by_source", "local_compute"].inc(num_computed)
+            self._by_value["prompt_tokens_by_source", "local_cache_hit"].inc(iteration.num_cached_tokens)
+        if num_computed + iteration.num_generation_tokens > 0:
+            self._observe("iteration_tokens_total", num_computed + iteration.num_generation_tokens)
+        for seconds in iteration.time_to_first_token_s:
+            self._observe("time_to_first_token_seconds", seconds)
+        observe = self._metrics["inter_token_latency_seconds"].observe
+        for seconds in iteration.inter_token_s:
+            observe(seconds)
+        for sequence in iteration.finished:
+            self._record_finished(sequence)
+        for request in iteration.ended:
+            self._record_ended(request)
+
+    def record_scheduler(self, stats: SchedulerStats) -> None:
+        """Set what has changed since the last step; totals of the scheduler become increments."""
+        last, self._last = self._last, stats
+        for name, field in GAUGES.items():
+            value = getattr(stats, field)
+            if value != getattr(last, field):
+                self.set(name, value)
+        if (stats.num_waiting, stats.num_held) != (last.num_waiting, last.num_held):
+            self._set_waiting(stats.num_waiting, stats.num_held)
+        for name in TOTALS:
+            if increment := getattr(stats, name) - getattr(last, name):
+                self._inc(name, increment)
+
+    def record_ready(self) -> None:
+        self.set("engine_core_up", 1)
+        self._by_value["engine_sleep_state", "awake"].set(1)
+
+    def record_death(self, num_resumed: int, num_failed: int) -> None:
+        """What went with the core is gone, and the next one counts from zero."""
+        self._last = SchedulerStats(num_waiting=num_resumed, num_held=num_resumed)
+        self._inc("engine_core_deaths", 1)
+        self._inc("engine_core_resumed_requests", num_resumed)
+        self._inc("engine_core_failed_requests", num_failed)
+        for name in ("engine_core_up", *GAUGES):
+            self.set(name, 0)
+        self._set_waiting(num_resumed, num_resumed)
+
+    def _set_waiting(self, num_waiting: int, num_deferred: int) -> None:
+        self.set("num_requests_waiting", num_waiting)
+        self._by_value["num_requests_waiting_by_reason", "capacity"].set(num_waiting - num_deferred)
+        self._by_value["num_requests_waiting_by_reason", "deferred"].set(num_deferred)
+
+    def _record_finished(self, one: FinishedRequestStats) -> None:
+        reason = one.finish_reason if one.finish_reason in FINISH_REASONS else "error"
+        self._by_value["request_success", reason].inc()
+        self._observe("e2e_request_latency_seconds", one.e2e_s)
+        self._observe("request_queue_time_seconds", one.queue_s)
+        self._observe("request_prefill_time_seconds", one.prefill_s)
+        self._observe("request_decode_time_seconds", one.decode_s)
+        self._observe("request_inference_time_seconds", one.prefill_s + one.decode_s)
+        if one.num_generation_tokens > 1:
+            mean_s = one.decode_s / (one.num_generation_tokens - 1)
+            self._observe("request_time_per_output_token_seconds", mean_s)
+        self._observe("request_generation_tokens", one.num_generation_tokens)
+        self._observe("request_num_preemptions", one.num_preemptions)
+        if one.max_tokens is not None:
+            self._observe("request_params_max_tokens", one.max_tokens)
+        if one.num_generation_tokens and not one.is_fork:
+            self._observe("request_prompt_tokens", one.num_prompt_tokens)
+            self._observe("request_prefill_kv_computed_tokens", one.num_prompt_tokens - one.num_cached_tokens)
+
+    def _record_ended(self, request: EndedRequest) -> None:
+        self._observe("request_params_n", request.num_sequences)
+        self._observe("request_max_num_generation_tokens", request.max_num_generation_tokens)
+
+    def _inc(self, name: str, amount: float) -> None:
+        self._metrics[name].inc(amount)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._metrics[name].observe(value)

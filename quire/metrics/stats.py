@@ -1,13 +1,15 @@
-"""What happened in one step, as the output processor saw it; loggers turn it into metrics or a log line."""
+"""What happened in one step, as the front end saw it, and who is told: `StatLogger`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from quire.config import EngineConfig
+from quire.outputs import RequestStateStats
 from quire.plugins import FACTORY, PluginTable
+from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerStats
 
 
@@ -26,11 +28,37 @@ class FinishedRequestStats:
     prefill_s: float
     decode_s: float
     tenant: str = ""
+    is_fork: bool = False
+    """Whether the prompt is another sequence's, too, which is finished on its own."""
+
+
+@dataclass(slots=True)
+class EndedRequest:
+    """A caller's request, all of whose sequences have finished.
+
+    `params` are those of its first sequence, `num_sequences` is its `n`; `times` are of all sequences together and
+    `ended_ts` is on the same clock. `trace_headers` are what its caller gave.
+    """
+
+    label: str
+    params: SamplingParams
+    num_sequences: int
+    finish_reasons: list[str]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generation_tokens: int
+    max_num_generation_tokens: int
+    times: RequestStateStats
+    ended_ts: float
+    trace_headers: Mapping[str, str]
 
 
 @dataclass(slots=True)
 class IterationStats:
-    """Events of one step; `time_to_first_token_s` has an entry per first token, `inter_token_s` per later one."""
+    """Events of one step; `time_to_first_token_s` has an entry per first token, `inter_token_s` per later one.
+
+    A prompt counts once, however many sequences go on from it, as in the `usage` of replies.
+    """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -38,12 +66,30 @@ class IterationStats:
     time_to_first_token_s: list[float] = field(default_factory=list)
     inter_token_s: list[float] = field(default_factory=list)
     finished: list[FinishedRequestStats] = field(default_factory=list)
+    ended: list[EndedRequest] = field(default_factory=list)
 
 
-class StatLogger(Protocol):
-    """Receives every step's statistics; must be cheap. An error is logged and harms nobody else."""
+class StatLogger(ABC):
+    """Is told what an engine does, in the thread that does it; must be cheap.
 
-    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None: ...
+    An error is logged and harms nobody else. `core` is the index of an engine core. Only `record` has to be there.
+    """
+
+    @abstractmethod
+    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
+        """A step of a core; without `scheduler`, something that the front end ended itself."""
+
+    def core_ready(self, core: int, config: EngineConfig, num_blocks: int) -> None:  # noqa: B027
+        """A core has loaded, with so many KV cache blocks."""
+
+    def core_died(self, core: int, num_resumed: int, num_failed: int) -> None:  # noqa: B027
+        """A core is gone and will be replaced: so many of its requests go on in the new one, and so many ended."""
+
+    def refused(self, limit: str) -> None:  # noqa: B027
+        """A request did not join the queue, which is full; `limit` is the name of the option that says so."""
+
+    def close(self) -> None:  # noqa: B027
+        """The engine has ended; may take a second or two."""
 
 
 STAT_LOGGERS: PluginTable[Callable[[EngineConfig], StatLogger]] = PluginTable(

@@ -176,3 +176,5 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """Of the preemptions, those that copied the request's blocks to the host."""
     host_cache_usage: float = 0.0
     """Share of the host blocks that swapped requests hold."""
+    num_held: int = 0
+    """Of the waiting requests, those that lack something else than a place in the batch."""

@@ -178,6 +178,7 @@ class Scheduler:
             prefix_cache_hits=self._kv.prefix_hits,
             num_swaps=self._kv.num_swaps,
             host_cache_usage=self._kv.host_usage,
+            num_held=self._queues.num_held,
         )
 
     def request_ids(self) -> list[str]:

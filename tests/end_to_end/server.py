@@ -10,9 +10,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 START_TIMEOUT_S = 120.0
+QUIRE = (sys.executable, "-m", "quire.entrypoints.cli.main")
 
 
 def command_of(pid: int) -> list[str]:
@@ -31,25 +33,27 @@ def free_port() -> int:
 
 
 class Server:
-    """Starts serving on a free port; `wait_ready` blocks until `/health` says 200."""
+    """Starts serving on a free port; `wait_ready` blocks until `/health` says 200.
 
-    def __init__(self, *args: str, log: Path, **environment: str) -> None:
+    What it writes goes to `log`, or, of both streams, that for people to `words`.
+    """
+
+    def __init__(
+        self,
+        *args: str,
+        log: Path,
+        words: Path | None = None,
+        quire: Sequence[str] = QUIRE,
+        **environment: str,
+    ) -> None:
         self.port = free_port()
         self.log = log
-        command = [
-            sys.executable,
-            "-m",
-            "quire.entrypoints.cli.main",
-            "serve",
-            *args,
-            "--port",
-            str(self.port),
-        ]
-        with log.open("w") as sink:
+        command = [*quire, "serve", *args, "--port", str(self.port)]
+        with log.open("w") as sink, (words or Path(os.devnull)).open("w") as out:
             self.process = subprocess.Popen(
                 command,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
+                stdout=sink if words is None else out,
+                stderr=sink,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
             )
 

@@ -17,7 +17,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.errors import EngineDeadError, StartupError, ValidationError
-from quire.metrics.stats import IterationStats
+from quire.metrics.stats import IterationStats, StatLogger
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import SchedulerStats
 
@@ -147,11 +147,11 @@ async def test_a_slow_reader_gets_the_same_text(engine: AsyncLLM) -> None:
 
 
 async def test_statistics_reach_the_loggers(engine: AsyncLLM) -> None:
-    class Recorder:
+    class Recorder(StatLogger):
         def __init__(self) -> None:
             self.steps: list[IterationStats] = []
 
-        def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+        def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
             assert scheduler is not None or iteration.finished
             self.steps.append(iteration)
 

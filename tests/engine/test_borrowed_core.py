@@ -19,7 +19,7 @@ from quire.engine.ledger import Ledger
 from quire.engine.queue_limits import SharedWaiting
 from quire.engine.remote import CoreAddress
 from quire.errors import EngineDeadError, EngineError, UnavailableError
-from quire.metrics.stats import IterationStats
+from quire.metrics.stats import IterationStats, StatLogger
 from quire.scheduler.output import SchedulerStats
 from tests.engine.test_restart import POISON, Poisoned, collect, params, process_of, started
 
@@ -110,12 +110,12 @@ async def test_each_front_end_knows_its_own_requests_and_the_core_all(null_model
 
 
 async def test_statistics_are_told_to_one_front_end(null_model_dir: Path) -> None:
-    class Seen:
+    class Seen(StatLogger):
         def __init__(self) -> None:
             self.num_tokens = 0
             self.stats: list[SchedulerStats] = []
 
-        def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+        def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
             self.num_tokens += iteration.num_generation_tokens
             self.stats += [scheduler] if scheduler is not None else []
 

@@ -20,7 +20,7 @@ from quire.engine.front_end import FrontEnd, Outgoing
 from quire.engine.messages import AbortRequests, AddRequest, CoreMessage, CoreRequest
 from quire.engine.startup import prepare
 from quire.errors import EngineDeadError, EngineError, ValidationError
-from quire.metrics.stats import IterationStats
+from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import SchedulerStats
@@ -294,18 +294,19 @@ def test_tokens_behind_a_stop_string_are_not_counted() -> None:
 
 
 def test_a_stat_logger_that_fails_is_logged_once_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken:
-        def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+    class Broken(StatLogger):
+        def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
             raise ZeroDivisionError
 
-    class Counting:
+    class Counting(StatLogger):
         num_tokens = 0
 
-        def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+        def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
             self.num_tokens += iteration.num_generation_tokens
 
     cores, counting = Cores(), Counting()
-    cores.front_end.stat_loggers += [Broken(), counting]
+    for stat_logger in (Broken(), counting):
+        cores.front_end.stat_loggers.add(stat_logger)
     cores.add("r", [1], max_tokens=8, ignore_eos=True)
     with caplog.at_level(logging.ERROR):
         cores.run()

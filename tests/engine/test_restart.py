@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import zmq
+from prometheus_client import CollectorRegistry
 
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.client import ProcessClient
 from quire.errors import EngineDeadError, EngineError, UnavailableError
+from quire.metrics.prometheus import PrometheusStatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.scheduler import Scheduler
@@ -300,3 +302,38 @@ async def test_signals_for_the_whole_group_leave_the_core_alone(null_model_dir: 
     assert len((await collect(engine, [1], params())).outputs[0].token_ids) == 60
     assert process_of(engine) is first
     await engine.shutdown()
+
+
+@pytest.mark.parametrize(("policy", "resumed", "failed"), [("resume", 2, 0), ("error", 0, 2)])
+async def test_a_death_is_counted_with_what_became_of_its_requests(
+    null_model_dir: Path, policy: str, resumed: int, failed: int
+) -> None:
+    engine = await started(null_model_dir, on_core_death=policy)
+    registry = CollectorRegistry()
+    engine.add_stat_logger(PrometheusStatLogger("m", 64, registry=registry))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"quire:{name}", {"model_name": "m", "engine": "0", **labels})
+
+    try:
+        assert value("engine_core_up") == 1, "who joins late is told what is ready"
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+        running = [asyncio.create_task(collect(engine, [3, index], sampling)) for index in range(2)]
+        async with asyncio.timeout(60):
+            while (value("generation_tokens_total") or 0) < 6:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        process_of(engine).kill()
+        await asyncio.gather(*running, return_exceptions=True)
+        async with asyncio.timeout(60):
+            while not engine.is_ready:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert value("engine_core_deaths_total") == value("engine_core_up") == 1
+        assert value("engine_core_resumed_requests_total") == resumed
+        assert value("engine_core_failed_requests_total") == failed
+        assert value("request_success_total", finished_reason="error") == failed
+        assert value("request_success_total", finished_reason="length") == resumed
+        if resumed:
+            assert value("generation_tokens_total") == 80, "what was there before is not counted again"
+            assert value("prompt_tokens_total") == 4
+    finally:
+        await engine.shutdown()

@@ -17,7 +17,7 @@ from quire.engine.core import EngineCore
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.messages import AbortRequests, AddRequest, EngineCoreOutputs, EngineCoreRequest
 from quire.executor.null import NullExecutor
-from quire.metrics.stats import IterationStats
+from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -69,7 +69,7 @@ def make_engine(window: int | None = None, **args: Any) -> LLMEngine:
     return LLMEngine(EngineConfig.from_args(**fixed, **args))
 
 
-class WholeEngine:
+class WholeEngine(StatLogger):
     """Runs steps and collects each request's outputs; what must hold after every step is checked here."""
 
     def __init__(self, max_drafts: int = 0, **args: Any) -> None:
@@ -125,7 +125,7 @@ class WholeEngine:
             self.outputs[output.request_id].append(output)
         self.core.scheduler.check_integrity()
 
-    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
         """As a logger of statistics."""
         self.num_generated += iteration.num_generation_tokens
 

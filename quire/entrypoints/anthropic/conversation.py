@@ -16,10 +16,14 @@ SAME_NAME = (
     "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "priority", "cache_salt",
 )  # fmt: skip
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-CHAT_NAMES = {"stop": "stop_sequences", "response_format": "output_config"}
+CHAT_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config",
+    "enable_thinking": "thinking",
+    "reasoning_effort": "output_config.effort",
+}
 """Chat's names of fields, to Anthropic's."""
-PAST_THOUGHTS = frozenset({"thinking", "redacted_thinking"})
-"""Blocks of earlier answers that clients send back, and no answer depends on."""
+THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 Fields = dict[str, Any]
 
 
@@ -35,6 +39,11 @@ def prompt_fields(request: CountTokensRequest) -> Fields:
         fields["tools"] = [_tool(tool, f"tools.{index}") for index, tool in enumerate(request.tools)]
     if request.tool_choice is not None:
         fields |= _tool_choice(request.tool_choice)
+    if request.thinking is not None:
+        fields["enable_thinking"] = _enable_thinking(request.thinking)
+    effort = (request.output_config or {}).get("effort")
+    if effort is not None:
+        fields["reasoning_effort"] = effort
     if _is_begun(messages[-1]):  # Anthropic's way to let the model go on in words that it is given
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     return fields
@@ -80,14 +89,18 @@ def _conversation(messages: list[dict[str, Any]]) -> list[Fields]:
 
 
 def _of_assistant(blocks: list[Any], where: str) -> list[Fields]:
-    texts, calls = [], []
+    texts, calls, thoughts = [], [], []
     for index, block in enumerate(blocks):
         place, kind = f"{where}.{index}", _kind(block)
         if kind == "tool_use":
             calls.append(_call(block, place))
-        elif kind not in PAST_THOUGHTS:
+        elif kind == "thinking":
+            thoughts.append(_thought(block, place))
+        elif kind != "redacted_thinking":  # only its maker can read it
             texts += _texts([block], place, numbered=False)
-    message = {"role": "assistant", "content": texts or ""}
+    message: Fields = {"role": "assistant", "content": texts or ""}
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
     return [{**message, "tool_calls": calls}] if calls else [message]
 
 
@@ -105,6 +118,19 @@ def _of_user(blocks: list[Any], where: str) -> list[Fields]:
         else:
             messages.append({"role": "user", "content": text})
     return messages or [{"role": "user", "content": ""}]
+
+
+def _thought(block: Any, where: str) -> str:
+    if not isinstance(block.get("thinking"), str):
+        raise ValidationError(f"{where}.thinking must be text", param=f"{where}.thinking")
+    return str(block["thinking"])
+
+
+def _enable_thinking(thinking: Fields) -> bool:
+    kind = thinking.get("type")
+    if not isinstance(kind, str) or kind not in THINKS:
+        raise ValidationError(f"thinking.type must be one of {', '.join(THINKS)}", param="thinking.type")
+    return THINKS[kind]
 
 
 def _call(block: Any, where: str) -> Fields:

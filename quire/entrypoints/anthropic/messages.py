@@ -18,7 +18,7 @@ from quire.entrypoints.anthropic.protocol import (
     TokenCount,
 )
 from quire.entrypoints.anthropic.writer import MessageWriter
-from quire.entrypoints.openai.chat_prompt import chat_token_ids
+from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi import body_schema
@@ -49,5 +49,5 @@ async def count_tokens(request: Request) -> Response:
     server.check_model(body.model)
     with renamed(CHAT_NAMES):
         chat = as_chat(request, prompt_fields(body))
-        token_ids = await chat_token_ids(server, chat, with_tools=tools_in_use(server, chat))
-    return json_response(TokenCount(len(token_ids)))
+        prompt = await chat_prompt(server, chat, with_tools=tools_in_use(server, chat) is not None)
+    return json_response(TokenCount(len(prompt.token_ids)))

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import Field
 
 from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.protocol.requests import Messages, RequestModel
@@ -18,14 +17,15 @@ from quire.entrypoints.openai.protocol.responses import Timings
 
 WITHOUT_EFFECT = (
     "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
-    "thinking", "user_profile_id", "workspace_id",
+    "user_profile_id", "workspace_id",
 )  # fmt: skip
 """Fields of Anthropic's that cannot change the answer of a model of ours."""
 
 
 TEXT = Place(frozenset({"type", "text"}))
 BLOCK = Place(
-    frozenset({"type", "text", "id", "name", "input", "tool_use_id", "content"}), inner={"content": TEXT}
+    frozenset({"type", "text", "thinking", "id", "name", "input", "tool_use_id", "content"}),
+    inner={"content": TEXT},
 )
 MESSAGE = Place(frozenset({"role", "content"}), inner={"content": BLOCK}, empty=frozenset({"content"}))
 TOOL = Place(frozenset({"type", "name", "description", "input_schema"}))
@@ -34,12 +34,17 @@ TOOL = Place(frozenset({"type", "name", "description", "input_schema"}))
 class CountTokensRequest(RequestModel):
     """POST /v1/messages/count_tokens"""
 
-    inner: ClassVar[Mapping[str, Place]] = {"messages": MESSAGE, "system": TEXT, "tools": TOOL}
+    inner: ClassVar[Mapping[str, Place]] = {
+        "messages": MESSAGE,
+        "system": TEXT,
+        "tools": TOOL,
+        "thinking": Place(frozenset({"type"})),
+    }
 
     model: str | None = None
     messages: Messages
     system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -50,7 +55,7 @@ class CountTokensRequest(RequestModel):
     metadata: dict[str, Any] | None = None
     service_tier: Any = None
     speed: Any = None
-    thinking: Any = None
+    thinking: dict[str, Any] | None = None
     user_profile_id: Any = None
     workspace_id: Any = None
 
@@ -88,17 +93,27 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    """Nobody signs reasoning here, so the signature is empty."""
+
+    thinking: str
+    signature: str = ""
+
+
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
 
 
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
 class Message(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
     id: str
     role: str = "assistant"
     model: str
-    content: list[TextBlock | ToolUseBlock]
+    content: list[Block]
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
@@ -113,11 +128,19 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
     index: int
-    content_block: TextBlock | ToolUseBlock
+    content_block: Block
 
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
     text: str
+
+
+class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
+    signature: str = ""
 
 
 class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
@@ -126,7 +149,7 @@ class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
 
 class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta | InputDelta
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from quire.entrypoints.anthropic.protocol import (
+    Block,
     BlockDelta,
     BlockStart,
     BlockStop,
@@ -21,9 +22,12 @@ from quire.entrypoints.anthropic.protocol import (
     MessageStart,
     MessageStop,
     MessageUsage,
+    SignatureDelta,
     Stopped,
     TextBlock,
     TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
     ToolUseBlock,
 )
 from quire.entrypoints.openai.errors import anthropic_body, body_of, status_of
@@ -59,6 +63,11 @@ class MessageWriter:
         yield MessageStart(self._message)
 
     def take(self, piece: Piece) -> Iterator[msgspec.Struct]:
+        if piece.reasoning:
+            if not isinstance(self._open_block, ThinkingBlock):
+                yield from self._start(ThinkingBlock(""))
+            self._pieces.append(piece.reasoning)
+            yield BlockDelta(self._index, ThinkingDelta(piece.reasoning))
         if piece.content:
             if not isinstance(self._open_block, TextBlock):
                 yield from self._start(TextBlock(""))
@@ -87,7 +96,7 @@ class MessageWriter:
         return len(self._message.content) - 1
 
     @property
-    def _open_block(self) -> TextBlock | ToolUseBlock | None:
+    def _open_block(self) -> Block | None:
         return self._message.content[-1] if self._message.content else None
 
     def _call(self, call: ToolCallMessage) -> Iterator[msgspec.Struct]:
@@ -98,7 +107,7 @@ class MessageWriter:
         self._pieces.append(call.function.arguments)
         yield BlockDelta(self._index, InputDelta(call.function.arguments))
 
-    def _start(self, block: TextBlock | ToolUseBlock) -> Iterator[msgspec.Struct]:
+    def _start(self, block: Block) -> Iterator[msgspec.Struct]:
         yield from self._stop()
         self._message.content.append(block)
         yield BlockStart(self._index, block)
@@ -110,6 +119,9 @@ class MessageWriter:
             return
         if isinstance(block, TextBlock):
             block.text = whole
+        elif isinstance(block, ThinkingBlock):
+            block.thinking = whole
+            yield BlockDelta(self._index, SignatureDelta())
         else:
             block.input = json.loads(whole or "{}")
         self._pieces = []

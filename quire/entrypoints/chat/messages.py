@@ -27,7 +27,29 @@ def checked_messages(messages: Conversation) -> list[ChatMessage]:
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise ValidationError("messages must be a list with at least one message", param="messages")
-    return [_checked(message, f"messages.{index}") for index, message in enumerate(messages)]
+    checked = [_checked(message, f"messages.{index}") for index, message in enumerate(messages)]
+    _check_results(checked)
+    return checked
+
+
+def _check_results(messages: list[ChatMessage]) -> None:
+    """A tool's result answers a call that an earlier message makes; clients without ids are believed."""
+    calls: list[str | None] = []
+    for index, message in enumerate(messages):
+        calls += [call.get("id") for call in message.get("tool_calls", [])]
+        call_id = message.get("tool_call_id")
+        if message["role"] != "tool":
+            continue
+        if not calls:
+            raise ValidationError(
+                f"messages.{index} is the result of a tool, but no message before it calls one",
+                param=f"messages.{index}",
+            )
+        if call_id is not None and None not in calls and call_id not in calls:
+            raise ValidationError(
+                f"messages.{index}.tool_call_id {call_id!r:.80} is the id of no call before it",
+                param=f"messages.{index}.tool_call_id",
+            )
 
 
 def _checked(message: Any, where: str) -> ChatMessage:
@@ -43,6 +65,9 @@ def _checked(message: Any, where: str) -> ChatMessage:
             checked[name] = _as_text(value, f"{where}.{name}")
         elif name not in SILENT_FIELDS:
             raise ValidationError(f"{where} has an unknown field {name!r}", param=f"{where}.{name}")
+    thought = checked.get("reasoning") or checked.get("reasoning_content")
+    if thought:  # one thing, which some templates read by the one name and some by the other
+        checked["reasoning"] = checked["reasoning_content"] = thought
     if tool_calls:
         checked["tool_calls"] = _checked_tool_calls(tool_calls, role, f"{where}.tool_calls")
     return checked

@@ -7,8 +7,10 @@ options, and its text never becomes a special token (`quire.entrypoints.chat.pla
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from jinja2 import TemplateSyntaxError, meta
@@ -33,13 +35,15 @@ OWN_VARIABLES = frozenset(
         "eos_token",
     }
 )
+FOR_TOOLS = "tool_use"
+"""The name of a template for conversations with tools, as some models have one."""
 PROBE = "quire probes the content format"
 
 
 class TemplateTokenizer(Encoder, Protocol):
     """What a chat template needs to know of a tokenizer; `quire.engine.tokenizer.Tokenizer` has it."""
 
-    chat_template: str | None
+    chat_templates: dict[str, str]
     bos_token: str | None
     eos_token: str | None
 
@@ -77,13 +81,20 @@ class ChatTemplate:
         source: Jinja text.
         bos_token, eos_token: given to the template under these names.
         special_tokens: literals that user text must not turn into tokens.
+        for_tools: the template for conversations with tools, if the model has one of its own for them.
 
     Raises:
         ConfigError: the text is no valid template.
     """
 
     def __init__(
-        self, source: str, *, bos_token: str = "", eos_token: str = "", special_tokens: Iterable[str] = ()
+        self,
+        source: str,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        special_tokens: Iterable[str] = (),
+        for_tools: ChatTemplate | None = None,
     ) -> None:
         environment = make_environment()
         try:
@@ -95,6 +106,9 @@ class ChatTemplate:
         self.source = source
         undeclared = meta.find_undeclared_variables(environment.parse(source))
         self.variables = frozenset(undeclared) - environment.globals.keys()
+        self._for_tools = for_tools
+        if for_tools is not None:
+            self.variables |= for_tools.variables | {"tools"}
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._special_tokens = frozenset(special_tokens)
         self._reads_name: dict[str, bool] = {}
@@ -110,23 +124,33 @@ class ChatTemplate:
 
     @staticmethod
     def from_tokenizer(tokenizer: TemplateTokenizer, override: str | Path | None = None) -> ChatTemplate:
-        """The model's own template, or `override`: a file, or the text of a template.
+        """The model's own template, or `override`: the name of one of the model's, a file, or the text of a template.
 
         Raises:
             ValidationError: there is neither.
             ConfigError: the file does not exist, or the template is not valid.
         """
-        source = read_template(override) if override is not None else tokenizer.chat_template
+        named = tokenizer.chat_templates
+        source = named.get("default" if override is None else str(override))
+        if source is None and override is not None:
+            source = read_template(override, named)
         if source is None:
             raise ValidationError(
                 "the model has no chat template; start the server with --chat-template", param="messages"
             )
-        return ChatTemplate(
-            source,
-            bos_token=tokenizer.bos_token or "",
-            eos_token=tokenizer.eos_token or "",
-            special_tokens=tokenizer.special_tokens,
-        )
+        facts: dict[str, Any] = {
+            "bos_token": tokenizer.bos_token or "",
+            "eos_token": tokenizer.eos_token or "",
+            "special_tokens": tokenizer.special_tokens,
+        }
+        with_tools = named.get(FOR_TOOLS) if override is None else None
+        for_tools = None if with_tools is None else ChatTemplate(with_tools, **facts)
+        return ChatTemplate(source, **facts, for_tools=for_tools)
+
+    @property
+    def all_sources(self) -> str:
+        """The texts of this template and of the one for tools."""
+        return self.source + (self._for_tools.source if self._for_tools is not None else "")
 
     def render(
         self,
@@ -181,6 +205,8 @@ class ChatTemplate:
             raise ValidationError(
                 "continue_final_message needs add_generation_prompt false", param="continue_final_message"
             )
+        if self._for_tools is not None and options.get("tools"):
+            return self._for_tools._render(messages, options, add_generation_prompt, continue_final)
         options = {name: value for name, value in options.items() if value is not None}
         self._check_options(options)
         checked = checked_messages(messages)
@@ -216,7 +242,10 @@ class ChatTemplate:
             reason = f"the chat template refused the messages: {plain.unmark(error.message or '')}"
             raise ValidationError(reason, param="messages") from None
         except Exception as error:  # the template is foreign code: whatever it does wrong ends here
-            logger.warning("the chat template failed", exc_info=error)
+            # Neither the error's own words nor what it was called with: they may quote the messages.
+            logger.warning(
+                "the chat template failed with %s at its line %s", type(error).__name__, _line_of(error)
+            )
             raise ValidationError("the chat template failed on these messages", param="messages") from None
 
     def _tells_apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -242,7 +271,7 @@ class ChatTemplate:
         return PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
 
 
-def read_template(template: str | Path) -> str:
+def read_template(template: str | Path, names: Iterable[str] = ()) -> str:
     """The text of a template given as a file name or as itself.
 
     Raises:
@@ -255,8 +284,23 @@ def read_template(template: str | Path) -> str:
         return Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--chat-template {text} is neither a readable file nor template text: {error}"
+            f"--chat-template {text} is neither a readable file nor template text{_known(names)}: {error}"
         ) from None
+
+
+def _line_of(error: BaseException) -> int | str:
+    """The line of the template at which it failed."""
+    lines = [number for frame, number in traceback.walk_tb(error.__traceback__) if _is_template(frame)]
+    return lines[-1] if lines else "?"
+
+
+def _is_template(frame: FrameType) -> bool:
+    """Jinja calls so what did not come from a file."""
+    return frame.f_code.co_filename in ("<template>", "<unknown>")
+
+
+def _known(names: Iterable[str]) -> str:
+    return "".join(f" nor {name}" for name in names)
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from quire.errors import ClientError, ConfigError, QuireError
-from quire.logging_setup import configure_logging
+from quire.logging_setup import configure_logging, say_error
 from quire.version import __version__
 
 COMMANDS = {
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuireError as error:
         if os.environ.get("QUIRE_DEBUG") == "1":
             raise
-        click.echo(f"Error: {error}", err=True)
+        say_error(f"Error: {error}")
         return EXIT_USAGE if isinstance(error, ConfigError | ClientError) else EXIT_FAILED
 
 

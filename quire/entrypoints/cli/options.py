@@ -17,6 +17,7 @@ from quire.config import EngineConfig, ServerConfig, child_configs, engine_field
 from quire.config.fields import Config, OptionInfo, field_types, flag_of, info_of, plain_type
 from quire.entrypoints.cli.config_file import config_file_option
 from quire.entrypoints.cli.values import HumanInt, JsonObject
+from quire.logging_setup import configure_logging
 
 _CLICK_TYPES: dict[type, click.ParamType[Any]] = {
     int: HumanInt(),
@@ -53,6 +54,11 @@ class EngineCommand(click.Command):
         self.params.append(config_file_option())
         for owner in (*child_configs().values(), *more_configs):
             self.params.extend(options_of(owner))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; its log is as its flags say."""
+        configure_logging(ctx.params["log_level"], ctx.params["log_format"])
+        return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

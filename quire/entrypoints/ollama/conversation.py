@@ -26,6 +26,8 @@ OPTIONS = {
 CHAT_NAMES = {chat: f"options.{name}" for name, chat in OPTIONS.items()} | {
     "max_tokens": "options.num_predict",
     "response_format": "format",
+    "enable_thinking": "think",
+    "reasoning_effort": "think",
 }
 LOADING = frozenset(
     {
@@ -73,6 +75,8 @@ def _shared(request: TurnRequest) -> Fields:
     fields: Fields = {"stream": request.stream, **_sampling(request.options or {})}
     if request.logprobs:
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+    if request.think is not None:
+        fields["enable_thinking" if isinstance(request.think, bool) else "reasoning_effort"] = request.think
     if request.format:
         fields["response_format"] = _response_format(request.format)
     return fields
@@ -110,6 +114,8 @@ def _message(message: Fields, where: str) -> Fields:
         name: message[name] for name in ("role", "content", "tool_call_id") if message.get(name) is not None
     }
     kept.setdefault("content", "")
+    if message.get("thinking"):
+        kept["reasoning"] = message["thinking"]
     tool_name = message.get("tool_name") or message.get("name")
     if tool_name is not None:
         kept["name"] = tool_name

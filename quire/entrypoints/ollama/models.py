@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from quire import __version__
+from quire.entrypoints.chat.formats.choice import AnswerFormat
 from quire.entrypoints.ollama.protocol import Details, ListedModel, ModelList, ShownModel, ShowRequest
 from quire.entrypoints.ollama.writer import now
 from quire.entrypoints.openai.json_response import json_response
@@ -68,8 +69,12 @@ async def show(request: Request) -> Response:
         f"{arch.model_type}.attention.head_count_kv": arch.num_kv_heads,
         f"{arch.model_type}.vocab_size": arch.vocab_size,
     }
-    template, tools = _template(server)
-    capabilities = ["completion", "tools"] if tools else ["completion"]
+    template, formats = _template(server)
+    capabilities = ["completion"]
+    if formats.tools is not None:
+        capabilities.append("tools")
+    if formats.reasoning is not None:
+        capabilities.append("thinking")
     shown = ShownModel(
         f"FROM {name}", f"num_ctx {context}", template, _details(server), info, capabilities, STARTED
     )
@@ -85,12 +90,12 @@ def served_name(server: ServerState, name: str) -> str:
     return server.check_model(name if name in server.model_names else name.removesuffix(":latest"))
 
 
-def _template(server: ServerState) -> tuple[str, bool]:
-    """The chat template, and whether the model's tool calls are understood."""
+def _template(server: ServerState) -> tuple[str, AnswerFormat]:
+    """The chat template, and what of an answer is understood besides its text."""
     try:
-        return server.chat_template.source, server.make_tool_parser is not None
+        return server.chat_template.source, server.answer_format.formats
     except ValidationError:  # a model without one, or a server without a tokenizer
-        return "", False
+        return "", AnswerFormat()
 
 
 def _listed(server: ServerState, name: str) -> ListedModel:

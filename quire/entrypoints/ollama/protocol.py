@@ -16,13 +16,13 @@ from quire.entrypoints.openai.field_policy import INNER, Place
 from quire.entrypoints.openai.protocol.requests import RequestModel
 from quire.entrypoints.openai.protocol.responses import TokenLogprob
 
-WITHOUT_EFFECT = ("keep_alive", "think")
-"""The model stays loaded as long as the server runs, and does not think aloud."""
+WITHOUT_EFFECT = ("keep_alive",)
+"""The model stays loaded as long as the server runs."""
 
 
 CALL = Place(frozenset({"id", "function"}), inner={"function": Place(frozenset({"name", "arguments"}))})
 MESSAGE = Place(
-    frozenset({"role", "content", "images", "tool_calls", "tool_name", "name", "tool_call_id"}),
+    frozenset({"role", "content", "thinking", "images", "tool_calls", "tool_name", "name", "tool_call_id"}),
     inner={"tool_calls": CALL},
 )
 
@@ -39,14 +39,14 @@ class TurnRequest(RequestModel):
     logprobs: bool = False
     top_logprobs: int | None = None
     keep_alive: Any = None
-    think: Any = None
+    think: bool | str | None = None
 
 
 class ChatRequest(TurnRequest):
     """POST /api/chat"""
 
     messages: list[dict[str, Any]] = Field(default=[], max_length=4096)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    tools: list[dict[str, Any]] | None = None
 
 
 class GenerateRequest(TurnRequest):
@@ -83,6 +83,7 @@ class TurnMessage(msgspec.Struct):
     content: str
     tool_calls: list[Call] | UnsetType = UNSET
     role: str = "assistant"
+    thinking: str | UnsetType = UNSET
 
 
 class Line(msgspec.Struct, kw_only=True):
@@ -92,6 +93,7 @@ class Line(msgspec.Struct, kw_only=True):
     created_at: str
     message: TurnMessage | UnsetType = UNSET
     response: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     done: bool = False
     done_reason: str | UnsetType = UNSET

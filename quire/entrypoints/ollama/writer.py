@@ -41,6 +41,7 @@ class LineWriter:
         self._is_chat = is_chat
         self._with_logprobs = with_logprobs
         self._texts: list[str] = []
+        self._thoughts: list[str] = []
         self._calls: list[Call] = []
         self._logprobs: list[TokenLogprob] = []
         self._done_reason = "stop"
@@ -56,11 +57,12 @@ class LineWriter:
         calls = [_call(call) for call in piece.tool_calls]
         self._calls += calls
         self._texts.append(piece.content)
+        self._thoughts.append(piece.reasoning)
         self._logprobs += piece.logprobs
         if piece.finish_reason is not None:
             self._done_reason = DONE_REASONS.get(piece.finish_reason, "stop")
-        if piece.content or calls or piece.logprobs:
-            yield self._line(piece.content, calls, piece.logprobs)
+        if piece.content or piece.reasoning or calls or piece.logprobs:
+            yield self._line(piece.content, calls, piece.logprobs, piece.reasoning)
 
     def closing(self, last: ChatChunk, stats: RequestStateStats) -> Iterator[msgspec.Struct]:
         assert isinstance(last.usage, Usage)
@@ -75,9 +77,13 @@ class LineWriter:
 
     def result(self) -> Line:
         assert self._last is not None
-        whole = self._line("".join(self._texts), self._calls, self._logprobs)
+        whole = self._line("".join(self._texts), self._calls, self._logprobs, "".join(self._thoughts))
         return msgspec.structs.replace(
-            self._last, message=whole.message, response=whole.response, logprobs=whole.logprobs
+            self._last,
+            message=whole.message,
+            response=whole.response,
+            thinking=whole.thinking,
+            logprobs=whole.logprobs,
         )
 
     def loaded(self, reason: str) -> Line:
@@ -86,12 +92,14 @@ class LineWriter:
         line.done, line.done_reason = True, reason
         return line
 
-    def _line(self, text: str, calls: list[Call], logprobs: list[TokenLogprob]) -> Line:
+    def _line(self, text: str, calls: list[Call], logprobs: list[TokenLogprob], thought: str = "") -> Line:
+        thinking = thought or UNSET
         return Line(
             model=self._model,
             created_at=now(),
-            message=TurnMessage(text, calls or UNSET) if self._is_chat else UNSET,
+            message=TurnMessage(text, calls or UNSET, thinking=thinking) if self._is_chat else UNSET,
             response=UNSET if self._is_chat else text,
+            thinking=UNSET if self._is_chat else thinking,
             logprobs=logprobs if self._with_logprobs and logprobs else UNSET,
         )
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError, StartupError
-from quire.logging_setup import say
+from quire.log_format import hide_queries
+from quire.logging_setup import say_error
 
 if TYPE_CHECKING:
     import uvicorn
@@ -40,7 +41,7 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         ):
             return runner.run(_serve(engine_config, server_config, listener))
     except StartupError as error:
-        say(f"error: {error}", "stderr")
+        say_error(f"error: {error}")
         return 1
     except KeyboardInterrupt:  # a signal before there was anything to drain
         return 0
@@ -111,6 +112,7 @@ def http_config(app: FastAPI, config: ServerConfig, census: Census | None = None
     from quire.entrypoints.openai.census import Census
     from quire.entrypoints.openai.connection import protocol_class
 
+    hide_queries()
     return uvicorn.Config(
         app,
         http=protocol_class(config, census or Census()),  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ from quire.entrypoints.openai import (
 )
 from quire.entrypoints.openai.admin import admin_key
 from quire.entrypoints.openai.errors import handle_http_exception, handle_quire_error
+from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring, make_keyring
 from quire.entrypoints.openai.middleware.auth import OPEN_PATHS, Auth
 from quire.entrypoints.openai.middleware.availability import Availability
@@ -40,10 +41,12 @@ from quire.entrypoints.openai.middleware.body_limit import BodyLimit, HeaderLimi
 from quire.entrypoints.openai.middleware.boundary import Boundary
 from quire.entrypoints.openai.middleware.head import Head
 from quire.entrypoints.openai.middleware.http_metrics import HttpMetrics
-from quire.entrypoints.openai.middleware.quota import Meters, Quota
+from quire.entrypoints.openai.middleware.quota import RATE_LIMIT_HEADERS, Meters, Quota
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.state import Question, ServerState
 from quire.errors import QuireError
+from quire.metrics.families import make_family
+from quire.metrics.log_lines import LostLines
 from quire.metrics.prometheus import PrometheusStatLogger
 
 if TYPE_CHECKING:
@@ -64,7 +67,7 @@ QUESTIONS: dict[str, Question] = {
     metrics.QUESTION: metrics.measured,
 }
 """What each process of a server can be asked about itself by the others."""
-EXPOSED_HEADERS = ("x-request-id", "retry-after", IGNORED_HEADER, ADJUSTED_HEADER)
+EXPOSED_HEADERS = ("x-request-id", "retry-after", *RATE_LIMIT_HEADERS, IGNORED_HEADER, ADJUSTED_HEADER)
 """What scripts of a page may read of a response besides its body."""
 
 
@@ -76,7 +79,10 @@ def build_app(
     One of several processes of a server is given the keys, and its page of their ledger.
     """
     registry = CollectorRegistry()
-    state = ServerState(engine, config, registry, keyring(config) if keys is None else keys, QUESTIONS)
+    disconnects = make_family("http_client_disconnects", registry)
+    registry.register(LostLines())
+    keys = keyring(config) if keys is None else keys
+    state = ServerState(engine, config, registry, keys, InFlight(disconnects.inc), QUESTIONS)
     meters = Meters(state.keys.tenants, page)
     engine.add_stat_logger(meters)
     engine.add_stat_logger(

@@ -1,4 +1,4 @@
-"""One choice of a chat completion: the model's text, taken apart into content and tool calls.
+"""One choice of a chat completion: the model's text, taken apart into reasoning, content and tool calls.
 
 Invariant: a whole answer and a stream go through the same object, the one in one piece, the other in many.
 """
@@ -6,65 +6,98 @@ Invariant: a whole answer and a stream go through the same object, the one in on
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.entrypoints.chat.tool_parser import ToolCall, ToolParser
+from quire.entrypoints.chat.formats.answer import AnswerReader
+from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
+from quire.entrypoints.chat.formats.thought_counter import ThoughtCounter
 from quire.entrypoints.openai.protocol.responses import FunctionCall, ToolCallMessage
 
 
 @dataclass
 class ChoicePart:
-    """What one piece of text added."""
+    """What one piece of text added: reasoning, text behind it, calls behind that."""
 
+    reasoning: str = ""
     content: str = ""
     tool_calls: list[ToolCallMessage] = field(default_factory=list)
     finish_reason: str | None = None
 
+    @property
+    def place(self) -> int:
+        """Of its last thing, in the order of the three."""
+        return 2 if self.tool_calls else 1 if self.content else 0
+
 
 class ChatChoiceBuilder:
-    """Feeds the parser of one choice and numbers its calls.
+    """Reads one choice and numbers its calls.
 
     Args:
+        counter: counts the tokens of reasoning, if the model reasons.
+        shows_reasoning: without it reasoning is read, and left out.
         max_calls: calls beyond this number are left out (`parallel_tool_calls: false` allows one).
     """
 
-    def __init__(self, parser: ToolParser, max_calls: int | None) -> None:
-        self._parser = parser
+    def __init__(
+        self,
+        reader: AnswerReader,
+        counter: ThoughtCounter | None = None,
+        *,
+        shows_reasoning: bool = True,
+        max_calls: int | None = None,
+    ) -> None:
+        self._reader = reader
+        self._counter = counter
+        self._shows_reasoning = shows_reasoning
         self._max_calls = max_calls
-        self._num_calls = 0
+        self._call_ids: set[str] = set()
 
-    def take(self, text: str, finish_reason: str | None) -> ChoicePart:
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._counter.num_tokens if self._counter is not None else 0
+
+    def take(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> ChoicePart:
         """The next piece of text; with a finish reason, the last one."""
-        parts = self.parts(text, finish_reason)
-        content = "".join(part.content for part in parts)
-        calls = [call for part in parts for call in part.tool_calls]
-        return ChoicePart(content, calls, parts[-1].finish_reason)
+        parts = self.parts(text, token_ids, finish_reason)
+        return ChoicePart(
+            "".join(part.reasoning for part in parts),
+            "".join(part.content for part in parts),
+            [call for part in parts for call in part.tool_calls],
+            parts[-1].finish_reason,
+        )
 
-    def parts(self, text: str, finish_reason: str | None) -> list[ChoicePart]:
-        """The same in the model's order: a part is text and the calls after it. At least one."""
-        found = self._parser.feed(text)
+    def parts(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> list[ChoicePart]:
+        """The same in the model's order: in each part that is reasoning, text, calls. At least one part."""
+        if self._counter is not None:
+            self._counter.add(token_ids)
+        found = self._reader.feed(text)
         if finish_reason is not None:
-            found += self._parser.finish()
+            found += self._reader.finish()
         parts = [ChoicePart()]
-        for item in found:
-            if isinstance(item, ToolCall):
-                self._add_call(item, parts[-1])
-            elif parts[-1].tool_calls:
-                parts.append(ChoicePart(item))
-            else:
-                parts[-1].content += item
-        ends_in_calls = finish_reason == "stop" and self._num_calls
+        for event in found:
+            self._add(event, parts)
+        ends_in_calls = finish_reason == "stop" and self._call_ids
         parts[-1].finish_reason = "tool_calls" if ends_in_calls else finish_reason
         return parts
 
+    def _add(self, event: Event, parts: list[ChoicePart]) -> None:
+        place = 2 if isinstance(event, ToolCall) else 0 if isinstance(event, Reasoning) else 1
+        if place < parts[-1].place:
+            parts.append(ChoicePart())
+        if isinstance(event, ToolCall):
+            self._add_call(event, parts[-1])
+        elif isinstance(event, Reasoning):
+            parts[-1].reasoning += event.text if self._shows_reasoning else ""
+        else:
+            parts[-1].content += event
+
     def _add_call(self, call: ToolCall, part: ChoicePart) -> None:
-        if self._max_calls is not None and self._num_calls >= self._max_calls:
+        if self._max_calls is not None and len(self._call_ids) >= self._max_calls:
             return
-        part.tool_calls.append(
-            ToolCallMessage(
-                index=self._num_calls,
-                id=f"chatcmpl-tool-{secrets.token_hex(8)}",
-                function=FunctionCall(call.name, call.arguments),
-            )
-        )
-        self._num_calls += 1
+        call_id = call.id
+        if call_id is None or call_id in self._call_ids:
+            call_id = f"chatcmpl-tool-{secrets.token_hex(8)}"
+        function = FunctionCall(call.name, call.arguments)
+        part.tool_calls.append(ToolCallMessage(index=len(self._call_ids), id=call_id, function=function))
+        self._call_ids.add(call_id)

@@ -15,9 +15,9 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.entrypoints.chat.tool_parser import PlainParser
+from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder
-from quire.entrypoints.openai.chat_prompt import chat_token_ids
+from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs_json
@@ -71,15 +71,21 @@ class ChatAnswer:
         self._tenant = tenant
         self._model = server.check_model(request.model)
         self._created = int(time.time())
-        self._uses_tools = tools_in_use(server, request)
+        self._tools = tools_in_use(server, request)
+        self._begin = PromptEnd()
         self._choices: dict[int, ChatChoiceBuilder] = {}
 
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
         engine.check_admission()
-        params = chat_params(request, engine.input_processor.default_sampling_params)
-        token_ids = await chat_token_ids(self._server, request, with_tools=self._uses_tools)
-        prompt = with_options(TokensPrompt(prompt_token_ids=token_ids), request)
+        params = chat_params(
+            request,
+            engine.input_processor.default_sampling_params,
+            shown_special_token_ids=self._server.answer_format.shown_ids,
+        )
+        chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
+        self._begin = chat.end
+        prompt = with_options(TokensPrompt(prompt_token_ids=chat.token_ids), request)
         note_max_tokens(request, params, [engine.input_processor.room(len(prompt["prompt_token_ids"]))])
         interval = engine.config.scheduler.stream_interval
         return Outputs(
@@ -90,6 +96,7 @@ class ChatAnswer:
             priority=request.priority,
             tenant=self._tenant,
             timeout_s=request.timeout,
+            trace_headers=request.trace_headers,
             stream_interval=interval,
         )
 
@@ -98,11 +105,13 @@ class ChatAnswer:
         meter = UsageMeter()
         meter.add(0, output)
         by_index = sorted(output.outputs, key=lambda completion: completion.index)
+        choices = [self._choice(completion) for completion in by_index]
+        meter.reasoning_tokens = self._reasoning_tokens
         return ChatCompletion(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[self._choice(completion) for completion in by_index],
+            choices=choices,
             system_fingerprint=FINGERPRINT,
             prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs),
             prompt_token_ids=output.prompt_token_ids if self._request.return_token_ids else UNSET,
@@ -139,19 +148,22 @@ class ChatAnswer:
                 yield self._chunk([opening], usage.of_opening(), output.prompt_token_ids)
         for completion in output.outputs:
             *earlier, last = self._chunk_choices(completion)
+            usage.note_reasoning(self._reasoning_tokens)
             told = usage.of_chunk(0, completion)
             for choice in earlier:
                 yield self._chunk([choice], usage.of_opening())
             yield self._chunk([last], told)
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
-        part = self._builder(completion).take(completion.text, completion.finish_reason)
+        part = self._builder(completion).take(completion.text, completion.token_ids, completion.finish_reason)
         for call in part.tool_calls:
             call.index = UNSET
         message = ChatMessage(
             role=ROLE,
             content=None if part.tool_calls and not part.content else part.content,
             tool_calls=part.tool_calls or UNSET,
+            reasoning=part.reasoning or UNSET,
+            reasoning_content=part.reasoning or UNSET,
         )
         return ChatChoice(
             index=completion.index,
@@ -172,13 +184,21 @@ class ChatAnswer:
 
         There is another one for each text that comes after a call; the tokens go with the first.
         """
-        parts = self._builder(completion).parts(completion.text, completion.finish_reason)
+        builder = self._builder(completion)
+        parts = builder.parts(completion.text, completion.token_ids, completion.finish_reason)
         for number, part in enumerate(parts):
             is_first = number == 0
-            content = UNSET if part.tool_calls and not part.content else part.content
+            has_more = part.tool_calls or part.reasoning
+            content = UNSET if has_more and not part.content else part.content
+            reasoning = part.reasoning or UNSET
             yield ChatChunkChoice(
                 index=completion.index,
-                delta=ChatDelta(content=content, tool_calls=part.tool_calls or UNSET),
+                delta=ChatDelta(
+                    content=content,
+                    tool_calls=part.tool_calls or UNSET,
+                    reasoning=reasoning,
+                    reasoning_content=reasoning,
+                ),
                 logprobs=self._logprobs(completion) if is_first else None,
                 finish_reason=part.finish_reason,
                 stop_reason=completion.stop_reason if part.finish_reason else UNSET,
@@ -206,9 +226,20 @@ class ChatAnswer:
         return builder
 
     def _new_builder(self) -> ChatChoiceBuilder:
-        make_parser = self._server.make_tool_parser if self._uses_tools else None
-        parser = make_parser() if make_parser is not None else PlainParser()
-        return ChatChoiceBuilder(parser, None if self._request.parallel_tool_calls else 1)
+        formats = self._server.answer_format
+        return ChatChoiceBuilder(
+            formats.reader(self._begin, self._tools),
+            formats.counter(self._begin),
+            shows_reasoning=self._request.include_reasoning,
+            max_calls=None if self._request.parallel_tool_calls else 1,
+        )
+
+    @property
+    def _reasoning_tokens(self) -> int | None:
+        """Of all choices; None if the model does not reason."""
+        if self._server.answer_format.formats.reasoning is None:
+            return None
+        return sum(builder.num_reasoning_tokens for builder in self._choices.values())
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self._request.logprobs:

@@ -5,20 +5,30 @@ Invariant: what the model's template does not read has no effect, and is noted a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.tokenizer import beside_loop
+from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.chat.template import OWN_VARIABLES, ChatTemplate
 from quire.entrypoints.openai.prompts import check_text
 from quire.entrypoints.openai.protocol.requests import ChatFields
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import ValidationError
 
-TEMPLATE_FIELDS = ("enable_thinking", "reasoning_effort")
+TEMPLATE_FIELDS = ("enable_thinking",)
 """Fields of a request that are options of the template, if it has them."""
 
 
-async def chat_token_ids(server: ServerState, fields: ChatFields, *, with_tools: bool = True) -> list[int]:
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as the model will read it, and where its answer begins."""
+
+    token_ids: list[int]
+    end: PromptEnd
+
+
+async def chat_prompt(server: ServerState, fields: ChatFields, *, with_tools: bool = True) -> ChatPrompt:
     """Render and tokenize off the event loop.
 
     Raises:
@@ -47,7 +57,9 @@ async def chat_token_ids(server: ServerState, fields: ChatFields, *, with_tools:
             f"the chat template takes longer than {limit:g} s for these messages", param="messages"
         ) from None
     check_text(server, chat.text, fields)
-    return await beside_loop(len(chat.text), chat.encode, tokenizer)
+    token_ids = await beside_loop(len(chat.text), chat.encode, tokenizer)
+    end = PromptEnd.of(chat.text, fields.messages, continues=fields.continue_final_message)
+    return ChatPrompt(token_ids, end)
 
 
 def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, Any]:
@@ -57,6 +69,8 @@ def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, A
         value = getattr(fields, name)
         if value is not None and _is_read(template, fields, name, name):
             options[name] = value
+    if fields.reasoning_effort is not None:
+        options.update(_effort(template, fields, fields.reasoning_effort))
     for name, value in (fields.chat_template_kwargs or {}).items():
         if name in OWN_VARIABLES:
             raise ValidationError(
@@ -65,6 +79,14 @@ def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, A
         if _is_read(template, fields, name, f"chat_template_kwargs.{name}"):
             options[name] = value
     return options
+
+
+def _effort(template: ChatTemplate, fields: ChatFields, effort: str) -> dict[str, Any]:
+    """How hard to think; a template that knows but whether to is told that."""
+    if "reasoning_effort" in template.variables or "enable_thinking" not in template.variables:
+        is_read = _is_read(template, fields, "reasoning_effort", "reasoning_effort")
+        return {"reasoning_effort": effort} if is_read else {}
+    return {} if fields.enable_thinking is not None else {"enable_thinking": effort != "none"}
 
 
 def _is_read(template: ChatTemplate, fields: ChatFields, name: str, shown: str) -> bool:

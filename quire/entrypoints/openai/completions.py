@@ -76,6 +76,7 @@ class CompletionAnswer:
             priority=request.priority,
             tenant=self._tenant,
             timeout_s=request.timeout,
+            trace_headers=request.trace_headers,
             stream_interval=interval,
         )
 

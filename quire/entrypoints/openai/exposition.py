@@ -2,7 +2,8 @@
 
 Invariant: a series is there once. Counters and histograms add up, and so do gauges of HTTP (`quire:http_...`), which
 each process has for itself. All other gauges are of the engine, whose statistics only the first process is told: its
-word counts. When a counter began (`_created`) is when the first of them began.
+word counts, as it does for what happens once and all of them see (`SEEN_BY_ALL`). When a counter began (`_created`) is
+when the first of them began.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 Family = Sequence[Any]
 """Name, documentation, type, and samples, each a name, labels and a value."""
 ADDED_TYPES = ("counter", "histogram", "summary", "gaugehistogram")
 ADDED_GAUGES = "quire:http_"
+SEEN_BY_ALL = ("quire:engine_core_deaths",)
 
 
-def families_of(registry: CollectorRegistry | Merged) -> list[Any]:
+def families_of(registry: Collector) -> list[Any]:
     """All that is in a registry, in data that can be sent to another process."""
     return [
         [
@@ -32,7 +34,7 @@ def families_of(registry: CollectorRegistry | Merged) -> list[Any]:
     ]
 
 
-class Merged:
+class Merged(Collector):
     """What several processes have measured, the first process first, for `generate_latest`."""
 
     def __init__(self, answers: Iterable[Sequence[Family]]) -> None:
@@ -62,6 +64,8 @@ def _join_of(name: str, kind: str, sample: str) -> Callable[[float, float], floa
     """How a value of one process and that of another make one."""
     if sample.endswith("_created"):
         return min
-    if kind in ADDED_TYPES or (kind == "gauge" and name.startswith(ADDED_GAUGES)):
+    if (kind in ADDED_TYPES and name not in SEEN_BY_ALL) or (
+        kind == "gauge" and name.startswith(ADDED_GAUGES)
+    ):
         return lambda one, other: one + other
     return lambda first, _: first

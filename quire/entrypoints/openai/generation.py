@@ -7,7 +7,7 @@ that ended in an error is raised, never passed on as text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +46,15 @@ class Outputs:
         priority: int = 0,
         tenant: str = "",
         timeout_s: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         stream_interval: int = 1,
     ) -> None:
-        terms: dict[str, Any] = {"priority": priority, "tenant": tenant, "timeout_s": timeout_s}
+        terms: dict[str, Any] = {
+            "priority": priority,
+            "tenant": tenant,
+            "timeout_s": timeout_s,
+            "trace_headers": trace_headers,
+        }
         generators = [
             _gathered(engine.generate(prompt, params, f"{request_id}-{index}", **terms), stream_interval)
             for index, prompt in enumerate(prompts)

@@ -7,7 +7,7 @@ in every case its coroutine has ended before `run` returns, so nothing keeps run
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -22,9 +22,14 @@ class ClientDisconnectedError(Exception):
 
 
 class InFlight:
-    """Runs generations against their clients' connections, and can wait for or cancel all of them."""
+    """Runs generations against their clients' connections, and can wait for or cancel all of them.
 
-    def __init__(self) -> None:
+    Args:
+        on_disconnect: called for every client that goes away before its answer is complete.
+    """
+
+    def __init__(self, on_disconnect: Callable[[], None] = lambda: None) -> None:
+        self._on_disconnect = on_disconnect
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -45,6 +50,7 @@ class InFlight:
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
+                self._on_disconnect()
                 raise ClientDisconnectedError
             if task.cancelled():
                 raise UnavailableError("the server is shutting down", retry_after=5)

@@ -21,7 +21,7 @@ from quire.entrypoints.openai.api_server import drain_signals
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.openai.welcome import base_url, ready_text
 from quire.errors import EngineDeadError, QuireError
-from quire.logging_setup import say
+from quire.logging_setup import say, say_error
 from quire.metrics.logging import LoggingStatLogger
 from quire.metrics.stats import IterationStats
 
@@ -101,7 +101,7 @@ class Lifecycle:
         """The HTTP server ends, and with it what it accepts itself."""
 
     def _tell_failed_start(self, error: QuireError) -> None:
-        say(f"error: {error}", "stderr")
+        say_error(f"error: {error}")
 
     def _tell_ready(self) -> None:
         say(self._ready_text())
@@ -184,7 +184,7 @@ class Lifecycle:
         while True:
             await asyncio.sleep(options.log_stats_interval)
             if (elsewhere := self._elsewhere()) is not None:
-                stats.record(elsewhere, None)
+                stats.record(elsewhere, None, 0)
             stats.log()
 
     def _ready_text(self) -> str:

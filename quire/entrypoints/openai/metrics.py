@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from quire.entrypoints.openai.exposition import Merged, families_of
 from quire.entrypoints.openai.state import ServerState, server_of
+from quire.metrics.families import VllmNames
 
 router = APIRouter()
 QUESTION = "metrics"
@@ -22,7 +23,8 @@ async def metrics(request: Request) -> Response:
     server = server_of(request)
     alone = server.siblings is None
     source = server.registry if alone else Merged(await server.everywhere(QUESTION))
-    return Response(generate_latest(source), media_type=CONTENT_TYPE_LATEST)
+    shown = VllmNames(source) if server.config.metrics_compat == "vllm" else source
+    return Response(generate_latest(shown), media_type=CONTENT_TYPE_LATEST)
 
 
 async def measured(server: ServerState) -> list[Any]:

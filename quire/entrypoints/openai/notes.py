@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from quire.errors import ValidationError
 
@@ -27,6 +27,8 @@ class Notes:
 
     def __init__(self, *, reject: bool = False) -> None:
         self._reject = reject
+        self.names: Mapping[str, str] = {}
+        """Names of fields, to those that the client knows, where its request was made into another."""
         self.ignored: list[str] = []
         self.adjusted: dict[str, int] = {}
 
@@ -39,7 +41,7 @@ class Notes:
         Raises:
             ValidationError: such fields are to be refused.
         """
-        field = _shortened(field)
+        field = _shortened(self.names.get(field, field))
         if self._reject:
             raise _unknown(field, honoured)
         if field not in self.ignored and len(self.ignored) < MAX_NOTES:

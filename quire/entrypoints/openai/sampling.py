@@ -6,7 +6,7 @@ Errors name the field that the client sent, also where the engine calls it by an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +44,12 @@ def completion_params(
     return _build(request, defaults, detokenize, params)
 
 
-def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def chat_params(
+    request: ChatCompletionRequest,
+    defaults: Mapping[str, Any],
+    *,
+    shown_special_token_ids: Sequence[int] = (),
+) -> SamplingParams:
     """Sampling parameters of a chat completion; without a limit it may fill the context.
 
     Raises:
@@ -63,7 +68,12 @@ def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any]) -> 
     if max_tokens is None:
         max_tokens = next((int(defaults[name]) for name in MAX_TOKENS_DEFAULTS if name in defaults), None)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _build(request, defaults, True, {"max_tokens": max_tokens, "logprobs": logprobs})
+    more = {
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "shown_special_token_ids": shown_special_token_ids,
+    }
+    return _build(request, defaults, True, more)
 
 
 def is_ranked(request: CompletionRequest) -> bool:

@@ -6,7 +6,8 @@ Invariant: one instance per app; `draining` only ever goes from False to True.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,12 +15,15 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
 from quire.config import ServerConfig
+from quire.entrypoints.chat.formats.choice import choose
+from quire.entrypoints.chat.formats.model import ModelFormat
 from quire.entrypoints.chat.template import ChatTemplate
-from quire.entrypoints.chat.tool_parser import ToolParser, resolve_tool_parser
 from quire.entrypoints.openai.bounded_threads import BoundedThreads
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring
 from quire.errors import ConfigError, NotFoundError, ValidationError
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
@@ -51,9 +55,9 @@ class ServerState:
     config: ServerConfig
     registry: CollectorRegistry
     keys: Keyring
+    in_flight: InFlight
     questions: Mapping[str, Question] = field(default_factory=dict)
     siblings: Siblings | None = None
-    in_flight: InFlight = field(default_factory=InFlight)
     renders: BoundedThreads = field(default_factory=BoundedThreads)
     draining: bool = False
 
@@ -85,9 +89,15 @@ class ServerState:
         return ChatTemplate.from_tokenizer(self.tokenizer, self.config.chat_template)
 
     @functools.cached_property
-    def make_tool_parser(self) -> Callable[[], ToolParser] | None:
-        """The class of the tool-call parser, None if there is none."""
-        return resolve_tool_parser(self.config.tool_call_parser, self.chat_template.source)
+    def answer_format(self) -> ModelFormat:
+        """How the model writes tool calls and reasoning.
+
+        Raises:
+            ConfigError: a parser is named that is none; and as `chat_template`.
+        """
+        config = self.config
+        formats = choose(config.tool_call_parser, config.reasoning_parser, self.chat_template.all_sources)
+        return ModelFormat(formats, self.tokenizer)
 
     @functools.cached_property
     def idle_fields(self) -> frozenset[str]:
@@ -109,13 +119,17 @@ class ServerState:
         """Meet errors of the chat template at start-up, not at the first request.
 
         Raises:
-            ConfigError: it is not valid, or runs for ever.
+            ConfigError: it is not valid, or runs for ever, or a parser is named that is none.
         """
         tokenizer = self.engine.tokenizer
+        choose(
+            self.config.tool_call_parser, self.config.reasoning_parser, None
+        )  # the names, whatever the model has
         if tokenizer is None or not (self.config.chat_template or tokenizer.chat_template):
             return
         try:
             await self.renders.run(lambda: self.chat_template)
+            logger.info("%s", self.answer_format.formats.told())
         except TimeoutError:
             limit = self.renders.limit_s
             raise ConfigError(

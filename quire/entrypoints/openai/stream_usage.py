@@ -37,6 +37,10 @@ class StreamUsage:
         """Take in an output, before its chunks are made."""
         self._meter.add_prompt(prompt_index, output)
 
+    def note_reasoning(self, num_tokens: int | None) -> None:
+        """How many tokens so far were reasoning; None if the model does not reason."""
+        self._meter.reasoning_tokens = num_tokens
+
     def of_opening(self) -> dict[str, Any]:
         """Fields of a chunk that has no tokens; OpenAI sends null with every chunk before the one with the usage."""
         if self._in_every_chunk:

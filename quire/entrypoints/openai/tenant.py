@@ -1,4 +1,5 @@
-"""On whose terms a request runs: whose share it takes, how urgent it is, whose prefix cache it sees, and for how long.
+"""On whose terms a request runs: whose share it takes, how urgent it is, whose prefix cache it sees, for how long, and
+of whose trace it is a part.
 
 Invariant: where keys are in use the key decides, and nothing that a client writes can change it.
 """
@@ -15,6 +16,9 @@ from quire.entrypoints.openai.state import server_of
 from quire.errors import ValidationError
 
 TIMEOUT_HEADER = "x-request-timeout"
+TRACE_HEADERS = ("traceparent", "tracestate")
+MAX_TRACE_CHARS = 512
+"""A longer one is passed over; so much of a `tracestate` all must take."""
 
 
 def tenant_of(request: Request, body: GenerationRequest) -> str:
@@ -29,6 +33,7 @@ def apply_terms(request: Request, body: GenerationRequest) -> None:
         ValidationError: its deadline is no number of seconds.
     """
     server, name = server_of(request), request.scope["state"].get("tenant")
+    body.join_trace(_trace_headers(request))
     body.timeout = _timeout(request, body) or server.config.request_timeout or None
     tenant = server.keys.tenants.get(name)
     if tenant is None:
@@ -36,6 +41,12 @@ def apply_terms(request: Request, body: GenerationRequest) -> None:
     body.priority = body.priority or tenant.priority
     if not tenant.shared_cache:
         body.cache_salt = _salt(name, body.cache_salt)
+
+
+def _trace_headers(request: Request) -> dict[str, str]:
+    """Of the client's trace, as W3C's Trace Context has them."""
+    given = {name: request.headers.get(name, "") for name in TRACE_HEADERS}
+    return {name: value for name, value in given.items() if 0 < len(value) <= MAX_TRACE_CHARS}
 
 
 def _timeout(request: Request, body: GenerationRequest) -> float | None:

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.tokenizer import beside_loop
-from quire.entrypoints.openai.chat_prompt import chat_token_ids
+from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.json_body import read_json
 from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi import body_schema
@@ -30,7 +30,7 @@ async def tokenize(request: Request) -> Response:
     if "messages" in raw:
         chat = checked(request, raw, TokenizeChatRequest)
         server.check_model(chat.model)
-        token_ids = await chat_token_ids(server, chat)
+        token_ids = (await chat_prompt(server, chat)).token_ids
         return await _tokenized(server, token_ids, chat.return_token_strs)
     body = checked(request, raw, TokenizeRequest)
     server.check_model(body.model)

@@ -43,6 +43,7 @@ class Piece:
     """What one piece of an answer adds. Each tool call has its index; pieces of one call join their arguments."""
 
     content: str = ""
+    reasoning: str = ""
     tool_calls: list[ToolCallMessage] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
@@ -124,6 +125,7 @@ async def respond_translated(
     """
     with renamed(names):
         chat = as_chat(request, fields)
+        chat.notes.names = names
         answer = ChatAnswer(server_of(request), chat, answer_id, tenant_of(request, chat))
         return await respond(request, chat, TranslatedAnswer(answer, writer), writer.wire)
 
@@ -163,6 +165,7 @@ def _piece(choice: ChatChunkChoice) -> Piece:
     delta = choice.delta
     return Piece(
         content="" if delta.content is UNSET else delta.content,
+        reasoning="" if delta.reasoning is UNSET else delta.reasoning,
         tool_calls=[] if delta.tool_calls is UNSET else delta.tool_calls,
         logprobs=choice.logprobs.content if choice.logprobs else [],
         finish_reason=choice.finish_reason,

@@ -8,7 +8,12 @@ from typing import Any
 from msgspec import UNSET
 
 from quire.entrypoints.openai.notes import Notes
-from quire.entrypoints.openai.protocol.responses import PromptTokensDetails, Timings, Usage
+from quire.entrypoints.openai.protocol.responses import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Timings,
+    Usage,
+)
 from quire.outputs import CompletionOutput, RequestOutput, RequestStateStats, joined_stats
 
 
@@ -24,6 +29,8 @@ class UsageMeter:
         self._cached_tokens: dict[int, int] = {}
         self._stats: dict[int, RequestStateStats] = {}
         self._completion_tokens = 0
+        self.reasoning_tokens: int | None = None
+        """Those of the completion tokens that were reasoning; None if the model does not reason."""
         self._sequences: set[tuple[int, int]] = set()
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
@@ -51,6 +58,9 @@ class UsageMeter:
             completion_tokens=self._completion_tokens,
             total_tokens=num_prompt_tokens + self._completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens.values())),
+            completion_tokens_details=UNSET
+            if self.reasoning_tokens is None
+            else CompletionTokensDetails(self.reasoning_tokens),
         )
 
     def timings(self) -> Timings:

@@ -127,7 +127,7 @@ async def test_fields_without_effect_are_named(client: httpx.AsyncClient) -> Non
     response = await client.post(PATH, json=body)
     assert response.status_code == 200
     named = response.headers["x-quire-ignored-fields"].split(", ")
-    assert named == ["messages[].content[].cache_control", "thinking"]
+    assert named == ["messages[].content[].cache_control", "thinking.budget_tokens", "thinking"]
 
 
 @pytest.mark.parametrize(

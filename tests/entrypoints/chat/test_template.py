@@ -164,17 +164,32 @@ def test_tool_call_arguments_are_an_object() -> None:
     assert render(source, [{"role": "assistant", "content": None, "tool_calls": [call]}]) == "2"
 
 
-def test_override(tmp_path: Path) -> None:
-    tokenizer = SimpleNamespace(
-        chat_template="own", bos_token=None, eos_token=None, special_tokens=frozenset()
+def model_with(**templates: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        chat_templates=templates, bos_token=None, eos_token=None, special_tokens=frozenset()
     )
+
+
+def test_override(tmp_path: Path) -> None:
+    tokenizer = model_with(default="own", rag="{{ 'for documents' }}")
     file = tmp_path / "template.jinja"
     file.write_text("from file")
     assert ChatTemplate.from_tokenizer(tokenizer).render(HI) == "own"
     assert ChatTemplate.from_tokenizer(tokenizer, file).render(HI) == "from file"
     assert ChatTemplate.from_tokenizer(tokenizer, "{{ 'inline' }}").render(HI) == "inline"
-    with pytest.raises(ConfigError, match="neither"):
+    assert ChatTemplate.from_tokenizer(tokenizer, "rag").render(HI) == "for documents"
+    with pytest.raises(ConfigError, match="neither a readable file nor template text nor default nor rag"):
         ChatTemplate.from_tokenizer(tokenizer, tmp_path / "missing")
-    tokenizer.chat_template = None
     with pytest.raises(ValidationError, match="no chat template"):
-        ChatTemplate.from_tokenizer(tokenizer)
+        ChatTemplate.from_tokenizer(model_with())
+
+
+def test_a_model_may_have_a_template_of_its_own_for_tools() -> None:
+    template = ChatTemplate.from_tokenizer(model_with(default="plain", tool_use="{{ tools | length }} tools"))
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert template.render(HI) == "plain"
+    assert template.render(HI, tools=[tool]) == "1 tools"
+    assert template.all_sources == "plain{{ tools | length }} tools"
+    override = ChatTemplate.from_tokenizer(model_with(default="a", tool_use="{{ tools }}"), "{{ 'mine' }}")
+    with pytest.raises(ValidationError, match="no place for tools"):
+        override.render(HI, tools=[tool])

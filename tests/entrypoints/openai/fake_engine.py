@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
 from quire.config import EngineConfig, ModelArch
@@ -43,6 +43,7 @@ class FakeTokenizer:
 
     def __init__(self, chat_template: str | None = TEMPLATE) -> None:
         self.chat_template = chat_template
+        self.chat_templates = {} if chat_template is None else {"default": chat_template}
 
     def min_num_tokens(self, text: str) -> int:
         return 0
@@ -96,6 +97,7 @@ class FakeEngine:
         self.seen: list[tuple[Any, SamplingParams]] = []
         self.tenants: list[str] = []
         self.timeouts: list[float | None] = []
+        self.trace_headers: list[Mapping[str, str] | None] = []
         self.late_after: int | None = None
         self.is_full = False
         self.stat_loggers: list[StatLogger] = []
@@ -157,6 +159,7 @@ class FakeEngine:
         priority: int = 0,
         tenant: str = "",
         timeout_s: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
         tokenized = self.input_processor.tokenize(prompt)
@@ -165,6 +168,7 @@ class FakeEngine:
         )
         self.tenants.append(tenant)
         self.timeouts.append(timeout_s)
+        self.trace_headers.append(trace_headers)
         self.seen.append((prompt, sampling_params))
         text = self.tokenizer.decode(tokenized.token_ids, skip_special_tokens=False) if self.tokenizer else ""
         sequences = [
@@ -225,7 +229,7 @@ class FakeEngine:
     def _tell_loggers(self, num_running: int) -> None:
         for stat_logger in self.stat_loggers:
             stat_logger.record(
-                IterationStats(num_generation_tokens=num_running), SchedulerStats(num_running=num_running)
+                IterationStats(num_generation_tokens=num_running), SchedulerStats(num_running=num_running), 0
             )
 
 

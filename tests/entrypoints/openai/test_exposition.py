@@ -28,7 +28,7 @@ class Measured:
         request = FinishedRequestStats("stop", 3, num_tokens, 0, 0, None, 0.4, 0.1, 0.2, 0.1)
         stats = IterationStats(num_prompt_tokens=3, num_generation_tokens=num_tokens, finished=[request])
         stats.time_to_first_token_s = [num_tokens / 10]
-        self.stats.record(stats, None)
+        self.stats.record(stats, None, 0)
         self.requests.labels(status).inc()
         self.open.inc()
 
@@ -62,12 +62,23 @@ def test_what_was_counted_in_several_processes_adds_up(counts: list[tuple[int, i
 
 def test_the_engines_state_is_what_the_first_process_says() -> None:
     first, other = Measured(), Measured()
-    first.stats.record(IterationStats(), SchedulerStats(num_running=3, num_waiting=2, kv_cache_usage=0.5))
+    first.stats.record(IterationStats(), SchedulerStats(num_running=3, num_waiting=2, kv_cache_usage=0.5), 0)
     merged = values(generate_latest(Merged([families_of(first.registry), families_of(other.registry)])))
     state = {name.partition("{")[0]: value for name, value in merged.items()}
     assert state["quire:num_requests_running"] == 3
     assert state["quire:num_requests_waiting"] == 2
     assert state["quire:kv_cache_usage_perc"] == 0.5
+
+
+def test_a_death_that_every_process_saw_is_one_and_what_each_lost_adds_up() -> None:
+    processes = [Measured() for _ in range(3)]
+    for number, process in enumerate(processes):
+        process.stats.core_died(0, number, 1)
+    merged = values(generate_latest(Merged([families_of(each.registry) for each in processes])))
+    seen = {name.partition("{")[0]: value for name, value in merged.items()}
+    assert seen["quire:engine_core_deaths_total"] == 1
+    assert seen["quire:engine_core_resumed_requests_total"] == 3
+    assert seen["quire:engine_core_failed_requests_total"] == 3
 
 
 def test_a_series_began_when_its_first_process_did() -> None:

@@ -54,7 +54,7 @@ IGNORED: list[tuple[dict[str, Any], list[str]]] = [
                    {"role": "tool", "tool_call_id": "1", "content": "x"}]},
      ["messages[].refusal", "messages[].tool_calls[].index"]),
     ({"tools": [tool(strict=True, cache_control={})]}, ["tools[].strict", "tools[].cache_control"]),
-    ({"tools": [tool(function={"name": "f", "strict": True})] * 3}, ["tools[].function.strict"]),
+    ({"tools": [tool(function={"name": name, "strict": True}) for name in "fgh"]}, ["tools[].function.strict"]),
     ({"stream": True, "stream_options": {"include_obfuscation": True, "foo": 1}},
      ["stream_options.include_obfuscation", "stream_options.foo"]),
 ]  # fmt: skip

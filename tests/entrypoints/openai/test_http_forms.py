@@ -62,11 +62,26 @@ async def test_preflight_of_openai_js() -> None:
     assert "x-quire-ignored-fields" in exposed
 
 
-async def test_bodies_may_have_no_type_and_a_byte_order_mark(client: httpx.AsyncClient) -> None:
-    for content, headers in ((BODY, {}), (b"\xef\xbb\xbf" + BODY, JSON)):
-        assert (await client.post(PATH, content=content, headers=headers)).status_code == 200
-    from_a_page = await client.post(PATH, content=BODY, headers={"origin": "http://evil.test"})
-    assert from_a_page.status_code == 415
+async def test_bodies_may_have_a_byte_order_mark(client: httpx.AsyncClient) -> None:
+    assert (await client.post(PATH, content=b"\xef\xbb\xbf" + BODY, headers=JSON)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [None, "text/plain; charset=utf-8", "application/octet-stream", "application/x-www-form-urlencoded"],
+)
+async def test_bodies_may_be_undeclared_but_not_from_a_page(
+    client: httpx.AsyncClient, declared: str | None
+) -> None:
+    headers = {} if declared is None else {"content-type": declared}
+    assert (await client.post(PATH, content=BODY, headers=headers)).status_code == 200
+    for of_a_browser in (
+        {"origin": "http://evil.test"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+    ):
+        from_a_page = await client.post(PATH, content=BODY, headers=headers | of_a_browser)
+        assert from_a_page.status_code == 415
 
 
 @pytest.mark.parametrize("num_chars", [1, 1000, 3000])

@@ -142,7 +142,7 @@ def test_tokens_that_were_computed_are_paid_before_the_next_request() -> None:
     )
     meters["a"].enter()
     ended = FinishedRequestStats("stop", 100, 30, 40, 0, None, 0, 0, 0, 0, tenant="a")
-    meters.record(IterationStats(finished=[ended]), None)
+    meters.record(IterationStats(finished=[ended]), None, 0)
     meters["a"].leave()
     with pytest.raises(RateLimitError, match="60 tokens per minute") as error:
         meters["a"].enter()

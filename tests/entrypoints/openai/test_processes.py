@@ -266,6 +266,7 @@ def test_limits_of_a_tenant_hold_in_total_whichever_process_is_asked(
         elif kind == "enter":
             outcomes = [_enters(meters, name) for meters in (single, several[process])]
             assert outcomes[0] == outcomes[1]
+            assert single[name].headers() == several[process][name].headers()
             running += [(name, process)] if outcomes[0] is None else []
         elif kind == "leave" and running:
             left, where = running.pop()
@@ -274,7 +275,7 @@ def test_limits_of_a_tenant_hold_in_total_whichever_process_is_asked(
         elif kind == "tokens":
             ended = FinishedRequestStats("stop", amount, 1, 0, 0, None, 0, 0, 0, 0, tenant=name)
             for meters in (single, several[process]):
-                meters.record(IterationStats(finished=[ended]), None)
+                meters.record(IterationStats(finished=[ended]), None, 0)
 
 
 def _enters(meters: Meters, name: str) -> str | None:

@@ -117,6 +117,7 @@ async def test_clients_know_an_overflow_by_code_and_text(
         )
         assert error["message"].startswith("This model's maximum context length is 4096 tokens")
         assert f"tokens in the {field}" in error["message"]
+        assert "prompt is too long" in error["message"]  # by which LangChain knows it
     beyond = (await client.post(path, json={**body, "max_tokens": 4097})).json()["error"]
     assert (beyond["code"], beyond["param"]) == (400, "max_tokens")
 

@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import httpx
+import pytest
 
 from quire.config import ServerConfig
-from quire.entrypoints.chat.tool_parser import TOOL_PARSERS
+from quire.entrypoints.chat.formats.tools import TOOL_FORMATS
 from quire.entrypoints.openai.app import build_app
+from quire.errors import ConfigError
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
 
@@ -85,6 +87,7 @@ async def test_metrics_do_not_grow_with_strange_requests(client: httpx.AsyncClie
     await client.post("/v1/completions", json={"prompt": "hi"})
     await client.get("/x")
     await client.request("FOO0", "/v1/completions")
+    await client.get("/v1/models/m")
     await client.get("/metrics")
     before = (await client.get("/metrics")).text
     assert 'quire:http_requests_total{handler="/v1/completions",method="POST",status="200"} 1.0' in before
@@ -107,10 +110,16 @@ async def test_client_request_id_is_no_key(client: httpx.AsyncClient) -> None:
     assert "same" not in ids
 
 
-def test_parser_choices_are_the_registry(engine: FakeEngine) -> None:
-    choices = ServerConfig.__dataclass_fields__["tool_call_parser"].metadata["option"].choices
-    assert choices == ("auto", "none", *TOOL_PARSERS)
-    assert build_app(engine, ServerConfig()).state.server.make_tool_parser is TOOL_PARSERS["hermes"]  # type: ignore[arg-type]
+def test_the_formats_of_answers_are_chosen_by_the_template(engine: FakeEngine) -> None:
+    formats = build_app(engine, ServerConfig()).state.server.answer_format.formats  # type: ignore[arg-type]
+    assert formats.tools is TOOL_FORMATS.resolve("hermes")
+    assert formats.reasoning is None
+
+
+async def test_a_parser_that_is_none_is_told_at_the_start(engine: FakeEngine) -> None:
+    state = build_app(engine, ServerConfig(tool_call_parser="hermse")).state.server  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"--tool-call-parser must be one of auto, none, .*hermes"):
+        await state.prepare()
 
 
 def test_app_loads_neither_torch_nor_transformers() -> None:

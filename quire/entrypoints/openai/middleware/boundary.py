@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.entrypoints.openai.errors import response_of
 from quire.entrypoints.openai.in_flight import ClientDisconnectedError
 from quire.entrypoints.openai.notes import Notes
+from quire.log_format import request_id as log_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class Boundary:
         request_id = secrets.token_hex(12)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        in_log = log_request_id.set(request_id)
         has_begun = False
 
         async def send_with_headers(message: Message) -> None:
@@ -51,3 +53,5 @@ class Boundary:
                 logger.error("request %s failed after its response began", request_id, exc_info=error)
             else:
                 await response_of(error, request_id)(scope, receive, send_with_headers)
+        finally:
+            log_request_id.reset(in_log)

@@ -11,43 +11,61 @@ import math
 import time
 from collections.abc import Callable, Mapping, MutableSequence
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.engine.ledger import Column, Ledger, Page
 from quire.entrypoints.openai.errors import request_id_of, response_of
 from quire.entrypoints.openai.keys import Tenant
 from quire.errors import RateLimitError
-from quire.metrics.stats import IterationStats
+from quire.metrics.stats import IterationStats, StatLogger
 from quire.scheduler.output import SchedulerStats
 
 Clock = Callable[[], float]
+PREFIX = "x-ratelimit-"
+RATE_LIMIT_HEADERS = tuple(
+    f"{PREFIX}{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
 
 
 class Bucket:
     """A minute's allowance, which fills steadily; `limit` None: there is no end of it.
 
-    `cells` are how much of it is used up, and when it was so much; 0 and 0 at first.
+    `cells` are how much of it was used up, and when; 0 and 0 at first.
     """
 
     def __init__(
         self, limit: int | None, clock: Clock, cells: MutableSequence[float] | memoryview[float]
     ) -> None:
+        self.limit = limit
         self._limit = math.inf if limit is None else float(limit)
         self._cells = cells
         self._clock = clock
 
     def wait_s(self, wanted: float) -> float:
         """Seconds until `wanted` is there; 0: now."""
-        if self._limit == math.inf:
+        if self.limit is None:
             return 0.0
-        used, since = self._cells
-        now = self._clock()
-        used = max(0.0, used - (now - since) * self._limit / 60)
-        self._cells[0], self._cells[1] = used, now
-        return max(0.0, (wanted + used - self._limit) * 60 / self._limit)
+        return max(0.0, (wanted + self._used() - self._limit) * 60 / self._limit)
+
+    def headers(self, unit: str) -> list[tuple[bytes, bytes]]:
+        """The allowance, what is left of it, and when it is whole again, as OpenAI tells it; none if it has no end."""
+        if self.limit is None:
+            return []
+        values = {
+            "limit": str(self.limit),
+            "remaining": str(max(0, math.floor(self._limit - self._used()))),
+            "reset": duration(self.wait_s(self._limit)),
+        }
+        return [(f"{PREFIX}{what}-{unit}".encode(), value.encode()) for what, value in values.items()]
 
     def take(self, amount: float) -> None:
-        self._cells[0] += amount
+        if self.limit is not None:
+            self._cells[0], self._cells[1] = self._used() + amount, self._clock()
+
+    def _used(self) -> float:
+        """As of now."""
+        used, since = self._cells
+        return max(0.0, used - (self._clock() - since) * self._limit / 60)
 
 
 class Meter:
@@ -91,13 +109,27 @@ class Meter:
     def leave(self) -> None:
         self._page.add(self._column, -1)
 
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What a response tells of the limits."""
+        with self._page.ledger.locked():
+            return [*self._requests.headers("requests"), *self._tokens.headers("tokens")]
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI writes it, and Go: 20ms, 1.5s, 6m0s."""
+    ms = math.ceil(seconds * 1000)
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, ms = divmod(ms, 60_000)
+    return f"{minutes}m{ms / 1000:g}s" if minutes else f"{ms / 1000:g}s"
+
 
 def _refuse_for(wait_s: float, limit: str) -> None:
     if wait_s > 0:
         raise RateLimitError(f"the limit of this key is {limit}", retry_after=math.ceil(wait_s))
 
 
-class Meters:
+class Meters(StatLogger):
     """All tenants' meters; as a logger of the engine's statistics it sees the tokens of every request that ended."""
 
     def __init__(
@@ -111,7 +143,7 @@ class Meters:
     def __getitem__(self, tenant: str) -> Meter:
         return self._meters[tenant]
 
-    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
         for one in iteration.finished:
             if one.tenant in self._meters:
                 num_computed = one.num_prompt_tokens - one.num_cached_tokens
@@ -119,7 +151,10 @@ class Meters:
 
 
 class Quota:
-    """429 with Retry-After for work of a tenant who has used up what it may; what only asks is free."""
+    """429 with Retry-After for work of a tenant who has used up what it may; what only asks is free.
+
+    Every answer to work says what is left of the limits.
+    """
 
     def __init__(self, app: ASGIApp, meters: Meters) -> None:
         self._app = app
@@ -131,12 +166,18 @@ class Quota:
             await self._app(scope, receive, send)
             return
         meter = self._meters[tenant]
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *meter.headers()]
+            await send(message)
+
         try:
             meter.enter()
         except RateLimitError as error:
-            await response_of(error, request_id_of(scope))(scope, receive, send)
+            await response_of(error, request_id_of(scope))(scope, receive, send_with_limits)
             return
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send_with_limits)
         finally:
             meter.leave()

@@ -34,7 +34,8 @@ from quire.entrypoints.openai.processes.messages import (
 )
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
-from quire.metrics.stats import IterationStats
+from quire.logging_setup import configure_logging
+from quire.metrics.stats import IterationStats, StatLogger
 from quire.scheduler.output import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -79,13 +80,13 @@ class MemberLifecycle(Lifecycle):
         """The first process does."""
 
 
-class TokenCounts:
+class TokenCounts(StatLogger):
     """Writes to the ledger what was computed for this process's requests, for the first one's log."""
 
     def __init__(self, page: Page) -> None:
         self._page = page
 
-    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None) -> None:
+    def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
         self._page.add(Column.COMPUTED_TOKENS, iteration.num_prompt_tokens - iteration.num_cached_tokens)
         self._page.add(Column.GENERATED_TOKENS, iteration.num_generation_tokens)
 
@@ -161,5 +162,6 @@ async def serve(channel_end: socket.socket, door: socket.socket, ledger: IO[byte
     except (asyncio.IncompleteReadError, OSError):
         return 1
     assert isinstance(hello, Hello)
+    configure_logging(hello.engine.observability.log_level, hello.engine.observability.log_format)
     members.append(Membership(hello, channel, door, ledger))
     return await members[0].run()

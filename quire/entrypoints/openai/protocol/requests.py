@@ -89,6 +89,15 @@ class GenerationRequest(RequestModel):
     cache_salt: str | None = Field(None, min_length=1, max_length=128)
     user: str | None = Field(None, max_length=256)
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    _trace_headers: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def trace_headers(self) -> dict[str, str]:
+        """The headers of the trace that the request is part of, if it is."""
+        return self._trace_headers
+
+    def join_trace(self, headers: dict[str, str]) -> None:
+        self._trace_headers = headers
 
 
 class CompletionRequest(GenerationRequest):
@@ -116,7 +125,7 @@ class ChatFields(RequestModel):
     """What decides how a conversation becomes a prompt."""
 
     messages: Messages
-    tools: list[Tool] | None = Field(None, max_length=1024)
+    tools: list[Tool] | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -133,6 +142,7 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     top_logprobs: int | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
 
 class TokenizeRequest(RequestModel):

@@ -15,11 +15,23 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
 class Usage(msgspec.Struct):
+    """`completion_tokens_details` is there if the model reasons."""
+
     prompt_tokens: int = 0
     total_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails = field(default_factory=PromptTokensDetails)
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+    @property
+    def reasoning_tokens(self) -> int:
+        details = self.completion_tokens_details
+        return 0 if details is UNSET else details.reasoning_tokens
 
 
 class Timings(msgspec.Struct):
@@ -104,10 +116,14 @@ class ToolCallMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct):
+    """What the model reasoned has two names: `reasoning_content` is the older one, which many clients read."""
+
     role: str
     content: str | None
     refusal: None = None
     tool_calls: list[ToolCallMessage] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -138,6 +154,8 @@ class ChatDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallMessage] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

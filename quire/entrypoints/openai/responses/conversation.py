@@ -21,6 +21,7 @@ CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 """Chat's names of fields, to those of the Responses API."""
 STATEFUL = ("store", "background", "previous_response_id", "conversation", "prompt")
@@ -47,6 +48,9 @@ def chat_fields(request: ResponsesRequest) -> Fields:
         if request.tools:  # the tokens of a call would stand among those of the text
             raise ValidationError("logprobs are not supported together with tools", param="top_logprobs")
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+    effort = (request.reasoning or {}).get("effort")
+    if effort is not None:
+        fields["reasoning_effort"] = effort
     form = (request.text or {}).get("format")
     return fields if form is None else {**fields, "response_format": _response_format(form)}
 
@@ -81,16 +85,41 @@ def _messages(request: ResponsesRequest) -> list[Fields]:
 def _add_item(messages: list[Fields], item: Fields, where: str) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        messages.append(_message(item, where))
+        _add_message(messages, _message(item, where))
     elif kind == "function_call":
         _add_call(messages, item, where)
     elif kind == "function_call_output":
         messages.append(_call_output(item, where))
-    elif kind != "reasoning":  # no model of ours gave it, and none reads it
+    elif kind == "reasoning":
+        thought = _thought(item, where)
+        if thought:
+            _add_message(messages, {"role": "assistant", "content": "", "reasoning": thought})
+    else:
         raise ValidationError(
             f"{where}.type must be message, function_call or function_call_output, got {kind!r:.60}",
             param=f"{where}.type",
         )
+
+
+def _add_message(messages: list[Fields], message: Fields) -> None:
+    """What was reasoned is part of the message after it."""
+    before = messages[-1] if messages else {}
+    is_open = bool(before.get("reasoning")) and not before["content"] and "tool_calls" not in before
+    if is_open and message["role"] == "assistant":
+        messages[-1] = {**message, "reasoning": before["reasoning"] + message.get("reasoning", "")}
+    else:
+        messages.append(message)
+
+
+def _thought(item: Fields, where: str) -> str:
+    """The text of an item that this server gave; what others encrypted is not to be read."""
+    parts = item.get("content") or []
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise ValidationError(f"{where}.content must be a list of texts", param=f"{where}.content")
+    texts = [part.get("text", "") for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValidationError(f"{where}.content must be a list of texts", param=f"{where}.content")
+    return "".join(texts)
 
 
 def _message(item: Fields, where: str) -> Fields:

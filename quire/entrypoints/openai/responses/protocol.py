@@ -16,8 +16,8 @@ from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.protocol.requests import RequestModel
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob
 
-WITHOUT_EFFECT = ("reasoning", "stream_options")
-"""Fields that change nothing: there is no reasoning here, and no padding of the stream."""
+WITHOUT_EFFECT = ("stream_options",)
+"""Fields that change nothing: there is no padding of the stream."""
 
 
 PART = Place(frozenset({"type", "text", "refusal"}))
@@ -31,7 +31,11 @@ TOOL = Place(frozenset({"type", "name", "description", "parameters"}))
 class ResponsesRequest(RequestModel):
     """POST /v1/responses; the fields from `top_k` on are quire's own."""
 
-    inner: ClassVar[Mapping[str, Place]] = {"input": ITEM, "tools": TOOL}
+    inner: ClassVar[Mapping[str, Place]] = {
+        "input": ITEM,
+        "tools": TOOL,
+        "reasoning": Place(frozenset({"effort"})),
+    }
 
     model: str | None = None
     input: str | list[dict[str, Any]]
@@ -41,7 +45,7 @@ class ResponsesRequest(RequestModel):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     text: dict[str, Any] | None = None
@@ -99,6 +103,19 @@ class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
     role: str = "assistant"
 
 
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    text: str = ""
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """Nobody sums reasoning up here: it is all there."""
+
+    id: str
+    status: str
+    summary: list[Any] = field(default_factory=list)
+    content: list[ReasoningText] = field(default_factory=list)
+
+
 class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     id: str
     status: str
@@ -107,7 +124,7 @@ class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     arguments: str = ""
 
 
-Item = MessageItem | CallItem
+Item = MessageItem | ReasoningItem | CallItem
 
 
 class Problem(msgspec.Struct):
@@ -196,11 +213,19 @@ class PartEvent(Event, kw_only=True):
 
 
 class PartAdded(PartEvent, tag="response.content_part.added", kw_only=True):
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class PartDone(PartEvent, tag="response.content_part.done", kw_only=True):
-    part: OutputText
+    part: OutputText | ReasoningText
+
+
+class ReasoningDelta(PartEvent, tag="response.reasoning_text.delta", kw_only=True):
+    delta: str
+
+
+class ReasoningDone(PartEvent, tag="response.reasoning_text.done", kw_only=True):
+    text: str
 
 
 class TextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):

@@ -30,10 +30,15 @@ from quire.entrypoints.openai.responses.protocol import (
     ItemAdded,
     ItemDone,
     MessageItem,
+    OutputDetails,
     OutputText,
     PartAdded,
     PartDone,
     Problem,
+    ReasoningDelta,
+    ReasoningDone,
+    ReasoningItem,
+    ReasoningText,
     ResponseObject,
     ResponsesRequest,
     ResponseUsage,
@@ -73,7 +78,9 @@ class ResponseWriter:
         yield InProgress(response=self._response)
 
     def take(self, piece: Piece) -> Iterator[msgspec.Struct]:
-        if piece.content or piece.logprobs:
+        if piece.reasoning:
+            yield from self._reasoning(piece.reasoning)
+        if piece.content or (piece.logprobs and not piece.reasoning):
             yield from self._text(piece)
         for call in piece.tool_calls:
             yield from self._call(call)
@@ -89,6 +96,7 @@ class ResponseWriter:
             input_tokens_details=InputDetails(usage.prompt_tokens_details.cached_tokens),
             output_tokens=usage.completion_tokens,
             total_tokens=usage.total_tokens,
+            output_tokens_details=OutputDetails(usage.reasoning_tokens),
         )
         ended = Completed if response.status == "completed" else EndedIncomplete
         yield ended(response=response)
@@ -100,10 +108,20 @@ class ResponseWriter:
     def _index(self) -> int:
         return len(self._response.output) - 1
 
+    def _reasoning(self, text: str) -> Iterator[msgspec.Struct]:
+        item = self._response.output[-1] if self._is_open else None
+        if not isinstance(item, ReasoningItem):
+            item = ReasoningItem(self._new_id("rs"), "in_progress")
+            yield from self._open(item)
+            item.content.append(ReasoningText())
+            yield PartAdded(item_id=item.id, output_index=self._index, part=ReasoningText())
+        self._pieces.append(text)
+        yield ReasoningDelta(item_id=item.id, output_index=self._index, delta=text)
+
     def _text(self, piece: Piece) -> Iterator[msgspec.Struct]:
         item = self._response.output[-1] if self._is_open else None
         if not isinstance(item, MessageItem):
-            item = self._new_message()
+            item = MessageItem(self._new_id("msg"), "in_progress")
             yield from self._open(item)
             item.content.append(OutputText())
             yield PartAdded(item_id=item.id, output_index=self._index, part=OutputText())
@@ -137,6 +155,11 @@ class ResponseWriter:
         if isinstance(item, CallItem):
             item.arguments = whole
             yield ArgumentsDone(item_id=item.id, output_index=self._index, name=item.name, arguments=whole)
+        elif isinstance(item, ReasoningItem):
+            (thought,) = item.content
+            thought.text = whole
+            yield ReasoningDone(item_id=item.id, output_index=self._index, text=whole)
+            yield PartDone(item_id=item.id, output_index=self._index, part=thought)
         else:
             (part,) = item.content
             part.text = whole
@@ -146,7 +169,7 @@ class ResponseWriter:
 
     def _end(self, finish_reason: str) -> Iterator[msgspec.Struct]:
         """An answer without any text is a message, too."""
-        if not self._response.output:
+        if all(isinstance(item, ReasoningItem) for item in self._response.output):
             yield from self._text(Piece())
         reason = INCOMPLETE.get(finish_reason)
         self._response.status = "completed" if reason is None else "incomplete"
@@ -154,9 +177,8 @@ class ResponseWriter:
         if reason is not None:
             self._response.incomplete_details = Incomplete(reason)
 
-    def _new_message(self) -> MessageItem:
-        stem = self._response.id.removeprefix("resp_")
-        return MessageItem(f"msg_{stem}_{len(self._response.output)}", "in_progress")
+    def _new_id(self, kind: str) -> str:
+        return f"{kind}_{self._response.id.removeprefix('resp_')}_{len(self._response.output)}"
 
     def _failure(self, error: BaseException, request_id: str) -> bytes:
         sentence = body_of(error, request_id)["error"]["message"]

@@ -1,0 +1,98 @@
+"""Which formats a model's answers are read in: those that were named, or those that its chat template speaks of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from quire.entrypoints.chat.formats.answer import AnswerParser, AnswerReader
+from quire.entrypoints.chat.formats.events import Event, Tools
+from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
+from quire.entrypoints.chat.formats.harmony import MARKERS as HARMONY_MARKERS
+from quire.entrypoints.chat.formats.harmony import HarmonyReader
+from quire.entrypoints.chat.formats.reasoning import REASONING_FORMATS
+from quire.entrypoints.chat.formats.tools import TOOL_FORMATS
+from quire.plugins import PluginTable
+
+HARMONY = ("openai", "openai_gptoss")
+Row = TypeVar("Row", ToolFormat, ReasoningFormat)
+
+
+class PlainReader:
+    """Where there is nothing to be found: everything is text."""
+
+    in_reasoning = False
+
+    def feed(self, text: str) -> list[Event]:
+        return [text] if text else []
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How a model writes what is not plain text; None: it writes nothing of the kind."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+    def told(self) -> str:
+        """For the log."""
+        tools = self.tools.name if self.tools else "none"
+        reasoning = self.reasoning.name if self.reasoning else "none"
+        return f"tool calls are read as {tools} (--tool-call-parser), reasoning as {reasoning} (--reasoning-parser)"
+
+    @property
+    def is_harmony(self) -> bool:
+        return any(row is not None and row.name in HARMONY for row in (self.tools, self.reasoning))
+
+    def reader(self, prompt: str, tools: Tools | None, *, continued: str = "") -> AnswerReader:
+        """Reads one answer.
+
+        Args:
+            prompt: what the answer follows; its end says whether that is reasoning.
+            tools: those of the request, if it may be answered with calls.
+            continued: the message that the answer goes on with, if there is one.
+        """
+        if self.is_harmony:
+            return HarmonyReader(prompt, has_tools=tools is not None)
+        tool_format = self.tools if tools is not None else None
+        if tool_format is None and self.reasoning is None:
+            return PlainReader()
+        in_reasoning = self.reasoning is not None and self.reasoning.is_open_after(prompt, continued)
+        return AnswerParser(tool_format, self.reasoning, tools, in_reasoning=in_reasoning)
+
+    def shown_tokens(self, special_tokens: Iterable[str]) -> frozenset[str]:
+        """Those of a tokenizer's special tokens that must be in the text for it to be read."""
+        rows = [row for row in (self.tools, self.reasoning) if row is not None]
+        more = HARMONY_MARKERS if self.is_harmony else ()
+        return frozenset(
+            token for token in special_tokens if token in more or any(row.shows(token) for row in rows)
+        )
+
+
+def choose(tool_name: str, reasoning_name: str, chat_template: str | None) -> AnswerFormat:
+    """The formats of these names; "auto" goes by the chat template, "none" is none.
+
+    Raises:
+        ConfigError: there is no format of a name.
+    """
+    return AnswerFormat(
+        _choose(TOOL_FORMATS, tool_name, chat_template),
+        _choose(REASONING_FORMATS, reasoning_name, chat_template),
+    )
+
+
+def _choose(table: PluginTable[Row], name: str, chat_template: str | None) -> Row | None:
+    if name == "none":
+        return None
+    if name != "auto":
+        return table.resolve(name)
+    rows = (table.resolve(known) for known in table.names())
+    return next((row for row in rows if _speaks_of(chat_template or "", row)), None)
+
+
+def _speaks_of(chat_template: str, row: ToolFormat | ReasoningFormat) -> bool:
+    return any(all(word in chat_template for word in words) for words in row.evidence)

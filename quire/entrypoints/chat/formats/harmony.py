@@ -1,0 +1,131 @@
+"""Harmony, the language of gpt-oss: an answer is a row of messages, each with a channel and perhaps a recipient.
+
+Reasoning is `<|channel|>analysis<|message|>...<|end|>`, a call is `<|start|>assistant<|channel|>commentary
+to=functions.f <|constrain|>json<|message|>{...}<|call|>`, and what is for the user is in the channel `final`, or in
+`commentary` without a recipient.
+"""
+
+from __future__ import annotations
+
+import re
+
+from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
+from quire.entrypoints.chat.formats.markers import Markers
+from quire.entrypoints.chat.formats.syntax import json_object
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+RECIPIENT = re.compile(r"to=functions\.([\w.\-]+)")
+
+
+class HarmonyReader:
+    """Reads one answer; see `AnswerReader`.
+
+    Args:
+        prompt: what the answer goes on with; only its end is looked at.
+        has_tools: messages to functions are calls; without tools they are text.
+    """
+
+    def __init__(self, prompt: str = "", *, has_tools: bool = True) -> None:
+        self._has_tools = has_tools
+        self._thinks = False
+        self._recipient: str | None = None
+        self._in_message = Markers([*ENDS, START, CHANNEL])
+        self._in_head = Markers(MARKERS)
+        _, _, begun = prompt.rstrip().rpartition(START)
+        head, message, said = begun.partition(MESSAGE)
+        self._head = head if CHANNEL in head else ""
+        self._is_head = True
+        self._space: list[str] = []
+        """What stands before the first head, if it is but white space."""
+        self._held = ""
+        self._call: list[str] = []
+        if message and not said:
+            self._end_head()
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._is_head or self._thinks
+
+    def feed(self, text: str) -> list[Event]:
+        found: list[Event] = []
+        text, self._held = self._held + text, ""
+        while text:
+            text = self._read_head(text, found) if self._is_head else self._read_message(text, found)
+        return found
+
+    def finish(self) -> list[Event]:
+        found: list[Event] = []
+        if not (self._is_head and self._head):
+            self._take("".join([*self._space, self._held]), found)
+        self._end_message(found, cut_off=True)
+        return found
+
+    def _end_head(self) -> None:
+        """The head is complete; its message follows."""
+        _, _, rest = self._head.partition(CHANNEL)
+        self._thinks = re.split(r"[\s<]", rest.lstrip(), maxsplit=1)[0] == "analysis"
+        recipient = RECIPIENT.search(self._head)
+        self._recipient = recipient[1] if recipient and self._has_tools else None
+        self._is_head = False
+
+    def _read_head(self, text: str, found: list[Event]) -> str:
+        """Everything up to the message is its head; text without one is a message to the user."""
+        marker, num_open = self._in_head.scan(text)
+        if marker is None:
+            certain, self._held = text[: len(text) - num_open], text[len(text) - num_open :]
+            return self._no_head(certain)
+        before = text[: marker.start()]
+        if before.strip() and not self._head:
+            return self._no_head(text)
+        if marker.group() in ENDS:
+            self._head = ""
+        else:
+            self._head += before + (marker.group() if marker.group() != MESSAGE else "")
+            if marker.group() == MESSAGE:
+                self._end_head()
+        return text[marker.end() :]
+
+    def _no_head(self, text: str) -> str:
+        if self._head:
+            self._head += text
+            return ""
+        if not text.strip():
+            self._space.append(text)
+            return ""
+        self._end_head()
+        text = "".join([*self._space, text, self._held])
+        self._space, self._held = [], ""
+        return text
+
+    def _read_message(self, text: str, found: list[Event]) -> str:
+        marker, num_open = self._in_message.scan(text)
+        if marker is None:
+            certain, self._held = text[: len(text) - num_open], text[len(text) - num_open :]
+            self._take(certain, found)
+            return ""
+        self._take(text[: marker.start()], found)
+        self._end_message(found)
+        self._is_head = True
+        self._head = marker.group() if marker.group() in (START, CHANNEL) else ""
+        return text[marker.end() :]
+
+    def _take(self, text: str, found: list[Event]) -> None:
+        if not text:
+            return
+        if self._recipient is not None:
+            self._call.append(text)
+        else:
+            found.append(Reasoning(text) if self._thinks else text)
+
+    def _end_message(self, found: list[Event], *, cut_off: bool = False) -> None:
+        name, body = self._recipient, "".join(self._call)
+        self._call = []
+        if name is None or self._is_head:
+            return
+        arguments = body.strip() or ("" if cut_off else "{}")
+        if json_object(arguments) is not None:
+            found.append(ToolCall(name, arguments))
+        elif body:
+            found.append(body)

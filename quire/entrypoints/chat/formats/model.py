@@ -1,0 +1,89 @@
+"""`ModelFormat`: the formats of one model, and what its tokenizer makes of their markers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.entrypoints.chat.formats.answer import AnswerReader
+from quire.entrypoints.chat.formats.choice import AnswerFormat
+from quire.entrypoints.chat.formats.events import Reasoning, Tools
+from quire.entrypoints.chat.formats.thought_counter import ThoughtCounter, TokenIds
+from quire.inputs import Conversation
+from quire.outputs import Answer, ToolCall
+
+
+class MarkerTokenizer(Protocol):
+    """What is needed of a tokenizer."""
+
+    @property
+    def special_tokens(self) -> Iterable[str]: ...
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True
+    ) -> list[int]: ...
+
+
+END_CHARS = 256
+"""Of a prompt that say where its answer begins."""
+
+
+@dataclass(frozen=True)
+class PromptEnd:
+    """Where an answer begins: the end of its prompt, and of the message that it goes on with, if there is one."""
+
+    text: str = ""
+    continued: str = ""
+
+    @staticmethod
+    def of(prompt: str, messages: Conversation, *, continues: bool) -> PromptEnd:
+        """The end of a rendered conversation; `continues` if the answer goes on with the last message."""
+        content = messages[-1].get("content") if continues else None
+        return PromptEnd(prompt[-END_CHARS:], content if isinstance(content, str) else "")
+
+
+class ModelFormat:
+    """How one model's answers are read."""
+
+    def __init__(self, formats: AnswerFormat, tokenizer: MarkerTokenizer) -> None:
+        self.formats = formats
+        shown = formats.shown_tokens(tokenizer.special_tokens)
+        self.shown_ids = tuple(token_id for token in sorted(shown) for token_id in _ids(tokenizer, token))
+        """Special tokens that must be in the text for it to be read."""
+        reasoning = formats.reasoning
+        self._opens = [_ids(tokenizer, marker) for marker in (reasoning.opens if reasoning else ())]
+        self._closes = [_ids(tokenizer, marker) for marker in self._ends()]
+
+    def reader(self, begin: PromptEnd, tools: Tools | None) -> AnswerReader:
+        """Reads one answer; `tools` are those of a request that may be answered with calls."""
+        return self.formats.reader(begin.text, tools, continued=begin.continued)
+
+    def read(self, text: str, begin: PromptEnd, tools: Tools | None) -> Answer:
+        """A whole answer."""
+        reader = self.reader(begin, tools)
+        found = reader.feed(text) + reader.finish()
+        return Answer(
+            "".join(event for event in found if isinstance(event, str)),
+            "".join(event.text for event in found if isinstance(event, Reasoning)),
+            tuple(event for event in found if isinstance(event, ToolCall)),
+        )
+
+    def counter(self, begin: PromptEnd) -> ThoughtCounter | None:
+        """Counts the reasoning of one answer; None if the model does not reason."""
+        reasoning = self.formats.reasoning
+        if reasoning is None:
+            return None
+        is_open = reasoning.is_open_after(begin.text, begin.continued)
+        return ThoughtCounter(self._opens, self._closes, is_open=is_open)
+
+    def _ends(self) -> Sequence[str]:
+        reasoning, tools = self.formats.reasoning, self.formats.tools
+        if reasoning is None:
+            return ()
+        calls = tools.opens if tools is not None and reasoning.ends_at_calls else ()
+        return (*reasoning.closes, *calls)
+
+
+def _ids(tokenizer: MarkerTokenizer, text: str) -> TokenIds:
+    return tuple(tokenizer.encode(text, add_special_tokens=False))

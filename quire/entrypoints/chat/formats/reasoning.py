@@ -1,0 +1,67 @@
+"""The table of reasoning formats; names as in vLLM's `--reasoning-parser`.
+
+A template is asked for evidence in the order of the table, so what is more particular stands first.
+"""
+
+from __future__ import annotations
+
+from quire.entrypoints.chat.formats.format import ReasoningFormat
+from quire.plugins import PluginTable, instance_of
+
+FORMATS = (
+    ReasoningFormat(
+        "openai_gptoss",
+        opens=("<|channel|>analysis<|message|>",),
+        closes=("<|end|>",),
+        evidence=(("<|channel|>", "analysis"),),
+        aliases=("gpt_oss",),
+    ),
+    ReasoningFormat(
+        "cohere_command3",
+        opens=("<|START_THINKING|>",),
+        closes=("<|END_THINKING|>",),
+        silent=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        ends_at_calls=True,
+        evidence=(("<|START_THINKING|>",), ("<|START_RESPONSE|>",)),
+        aliases=("command_r",),
+    ),
+    ReasoningFormat(
+        "seed_oss",
+        opens=("<seed:think>",),
+        closes=("</seed:think>",),
+        ends_at_calls=True,
+        evidence=(("<seed:think>",),),
+    ),
+    ReasoningFormat("mistral", opens=("[THINK]",), closes=("[/THINK]",), evidence=(("[THINK]",),)),
+    ReasoningFormat(
+        "granite",
+        opens=("Here is my thought process:", "Here's my thought process:"),
+        closes=("Here is my response:", "Here's my response:"),
+        evidence=(("Here is my thought process:",), ("Here's my thought process:",)),
+    ),
+    ReasoningFormat("hunyuan_a13b", silent=("<answer>", "</answer>"), evidence=(("</think>", "<answer>"),)),
+    ReasoningFormat("ernie45", silent=("<response>", "</response>"), evidence=(("</think>", "<response>"),)),
+    ReasoningFormat(
+        "kimi_k2",
+        opens=("<think>", "◁think▷"),
+        closes=("</think>", "◁/think▷"),
+        ends_at_calls=True,
+        evidence=(("<|tool_calls_section_begin|>", "think>"), ("◁think▷",)),
+    ),
+    ReasoningFormat(
+        "deepseek_r1", starts_open=True, evidence=(("<｜Assistant｜>", "</think>"),), aliases=("deepseek_v3",)
+    ),
+    ReasoningFormat("minimax_m2", ends_at_calls=True, evidence=(("minimax:tool_call", "<think>"),)),
+    ReasoningFormat("glm45", ends_at_calls=True, evidence=(("<arg_key>", "<think>"),), aliases=("glm47",)),
+    ReasoningFormat("olmo3", evidence=(("<function_calls>", "<think>"),)),
+    ReasoningFormat("qwen3", evidence=(("<|im_start|>", "<think>"), ("<|im_start|>", "</think>"))),
+    ReasoningFormat("think", evidence=(("<think>",), ("</think>",))),
+)
+
+REASONING_FORMATS: PluginTable[ReasoningFormat] = PluginTable(
+    "quire.reasoning_formats",
+    "--reasoning-parser",
+    {name: row for row in FORMATS for name in (row.name, *row.aliases)},
+    instance_of(ReasoningFormat),
+    words=("auto", "none"),
+)

@@ -1,0 +1,346 @@
+"""How one call is written: where it ends, what it says, and how it would be written.
+
+Each syntax is data: the literals around name and arguments. What is no call of the syntax is None, whatever it is,
+since models write anything. Nothing here is stronger than a JSON parser: Python's own reads calls in Python, and only
+literals are taken from what it gives.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+
+from quire.entrypoints.chat.formats.ends import (
+    MAX_HEAD_CHARS,
+    End,
+    HeadedEnd,
+    MarkerEnd,
+    json_end,
+    python_end,
+)
+from quire.entrypoints.chat.formats.events import ToolCall, Tools
+
+JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+class Syntax(Protocol):
+    """How one call is written."""
+
+    @property
+    def needs_marker(self) -> bool:
+        """Whether a call looks like any text, so that it can only stand behind a marker."""
+        ...
+
+    def begins(self, text: str) -> bool | None:
+        """Whether a call begins with this text, which is not empty; None if more of it must be seen."""
+        ...
+
+    def end(self) -> End:
+        """Finds where a call ends that begins with the next piece."""
+        ...
+
+    def parse(self, text: str, tools: Tools) -> ToolCall | None:
+        """The call that a text is, which begins and ends as one."""
+        ...
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The text that a model would write."""
+        ...
+
+
+@dataclass(frozen=True)
+class JsonCall:
+    """`{"name": ..., "arguments": {...}}`."""
+
+    name_keys: tuple[str, ...] = ("name",)
+    arguments_keys: tuple[str, ...] = ("arguments", "parameters")
+    id_keys: tuple[str, ...] = ("id",)
+    needs_marker: ClassVar[bool] = False
+
+    def begins(self, text: str) -> bool | None:
+        return text[0] == "{"
+
+    def end(self) -> End:
+        return json_end()
+
+    def parse(self, text: str, tools: Tools) -> ToolCall | None:
+        fields = json_object(text)
+        if fields is None:
+            return None
+        name = _first(fields, self.name_keys)
+        arguments = _first(fields, self.arguments_keys)
+        said = _as_string(name) if name is not None else None
+        raw = "{}" if arguments is None else _arguments_text(bytes(arguments).decode())
+        if not said or raw is None:
+            return None
+        own_id = _first(fields, self.id_keys)
+        return ToolCall(said, raw, _as_string(own_id) if own_id is not None else None)
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f'{{"{self.name_keys[0]}": {to_json(name)}, "{self.arguments_keys[0]}": {to_json(arguments)}}}'
+
+
+@dataclass(frozen=True)
+class HeadedJson:
+    """A head with the name, and the JSON object of the arguments.
+
+    Args:
+        before: begins the call.
+        head: what stands between that and the object, white space around it aside, with a group `name`, and a group
+            `id` if the model numbers its calls.
+        written: the same as a model writes it.
+    """
+
+    before: str
+    head: str
+    written: str
+
+    @property
+    def needs_marker(self) -> bool:
+        return not self.before
+
+    def begins(self, text: str) -> bool | None:
+        if self.before:
+            return _begins(text, self.before)
+        return text[0].isalpha() or text[0] == "_"
+
+    def end(self) -> End:
+        return HeadedEnd()
+
+    def parse(self, text: str, tools: Tools) -> ToolCall | None:
+        start = text.find("{")
+        if start < 0:
+            return None
+        found = re.fullmatch(self.head, text[len(self.before) : start].strip())
+        arguments = _arguments_text(text[start:])
+        if found is None or arguments is None:
+            return None
+        return ToolCall(found["name"], arguments, found.groupdict().get("id"))
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"{self.before}{self.written.format(name=name)}{to_json(arguments)}"
+
+
+@dataclass(frozen=True)
+class TaggedCall:
+    """A name, and for each argument its key and its value between literals; values are text.
+
+    A value is a string if the tool's schema says so, or else what JSON makes of it. One line end on either side of it
+    belongs to the literals.
+    """
+
+    before: str
+    name_close: str
+    key_open: str
+    key_close: str
+    value_close: str
+    close: str
+    padding: str = "\n"
+    """What a model writes around values, and between the parts of a call."""
+
+    @property
+    def needs_marker(self) -> bool:
+        return not self.before
+
+    def begins(self, text: str) -> bool | None:
+        return _begins(text, self.before) if self.before else text[0].isalpha() or text[0] == "_"
+
+    def end(self) -> End:
+        return MarkerEnd(self.close, self.key_open, self.value_close)
+
+    def parse(self, text: str, tools: Tools) -> ToolCall | None:
+        body = text[len(self.before) : len(text) - len(self.close)]
+        start = body.find(self.key_open)
+        head, values = (body, "") if start < 0 else (body[:start], body[start:])
+        name = head.strip().removesuffix(self.name_close.strip()).strip()
+        pairs = self._pairs(values)
+        if not name or len(name) > MAX_HEAD_CHARS or re.search(r"[\s<>{}]", name) or pairs is None:
+            return None
+        schema = tools.get(name, {})
+        fields = {key: typed_text(_property(schema, key), value) for key, value in pairs}
+        return ToolCall(name, object_text(fields))
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        pad = self.padding
+        values = "".join(
+            f"{self.key_open}{key}{self.key_close}{pad}{_plain(value)}{pad}{self.value_close}{pad}"
+            for key, value in arguments.items()
+        )
+        return f"{self.before}{name}{self.name_close}{pad}{values}{self.close}"
+
+    def _pairs(self, text: str) -> list[tuple[str, str]] | None:
+        """Key and value of each argument; None if something else stands between them."""
+        key_open, value_close = re.escape(self.key_open), re.escape(self.value_close)
+        key_close = r"\s*".join(re.escape(part) for part in self.key_close.split())
+        one = re.compile(
+            rf"\s*{key_open}([^<>]*?){key_close}(.*?){value_close}(?=\s*(?:{key_open}|\Z))", re.DOTALL
+        )
+        pairs, position = [], 0
+        while text[position:].strip():
+            found = one.match(text, position)
+            if found is None:
+                return None
+            pairs.append((found[1].strip().strip('"'), _unpadded(found[2])))
+            position = found.end()
+        return pairs
+
+
+@dataclass(frozen=True)
+class PythonCall:
+    """`name(key=value, ...)`, values being Python's or JSON's literals."""
+
+    needs_marker: ClassVar[bool] = False
+
+    def begins(self, text: str) -> bool | None:
+        found = re.match(r"[A-Za-z_][\w.\-]*\s*", text)
+        if found is None:
+            return False
+        if found.end() < len(text):
+            return text[found.end()] == "("
+        return None if len(text) <= MAX_HEAD_CHARS else False
+
+    def end(self) -> End:
+        return python_end()
+
+    def parse(self, text: str, tools: Tools) -> ToolCall | None:
+        name, _, rest = text.partition("(")
+        try:
+            call = ast.parse(f"_({rest}", mode="eval").body
+            if not isinstance(call, ast.Call) or call.args:
+                return None
+            fields = {str(word.arg): literal(word.value) for word in call.keywords if word.arg is not None}
+            if len(fields) != len(call.keywords):
+                return None
+            return ToolCall(name.strip(), json.dumps(fields, ensure_ascii=False, allow_nan=False))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def literal(node: ast.expr) -> Any:
+    """The value of a literal of Python or JSON.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.Name(id=name) if name in JSON_NAMES:
+            return JSON_NAMES[name]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): literal(value) for key, value in zip(keys, values, strict=True)}
+    raise ValueError("no literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    match node:
+        case ast.Constant(value=str() as key):
+            return key
+    raise ValueError("no string")
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def json_object(text: str) -> dict[str, msgspec.Raw] | None:
+    """The fields of a JSON object, each as the model wrote it; None if it is none."""
+    try:
+        fields = msgspec.json.decode(text.encode(), type=dict[str, msgspec.Raw])
+        for value in fields.values():
+            msgspec.json.decode(value)  # a raw value has been skipped, and not checked
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return None
+    return fields
+
+
+def object_text(fields: Mapping[str, str]) -> str:
+    """The JSON object of keys and the JSON texts of their values."""
+    return "{" + ", ".join(f"{to_json(key)}: {value}" for key, value in fields.items()) + "}"
+
+
+def typed_text(schema: Mapping[str, Any], value: str) -> str:
+    """The JSON text of a value that was written as text: itself if it is JSON, unless the schema wants a string."""
+    kinds = schema_kinds(schema)
+    if value == "null" and "null" in kinds:
+        return value
+    if "string" in kinds:
+        return to_json(value)
+    stripped = value.strip()
+    if stripped in ("True", "False", "None"):  # of models that think in Python
+        stripped = {"True": "true", "False": "false", "None": "null"}[stripped]
+    return stripped if is_json(stripped) else to_json(value)
+
+
+def schema_kinds(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a JSON schema names, alternatives included."""
+    kinds: set[str] = set()
+    said = schema.get("type")
+    kinds.update([said] if isinstance(said, str) else [kind for kind in said or () if isinstance(kind, str)])
+    if isinstance(schema.get("enum"), list) and all(isinstance(value, str) for value in schema["enum"]):
+        kinds.add("string")
+    for key in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(key)
+        for option in options if isinstance(options, list) else ():
+            if isinstance(option, dict):
+                kinds |= schema_kinds(option)
+    return kinds
+
+
+def is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text.encode())
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return False
+    return True
+
+
+def _property(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    found = properties.get(key) if isinstance(properties, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _first(fields: Mapping[str, msgspec.Raw], keys: tuple[str, ...]) -> msgspec.Raw | None:
+    return next((fields[key] for key in keys if key in fields), None)
+
+
+def _as_string(raw: msgspec.Raw) -> str | None:
+    value = msgspec.json.decode(raw)
+    return value if isinstance(value, str) else None
+
+
+def _arguments_text(text: str) -> str | None:
+    """The JSON object as the model wrote it, be it inside of a string; None if it is none."""
+    if text.startswith('"'):
+        text = msgspec.json.decode(text.encode())
+    if text.strip() in ("", "null"):
+        return "{}"
+    return text if json_object(text) is not None else None
+
+
+def _begins(text: str, literal_text: str) -> bool | None:
+    if text.startswith(literal_text):
+        return True
+    return None if literal_text.startswith(text) else False
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else to_json(value)
+
+
+def _unpadded(value: str) -> str:
+    return value.removeprefix("\n").removesuffix("\n")

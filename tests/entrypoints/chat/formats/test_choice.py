@@ -1,0 +1,194 @@
+"""Which formats are chosen for the templates of which families: the markers of each, in templates of our own."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.entrypoints.chat.formats.choice import choose
+from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
+from quire.entrypoints.chat.formats.reasoning import REASONING_FORMATS
+from quire.entrypoints.chat.formats.tools import TOOL_FORMATS
+from quire.errors import ConfigError
+
+IM = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+HERMES = "{% if tools %}<tools>{{ tools | tojson }}</tools> answer with <tool_call>{{ '{' }}</tool_call>{% endif %}"
+FAMILIES = {
+    # family: (what its template says, tool format, reasoning format)
+    "qwen2.5": (IM + HERMES, "hermes", None),
+    "qwen3": (IM + HERMES + "{{ '<think>\\n\\n</think>\\n\\n' }}", "hermes", "qwen3"),
+    "qwq": (IM + HERMES + "{{ content.split('</think>')[-1] }}<think>\n", "hermes", "qwen3"),
+    "qwen3-coder": (
+        IM + "<tool_call>\n<function=x>\n<parameter=y>\n</parameter>\n</function>",
+        "qwen3_coder",
+        None,
+    ),
+    "hermes-3": (IM + HERMES, "hermes", None),
+    "smollm3": (IM + HERMES + "<think>\n\n</think>", "hermes", "qwen3"),
+    "llama-3.1": (
+        '<|start_header_id|>use {"name": function name, "parameters": dictionary of argument name and value}<|eot_id|>',
+        "llama3_json",
+        None,
+    ),
+    "llama-3.2": ("<|start_header_id|>[func_name1(params_name1=params_value1)]<|eot_id|>", "pythonic", None),
+    "llama-4": (
+        "<|header_start|>[func_name1(a=b)] <|python_start|><|python_end|><|eot|>",
+        "llama4_pythonic",
+        None,
+    ),
+    "mistral-7b-v0.3": ("[INST][AVAILABLE_TOOLS][/AVAILABLE_TOOLS][TOOL_CALLS][[/INST]", "mistral_v3", None),
+    "mistral-small-3.2": ("[SYSTEM_PROMPT][TOOL_CALLS]name[ARGS]{}[INST]", "mistral", None),
+    "magistral": ("[SYSTEM_PROMPT][THINK][/THINK][TOOL_CALLS]name[ARGS]{}", "mistral", "mistral"),
+    "deepseek-v3": (
+        "<｜User｜><｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}",
+        "deepseek_v3",
+        None,
+    ),
+    "deepseek-r1": (
+        "<｜User｜><｜Assistant｜>{{ content.split('</think>')[-1] }}<｜tool▁sep｜>\n```json\n{}",
+        "deepseek_v3",
+        "deepseek_r1",
+    ),
+    "deepseek-v3.1": (
+        "<｜Assistant｜><think></think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}",
+        "deepseek_v31",
+        "deepseek_r1",
+    ),
+    "kimi-k2": (
+        "<|im_system|><|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>",
+        "kimi_k2",
+        None,
+    ),
+    "kimi-k2-thinking": (
+        "<|im_assistant|><think></think><|tool_calls_section_begin|><|tool_call_argument_begin|>",
+        "kimi_k2",
+        "kimi_k2",
+    ),
+    "glm-4.5": (
+        "[gMASK]<sop><tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value></tool_call><think></think>",
+        "glm45",
+        "glm45",
+    ),
+    "granite-3": ("<|start_of_role|>assistant<|end_of_role|><|tool_call|>[", "granite", None),
+    "granite-3.2": (
+        "<|start_of_role|><|tool_call|>write 'Here is my thought process:' and 'Here is my response:'",
+        "granite",
+        "granite",
+    ),
+    "granite-4": ("<|start_of_role|><tools></tools><tool_call>{}</tool_call>", "hermes", None),
+    "granite-20b-fc": ("SYSTEM: <function_call> {}", "granite-20b-fc", None),
+    "phi-4-mini": ("<|system|><|tool|>{{ tools }}<|/tool|><|end|>", "phi4_mini_json", None),
+    "internlm2.5": ("<|im_start|><|action_start|><|plugin|>{}<|action_end|>", "internlm", None),
+    "jamba-1.5": ("<|bom|><|system|> <tool_calls>[{}]</tool_calls><|eom|>", "jamba", None),
+    "minimax-m1": ("<beginning_of_sentence>ai<tool_calls>{}</tool_calls><end_of_sentence>", "minimax", None),
+    "minimax-m2": (
+        ']~b]ai <think>\n<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>[e~[',
+        "minimax_m2",
+        "minimax_m2",
+    ),
+    "hunyuan-a13b": (
+        "<|startoftext|><think></think><answer></answer><tool_calls>[{}]</tool_calls>",
+        "hunyuan_a13b",
+        "hunyuan_a13b",
+    ),
+    "command-r7b": (
+        "<|START_OF_TURN_TOKEN|><|START_THINKING|><|END_THINKING|><|START_ACTION|>[]<|END_ACTION|><|START_RESPONSE|>",
+        "cohere_command3",
+        "cohere_command3",
+    ),
+    "olmo-3": (IM + "<function_calls>f()</function_calls>", "olmo3", None),
+    "olmo-3-think": (IM + "<function_calls>f()</function_calls><think>", "olmo3", "olmo3"),
+    "ernie-4.5-thinking": (
+        "<|im_start|><think></think><response></response><tool_call>{}</tool_call>",
+        "ernie45",
+        "ernie45",
+    ),
+    "seed-oss": (
+        "<seed:bos><seed:think></seed:think><seed:tool_call><function=f><parameter=p></seed:tool_call>",
+        "seed_oss",
+        "seed_oss",
+    ),
+    "functiongemma": (
+        "<start_of_turn><start_function_call>call:f{}<end_function_call>",
+        "functiongemma",
+        None,
+    ),
+    "gpt-oss": (
+        "<|start|>assistant<|channel|>analysis<|message|> to=functions.f <|constrain|>json",
+        "openai",
+        "openai_gptoss",
+    ),
+    "lfm2": (IM + "<|tool_list_start|><|tool_call_start|>[f()]<|tool_call_end|>", "lfm2", None),
+    "gemma-3": ("<start_of_turn>user\n{{ message.content }}<end_of_turn>", None, None),
+    "vicuna": ("USER: {{ message.content }} ASSISTANT:", None, None),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_template_tells_its_formats(family: str) -> None:
+    template, tools, reasoning = FAMILIES[family]
+    chosen = choose("auto", "auto", template)
+    assert (chosen.tools and chosen.tools.name, chosen.reasoning and chosen.reasoning.name) == (
+        tools,
+        reasoning,
+    )
+
+
+def test_a_name_overrides_the_template_and_none_is_none() -> None:
+    template = FAMILIES["qwen3"][0]
+    chosen = choose("llama3_json", "none", template)
+    assert (chosen.tools and chosen.tools.name, chosen.reasoning) == ("llama3_json", None)
+    assert "llama3_json" in chosen.told()
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "internlm2", "qwen3_xml", "phi4_mini", "hermes", "json"])
+def test_aliases_are_names(name: str) -> None:
+    assert choose(name, "none", None).tools is TOOL_FORMATS.resolve(name)
+
+
+def test_an_unknown_name_is_told_with_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"--reasoning-parser must be one of auto, none, .*qwen3"):
+        choose("auto", "qwen4", None)
+    assert "deepseek_r1" in REASONING_FORMATS.names()
+
+
+class SpecialTokens:
+    """A tokenizer with a token for each of some markers, and one per character besides."""
+
+    special_tokens = frozenset({"<think>", "</think>", "<|tool_call_begin|>", "<|im_end|>"})
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
+        if text in self.special_tokens:
+            return [1000 + sorted(self.special_tokens).index(text)]
+        return [ord(char) for char in text]
+
+
+def test_only_the_special_tokens_of_the_formats_are_shown() -> None:
+    tokenizer = SpecialTokens()
+    shown = ModelFormat(choose("kimi_k2", "think", None), tokenizer).shown_ids
+    markers = ("<think>", "</think>", "<|tool_call_begin|>")
+    assert sorted(shown) == sorted(token_id for marker in markers for token_id in tokenizer.encode(marker))
+
+
+@pytest.mark.parametrize(
+    ("marked", "begin", "num_tokens"),
+    [
+        ("<think>|abc|</think>|def", "", 3),
+        ("abc|</think>|def", "<think>\n", 3),
+        ("<think>|abc|</think>|def", "<think>\n", 3),
+        ("abc", "", 0),
+        ("<think>|abc", "", 3),
+        ("<think>|</think>|abc", "", 0),
+    ],
+)
+def test_the_tokens_between_the_markers_are_counted_however_they_come(
+    marked: str, begin: str, num_tokens: int
+) -> None:
+    tokenizer = SpecialTokens()
+    ids = [token_id for part in marked.split("|") for token_id in tokenizer.encode(part)]
+    formats = ModelFormat(choose("none", "think", None), tokenizer)
+    for size in (1, 2, len(ids)):
+        counter = formats.counter(PromptEnd(begin))
+        assert counter is not None
+        for start in range(0, len(ids), size):
+            counter.add(ids[start : start + size])
+        assert counter.num_tokens == num_tokens

@@ -1,0 +1,101 @@
+"""Lines of the log: one JSON object each, or text in which nobody can forge a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.log_format import ACCESS, FORMATTERS, JsonFormatter, WithoutQuery, request_id
+
+NASTY = "a\nERROR 12:00:00 quire: forged\r\x1b[2J\x85\u2028b"
+
+
+def record(message: str, *args: object, name: str = "quire.test", **fields: Any) -> logging.LogRecord:
+    made = logging.LogRecord(name, logging.WARNING, "file.py", 7, message, args, fields.pop("exc_info", None))
+    vars(made).update(fields)
+    return made
+
+
+def raised(text: str) -> Any:
+    try:
+        raise ValueError(text)
+    except ValueError:
+        return sys.exc_info()
+
+
+def test_what_a_line_of_json_holds() -> None:
+    made = record("%d blocks of %s", 3, "x")
+    line = json.loads(JsonFormatter().format(made))
+    assert (line["level"], line["logger"], line["message"]) == ("WARNING", "quire.test", "3 blocks of x")
+    assert line.keys() == {"time", "level", "logger", "message", "pid"}
+    time = datetime.fromisoformat(line["time"])
+    assert time.tzinfo == UTC
+    assert abs(time.timestamp() - made.created) < 0.002
+
+
+def test_an_exception_is_a_field() -> None:
+    line = json.loads(JsonFormatter().format(record("oh", exc_info=raised("why"))))
+    assert line["message"] == "oh"
+    assert line["exception"].startswith("Traceback")
+    assert line["exception"].endswith("ValueError: why")
+
+
+def test_the_request_of_the_task_is_a_field_and_one_that_is_named_goes_first() -> None:
+    token = request_id.set("r-1")
+    try:
+        assert json.loads(JsonFormatter().format(record("x")))["request_id"] == "r-1"
+        assert json.loads(JsonFormatter().format(record("x", request_id="r-2")))["request_id"] == "r-2"
+    finally:
+        request_id.reset(token)
+    assert "request_id" not in json.loads(JsonFormatter().format(record("x")))
+
+
+def test_a_line_of_access_has_fields_and_no_query() -> None:
+    made = record(
+        '%s - "%s %s HTTP/%s" %d', "1.2.3.4:5", "GET", "/v1/models?api_key=s", "1.1", 200, name=ACCESS
+    )
+    assert WithoutQuery().filter(made)
+    line = json.loads(JsonFormatter().format(made))
+    assert line["message"] == '1.2.3.4:5 - "GET /v1/models HTTP/1.1" 200'
+    assert (line["client"], line["method"], line["path"], line["status"]) == (
+        "1.2.3.4:5",
+        "GET",
+        "/v1/models",
+        200,
+    )
+
+
+def test_the_scope_of_a_request_loses_its_query() -> None:
+    made = record("%s started scope=%s", "x", {"path": "/", "query_string": b"api_key=s"})
+    assert WithoutQuery().filter(made)
+    assert "api_key" not in made.getMessage()
+
+
+@pytest.mark.parametrize("style", FORMATTERS)
+@given(text=st.text() | st.just(NASTY))
+def test_a_message_is_one_line(style: str, text: str) -> None:
+    line = FORMATTERS[style]().format(record("%s", text))
+    assert len(line.splitlines()) == 1
+    assert line.replace("\t", "").isprintable() or style == "text"
+    assert not any(ord(char) < 32 and char != "\t" for char in line)
+
+
+@pytest.mark.parametrize("style", FORMATTERS)
+@given(text=st.text() | st.just(NASTY))
+def test_an_exception_forges_no_line(style: str, text: str) -> None:
+    first, *rest = FORMATTERS[style]().format(record("oh", exc_info=raised(text))).splitlines()
+    assert "oh" in first
+    assert all(line.startswith("  ") for line in rest)
+
+
+@pytest.mark.parametrize("style", FORMATTERS)
+def test_what_is_no_text_is_written_somehow(style: str) -> None:
+    line = FORMATTERS[style]().format(record("%s and %r", object(), b"\xff", request_id=object()))
+    assert "object" in line
