@@ -83,7 +83,7 @@ def build_app(
     registry.register(LostLines())
     keys = keyring(config) if keys is None else keys
     state = ServerState(engine, config, registry, keys, InFlight(disconnects.inc), QUESTIONS)
-    meters = Meters(state.keys.tenants, page)
+    meters = Meters(state.keys.tenants, page=page)
     engine.add_stat_logger(meters)
     engine.add_stat_logger(
         PrometheusStatLogger(state.model_names[0], engine.config.model.max_model_len, registry=registry)

@@ -133,7 +133,7 @@ class Meters(StatLogger):
     """All tenants' meters; as a logger of the engine's statistics it sees the tokens of every request that ended."""
 
     def __init__(
-        self, tenants: Mapping[str, Tenant], page: Page | None = None, clock: Clock = time.monotonic
+        self, tenants: Mapping[str, Tenant], clock: Clock = time.monotonic, page: Page | None = None
     ) -> None:
         page = page or Ledger(1, len(tenants)).page(0)
         self._meters = {
