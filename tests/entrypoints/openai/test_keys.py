@@ -137,9 +137,7 @@ async def test_requests_per_minute(path: str) -> None:
 
 def test_tokens_that_were_computed_are_paid_before_the_next_request() -> None:
     now = 0.0
-    meters = Meters(
-        {"a": Tenant(keys=["k"], tokens_per_minute=60), "b": Tenant(keys=["l"])}, clock=lambda: now
-    )
+    meters = Meters({"a": Tenant(keys=["k"], tokens_per_minute=60), "b": Tenant(keys=["l"])}, lambda: now)
     meters["a"].enter()
     ended = FinishedRequestStats("stop", 100, 30, 40, 0, None, 0, 0, 0, 0, tenant="a")
     meters.record(IterationStats(finished=[ended]), None, 0)

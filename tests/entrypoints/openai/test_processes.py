@@ -257,8 +257,8 @@ def test_limits_of_a_tenant_hold_in_total_whichever_process_is_asked(
     """Several processes refuse and admit what a single one would."""
     now = 5.0
     ledger = Ledger(3, len(TENANTS))
-    several = [Meters(TENANTS, ledger.page(index), clock=lambda: now) for index in range(3)]
-    single = Meters(TENANTS, clock=lambda: now)
+    several = [Meters(TENANTS, lambda: now, ledger.page(index)) for index in range(3)]
+    single = Meters(TENANTS, lambda: now)
     running: list[tuple[str, int]] = []
     for kind, name, process, amount in events:
         if kind == "wait":
@@ -288,7 +288,7 @@ def _enters(meters: Meters, name: str) -> str | None:
 
 def test_what_a_dead_process_ran_no_longer_counts() -> None:
     ledger = Ledger(2, len(TENANTS))
-    alive, dead = (Meters(TENANTS, ledger.page(index), clock=lambda: 1.0) for index in range(2))
+    alive, dead = (Meters(TENANTS, lambda: 1.0, ledger.page(index)) for index in range(2))
     for _ in range(2):
         dead["a"].enter()
     with pytest.raises(RateLimitError, match="2 requests of this key are running"):
