@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import resource
 import sys
 from typing import Any
@@ -20,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from quire.config import ServerConfig
 from quire.entrypoints.openai.census import Census
-from quire.entrypoints.openai.errors import error_body, response_of
+from quire.entrypoints.openai.errors import error_body, request_id_of, response_of, shaped_error
 from quire.errors import UnavailableError
 
 RESERVED_FILES = 64
@@ -124,8 +123,15 @@ class Connection(H11Protocol):
 
     def _send_408(self) -> None:
         message = f"the request did not come in within {self._read_timeout:g} seconds (--read-timeout)"
-        body = json.dumps(error_body(message, "RequestTimeoutError", 408)).encode()
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        is_known = self.conn.their_state is h11.SEND_BODY  # else nobody knows what was to be asked
+        scope = self.scope if is_known else {"path": ""}
+        body = shaped_error(error_body(message, "RequestTimeoutError", 408), 408, scope)
+        request_id = request_id_of(scope).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"x-request-id", request_id),
+            (b"connection", b"close"),
+        ]
         head = h11.Response(status_code=408, headers=headers, reason=STATUS_PHRASES[408])
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
@@ -134,7 +140,7 @@ class Connection(H11Protocol):
         """The application of a connection beyond the limit."""
         message = f"the server has {self._max_connections} connections, which is its limit; try again later"
         response = response_of(UnavailableError(message), "unknown")
-        response.headers["connection"] = "close"
+        response.headers.update({"connection": "close", "x-request-id": request_id_of(scope)})
         await response(scope, receive, send)
 
     def _watch_writing(self) -> None:

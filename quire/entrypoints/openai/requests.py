@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from itertools import chain, count
-from typing import Any
+from typing import Literal
 
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from quire.entrypoints.openai.admin import admin_router
-from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.protocol.requests import RequestModel
 from quire.entrypoints.openai.state import ServerState, server_of
@@ -36,34 +37,65 @@ class AbortRequest(RequestModel):
     request_ids: list[str] | None = None
 
 
+class ShownSequence(Explanation, frozen=True, kw_only=True):
+    """`text` says it all to a person."""
+
+    text: str
+
+
+class ServerLoad(msgspec.Struct):
+    server_load: int
+
+
+class Explained(msgspec.Struct):
+    id: str
+    sequences: list[ShownSequence]
+
+
+class RequestList(msgspec.Struct, kw_only=True):
+    """`num_requests` counts also those that are not shown."""
+
+    object: Literal["list"] = "list"
+    num_requests: int
+    data: list[ShownSequence]
+
+
+class Aborted(msgspec.Struct):
+    num_aborted: int
+
+
 @router.get("/load")
-async def load(request: Request) -> JSONResponse:
+@describe(Operation(reply=ServerLoad))
+async def load(request: Request) -> Response:
     """How many requests the server is working on."""
-    return JSONResponse({"server_load": sum(await server_of(request).everywhere("load"))})
+    return json_response(ServerLoad(sum(await server_of(request).everywhere("load"))))
 
 
 @router.get("/v1/requests/{request_id}/explain")
-async def explain(request: Request, request_id: str) -> JSONResponse:
+@describe(Operation(reply=Explained, errors=(404,)))
+async def explain(request: Request, request_id: str) -> Response:
     """Why the request waits or waited, for each of its sequences; 404 if it is unknown or ended too long ago."""
     found = [*chain.from_iterable(await server_of(request).everywhere("explain", request_id))]
     if not found:
         raise NotFoundError(f"no request {request_id!r:.100} is known to the engine", param="request_id")
-    return JSONResponse({"id": request_id, "sequences": found})
+    return json_response(Explained(request_id, msgspec.convert(found, list[ShownSequence])))
 
 
 @controls.get("/v1/requests")
-async def list_requests(request: Request) -> JSONResponse:
+@describe(Operation(reply=RequestList))
+async def list_requests(request: Request) -> Response:
     """The state of every sequence in flight, as far as the first thousand requests go; oldest first, by process."""
     requests = [*chain.from_iterable(await server_of(request).everywhere("list"))]
-    shown = [*chain.from_iterable(requests[:MAX_LISTED])]
-    return JSONResponse({"object": "list", "num_requests": len(requests), "data": shown})
+    shown = msgspec.convert([*chain.from_iterable(requests[:MAX_LISTED])], list[ShownSequence])
+    return json_response(RequestList(num_requests=len(requests), data=shown))
 
 
-@controls.post("/abort_requests", openapi_extra=body_schema(AbortRequest))
-async def abort_requests(request: Request) -> JSONResponse:
+@controls.post("/abort_requests")
+@describe(Operation(body=(AbortRequest,), reply=Aborted))
+async def abort_requests(request: Request) -> Response:
     """End requests, of these ids or all; their clients get an error. Unknown ids are ignored."""
     body = await read_request(request, AbortRequest)
-    return JSONResponse({"num_aborted": sum(await server_of(request).everywhere("abort", body.request_ids))})
+    return json_response(Aborted(sum(await server_of(request).everywhere("abort", body.request_ids))))
 
 
 async def num_in_flight(server: ServerState) -> int:
@@ -71,9 +103,9 @@ async def num_in_flight(server: ServerState) -> int:
     return len(server.in_flight)
 
 
-async def explained(server: ServerState, request_id: str) -> list[dict[str, Any]]:
+async def explained(server: ServerState, request_id: str) -> list[ShownSequence]:
     """All prompts of the request: the engine knows each under the answer's id and its number."""
-    found: list[dict[str, Any]] = []
+    found: list[ShownSequence] = []
     for prefix in ID_PREFIXES:
         with contextlib.suppress(NotFoundError):
             for index in count():
@@ -81,12 +113,12 @@ async def explained(server: ServerState, request_id: str) -> list[dict[str, Any]
     return found
 
 
-async def listed(server: ServerState) -> list[list[dict[str, Any]]]:
+async def listed(server: ServerState) -> list[list[ShownSequence]]:
     """The sequences of each request of this process, oldest first; only the first thousand are looked at."""
-    requests: list[list[dict[str, Any]]] = []
+    requests: list[list[ShownSequence]] = []
     labels = server.engine.labels()
     for label in labels[:MAX_LISTED]:
-        sequences = []
+        sequences = list[ShownSequence]()
         with contextlib.suppress(NotFoundError):  # it ended while others were asked for
             sequences = [_shown(one) for one in await server.engine.explain(label)]
         requests.append(sequences)
@@ -103,9 +135,5 @@ async def aborted(server: ServerState, request_ids: list[str] | None) -> int:
     return len(labels)
 
 
-def _shown(explanation: Explanation) -> dict[str, Any]:
-    return {**msgspec.structs.asdict(explanation), "shares": _shares(explanation), "text": str(explanation)}
-
-
-def _shares(explanation: Explanation) -> list[dict[str, Any]]:
-    return [msgspec.structs.asdict(share) for share in explanation.shares]
+def _shown(explanation: Explanation) -> ShownSequence:
+    return ShownSequence(**msgspec.structs.asdict(explanation), text=str(explanation))

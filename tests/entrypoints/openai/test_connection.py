@@ -52,6 +52,17 @@ async def test_a_request_that_does_not_come_in_ends_with_408() -> None:
         assert b"--read-timeout" in answer
 
 
+async def test_the_408_has_the_shape_of_the_api_that_was_asked() -> None:
+    async with live_server(FakeEngine(), read_timeout=0.3) as server:
+        reader, writer = await connect(server)
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        head, _, body = (await until_closed(reader)).partition(b"\r\n\r\n")
+        writer.close()
+    error = json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])  # it comes in chunks
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert f"x-request-id: {error['request_id']}".encode() in head
+
+
 async def test_bytes_now_and_then_do_not_keep_a_connection() -> None:
     async with live_server(FakeEngine(), read_timeout=0.5) as server:
         reader, writer = await connect(server)

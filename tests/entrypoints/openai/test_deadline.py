@@ -40,6 +40,8 @@ async def test_a_bad_deadline_is_refused(path: str, body: dict[str, Any]) -> Non
         for header in ("0", "-1", "nan", "inf", "soon", ""):
             response = await client.post(path, json=body, headers={"x-request-timeout": header})
             assert (response.status_code, response.json()["error"]["param"]) == (400, "timeout"), header
+        unused = await client.post(path, json={**body, "timeout": 5}, headers={"x-request-timeout": "soon"})
+        assert unused.status_code == 400
 
 
 @ROUTES

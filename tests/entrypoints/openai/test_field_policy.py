@@ -42,6 +42,7 @@ IGNORED: list[tuple[dict[str, Any], list[str]]] = [
     ({"prediction": {"type": "content", "content": "x"}}, ["prediction"]),
     ({"temprature": 1}, ["temprature"]),
     ({"evil\r\nx: y": 2}, ["evil\r\nx: y"]),
+    ({"": 1}, [""]),
     ({"x" * 100: 2}, ["x" * 61 + "..."]),
     ({"chat_template_kwargs": {"enable_thinking": False, "shout": True}}, ["chat_template_kwargs.enable_thinking"]),
     ({"chat_template_kwargs": {"self": 1, "__class__": 1, "tokenize": True, "chat_template": "x"}},
@@ -64,7 +65,7 @@ IGNORED: list[tuple[dict[str, Any], list[str]]] = [
 async def test_a_field_that_changes_nothing_is_told_in_header_and_reply(
     client: httpx.AsyncClient, fields: dict[str, Any], names: list[str]
 ) -> None:
-    shown = ", ".join(name if name.isprintable() else "?" for name in names)
+    shown = ", ".join(name if name and name.isprintable() else "?" for name in names)
     body = {"messages": HI, **fields}
     streamed = await client.post(CHAT, json={**body, "stream": True})
     assert (streamed.status_code, streamed.headers[HEADER]) == (200, shown)

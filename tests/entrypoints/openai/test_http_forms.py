@@ -151,3 +151,20 @@ async def test_two_statements_of_a_bodys_length_are_refused(engine: FakeEngine) 
     assert answer.startswith(b"HTTP/1.1 400")
     assert b"connection: close" in answer.lower()
     assert not engine.seen
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("DELETE", "/ping", "GET, HEAD, POST"), ("POST", "/v1/models", "GET, HEAD"), ("GET", PATH, "POST")],
+)
+async def test_405_names_every_method_of_the_path(
+    client: httpx.AsyncClient, method: str, path: str, allowed: str
+) -> None:
+    response = await client.request(method, path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+
+async def test_a_note_on_a_field_without_a_name_does_not_break_the_response(engine: FakeEngine) -> None:
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        answer = await client.post(PATH, json={"prompt": "hi", "a b": 1, "": 2})
+    assert (answer.status_code, answer.headers["x-quire-ignored-fields"]) == (200, "?, ?")
