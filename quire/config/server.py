@@ -13,6 +13,12 @@ class ServerConfig(Config):
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.")
     port: int = option(8000, "Port to listen on; 0: any free one.", ge=0, le=65535)
+    api_server_count: int = option(
+        1,
+        "Processes that speak HTTP, tokenize and stream, in front of one engine core (see supervision.md).",
+        ge=1,
+        le=64,
+    )
     api_key: tuple[str, ...] = option(
         (), "Key that requests must bring as a bearer token; may be given several times (or QUIRE_API_KEY)."
     )

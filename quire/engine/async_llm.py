@@ -2,7 +2,7 @@
 
 Invariant: torch-free (unless the cores are asked to run in this process). One pump thread per core waits for its
 messages and hands them to the event loop; all other state belongs to the loop's thread. A core that dies after it was
-ready, in a process of its own, is replaced, and requests go on in the new one: see `quire.engine.supervisor`.
+ready, in a process of its own, is replaced, and requests go on in the new one: see `quire.engine.cores`.
 """
 
 from __future__ import annotations
@@ -11,30 +11,24 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
-from quire.engine.client import CoreClient, ProcessClient, closed_on_error, make_clients
+from quire.engine.client import closed_on_error
+from quire.engine.core_client import CoreClient
+from quire.engine.cores import Cores, CoreWatcher, OwnCores
 from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.input_processor import TokenizedPrompt
-from quire.engine.messages import CoreMessage
+from quire.engine.messages import CoreMessage, Detach
 from quire.engine.output_stream import OutputStream
+from quire.engine.queue_limits import WaitingSequences
 from quire.engine.sleep import check_level, check_mode, check_tags
 from quire.engine.startup import prepare
-from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Supervisor, Verdict
 from quire.engine.tokenizer import beside_loop
-from quire.errors import (
-    ConflictError,
-    EngineDeadError,
-    EngineError,
-    QuireError,
-    StartupError,
-    UnavailableError,
-)
+from quire.errors import ConflictError, EngineDeadError, EngineError, QuireError, UnavailableError
 from quire.inputs import PromptType
 from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
@@ -51,18 +45,32 @@ IDLE_POLL_S = 0.02
 class AsyncLLM:
     """The asynchronous engine. Construction starts the cores and returns at once; `wait_ready` waits for them.
 
+    With `cores`, it is one of several front ends of these, and starts none of its own.
+
     Raises:
         StartupError: from the constructor for what is seen at once (no such model, bad option, no tokenizer), from
             `wait_ready` for what a core finds.
     """
 
-    def __init__(self, config: EngineConfig, *, in_process: bool = False, num_cores: int = 1) -> None:
-        self._prepared = config = prepare(config, "server")
-        self._supervisor = Supervisor(resume=config.supervision.on_core_death == "resume")
-        self._clients = make_clients(config, num_cores, in_process=in_process)  # they load while this goes on
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        in_process: bool = False,
+        num_cores: int = 1,
+        cores: Cores | None = None,
+    ) -> None:
+        if cores is None:
+            cores = OwnCores(prepare(config, "server"), num_cores, in_process=in_process)
+        self._cores = cores
+        self._clients = cores.clients
         with closed_on_error(self._clients):
             self._front_end = FrontEnd(
-                config, strict_length=True, takes_callables=in_process, num_cores=num_cores
+                cores.config,
+                strict_length=True,
+                takes_callables=in_process,
+                num_cores=len(self._clients),
+                number=cores.front_end,
             )
         self.tokenizer = self._front_end.tokenizer
         self.input_processor = self._front_end.input_processor
@@ -75,9 +83,9 @@ class AsyncLLM:
         self._bedtime = asyncio.Lock()
 
     @staticmethod
-    def start(config: EngineConfig, *, in_process: bool = False) -> AsyncLLM:
+    def start(config: EngineConfig) -> AsyncLLM:
         """Start the core and return without waiting for it."""
-        return AsyncLLM(config, in_process=in_process)
+        return AsyncLLM(config)
 
     @staticmethod
     def from_engine_args(engine_args: EngineArgs) -> AsyncLLM:
@@ -92,7 +100,7 @@ class AsyncLLM:
     @property
     def is_ready(self) -> bool:
         """True while every core has loaded and none is dead or seems to hang, so that a request would begin now."""
-        stalls = any(isinstance(client, ProcessClient) and client.stalls for client in self._clients)
+        stalls = any(client.stalls for client in self._clients)
         return self._front_end.core_ready is not None and not self.errored and not stalls
 
     @property
@@ -279,6 +287,22 @@ class AsyncLLM:
         """
         return await self._call(0, method, *args)
 
+    def watch_core(self, watcher: CoreWatcher) -> None:
+        """Tell somebody of the engine's one core, which it started in a process of its own, and of those after it."""
+        self._cores.watch(watcher)
+
+    def forget(self, front_end: int) -> None:
+        """Another front end of the cores is gone; what it has asked for ends."""
+        self._send([(core, Detach(front_end)) for core in range(len(self._clients))])
+
+    def share_queue(self, waiting: WaitingSequences) -> None:
+        """Count what waits there, with what else does; to be called before there are requests."""
+        self.output_processor.waiting = waiting
+
+    def end(self, reason: str) -> None:
+        """There is no core any more, and none will come."""
+        self._die(EngineDeadError(reason))
+
     def add_stat_logger(self, stat_logger: StatLogger) -> None:
         """Tell `stat_logger` what the engine does from now on, and which cores are ready."""
         self._front_end.stat_loggers.add(stat_logger)
@@ -292,6 +316,7 @@ class AsyncLLM:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._cores.stop()
         self._die(EngineDeadError("the engine was shut down"))
         self._set_timer()
         await asyncio.gather(*self._restarts)
@@ -374,33 +399,23 @@ class AsyncLLM:
 
     def _lose(self, core: int, error: QuireError) -> None:
         """A core is dead: go on without it until there is another, or end."""
-        client = self._clients[core]
-        cannot_start = isinstance(error, StartupError) and not self._settled.is_set()
-        if self._closed.is_set() or cannot_start or not isinstance(client, ProcessClient):
-            self._die(error)
-            return
-        verdict = self._verdict(core, client)
-        if verdict.restart_in_s is None:
-            which = f"it was the {MAX_DEATHS + 1}th death in {WINDOW_S / 60:g} minutes"
-            self._die(EngineDeadError(f"{error}; {which}"))
+        flights = self._front_end.in_flight(core)
+        try:
+            if self._closed.is_set():
+                raise error
+            verdict = self._cores.lost(core, flights, error, was_ready=self._settled.is_set())
+        except QuireError as end:
+            self._die(end)
             return
         self._front_end.lose(core, verdict.failed, self._why_it_ends)
-        num_left = len(self._front_end.in_flight(core))
-        logger.error("%s; a new one starts in %g s, %d requests go on", error, verdict.restart_in_s, num_left)
-        restart = asyncio.create_task(self._replace(core, client, verdict.restart_in_s))
+        restart = asyncio.create_task(self._replace(core, verdict.restart_in_s or 0.0))
         self._restarts.add(restart)
         restart.add_done_callback(self._restarts.discard)
-
-    def _verdict(self, core: int, dead: ProcessClient) -> Verdict:
-        flights = self._front_end.in_flight(core)
-        in_work = dead.in_work(core_id for core_ids in flights.values() for core_id in core_ids)
-        names = {name for name, core_ids in flights.items() if in_work.intersection(core_ids)}
-        return self._supervisor.died(core, flights.keys(), names)
 
     @property
     def _why_it_ends(self) -> QuireError:
         """What a request is told that ends with its core."""
-        if self._prepared.supervision.on_core_death == "error":
+        if self.config.supervision.on_core_death == "error":
             return UnavailableError(
                 "the engine core died while it had this request; send it again", retry_after=2
             )
@@ -408,21 +423,16 @@ class AsyncLLM:
             "the engine core died twice while it worked on this request, which is not tried again"
         )
 
-    async def _replace(self, core: int, dead: ProcessClient, delay_s: float) -> None:
+    async def _replace(self, core: int, delay_s: float) -> None:
         """Until the new client is there, what is sent to the core is lost, and all of it is in what is unfinished."""
-        await asyncio.to_thread(dead.close)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(delay_s):
-                await self._closed.wait()
-        if self._closed.is_set():
-            return
         try:
-            self._clients[core] = await asyncio.to_thread(ProcessClient, self._prepared)
+            is_there = await self._cores.replace(core, delay_s)
         except (QuireError, OSError) as error:
             self._lose(core, EngineDeadError(f"no new engine core can be started: {error}"))
             return
-        self._send(self._front_end.unfinished(core))
-        self._start_pump(core)
+        if is_there:
+            self._send(self._front_end.unfinished(core))
+            self._start_pump(core)
 
     def _die(self, error: QuireError) -> None:
         self._front_end.die(error)

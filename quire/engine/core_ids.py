@@ -1,26 +1,53 @@
 """`CoreIds`: the names under which the core knows a caller's requests.
 
-Invariant: no name is given twice. So a late word of the core about a request that has ended is never taken for one
-about the next request of the same label.
+Invariant: no name is given twice, by whichever front end of a core. So a late word of the core about a request that has
+ended is never taken for one about the next request of the same label, and each word finds the front end that it is for.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from quire.scheduler.wait_account import NUM_REMEMBERED
+
+NUMBERS = 1 << 32
+"""So many requests, or calls, are numbered by one front end; the next one's numbers begin behind them."""
+
+
+def numbers_of(front_end: int) -> Iterator[int]:
+    """The numbers that this front end gives, in order; the first front end's begin at 0."""
+    return itertools.count(front_end * NUMBERS)
+
+
+def front_end_of(number: int) -> int:
+    """Whose number it is."""
+    return number // NUMBERS
+
+
+def front_end_of_request(core_request_id: str) -> int:
+    """Who asked for a sequence: the number stands at the end of its name, before a fork's index.
+
+    A name that no front end has given counts as the first one's.
+    """
+    try:
+        return front_end_of(int(core_request_id.rpartition("-")[2].partition(".")[0], 16))
+    except ValueError:
+        return 0
 
 
 class CoreIds:
     """Label (what the caller calls a request) -> core ids of its sequences; several requests may share a label.
 
     As many labels are remembered after their end as the core can still explain requests.
+
+    Args:
+        front_end: which of its cores' front ends this is; no two have a number in common, also one after the other.
     """
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
+    def __init__(self, front_end: int = 0) -> None:
+        self._numbers = numbers_of(front_end)
         self._in_flight: dict[str, list[str]] = {}
         self._ended: OrderedDict[str, list[str]] = OrderedDict()
 

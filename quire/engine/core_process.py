@@ -1,8 +1,9 @@
 """The engine core as a process of its own: `python -m quire.engine.core_process DIRECTORY PARENT_PID`.
 
-Invariant: single-threaded apart from kernels and the watch over its parent; reads `config.json` and two ipc sockets in
-the private directory it is given, writes to `progress` there how far it has come, tells its parent how it ended, and
-never outlives it. A frame that is no message costs a line in the log.
+Invariant: single-threaded apart from kernels and the watch over its parent; reads `config.json` and one ipc socket in
+the private directory it is given, tells each front end what concerns it on a socket of that one's, writes to `progress`
+how far it has come, tells its parent how it ended, and never outlives it. A frame that is no message costs a line in
+the log.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -18,17 +18,27 @@ import zmq
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import NO_MESSAGE, CoreFailed, CoreMessage, CoreRequest, Shutdown
+from quire.engine.core_ids import front_end_of_request
+from quire.engine.messages import (
+    NO_MESSAGE,
+    AbortRequests,
+    AddRequest,
+    Attach,
+    CoreFailed,
+    CoreRequest,
+    Detach,
+    Shutdown,
+)
+from quire.engine.outboxes import Outboxes
 from quire.engine.parent import Parent
 from quire.engine.progress import Progress
+from quire.engine.remote import PROGRESS, REQUESTS
 from quire.errors import StartupError
 from quire.logging_setup import configure_logging
 
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 1000
-SEND_TIMEOUT_MS = 1000
-LINGER_MS = 1000
 MAX_CHECKED_BLOCKS = 100_000
 """A larger cache is not checked when the core is idle: a request that comes then would wait for it, 0.2 s and more."""
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -40,13 +50,15 @@ class CoreProcess:
 
     def __init__(self, directory: Path, parent: Parent) -> None:
         self._parent = parent
-        self._context = zmq.Context()
-        self._inbox = self._bind(zmq.PULL, directory / "requests")
-        self._outbox = self._bind(zmq.PUSH, directory / "messages")
+        context = zmq.Context()
+        self._inbox = context.socket(zmq.PULL)
+        self._inbox.set_hwm(0)
+        self._inbox.bind(f"ipc://{directory / REQUESTS}")
+        self._outboxes = Outboxes(context, directory)
+        self._gone: set[int] = set()
         self._decoder = msgspec.msgpack.Decoder(CoreRequest)
-        self._encoder = msgspec.msgpack.Encoder()
         self._config = msgspec.json.decode((directory / "config.json").read_bytes(), type=EngineConfig)
-        self._progress = Progress(directory / "progress")
+        self._progress = Progress(directory / PROGRESS)
         configure_logging(self._config.observability.log_level, self._config.observability.log_format)
 
     def run(self) -> int:
@@ -54,9 +66,9 @@ class CoreProcess:
         try:
             core = EngineCore(self._config, progress=self._progress)
         except StartupError as error:
-            self._send(CoreFailed(str(error)))
+            self._outboxes.send(CoreFailed(str(error)))
             return 1
-        self._send(core.ready)
+        self._outboxes.send(core.ready)
         try:
             self._serve(core)
         finally:
@@ -69,7 +81,7 @@ class CoreProcess:
         while self._handle_messages(core):
             self._progress.turn()
             if core.has_work():
-                self._send(core.step())
+                self._outboxes.send(core.step())
                 unchecked = can_check
             elif unchecked:
                 core.scheduler.check_integrity()
@@ -81,10 +93,34 @@ class CoreProcess:
             message = self._receive()
             if isinstance(message, Shutdown):
                 return False
-            answer = core.handle(message) if message is not None else None
-            if answer is not None:
-                self._send(answer)
+            if message is not None:
+                self._handle(core, message)
         return not self._parent.is_gone()
+
+    def _handle(self, core: EngineCore, message: CoreRequest) -> None:
+        if isinstance(message, Attach):
+            self._attach(core, message.front_end)
+        elif isinstance(message, Detach):
+            self._detach(core, message.front_end)
+        elif not self._is_of_the_gone(message) and (answer := core.handle(message)) is not None:
+            self._outboxes.send(answer)
+
+    def _attach(self, core: EngineCore, front_end: int) -> None:
+        if front_end not in self._gone:
+            self._outboxes.open(front_end)
+            self._outboxes.tell(front_end, core.ready)
+
+    def _detach(self, core: EngineCore, front_end: int) -> None:
+        """What it has asked for may yet come in behind this, by another way."""
+        self._gone.add(front_end)
+        self._outboxes.close(front_end)
+        asked = [name for name in core.scheduler.request_ids() if front_end_of_request(name) == front_end]
+        core.handle(AbortRequests(asked))
+
+    def _is_of_the_gone(self, message: CoreRequest) -> bool:
+        if not self._gone or not isinstance(message, AddRequest):
+            return False
+        return front_end_of_request(message.request.request_id) in self._gone
 
     def _receive(self) -> CoreRequest | None:
         """The next message; None if it is none of ours, which only somebody with our user id can have sent."""
@@ -96,25 +132,9 @@ class CoreProcess:
             logger.error("a frame of %d bytes is no message of a front end: %s", len(frame), error)
             return None
 
-    def _send(self, message: CoreMessage) -> None:
-        """Hand over a message. Without a peer a send waits; without a parent there is nobody to wait for."""
-        encoded = self._encoder.encode(message)
-        while not self._parent.is_gone():
-            with suppress(zmq.Again):
-                self._outbox.send(encoded)
-                return
-
     def report_crash(self) -> None:
         """Tell the parent that a bug of ours ends the core; the traceback is in the log."""
-        self._send(CoreFailed("the engine core failed; see its log for the traceback"))
-
-    def _bind(self, kind: int, path: Path) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.set_hwm(0)
-        socket.linger = LINGER_MS
-        socket.sndtimeo = SEND_TIMEOUT_MS
-        socket.bind(f"ipc://{path}")
-        return socket
+        self._outboxes.send(CoreFailed("the engine core failed; see its log for the traceback"))
 
 
 def main() -> int:

@@ -72,6 +72,7 @@ class FrontEnd:
         config: as `prepare` has settled it.
         strict_length, takes_callables: see `InputProcessor`.
         clock: monotonic seconds, as the cores count them.
+        number: which of its cores' front ends this is.
 
     Attributes:
         config: with the context length that the cores have settled, once all of them are ready.
@@ -91,6 +92,7 @@ class FrontEnd:
         takes_callables: bool = False,
         num_cores: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        number: int = 0,
     ) -> None:
         self.config = config
         self.clock = clock
@@ -111,11 +113,11 @@ class FrontEnd:
         self.dozes = False
         self._ready: list[CoreReady | None] = [None] * num_cores
         self._num_unfinished = [0] * num_cores
-        self._core_ids = CoreIds()
+        self._core_ids = CoreIds(number)
         self._flights: dict[str, _Flight] = {}
         self._names: dict[str, str] = {}  # of the requests, by core id
         self._deadlines: list[tuple[float, str]] = []
-        self._calls = UtilityCalls()
+        self._calls = UtilityCalls(number)
 
     # Questions
 

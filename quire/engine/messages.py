@@ -124,7 +124,19 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """End the core now; requests still running are dropped."""
 
 
-CoreRequest = AddRequest | AbortRequests | UtilityCall | Shutdown
+class Attach(msgspec.Struct, tag="attach", frozen=True):
+    """The first word of a front end that did not start the core: tell it things, too; a `CoreReady` answers."""
+
+    front_end: int
+
+
+class Detach(msgspec.Struct, tag="detach", frozen=True):
+    """A front end is gone for ever: end what it has asked for, and take no more of it."""
+
+    front_end: int
+
+
+CoreRequest = AddRequest | AbortRequests | UtilityCall | Shutdown | Attach | Detach
 """What a front end may send."""
 NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises for bytes that are no message."""

@@ -23,10 +23,10 @@ GRACE_S = 1.5
 class Parent:
     """Known by its process id, which it hands over: who asks for `getppid` first may be an orphan already.
 
-    Its private directory falls to this process when it is gone.
+    Its private directory, if this process has it too, falls to this process when it is gone.
     """
 
-    def __init__(self, pid: int, directory: Path) -> None:
+    def __init__(self, pid: int, directory: Path | None = None) -> None:
         self._pid = pid
         self._directory = directory
 
@@ -39,7 +39,7 @@ class Parent:
 
     def clean_up(self) -> None:
         """Remove the private directory if the parent no longer can."""
-        if self.is_gone():
+        if self._directory is not None and self.is_gone():
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _watch(self) -> None:

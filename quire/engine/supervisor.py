@@ -26,8 +26,28 @@ class Verdict:
     failed: frozenset[str] = frozenset()
 
 
+class Blame:
+    """Remembers who was being worked on when cores died; each front end for its own requests.
+
+    Args:
+        resume: whether requests in flight go on in the new core.
+    """
+
+    def __init__(self, *, resume: bool) -> None:
+        self._resume = resume
+        self._suspects: dict[int, Set[str]] = {}
+
+    def failed(self, core: int, in_flight: Set[str], in_work: Set[str]) -> frozenset[str]:
+        """A core has died that had these requests in flight, and of them these in work: who does not go on."""
+        if not self._resume:
+            return frozenset(in_flight)
+        suspects = self._suspects.get(core, frozenset())
+        self._suspects[core] = (suspects | in_work) & in_flight
+        return frozenset(suspects & in_work)
+
+
 class Supervisor:
-    """Remembers deaths of an engine's cores, and who was being worked on then.
+    """Remembers deaths of an engine's cores.
 
     Args:
         resume: whether requests in flight go on in the new core.
@@ -35,10 +55,9 @@ class Supervisor:
     """
 
     def __init__(self, *, resume: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._resume = resume
+        self._blame = Blame(resume=resume)
         self._clock = clock
         self._deaths: deque[float] = deque()
-        self._suspects: dict[int, Set[str]] = {}
 
     def died(self, core: int, in_flight: Set[str], in_work: Set[str]) -> Verdict:
         """A core has died that had these requests in flight, and of them these in work."""
@@ -48,9 +67,4 @@ class Supervisor:
         self._deaths.append(now)
         if len(self._deaths) > MAX_DEATHS:
             return Verdict(None)
-        delay_s = BACKOFF_S[len(self._deaths) - 1]
-        if not self._resume:
-            return Verdict(delay_s, frozenset(in_flight))
-        suspects = self._suspects.get(core, frozenset())
-        self._suspects[core] = (suspects | in_work) & in_flight
-        return Verdict(delay_s, frozenset(suspects & in_work))
+        return Verdict(BACKOFF_S[len(self._deaths) - 1], self._blame.failed(core, in_flight, in_work))

@@ -5,12 +5,12 @@ Invariant: a call is here from when it is made until its answer, or the engine's
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine.core_ids import numbers_of
 from quire.engine.messages import UtilityCall, UtilityResult
 from quire.errors import EngineError
 
@@ -25,8 +25,8 @@ class _Call:
 class UtilityCalls:
     """Gives each call a number and each answer to the one who waits for it; a future that was cancelled is fine."""
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
+    def __init__(self, front_end: int = 0) -> None:
+        self._numbers = numbers_of(front_end)
         self._calls: dict[int, _Call] = {}
 
     def start(self, core: int, method: str, args: Sequence[Any]) -> tuple[Future[Any], UtilityCall]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from quire.metrics.buckets import token_buckets
@@ -34,7 +35,7 @@ class VllmNames:
     vLLM's of HTTP come from a middleware that leaves probes out and knows only the class of a status.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: Collector) -> None:
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:

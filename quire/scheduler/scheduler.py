@@ -214,6 +214,10 @@ class Scheduler:
             num_held=self._queues.num_held,
         )
 
+    def request_ids(self) -> list[str]:
+        """Of the requests that have not ended, oldest first."""
+        return list(self._queues.by_id)
+
     def explain(self, request_id: str, now: float) -> Explanation | None:
         """Why a request waits or waited; None if it is unknown or ended too long ago."""
         return self._queues.explain(request_id, now)

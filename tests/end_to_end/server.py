@@ -18,6 +18,14 @@ START_TIMEOUT_S = 120.0
 QUIRE = (sys.executable, "-m", "quire.entrypoints.cli.main")
 
 
+def command_of(pid: int) -> list[str]:
+    """The words of a process's command; none of one that is gone, or is no program yet."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -79,8 +87,14 @@ class Server:
 
     def core_pid(self) -> int | None:
         """Of the engine core's process, None while there is none."""
-        pids = children_of(self.process.pid)
+        pids = self.children("quire.engine.core_process")
         return pids[0] if pids else None
+
+    def children(self, module: str) -> list[int]:
+        """Processes that run this module, or one whose name begins so."""
+        files = Path(f"/proc/{self.process.pid}/task").glob("*/children")  # each is a thread's child
+        pids = [int(child) for file in files for child in file.read_text().split()]
+        return [pid for pid in pids if any(word.startswith(module) for word in command_of(pid))]
 
     def health(self, path: str = "/health") -> int | None:
         """Status of a probe, None while nobody listens."""

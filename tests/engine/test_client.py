@@ -14,13 +14,13 @@ import zmq
 from quire.config import EngineConfig
 from quire.engine.client import (
     SPIN_COUNT,
-    CoreClient,
     InProcessClient,
     ProcessClient,
     core_environment,
     make_client,
     settled_spinning,
 )
+from quire.engine.core_client import CoreClient
 from quire.engine.messages import (
     AddRequest,
     CoreReady,
@@ -133,7 +133,7 @@ def test_a_core_of_another_version_is_refused(
 ) -> None:
     from quire.engine import messages
 
-    monkeypatch.setattr("quire.engine.client.WIRE_VERSION", 99)
+    monkeypatch.setattr("quire.engine.remote.WIRE_VERSION", 99)
     client = ProcessClient(make_config())
     try:
         with pytest.raises(StartupError, match=rf"version {messages.WIRE_VERSION} .*this process 99"):

@@ -50,7 +50,7 @@ def test_cores_are_blamed_apart_and_those_who_ended_are_forgotten() -> None:
     assert supervisor.died(0, {"a"}, {"a"}).failed == set()
     assert supervisor.died(1, {"b"}, {"b"}).failed == set()
     supervisor.died(0, set(), set())
-    assert supervisor._suspects == {0: set(), 1: {"b"}}
+    assert supervisor._blame._suspects == {0: set(), 1: {"b"}}
 
 
 def test_without_resumption_all_that_the_core_had_ends() -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
+    from quire.entrypoints.openai.census import Census
+
 MAX_HEADER_BYTES = 64 * 2**10
 KEEP_ALIVE_S = 5
 GRACEFUL_SHUTDOWN_S = 5
@@ -36,7 +38,7 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         with (
             _signals_as_interrupt(),
             bind(server_config.host, server_config.port) as listener,
-            asyncio.Runner(loop_factory=_loop_factory()) as runner,
+            asyncio.Runner(loop_factory=loop_factory()) as runner,
         ):
             return runner.run(_serve(engine_config, server_config, listener))
     except StartupError as error:
@@ -88,6 +90,11 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, liste
     engine = AsyncLLM.start(engine_config)
     try:
         # Imported while the core's process loads the model: together they take most of a second.
+        if server_config.api_server_count > 1:
+            from quire.entrypoints.openai.processes.first import serve_first
+
+            return await serve_first(engine, server_config, listener)
+
         from quire.entrypoints.openai.app import build_app
         from quire.entrypoints.openai.lifecycle import HttpServer, Lifecycle
 
@@ -107,16 +114,17 @@ def settle_garbage() -> None:
     gc.freeze()
 
 
-def http_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+def http_config(app: FastAPI, config: ServerConfig, census: Census | None = None) -> uvicorn.Config:
     """uvicorn's settings. On h11, because it bounds the size of the headers and refuses ambiguous ones."""
     import uvicorn
 
+    from quire.entrypoints.openai.census import Census
     from quire.entrypoints.openai.connection import protocol_class
 
     hide_queries()
     return uvicorn.Config(
         app,
-        http=protocol_class(config),  # type: ignore[arg-type]
+        http=protocol_class(config, census or Census()),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
@@ -130,7 +138,7 @@ def http_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     )
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop where it is installed; it is not for Windows."""
     try:
         import uvloop

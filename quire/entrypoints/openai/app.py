@@ -15,6 +15,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from quire.config import ServerConfig
+from quire.engine.ledger import Page
 from quire.entrypoints import anthropic
 from quire.entrypoints.ollama import models as ollama_models
 from quire.entrypoints.ollama import routes as ollama_routes
@@ -49,7 +50,7 @@ from quire.entrypoints.openai.openapi import pages
 from quire.entrypoints.openai.openapi.document import Document
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.openapi.refusals import Access
-from quire.entrypoints.openai.state import ServerState
+from quire.entrypoints.openai.state import Question, ServerState
 from quire.errors import QuireError
 from quire.metrics.families import make_family
 from quire.metrics.log_lines import LostLines
@@ -65,6 +66,14 @@ FAMILIES = (
 """Modules and packages with a `router`, in the order of the published document."""
 CONTROLS = (requests.controls, prefix_cache.controls, integrity.controls, sleep.controls)
 """What acts on all requests: for the admin key."""
+QUESTIONS: dict[str, Question] = {
+    "load": requests.num_in_flight,
+    "explain": requests.explained,
+    "list": requests.listed,
+    "abort": requests.aborted,
+    metrics.QUESTION: metrics.measured,
+}
+"""What each process of a server can be asked about itself by the others."""
 EXPOSED_HEADERS = ("x-request-id", "retry-after", *RATE_LIMIT_HEADERS, IGNORED_HEADER, ADJUSTED_HEADER)
 """What scripts of a page may read of a response besides its body."""
 
@@ -72,13 +81,19 @@ EXPOSED_HEADERS = ("x-request-id", "retry-after", *RATE_LIMIT_HEADERS, IGNORED_H
 describe(Operation(other={CONTENT_TYPE_LATEST: {"type": "string"}}))(metrics.metrics)
 
 
-def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
-    """An app that serves `engine`; the caller starts and ends both."""
+def build_app(
+    engine: AsyncLLM, config: ServerConfig, *, keys: Keyring | None = None, page: Page | None = None
+) -> FastAPI:
+    """An app that serves `engine`; the caller starts and ends both.
+
+    One of several processes of a server is given the keys, and its page of their ledger.
+    """
     registry = CollectorRegistry()
     disconnects = make_family("http_client_disconnects", registry)
     registry.register(LostLines())
-    state = ServerState(engine, config, registry, keyring(config), InFlight(disconnects.inc))
-    meters = Meters(state.keys.tenants)
+    keys = keyring(config) if keys is None else keys
+    state = ServerState(engine, config, registry, keys, InFlight(disconnects.inc), QUESTIONS)
+    meters = Meters(state.keys.tenants, page=page)
     engine.add_stat_logger(meters)
     engine.add_stat_logger(
         PrometheusStatLogger(state.model_names[0], engine.config.model.max_model_len, registry=registry)

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from quire.config import ServerConfig
+from quire.entrypoints.openai.census import Census
 from quire.entrypoints.openai.errors import error_body, request_id_of, response_of, shaped_error
 from quire.errors import UnavailableError
 
@@ -31,9 +32,11 @@ LEAST_PROGRESS_BYTES = 16 * 2**10
 """What a client must read within the write timeout, unless that empties the buffer."""
 
 
-def protocol_class(config: ServerConfig) -> functools.partial[Connection]:
-    """What uvicorn makes for every connection."""
-    return functools.partial(Connection, limits=config, max_connections=max_connections(config))
+def protocol_class(config: ServerConfig, census: Census) -> functools.partial[Connection]:
+    """What uvicorn makes for every connection; the census counts those of which there may not be too many."""
+    return functools.partial(
+        Connection, limits=config, max_connections=max_connections(config), census=census
+    )
 
 
 def max_connections(config: ServerConfig) -> int:
@@ -49,8 +52,11 @@ def max_connections(config: ServerConfig) -> int:
 class Connection(H11Protocol):
     """Two clocks: one until the request has come in as a whole, one while the client leaves what it was sent unread."""
 
-    def __init__(self, *args: Any, limits: ServerConfig, max_connections: int, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, limits: ServerConfig, max_connections: int, census: Census, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._census = census
         self._limits = limits
         self._max_connections = max_connections
         self._read_timeout = limits.read_timeout
@@ -60,7 +66,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        num_extra = len(self.connections) - self._max_connections
+        num_extra = self._census.num_open(self.connections) - self._max_connections
         if num_extra > MAX_EXTRA:
             transport.abort()
         elif num_extra > 0:
@@ -81,6 +87,7 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._read_timer, self._write_timer)
         super().connection_lost(exc)
+        self._census.leave()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import uvicorn
@@ -23,6 +23,7 @@ from quire.entrypoints.openai.welcome import base_url, ready_text
 from quire.errors import EngineDeadError, QuireError
 from quire.logging_setup import say, say_error
 from quire.metrics.logging import LoggingStatLogger
+from quire.metrics.stats import IterationStats
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +36,32 @@ GRACE_S = 5.0
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: signals mean draining here, and that is our business."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_open = asyncio.Event()
+        self._arriving: set[asyncio.Task[Any]] = set()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_open.set()
+
+    def admit(self, connection: socket.socket) -> None:
+        """Serve a connection that has been accepted elsewhere; to be called once the server is open."""
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        accepted = asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
+        task = asyncio.create_task(accepted)
+        self._arriving.add(task)
+        task.add_done_callback(self._arriving.discard)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        state = self.lifespan.state
+        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        return make(config=self.config, server_state=self.server_state, app_state=state)
 
 
 class Lifecycle:
@@ -56,15 +80,54 @@ class Lifecycle:
     async def run(self) -> int:
         """Serve; returns the process's exit code."""
         self._handle_signals()
-        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        serving = asyncio.create_task(self._http.serve(sockets=self._listeners()))
         logging_stats = asyncio.create_task(self._log_stats())
         try:
             ends = self._until_engine_ends(), self._until_drained(), _ended(serving)
             return await _first_of(*ends)
         finally:
             logging_stats.cancel()
+            self._stop_accepting()
             self._http.should_exit = True
             await asyncio.gather(serving, logging_stats, return_exceptions=True)
+
+    # What another process of a server does in another way
+
+    def _listeners(self) -> list[socket.socket]:
+        """Where this process accepts connections itself."""
+        return [self._listener]
+
+    def _stop_accepting(self) -> None:
+        """The HTTP server ends, and with it what it accepts itself."""
+
+    def _tell_failed_start(self, error: QuireError) -> None:
+        say_error(f"error: {error}")
+
+    def _tell_ready(self) -> None:
+        say(self._ready_text())
+
+    def _tell_end(self, error: QuireError) -> None:
+        logger.error("the engine core has ended: %s", error)
+
+    def _begin_draining(self) -> None:
+        self._state.draining = True
+        patience = self._state.config.shutdown_timeout
+        logger.info("draining: %d requests in progress, up to %g s", len(self._state.in_flight), patience)
+
+    async def _wait_idle(self) -> None:
+        """Until nobody waits for an answer."""
+        await self._state.in_flight.wait_idle()
+
+    def _cancel_all(self) -> None:
+        if len(self._state.in_flight):
+            logger.warning("cancelling %d requests that are still in progress", len(self._state.in_flight))
+            self._state.in_flight.cancel_all()
+
+    def _elsewhere(self) -> IterationStats | None:
+        """What other processes have done since this was asked last, for the log."""
+        return None
+
+    # The life
 
     def on_signal(self) -> None:
         """First call: drain. Second call: cancel."""
@@ -89,33 +152,28 @@ class Lifecycle:
             await self._state.prepare()
             await engine.wait_ready()
         except QuireError as error:
-            say_error(f"error: {error}")
+            self._tell_failed_start(error)
             return 1
-        say(self._ready_text())
+        self._tell_ready()
         while not engine.errored:  # noqa: ASYNC110  (the engine offers no event, and a poll costs nothing)
             await asyncio.sleep(POLL_S)
-        logger.error(
-            "the engine core has ended: %s", engine.dead_error or EngineDeadError("no reason is known")
-        )
+        self._tell_end(engine.dead_error or EngineDeadError("no reason is known"))
         await self._let_answers_end()
         return 1
 
     async def _until_drained(self) -> int:
         await self._drain.wait()
-        self._state.draining = True
-        in_flight, patience = self._state.in_flight, self._state.config.shutdown_timeout
-        logger.info("draining: %d requests in progress, up to %g s", len(in_flight), patience)
-        await _first_of(in_flight.wait_idle(), _event(self._cancel), asyncio.sleep(patience))
-        if len(in_flight):
-            logger.warning("cancelling %d requests that are still in progress", len(in_flight))
-            in_flight.cancel_all()
-            await self._let_answers_end()
+        self._begin_draining()
+        patience = asyncio.sleep(self._state.config.shutdown_timeout)
+        await _first_of(self._wait_idle(), _event(self._cancel), patience)
+        self._cancel_all()
+        await self._let_answers_end()
         return 0
 
     async def _let_answers_end(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
-                await self._state.in_flight.wait_idle()
+                await self._wait_idle()
 
     async def _log_stats(self) -> None:
         options = self._state.engine.config.observability
@@ -125,6 +183,8 @@ class Lifecycle:
         self._state.engine.add_stat_logger(stats)
         while True:
             await asyncio.sleep(options.log_stats_interval)
+            if (elsewhere := self._elsewhere()) is not None:
+                stats.record(elsewhere, None, 0)
             stats.log()
 
     def _ready_text(self) -> str:

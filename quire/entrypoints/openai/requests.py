@@ -7,7 +7,7 @@ Invariant: a request is found under any id that its client was shown: that of th
 from __future__ import annotations
 
 import contextlib
-from itertools import count
+from itertools import chain, count
 from typing import Literal
 
 import msgspec
@@ -68,30 +68,26 @@ class Aborted(msgspec.Struct):
 @describe(Operation(reply=ServerLoad))
 async def load(request: Request) -> Response:
     """How many requests the server is working on."""
-    return json_response(ServerLoad(len(server_of(request).in_flight)))
+    return json_response(ServerLoad(sum(await server_of(request).everywhere("load"))))
 
 
 @router.get("/v1/requests/{request_id}/explain")
 @describe(Operation(reply=Explained, errors=(404,)))
 async def explain(request: Request, request_id: str) -> Response:
     """Why the request waits or waited, for each of its sequences; 404 if it is unknown or ended too long ago."""
-    found = await _explanations(server_of(request), request_id)
+    found = [*chain.from_iterable(await server_of(request).everywhere("explain", request_id))]
     if not found:
         raise NotFoundError(f"no request {request_id!r:.100} is known to the engine", param="request_id")
-    return json_response(Explained(request_id, [_shown(one) for one in found]))
+    return json_response(Explained(request_id, msgspec.convert(found, list[ShownSequence])))
 
 
 @controls.get("/v1/requests")
 @describe(Operation(reply=RequestList))
 async def list_requests(request: Request) -> Response:
-    """The state of every sequence in flight, oldest first, as far as the first thousand requests go."""
-    engine = server_of(request).engine
-    labels = engine.labels()
-    shown: list[ShownSequence] = []
-    for label in labels[:MAX_LISTED]:
-        with contextlib.suppress(NotFoundError):  # it ended while others were asked for
-            shown += [_shown(one) for one in await engine.explain(label)]
-    return json_response(RequestList(num_requests=len(labels), data=shown))
+    """The state of every sequence in flight, as far as the first thousand requests go; oldest first, by process."""
+    requests = [*chain.from_iterable(await server_of(request).everywhere("list"))]
+    shown = msgspec.convert([*chain.from_iterable(requests[:MAX_LISTED])], list[ShownSequence])
+    return json_response(RequestList(num_requests=len(requests), data=shown))
 
 
 @controls.post("/abort_requests")
@@ -99,23 +95,44 @@ async def list_requests(request: Request) -> Response:
 async def abort_requests(request: Request) -> Response:
     """End requests, of these ids or all; their clients get an error. Unknown ids are ignored."""
     body = await read_request(request, AbortRequest)
-    engine = server_of(request).engine
-    labels = engine.labels()
-    if body.request_ids is not None:
-        names = {prefix + name for prefix in ID_PREFIXES for name in body.request_ids}
-        labels = [label for label in labels if label.rpartition("-")[0] in names]
-    await engine.abort(labels)
-    return json_response(Aborted(len(labels)))
+    return json_response(Aborted(sum(await server_of(request).everywhere("abort", body.request_ids))))
 
 
-async def _explanations(server: ServerState, request_id: str) -> list[Explanation]:
-    """Of all prompts of the request: the engine knows each under the answer's id and its number."""
-    found: list[Explanation] = []
+async def num_in_flight(server: ServerState) -> int:
+    """Requests that this process is working on."""
+    return len(server.in_flight)
+
+
+async def explained(server: ServerState, request_id: str) -> list[ShownSequence]:
+    """All prompts of the request: the engine knows each under the answer's id and its number."""
+    found: list[ShownSequence] = []
     for prefix in ID_PREFIXES:
         with contextlib.suppress(NotFoundError):
             for index in count():
-                found += await server.engine.explain(f"{prefix}{request_id}-{index}")
+                found += [_shown(one) for one in await server.engine.explain(f"{prefix}{request_id}-{index}")]
     return found
+
+
+async def listed(server: ServerState) -> list[list[ShownSequence]]:
+    """The sequences of each request of this process, oldest first; only the first thousand are looked at."""
+    requests: list[list[ShownSequence]] = []
+    labels = server.engine.labels()
+    for label in labels[:MAX_LISTED]:
+        sequences = list[ShownSequence]()
+        with contextlib.suppress(NotFoundError):  # it ended while others were asked for
+            sequences = [_shown(one) for one in await server.engine.explain(label)]
+        requests.append(sequences)
+    return requests + [[] for _ in labels[MAX_LISTED:]]
+
+
+async def aborted(server: ServerState, request_ids: list[str] | None) -> int:
+    """End those of these requests that this process has; how many it had."""
+    labels = server.engine.labels()
+    if request_ids is not None:
+        names = {prefix + name for prefix in ID_PREFIXES for name in request_ids}
+        labels = [label for label in labels if label.rpartition("-")[0] in names]
+    await server.engine.abort(labels)
+    return len(labels)
 
 
 def _shown(explanation: Explanation) -> ShownSequence:

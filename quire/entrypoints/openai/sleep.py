@@ -13,7 +13,7 @@ from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.protocol.responses import SleepState
 from quire.entrypoints.openai.state import server_of
-from quire.errors import UnavailableError, ValidationError
+from quire.errors import ConflictError, UnavailableError, ValidationError
 
 controls = admin_router()
 
@@ -27,6 +27,10 @@ WAKE_QUERY = {"tags": {"type": "array", "items": {"enum": [*TAGS]}}}
 async def sleep(request: Request) -> Response:
     """Stop, and give memory back; the answer comes when it is done."""
     server, options = server_of(request), _options(request, "level", "mode")
+    if server.siblings is not None:
+        raise ConflictError(
+            "a server of several API processes does not sleep; start it with --api-server-count 1"
+        )
     if server.draining:
         raise UnavailableError("the server is shutting down")
     await server.engine.sleep(_level(options.get("level", ["1"])), options.get("mode", ["abort"])[-1])

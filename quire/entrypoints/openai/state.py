@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
@@ -30,15 +31,34 @@ if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
 
+class Question(Protocol):
+    """Answers in data that can be sent to another process."""
+
+    async def __call__(self, server: ServerState, /, *args: Any) -> Any: ...
+
+
+class Siblings(Protocol):
+    """All processes of the server."""
+
+    async def ask(self, question: str, *args: Any) -> list[Any]:
+        """What each of them says, the first process's word first."""
+
+
 @dataclass(eq=False)
 class ServerState:
-    """The engine, the configuration, and what is derived from them once."""
+    """The engine, the configuration, and what is derived from them once.
+
+    `questions` are what each process of the server can be asked about itself, and `siblings` all processes; None if
+    this is the only one.
+    """
 
     engine: AsyncLLM
     config: ServerConfig
     registry: CollectorRegistry
     keys: Keyring
     in_flight: InFlight
+    questions: Mapping[str, Question] = field(default_factory=dict)
+    siblings: Siblings | None = None
     renders: BoundedThreads = field(default_factory=BoundedThreads)
     draining: bool = False
 
@@ -92,6 +112,16 @@ class ServerState:
         """Fields that mean nothing as this server is configured: `user` is a tenant only if no key is."""
         shares = self.engine.config.scheduler.scheduling_policy == "fair" and not self.keys
         return frozenset() if shares else frozenset({"user"})
+
+    async def answer(self, question: str, *args: Any) -> Any:
+        """What this process says."""
+        return await self.questions[question](self, *args)
+
+    async def everywhere(self, question: str, *args: Any) -> list[Any]:
+        """What each process of the server says; those that cannot be reached say nothing."""
+        if self.siblings is None:
+            return [await self.answer(question, *args)]
+        return await self.siblings.ask(question, *args)
 
     async def prepare(self) -> None:
         """Meet errors of the chat template at start-up, not at the first request.

@@ -154,7 +154,7 @@ def test_tokens_that_were_computed_are_paid_before_the_next_request() -> None:
 
 def test_a_bucket_fills_up_to_its_limit() -> None:
     now = 0.0
-    bucket = Bucket(6, lambda: now)
+    bucket = Bucket(6, lambda: now, [0.0, 0.0])
     bucket.take(6)
     assert bucket.wait_s(1) == 10.0
     now = 1000.0

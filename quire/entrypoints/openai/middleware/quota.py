@@ -1,18 +1,19 @@
 """What a tenant may use in a minute, and at once.
 
-Invariant: counted per tenant of the keys, so a client cannot split itself; a request is refused before its body is
-read. Tokens are counted when they have been computed, by the engine's own statistics, so that a request may overdraw
-the minute's tokens, and the next ones wait until the debt is paid.
+Invariant: counted per tenant of the keys and over all processes of the server, so a client cannot split itself; a
+request is refused before its body is read. Tokens are counted when they have been computed, by the engine's own
+statistics, so that a request may overdraw the minute's tokens, and the next ones wait until the debt is paid.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableSequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.engine.ledger import Column, Ledger, Page
 from quire.entrypoints.openai.errors import request_id_of, response_of
 from quire.entrypoints.openai.keys import Tenant
 from quire.errors import RateLimitError
@@ -27,18 +28,24 @@ RATE_LIMIT_HEADERS = tuple(
 
 
 class Bucket:
-    """A minute's allowance, which fills steadily; `limit` None: there is no end of it."""
+    """A minute's allowance, which fills steadily; `limit` None: there is no end of it.
 
-    def __init__(self, limit: int | None, clock: Clock) -> None:
+    `cells` are how much of it was used up, and when; 0 and 0 at first.
+    """
+
+    def __init__(
+        self, limit: int | None, clock: Clock, cells: MutableSequence[float] | memoryview[float]
+    ) -> None:
         self.limit = limit
         self._limit = math.inf if limit is None else float(limit)
-        self._level = self._limit
+        self._cells = cells
         self._clock = clock
-        self._filled_at = clock()
 
     def wait_s(self, wanted: float) -> float:
         """Seconds until `wanted` is there; 0: now."""
-        return 0.0 if self.limit is None else max(0.0, (wanted - self._filled()) * 60 / self._limit)
+        if self.limit is None:
+            return 0.0
+        return max(0.0, (wanted + self._used() - self._limit) * 60 / self._limit)
 
     def headers(self, unit: str) -> list[tuple[bytes, bytes]]:
         """The allowance, what is left of it, and when it is whole again, as OpenAI tells it; none if it has no end."""
@@ -46,30 +53,35 @@ class Bucket:
             return []
         values = {
             "limit": str(self.limit),
-            "remaining": str(max(0, math.floor(self._filled()))),
+            "remaining": str(max(0, math.floor(self._limit - self._used()))),
             "reset": duration(self.wait_s(self._limit)),
         }
         return [(f"{PREFIX}{what}-{unit}".encode(), value.encode()) for what, value in values.items()]
 
-    def _filled(self) -> float:
-        """The level, as of now."""
-        now = self._clock()
-        self._level = min(self._limit, self._level + (now - self._filled_at) * self._limit / 60)
-        self._filled_at = now
-        return self._level
-
     def take(self, amount: float) -> None:
-        self._level -= amount
+        if self.limit is not None:
+            self._cells[0], self._cells[1] = self._used() + amount, self._clock()
+
+    def _used(self) -> float:
+        """As of now."""
+        used, since = self._cells
+        return max(0.0, used - (self._clock() - since) * self._limit / 60)
 
 
 class Meter:
-    """One tenant's use."""
+    """One tenant's use, in all processes of the server.
 
-    def __init__(self, tenant: Tenant, clock: Clock) -> None:
+    Args:
+        number: of the tenant's account in the ledger.
+    """
+
+    def __init__(self, tenant: Tenant, number: int, page: Page, clock: Clock) -> None:
         self._tenant = tenant
-        self._num_running = 0
-        self._requests = Bucket(tenant.requests_per_minute, clock)
-        self.tokens = Bucket(tenant.tokens_per_minute, clock)
+        self._page = page
+        self._column = len(Column) + number
+        account = page.ledger.account(number)
+        self._requests = Bucket(tenant.requests_per_minute, clock, account[:2])
+        self._tokens = Bucket(tenant.tokens_per_minute, clock, account[2:])
 
     def enter(self) -> None:
         """Count a request that begins; every one that may is to `leave`.
@@ -78,21 +90,29 @@ class Meter:
             RateLimitError: it may not yet.
         """
         tenant = self._tenant
-        if tenant.max_concurrent is not None and self._num_running >= tenant.max_concurrent:
-            raise RateLimitError(
-                f"{self._num_running} requests of this key are running, its limit", retry_after=1
-            )
-        _refuse_for(self._requests.wait_s(1), f"{tenant.requests_per_minute} requests per minute")
-        _refuse_for(self.tokens.wait_s(1), f"{tenant.tokens_per_minute} tokens per minute")
-        self._requests.take(1)
-        self._num_running += 1
+        with self._page.ledger.locked():
+            num_running = int(self._page.total(self._column))
+            if tenant.max_concurrent is not None and num_running >= tenant.max_concurrent:
+                raise RateLimitError(
+                    f"{num_running} requests of this key are running, its limit", retry_after=1
+                )
+            _refuse_for(self._requests.wait_s(1), f"{tenant.requests_per_minute} requests per minute")
+            _refuse_for(self._tokens.wait_s(1), f"{tenant.tokens_per_minute} tokens per minute")
+            self._requests.take(1)
+            self._page.add(self._column, 1)
+
+    def spend(self, num_tokens: int) -> None:
+        """So many were computed."""
+        with self._page.ledger.locked():
+            self._tokens.take(num_tokens)
 
     def leave(self) -> None:
-        self._num_running -= 1
+        self._page.add(self._column, -1)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """What a response tells of the limits."""
-        return [*self._requests.headers("requests"), *self.tokens.headers("tokens")]
+        with self._page.ledger.locked():
+            return [*self._requests.headers("requests"), *self._tokens.headers("tokens")]
 
 
 def duration(seconds: float) -> str:
@@ -112,8 +132,13 @@ def _refuse_for(wait_s: float, limit: str) -> None:
 class Meters(StatLogger):
     """All tenants' meters; as a logger of the engine's statistics it sees the tokens of every request that ended."""
 
-    def __init__(self, tenants: Mapping[str, Tenant], clock: Clock = time.monotonic) -> None:
-        self._meters = {name: Meter(tenant, clock) for name, tenant in tenants.items()}
+    def __init__(
+        self, tenants: Mapping[str, Tenant], clock: Clock = time.monotonic, page: Page | None = None
+    ) -> None:
+        page = page or Ledger(1, len(tenants)).page(0)
+        self._meters = {
+            name: Meter(tenant, number, page, clock) for number, (name, tenant) in enumerate(tenants.items())
+        }
 
     def __getitem__(self, tenant: str) -> Meter:
         return self._meters[tenant]
@@ -122,7 +147,7 @@ class Meters(StatLogger):
         for one in iteration.finished:
             if one.tenant in self._meters:
                 num_computed = one.num_prompt_tokens - one.num_cached_tokens
-                self._meters[one.tenant].tokens.take(num_computed + one.num_generation_tokens)
+                self._meters[one.tenant].spend(num_computed + one.num_generation_tokens)
 
 
 class Quota:

@@ -1,0 +1,187 @@
+"""Where an asynchronous engine's cores come from, and what becomes of one that dies.
+
+Invariant: a core is replaced by who owns it. Which requests do not go on, each front end finds out for its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import zmq
+
+from quire.config import EngineConfig
+from quire.engine.attached import AttachedClient, NoCore
+from quire.engine.client import ProcessClient, make_clients
+from quire.engine.core_client import CoreClient
+from quire.engine.remote import CoreAddress, RemoteClient
+from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Blame, Supervisor, Verdict
+from quire.errors import EngineDeadError, QuireError, StartupError
+
+logger = logging.getLogger(__name__)
+
+Flights = Mapping[str, Sequence[str]]
+"""Name of each request that a core has -> core ids of its sequences."""
+
+
+class CoreWatcher(Protocol):
+    """Somebody else who has to do with a core that another owns."""
+
+    def core_started(self, address: CoreAddress) -> None: ...
+
+    def core_lost(self) -> None: ...
+
+
+class Cores(ABC):
+    """The cores of one engine.
+
+    Attributes:
+        config: of the engine, with every automatic value settled.
+        clients: of the cores, by their index.
+        front_end: which of the cores' front ends the engine has.
+    """
+
+    config: EngineConfig
+    clients: list[CoreClient]
+    front_end: int = 0
+
+    @abstractmethod
+    def lost(self, core: int, flights: Flights, error: QuireError, *, was_ready: bool) -> Verdict:
+        """A core is dead, for this reason; the engine was ready once, or not.
+
+        Raises:
+            QuireError: there will be no other.
+        """
+
+    @abstractmethod
+    async def replace(self, core: int, delay_s: float) -> bool:
+        """Put another client into the place of a lost one's, after so many seconds; False: the engine has ended.
+
+        Raises:
+            QuireError, OSError: the new core cannot be started.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Nothing is replaced any more."""
+
+    @abstractmethod
+    def watch(self, watcher: CoreWatcher) -> None:
+        """Tell somebody of the only core and of those that take its place."""
+
+
+def names_in_work(client: CoreClient, flights: Flights) -> set[str]:
+    """Which of these requests the core was working on."""
+    if not isinstance(client, RemoteClient):
+        return set()
+    in_work = client.in_work(core_id for core_ids in flights.values() for core_id in core_ids)
+    return {name for name, core_ids in flights.items() if in_work.intersection(core_ids)}
+
+
+class OwnCores(Cores):
+    """Cores that the engine starts, and starts again when they die in a process of their own."""
+
+    def __init__(self, config: EngineConfig, num_cores: int, *, in_process: bool) -> None:
+        self.config = config
+        self._watcher: CoreWatcher | None = None
+        self._supervisor = Supervisor(resume=config.supervision.on_core_death == "resume")
+        self._stopped = asyncio.Event()
+        self.clients = make_clients(config, num_cores, in_process=in_process)  # they load while this goes on
+
+    def lost(self, core: int, flights: Flights, error: QuireError, *, was_ready: bool) -> Verdict:
+        client = self.clients[core]
+        cannot_start = isinstance(error, StartupError) and not was_ready
+        if cannot_start or not isinstance(client, ProcessClient):
+            raise error
+        verdict = self._supervisor.died(core, flights.keys(), names_in_work(client, flights))
+        if verdict.restart_in_s is None:
+            which = f"it was the {MAX_DEATHS + 1}th death in {WINDOW_S / 60:g} minutes"
+            raise EngineDeadError(f"{error}; {which}")
+        num_left = len(flights) - len(verdict.failed)
+        logger.error("%s; a new one starts in %g s, %d requests go on", error, verdict.restart_in_s, num_left)
+        if self._watcher is not None:
+            self._watcher.core_lost()
+        return verdict
+
+    async def replace(self, core: int, delay_s: float) -> bool:
+        await asyncio.to_thread(self.clients[core].close)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._stopped.wait()
+        if self._stopped.is_set():
+            return False
+        self.clients[core] = client = await asyncio.to_thread(ProcessClient, self.config)
+        if self._watcher is not None and not self._stopped.is_set():
+            self._watcher.core_started(client.address)
+        return True
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def watch(self, watcher: CoreWatcher) -> None:
+        (client,) = self.clients
+        assert isinstance(client, ProcessClient), "a core of this process has no other front end"
+        self._watcher = watcher
+        watcher.core_started(client.address)
+
+
+class BorrowedCore(Cores):
+    """The core of another process, which says where it is and that it is gone.
+
+    Args:
+        config: as its owner has settled it.
+        front_end: which of the core's front ends this is; not 0, and never one that was before.
+    """
+
+    def __init__(self, config: EngineConfig, front_end: int) -> None:
+        self.config = config
+        self.front_end = front_end
+        self.clients = [NoCore()]
+        self._blame = Blame(resume=config.supervision.on_core_death == "resume")
+        self._address: CoreAddress | None = None
+        self._stopped = False
+        self._changed = asyncio.Event()
+
+    def core_started(self, address: CoreAddress) -> None:
+        """There is a core."""
+        self._address = address
+        self._changed.set()
+
+    def core_lost(self) -> None:
+        """It is gone, and another may come."""
+        self._address = None
+        if isinstance(self.clients[0], AttachedClient):
+            self.clients[0].leave()
+
+    def lost(self, core: int, flights: Flights, error: QuireError, *, was_ready: bool) -> Verdict:
+        failed = self._blame.failed(core, flights.keys(), names_in_work(self.clients[core], flights))
+        return Verdict(0.0, failed)
+
+    async def replace(self, core: int, delay_s: float) -> bool:
+        await asyncio.to_thread(self.clients[core].close)
+        while not self._stopped:
+            if self._address is not None and (client := self._attached(self._address)) is not None:
+                self.clients[core] = client
+                return True
+            self._changed.clear()
+            await self._changed.wait()
+        return False
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._changed.set()
+
+    def watch(self, watcher: CoreWatcher) -> None:
+        raise AssertionError("a borrowed core is lent to nobody else")
+
+    def _attached(self, address: CoreAddress) -> AttachedClient | None:
+        """None if that core is gone already, which we shall hear."""
+        try:
+            return AttachedClient(self.config, address, self.front_end)
+        except (OSError, zmq.ZMQError) as error:
+            logger.info("the engine core cannot be reached (%s); another is waited for", error)
+            return None

@@ -1,0 +1,73 @@
+"""How an API process besides the first is started, and what the first has of it.
+
+Invariant: nothing is forked or pickled. The process is started by its module's name and has three files open: its ends
+of two pairs of sockets, for messages and for connections, and the ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+from quire.engine.client import exit_reason
+from quire.engine.ledger import Ledger
+from quire.entrypoints.openai.processes.channel import Channel
+
+PROGRAM = "quire.entrypoints.openai.processes.member"
+END_S = 1.0
+"""How long a process that has closed its sockets may take to be gone."""
+
+
+class Member:
+    """One of the processes: its page, its number as a front end of the core, and the ways to it."""
+
+    def __init__(
+        self,
+        page: int,
+        front_end: int,
+        process: subprocess.Popen[bytes],
+        channel: Channel,
+        door: socket.socket,
+    ) -> None:
+        self.page = page
+        self.front_end = front_end
+        self.process = process
+        self.channel = channel
+        self.door = door
+        self.is_up = False
+        self.metrics: list[Any] = []
+
+    async def end(self) -> str:
+        """See to it that it is gone; how it ended."""
+        self.door.close()
+        try:
+            code = await asyncio.to_thread(self.process.wait, END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = await asyncio.to_thread(self.process.wait)
+        return exit_reason(code)
+
+
+def launch(ledger: Ledger) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket]:
+    """A new process, and our ends of the pairs for messages and connections.
+
+    Raises:
+        OSError: it cannot be started; nothing is left of it.
+    """
+    with ExitStack() as on_error:
+        channel, their_channel = socket.socketpair()
+        door, their_door = socket.socketpair()
+        on_error.callback(channel.close)
+        on_error.callback(door.close)
+        door.setblocking(False)
+        with their_channel, their_door:
+            fds = their_channel.fileno(), their_door.fileno(), ledger.fileno()
+            command = [sys.executable, "-m", PROGRAM, str(os.getpid()), *map(str, fds)]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+        on_error.pop_all()
+        return process, channel, door

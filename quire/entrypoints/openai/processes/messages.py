@@ -1,0 +1,76 @@
+"""What the first API process and each of the others say to each other.
+
+Invariant: msgspec structs in msgpack, never pickle; both ends are of one installation, started one by the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.config import EngineConfig, ServerConfig
+from quire.engine.remote import CoreAddress
+from quire.entrypoints.openai.keys import Tenant
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """The first word to a new process: who it is, and all that it is to know.
+
+    `page` is its page of the ledger, which has `num_pages`, and `front_end` its number, which none had before. Keys and
+    limits of `tenants` are those that the server started with, whatever has become of their file.
+    """
+
+    page: int
+    num_pages: int
+    front_end: int
+    engine: EngineConfig
+    server: ServerConfig
+    tenants: dict[str, Tenant]
+
+
+class CoreStarted(msgspec.Struct, tag="core_started", frozen=True):
+    """There is a core, and this is where."""
+
+    address: CoreAddress
+
+
+class CoreLost(msgspec.Struct, tag="core_lost", frozen=True):
+    """The core is gone; there may be another."""
+
+
+class EngineEnded(msgspec.Struct, tag="engine_ended", frozen=True):
+    """There will be no core any more: end all streams, and then yourself."""
+
+    reason: str
+
+
+class Drain(msgspec.Struct, tag="drain", frozen=True):
+    """Take no more work, finish what there is, and end."""
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    """End now what you still do."""
+
+
+class Up(msgspec.Struct, tag="up", frozen=True):
+    """Of a new process: it is ready for requests, and connections are welcome."""
+
+
+class Ask(msgspec.Struct, tag="ask", frozen=True):
+    """A question; an `Answer` of this number follows."""
+
+    number: int
+    question: str
+    args: list[Any]
+
+
+class Answer(msgspec.Struct, tag="answer", frozen=True):
+    """What is asked; `failed`: there is no answer, and the log of who was asked says why."""
+
+    number: int
+    result: Any = None
+    failed: bool = False
+
+
+Message = Hello | CoreStarted | CoreLost | EngineEnded | Drain | Cancel | Up | Ask | Answer

@@ -1,0 +1,354 @@
+"""What the API processes of a server have between them: messages, connections, and the accounts of tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.config import ServerConfig
+from quire.engine.ledger import Column, Ledger
+from quire.entrypoints.openai.api_server import bind
+from quire.entrypoints.openai.app import build_app
+from quire.entrypoints.openai.census import SharedCensus
+from quire.entrypoints.openai.keys import Tenant
+from quire.entrypoints.openai.middleware.quota import Meters
+from quire.entrypoints.openai.processes import door as doors
+from quire.entrypoints.openai.processes.channel import Channel, open_channel
+from quire.entrypoints.openai.processes.door import BackDoor, Door
+from quire.entrypoints.openai.processes.house import House
+from quire.entrypoints.openai.processes.messages import Drain, Hello, Message, Up
+from quire.entrypoints.openai.state import ServerState
+from quire.errors import EngineError, RateLimitError
+from quire.metrics.stats import FinishedRequestStats, IterationStats
+from tests.entrypoints.openai.fake_engine import FakeEngine
+
+# Messages
+
+
+@asynccontextmanager
+async def channels(answer: Any) -> AsyncIterator[tuple[Channel, Channel, list[Message]]]:
+    """Both ends, the second of which answers, and what that one was told."""
+    told: list[Message] = []
+    one, other = socket.socketpair()
+    ends = await open_channel(one, answer, told.append), await open_channel(other, answer, told.append)
+    running = [asyncio.create_task(end.run()) for end in ends]
+    try:
+        yield *ends, told
+    finally:
+        for end in ends:
+            end.close()
+        await asyncio.gather(*running)
+
+
+async def echo(question: str, *args: Any) -> Any:
+    await asyncio.sleep(0.01 if question == "slow" else 0)
+    return [question, *args]
+
+
+async def test_each_question_gets_its_answer() -> None:
+    async with channels(echo) as (one, other, told):
+        large = "x" * 3_000_000
+        asked = [one.ask("slow", 1), one.ask("quick", large), other.ask("quick", None)]
+        assert await asyncio.gather(*asked) == [["slow", 1], ["quick", large], ["quick", None]]
+        one.tell(Up())
+        one.tell(Drain())
+        await one.ask("quick")
+        assert told == [Up(), Drain()]
+
+
+async def test_a_question_that_cannot_be_answered_costs_only_itself() -> None:
+    async def fails(question: str, *args: Any) -> Any:
+        if question == "bad":
+            raise ValueError("no")
+        return question
+
+    async with channels(fails) as (one, _, _):
+        with pytest.raises(EngineError, match="has no answer"):
+            await one.ask("bad")
+        assert await one.ask("good") == "good"
+
+
+async def test_who_is_gone_answers_nothing_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(question: str) -> Any:
+        await asyncio.Event().wait()
+
+    async with channels(never) as (one, other, _):
+        asked = asyncio.create_task(one.ask("?"))
+        await asyncio.sleep(0.01)
+        other.close()
+        with pytest.raises(EngineError):
+            await asked
+        one.tell(Up())
+    monkeypatch.setattr("quire.entrypoints.openai.processes.channel.PATIENCE_S", 0.05)
+    async with channels(never) as (one, _, _):
+        with pytest.raises(EngineError, match="does not answer"):
+            await one.ask("?")
+
+
+# Connections
+
+
+class Room:
+    """A process that answers each connection with its page."""
+
+    def __init__(self, page: int, ledger: Ledger) -> None:
+        self.page = page
+        self.door, theirs = socket.socketpair()
+        self.door.setblocking(False)
+        self.admitted: list[socket.socket] = []
+        self.census = SharedCensus(ledger.page(page), whole=True)
+        self.back_door = BackDoor(theirs, self.admit, self.census)
+        self.back_door.open()
+        self._theirs = theirs
+
+    def admit(self, connection: socket.socket) -> None:
+        connection.sendall(str(self.page).encode())
+        self.admitted.append(connection)
+
+    def close(self) -> None:
+        if self._theirs.fileno() >= 0:
+            self.back_door.close()
+        for end in (self.door, self._theirs, *self.admitted):
+            end.close()
+
+
+class Street:
+    """A door with rooms behind it."""
+
+    def __init__(self, num_rooms: int) -> None:
+        self.ledger = Ledger(num_rooms + 1)
+        self.rooms = [Room(page, self.ledger) for page in range(1, num_rooms + 1)]
+        self.own: list[socket.socket] = []
+        self.listener = bind("127.0.0.1", 0)
+        self.door = Door(self.listener, self.ledger, self.admit, lambda: self.rooms)
+
+    def admit(self, connection: socket.socket) -> None:
+        connection.sendall(b"0")
+        self.own.append(connection)
+
+    async def connect(self) -> tuple[int, asyncio.StreamWriter]:
+        """Who answers, and how to hang up."""
+        reader, writer = await asyncio.open_connection(*self.listener.getsockname())
+        async with asyncio.timeout(30):
+            return int(await reader.readexactly(1)), writer
+
+
+@asynccontextmanager
+async def street(num_rooms: int) -> AsyncIterator[Street]:
+    it = Street(num_rooms)
+    it.door.open()
+    try:
+        yield it
+    finally:
+        it.door.close()
+        for room in it.rooms:
+            room.close()
+        for end in (it.listener, *it.own):
+            end.close()
+
+
+async def pages_of(it: Street, num: int) -> tuple[list[int], list[asyncio.StreamWriter]]:
+    connected = [await it.connect() for _ in range(num)]
+    return [page for page, _ in connected], [writer for _, writer in connected]
+
+
+@pytest.mark.parametrize(("num_rooms", "num_connections"), [(0, 3), (1, 6), (3, 14)])
+async def test_connections_are_spread_evenly(num_rooms: int, num_connections: int) -> None:
+    async with street(num_rooms) as it:
+        pages, writers = await pages_of(it, num_connections)
+        counts = [pages.count(page) for page in range(num_rooms + 1)]
+        assert max(counts) - min(counts) <= 1
+        assert it.ledger.total(Column.HANDED) == num_connections
+        for writer in writers:
+            writer.close()
+
+
+async def test_a_new_connection_goes_to_who_has_the_fewest_and_takes_turns_among_equals() -> None:
+    async with street(2) as it:
+        pages, writers = await pages_of(it, 6)
+        for _ in range(2):
+            it.rooms[0].census.leave()
+        more, more_writers = await pages_of(it, 2)
+        assert (sorted(pages), more) == ([0, 0, 1, 1, 2, 2], [1, 1])
+        turns = set()
+        for _ in range(6):
+            page, writer = await it.connect()
+            turns.add(page)
+            it.ledger.add(page, Column.CLOSED, 1)
+            writer.close()
+        assert turns == {0, 1, 2}
+        for writer in (*writers, *more_writers):
+            writer.close()
+
+
+async def test_a_room_that_is_gone_or_takes_nothing_is_passed_over() -> None:
+    async with street(2) as it:
+        gone, deaf = it.rooms
+        gone.back_door.close()
+        gone._theirs.close()
+        deaf.back_door.close()
+        deaf.door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        while True:
+            try:
+                deaf.door.send(b"." * 1000)
+            except BlockingIOError:
+                break
+        pages, writers = await pages_of(it, 5)
+        assert pages == [0] * 5
+        for writer in writers:
+            writer.close()
+
+
+async def test_without_room_for_a_file_connections_wait_instead_of_failing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doors, "PAUSE_S", 0.05)
+
+    class Full:
+        """A listener for which there is no room at first."""
+
+        def __init__(self, listener: socket.socket) -> None:
+            self.listener = listener
+            self.num_failed = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.listener, name)
+
+        def accept(self) -> Any:
+            if self.num_failed < 3:
+                self.num_failed += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self.listener.accept()
+
+    async with street(1) as it:
+        it.door._listener = full = Full(it.listener)  # type: ignore[assignment]
+        _, writer = await it.connect()
+        assert full.num_failed == 3
+        writer.close()
+
+
+# Accounts
+
+TENANTS = {
+    "a": Tenant(keys=["k"], max_concurrent=2, requests_per_minute=6),
+    "b": Tenant(keys=["l"], tokens_per_minute=100),
+    "free": Tenant(keys=["m"]),
+}
+event = st.tuples(
+    st.sampled_from(["enter", "leave", "tokens", "wait"]),
+    st.sampled_from(sorted(TENANTS)),
+    st.integers(0, 2),
+    st.integers(0, 60),
+)
+
+
+@given(st.lists(event, max_size=40))
+def test_limits_of_a_tenant_hold_in_total_whichever_process_is_asked(
+    events: list[tuple[str, str, int, int]],
+) -> None:
+    """Several processes refuse and admit what a single one would."""
+    now = 5.0
+    ledger = Ledger(3, len(TENANTS))
+    several = [Meters(TENANTS, lambda: now, ledger.page(index)) for index in range(3)]
+    single = Meters(TENANTS, lambda: now)
+    running: list[tuple[str, int]] = []
+    for kind, name, process, amount in events:
+        if kind == "wait":
+            now += amount
+        elif kind == "enter":
+            outcomes = [_enters(meters, name) for meters in (single, several[process])]
+            assert outcomes[0] == outcomes[1]
+            assert single[name].headers() == several[process][name].headers()
+            running += [(name, process)] if outcomes[0] is None else []
+        elif kind == "leave" and running:
+            left, where = running.pop()
+            single[left].leave()
+            several[where][left].leave()
+        elif kind == "tokens":
+            ended = FinishedRequestStats("stop", amount, 1, 0, 0, None, 0, 0, 0, 0, tenant=name)
+            for meters in (single, several[process]):
+                meters.record(IterationStats(finished=[ended]), None, 0)
+
+
+def _enters(meters: Meters, name: str) -> str | None:
+    try:
+        meters[name].enter()
+    except RateLimitError as error:
+        return f"{error} {error.retry_after}"
+    return None
+
+
+def test_what_a_dead_process_ran_no_longer_counts() -> None:
+    ledger = Ledger(2, len(TENANTS))
+    alive, dead = (Meters(TENANTS, lambda: 1.0, ledger.page(index)) for index in range(2))
+    for _ in range(2):
+        dead["a"].enter()
+    with pytest.raises(RateLimitError, match="2 requests of this key are running"):
+        alive["a"].enter()
+    ledger.clear(1)
+    alive["a"].enter()
+
+
+# Processes
+
+
+class Owner:
+    """Of a core that nobody asks for anything."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[int] = []
+
+    def forget(self, front_end: int) -> None:
+        self.forgotten.append(front_end)
+
+
+def make_house(owner: Owner, num_pages: int, ledger: Ledger) -> House:
+    engine = FakeEngine()
+    state: ServerState = build_app(engine, ServerConfig()).state.server  # type: ignore[arg-type]
+    return House(state, owner, ledger, Hello(0, num_pages, 0, engine.config, ServerConfig(), {}))
+
+
+async def test_processes_that_end_at_once_are_started_again_ever_later_and_the_first_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quire.entrypoints.openai.processes.launch.PROGRAM", "no.such.module")
+    monkeypatch.setattr("quire.entrypoints.openai.processes.house.BACKOFF_S", (0.0, 0.01, 60.0))
+    owner = Owner()
+    with closing(Ledger.create(3, 0)) as ledger:
+        house = make_house(owner, 3, ledger)
+        house.open()
+        async with asyncio.timeout(60):
+            while len(owner.forgotten) < 6:
+                assert house.rooms() == []
+                assert await house.ask("load") == [0]
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        await house.close()
+    assert sorted(owner.forgotten) == [1, 2, 3, 4, 5, 6], "no number comes twice"
+    delays = [record.args[2] for record in caplog.records if "started again" in record.msg]  # type: ignore[index]
+    assert sorted(delays) == [0.0, 0.0, 0.01, 0.01, 60.0, 60.0]
+
+
+async def test_a_process_that_cannot_be_started_costs_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    with closing(Ledger.create(2, 0)) as ledger:
+        house = make_house(Owner(), 2, ledger)
+        house.open()
+        async with asyncio.timeout(60):
+            while "no more processes" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await house.ask("load") == [0]
+        await house.close()
