@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -26,11 +27,18 @@ from quire.entrypoints.chat.formats.ends import (
 )
 from quire.entrypoints.chat.formats.events import ToolCall, Tools
 
+CHECKER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=str)
+"""Says whether a text is JSON; numbers are not read, since the largest of JSON is beyond a float."""
 JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class Syntax(Protocol):
     """How one call is written."""
+
+    @property
+    def before(self) -> str:
+        """What every call begins with; "" if that is nothing by which to know it."""
+        ...
 
     @property
     def needs_marker(self) -> bool:
@@ -49,8 +57,8 @@ class Syntax(Protocol):
         """The call that a text is, which begins and ends as one."""
         ...
 
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text that a model would write."""
+    def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
+        """The text that a model would write; `index` counts the calls of an answer."""
         ...
 
 
@@ -61,6 +69,7 @@ class JsonCall:
     name_keys: tuple[str, ...] = ("name",)
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
     id_keys: tuple[str, ...] = ("id",)
+    before: ClassVar[str] = ""
     needs_marker: ClassVar[bool] = False
 
     def begins(self, text: str) -> bool | None:
@@ -71,6 +80,8 @@ class JsonCall:
 
     def parse(self, text: str, tools: Tools) -> ToolCall | None:
         fields = json_object(text)
+        if fields is not None and "function" in fields:  # as in the OpenAI API, around name and arguments
+            fields = json_object(bytes(fields["function"]).decode()) or fields
         if fields is None:
             return None
         name = _first(fields, self.name_keys)
@@ -82,7 +93,7 @@ class JsonCall:
         own_id = _first(fields, self.id_keys)
         return ToolCall(said, raw, _as_string(own_id) if own_id is not None else None)
 
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
         return f'{{"{self.name_keys[0]}": {to_json(name)}, "{self.arguments_keys[0]}": {to_json(arguments)}}}'
 
 
@@ -123,8 +134,8 @@ class HeadedJson:
             return None
         return ToolCall(found["name"], arguments, found.groupdict().get("id"))
 
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return f"{self.before}{self.written.format(name=name)}{to_json(arguments)}"
+    def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
+        return f"{self.before}{self.written.format(name=name, index=index)}{to_json(arguments)}"
 
 
 @dataclass(frozen=True)
@@ -152,9 +163,13 @@ class TaggedCall:
         return _begins(text, self.before) if self.before else text[0].isalpha() or text[0] == "_"
 
     def end(self) -> End:
-        return MarkerEnd(self.close, self.key_open, self.value_close)
+        return MarkerEnd(
+            _head_of(self.before, self.name_close.strip()), self.close, self.key_open, self.value_close
+        )
 
     def parse(self, text: str, tools: Tools) -> ToolCall | None:
+        if not text.endswith(self.close):
+            return None
         body = text[len(self.before) : len(text) - len(self.close)]
         start = body.find(self.key_open)
         head, values = (body, "") if start < 0 else (body[:start], body[start:])
@@ -166,7 +181,7 @@ class TaggedCall:
         fields = {key: typed_text(_property(schema, key), value) for key, value in pairs}
         return ToolCall(name, object_text(fields))
 
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
         pad = self.padding
         values = "".join(
             f"{self.key_open}{key}{self.key_close}{pad}{_plain(value)}{pad}{self.value_close}{pad}"
@@ -195,6 +210,7 @@ class TaggedCall:
 class PythonCall:
     """`name(key=value, ...)`, values being Python's or JSON's literals."""
 
+    before: ClassVar[str] = ""
     needs_marker: ClassVar[bool] = False
 
     def begins(self, text: str) -> bool | None:
@@ -211,18 +227,35 @@ class PythonCall:
     def parse(self, text: str, tools: Tools) -> ToolCall | None:
         name, _, rest = text.partition("(")
         try:
-            call = ast.parse(f"_({rest}", mode="eval").body
+            call = ast.parse(f"_({ODD_ESCAPE.sub(_doubled, rest)}", mode="eval").body
             if not isinstance(call, ast.Call) or call.args:
                 return None
             fields = {str(word.arg): literal(word.value) for word in call.keywords if word.arg is not None}
             if len(fields) != len(call.keywords):
                 return None
-            return ToolCall(name.strip(), json.dumps(fields, ensure_ascii=False, allow_nan=False))
+            arguments = json.dumps(fields, ensure_ascii=False, allow_nan=False)
+            arguments.encode()  # half of a character can be written in Python, and not be sent
+            return ToolCall(name.strip(), arguments)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
 
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+ODD_ESCAPE = re.compile(r"\\(?:[\\'\"abfnrtvxuUN\n]|[0-3]?[0-7]{1,2}|(?P<odd>.))", re.DOTALL)
+"""An escape, or a backslash that is none to Python, which keeps both characters and warns."""
+
+
+def _doubled(escape: re.Match[str]) -> str:
+    return escape[0] if escape["odd"] is None else rf"\{escape[0]}"
+
+
+@lru_cache(maxsize=64)
+def _head_of(before: str, name_close: str) -> re.Pattern[str]:
+    """What stands before a call's first value, or the beginning of it."""
+    name = rf"[^\s<>{{}}{re.escape(name_close[:1])}]*"
+    return re.compile(rf"{re.escape(before)}\s*{name}\s*{''.join(f'{re.escape(c)}?' for c in name_close)}\s*")
 
 
 def literal(node: ast.expr) -> Any:
@@ -261,7 +294,7 @@ def json_object(text: str) -> dict[str, msgspec.Raw] | None:
     try:
         fields = msgspec.json.decode(text.encode(), type=dict[str, msgspec.Raw])
         for value in fields.values():
-            msgspec.json.decode(value)  # a raw value has been skipped, and not checked
+            CHECKER.decode(value)  # a raw value has been skipped, and not checked
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         return None
     return fields
@@ -302,7 +335,7 @@ def schema_kinds(schema: Mapping[str, Any]) -> set[str]:
 
 def is_json(text: str) -> bool:
     try:
-        msgspec.json.decode(text.encode())
+        CHECKER.decode(text.encode())
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         return False
     return True

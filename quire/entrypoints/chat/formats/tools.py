@@ -45,8 +45,8 @@ FORMATS = (
         (
             HeadedJson(
                 "<|tool_call_begin|>",
-                r"(?P<id>(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
-                "functions.{name}:0<|tool_call_argument_begin|>",
+                r"(?P<id>(?:functions\.)?+(?P<name>[\w.\-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+                "functions.{name}:{index}<|tool_call_argument_begin|>",
             ),
         ),
         opens=("<|tool_calls_section_begin|>",),
