@@ -5,9 +5,10 @@ Invariant: what leaves `checked_messages` holds only known fields, and every `co
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from quire.entrypoints.chat.call_arguments import parsed_arguments
+from quire.entrypoints.chat.function_messages import as_tool_messages
 from quire.errors import ValidationError
 from quire.inputs import ChatMessage, Conversation
 
@@ -27,7 +28,8 @@ def checked_messages(messages: Conversation) -> list[ChatMessage]:
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise ValidationError("messages must be a list with at least one message", param="messages")
-    checked = [_checked(message, f"messages.{index}") for index, message in enumerate(messages)]
+    modern = as_tool_messages(messages)
+    checked = [_checked(message, f"messages.{index}") for index, message in enumerate(modern)]
     _check_results(checked)
     return checked
 
@@ -113,20 +115,8 @@ def _checked_tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValidationError(f"{where} needs a function with a name", param=where)
-    arguments = _parsed_arguments(function.get("arguments"), f"{where}.function.arguments")
+    arguments = parsed_arguments(function.get("arguments"), f"{where}.function.arguments")
     checked = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if isinstance(call.get("id"), str):
         checked["id"] = call["id"]
     return checked
-
-
-def _parsed_arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """OpenAI sends arguments as JSON text, templates want the object."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise ValidationError(f"{where} must be the text of a JSON object", param=where) from None
-    if arguments is not None and not isinstance(arguments, dict):
-        raise ValidationError(f"{where} must be a JSON object", param=where)
-    return arguments or {}

@@ -197,13 +197,10 @@ class TaggedCall:
             rf"\s*{key_open}([^<>]*?){key_close}(.*?){value_close}(?=\s*(?:{key_open}|\Z))", re.DOTALL
         )
         pairs, position = [], 0
-        while text[position:].strip():
-            found = one.match(text, position)
-            if found is None:
-                return None
+        while (found := one.match(text, position)) is not None:
             pairs.append((found[1].strip().strip('"'), _unpadded(found[2])))
             position = found.end()
-        return pairs
+        return pairs if not text[position:].strip() else None
 
 
 @dataclass(frozen=True)

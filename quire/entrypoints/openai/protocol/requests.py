@@ -142,6 +142,8 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     top_logprobs: int | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
+    functions: list[ToolFunction] | None = None
+    function_call: str | dict[str, Any] | None = None
     include_reasoning: bool = True
 
 
