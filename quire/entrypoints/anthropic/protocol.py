@@ -103,7 +103,7 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: msgspec.Raw
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock

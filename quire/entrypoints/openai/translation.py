@@ -161,6 +161,11 @@ def given(body: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
+def as_object(arguments: str) -> msgspec.Raw:
+    """Arguments for clients that want the object: on one line, and with numbers as the model wrote them."""
+    return msgspec.Raw(msgspec.json.format(arguments.encode() or b"{}", indent=-1))
+
+
 def _piece(choice: ChatChunkChoice) -> Piece:
     delta = choice.delta
     return Piece(
