@@ -5,6 +5,7 @@ Invariant: what leaves `checked_messages` holds only known fields, and every `co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from quire.entrypoints.chat.call_arguments import parsed_arguments
@@ -12,16 +13,20 @@ from quire.entrypoints.chat.function_messages import as_tool_messages
 from quire.errors import ValidationError
 from quire.inputs import ChatMessage, Conversation
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ALIASES = {"developer": "system"}
+"""For templates that do not know the one role."""
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 PASSED_FIELDS = frozenset({"name", "tool_call_id", "reasoning", "reasoning_content"})
 SILENT_FIELDS = frozenset({"refusal", "annotations", "id", "object"})
 """What servers put into assistant messages and clients send back; no template reads it."""
 
 
-def checked_messages(messages: Conversation) -> list[ChatMessage]:
+def checked_messages(messages: Conversation, aliases: Mapping[str, str] = ROLE_ALIASES) -> list[ChatMessage]:
     """Copies of `messages` in the one form that templates see.
+
+    Args:
+        aliases: roles, to those that the template has in their place.
 
     Raises:
         ValidationError: names the message and the field, for example `messages.2.content`.
@@ -29,7 +34,7 @@ def checked_messages(messages: Conversation) -> list[ChatMessage]:
     if not isinstance(messages, list | tuple) or not messages:
         raise ValidationError("messages must be a list with at least one message", param="messages")
     modern = as_tool_messages(messages)
-    checked = [_checked(message, f"messages.{index}") for index, message in enumerate(modern)]
+    checked = [_checked(message, f"messages.{index}", aliases) for index, message in enumerate(modern)]
     _check_results(checked)
     return checked
 
@@ -54,11 +59,12 @@ def _check_results(messages: list[ChatMessage]) -> None:
             )
 
 
-def _checked(message: Any, where: str) -> ChatMessage:
+def _checked(message: Any, where: str, aliases: Mapping[str, str]) -> ChatMessage:
     if not isinstance(message, dict):
         raise ValidationError(f"{where} must be an object with role and content", param=where)
     fields = {name: value for name, value in message.items() if value is not None}
     role = _checked_role(fields.pop("role", None), f"{where}.role")
+    role = aliases.get(role, role)
     tool_calls = fields.pop("tool_calls", None) or []
     content = fields.pop("content", "" if tool_calls or "content" in message else None)
     checked: ChatMessage = {"role": role, "content": _as_text(content, f"{where}.content")}
@@ -76,7 +82,6 @@ def _checked(message: Any, where: str) -> ChatMessage:
 
 
 def _checked_role(role: Any, where: str) -> str:
-    role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise ValidationError(f"{where} must be one of {', '.join(ROLES)}, got {role!r:.40}", param=where)
     return str(role)

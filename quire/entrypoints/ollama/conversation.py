@@ -115,6 +115,8 @@ def _message(message: Fields, where: str) -> Fields:
     }
     kept.setdefault("content", "")
     if message.get("thinking"):
+        if not isinstance(message["thinking"], str):
+            raise ValidationError(f"{where}.thinking must be text", param=f"{where}.thinking")
         kept["reasoning"] = message["thinking"]
     tool_name = message.get("tool_name") or message.get("name")
     if tool_name is not None:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.entrypoints.chat.formats.model import PromptEnd
+from quire.entrypoints.chat.tool_schemas import check_names
 from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder, ChoicePart
 from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.errors import request_id_of
@@ -75,8 +76,14 @@ class ChatAnswer:
         self._created = int(time.time())
         with old_names(request):
             self._tools = tools_in_use(server, request)
+            self._check_names()
         self._begin = PromptEnd()
         self._choices: dict[int, ChatChoiceBuilder] = {}
+
+    def _check_names(self) -> None:
+        tool_format = self._server.answer_format.formats.tools if self._tools else None
+        if self._tools and tool_format is not None:
+            check_names(self._tools, tool_format)
 
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
