@@ -70,7 +70,8 @@ class AnswerParser:
 
     @property
     def in_reasoning(self) -> bool:
-        return isinstance(self._region, ThoughtRegion)
+        region = self._region
+        return isinstance(region, ThoughtRegion) or (isinstance(region, SectionRegion) and region.is_thought)
 
     def feed(self, text: str) -> list[Event]:
         found: list[Event] = []
@@ -242,6 +243,11 @@ class SectionRegion:
         """The last thing was a call, so what separates it from the next is no text."""
         self._call: tuple[Syntax, End] | None = None
         self._pieces: list[str] = []
+
+    @property
+    def is_thought(self) -> bool:
+        """Whether it would be reasoning, if no call came."""
+        return self._thought is not None
 
     def take(self, text: str, found: list[Event]) -> tuple[Region, str] | None:
         while text:

@@ -1,13 +1,11 @@
 """How one call is written: where it ends, what it says, and how it would be written.
 
 Each syntax is data: the literals around name and arguments. What is no call of the syntax is None, whatever it is,
-since models write anything. Nothing here is stronger than a JSON parser: Python's own reads calls in Python, and only
-literals are taken from what it gives.
+since models write anything.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Mapping
@@ -23,13 +21,11 @@ from quire.entrypoints.chat.formats.ends import (
     HeadedEnd,
     MarkerEnd,
     json_end,
-    python_end,
 )
 from quire.entrypoints.chat.formats.events import ToolCall, Tools
 
 CHECKER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=str)
 """Says whether a text is JSON; numbers are not read, since the largest of JSON is beyond a float."""
-JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class Syntax(Protocol):
@@ -203,83 +199,11 @@ class TaggedCall:
         return pairs if not text[position:].strip() else None
 
 
-@dataclass(frozen=True)
-class PythonCall:
-    """`name(key=value, ...)`, values being Python's or JSON's literals."""
-
-    before: ClassVar[str] = ""
-    needs_marker: ClassVar[bool] = False
-
-    def begins(self, text: str) -> bool | None:
-        found = re.match(r"[A-Za-z_][\w.\-]*\s*", text)
-        if found is None:
-            return False
-        if found.end() < len(text):
-            return text[found.end()] == "("
-        return None if len(text) <= MAX_HEAD_CHARS else False
-
-    def end(self) -> End:
-        return python_end()
-
-    def parse(self, text: str, tools: Tools) -> ToolCall | None:
-        name, _, rest = text.partition("(")
-        try:
-            call = ast.parse(f"_({ODD_ESCAPE.sub(_doubled, rest)}", mode="eval").body
-            if not isinstance(call, ast.Call) or call.args:
-                return None
-            fields = {str(word.arg): literal(word.value) for word in call.keywords if word.arg is not None}
-            if len(fields) != len(call.keywords):
-                return None
-            arguments = json.dumps(fields, ensure_ascii=False, allow_nan=False)
-            arguments.encode()  # half of a character can be written in Python, and not be sent
-            return ToolCall(name.strip(), arguments)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
-
-    def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-
-
-ODD_ESCAPE = re.compile(r"\\(?:[\\'\"abfnrtvxuUN\n]|[0-3]?[0-7]{1,2}|(?P<odd>.))", re.DOTALL)
-"""An escape, or a backslash that is none to Python, which keeps both characters and warns."""
-
-
-def _doubled(escape: re.Match[str]) -> str:
-    return escape[0] if escape["odd"] is None else rf"\{escape[0]}"
-
-
 @lru_cache(maxsize=64)
 def _head_of(before: str, name_close: str) -> re.Pattern[str]:
     """What stands before a call's first value, or the beginning of it."""
     name = rf"[^\s<>{{}}{re.escape(name_close[:1])}]*"
     return re.compile(rf"{re.escape(before)}\s*{name}\s*{''.join(f'{re.escape(c)}?' for c in name_close)}\s*")
-
-
-def literal(node: ast.expr) -> Any:
-    """The value of a literal of Python or JSON.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    match node:
-        case ast.Constant(value=str() | int() | float() | None as value):
-            return value
-        case ast.Name(id=name) if name in JSON_NAMES:
-            return JSON_NAMES[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [literal(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            return {_key(key): literal(value) for key, value in zip(keys, values, strict=True)}
-    raise ValueError("no literal")
-
-
-def _key(node: ast.expr | None) -> str:
-    match node:
-        case ast.Constant(value=str() as key):
-            return key
-    raise ValueError("no string")
 
 
 def to_json(value: Any) -> str:

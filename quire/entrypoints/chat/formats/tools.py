@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from quire.entrypoints.chat.formats.format import ToolFormat
 from quire.entrypoints.chat.formats.languages import GemmaCall
-from quire.entrypoints.chat.formats.syntax import HeadedJson, JsonCall, PythonCall, TaggedCall
+from quire.entrypoints.chat.formats.python_call import PythonCall
+from quire.entrypoints.chat.formats.syntax import HeadedJson, JsonCall, TaggedCall
 from quire.plugins import PluginTable, instance_of
 
 LIST = ("[", "]", ",")

@@ -62,3 +62,22 @@ def test_whatever_is_written_cuts_do_not_matter_and_arguments_are_json(
     assert all(isinstance(arguments, dict) for _, arguments in calls)
     if not calls and row.name != "openai":
         assert content == text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "-" * 10**5 + "1",
+        "not " * 10**5 + "1",
+        "[" * 10**5,
+        "x" + ".a" * 10**5,
+        "1" + "+1" * 10**5,
+        "'\x00'",
+        "9" * 5000,
+    ],
+    ids=["minus", "not", "lists", "attributes", "sums", "null", "digits"],
+)
+def test_python_that_is_too_much_for_its_parser_is_content(value: str) -> None:
+    row = next(row for row in FORMATS if row.name == "pythonic")
+    text = f"[get_weather(limit={value})]"
+    assert said(read(row, [text])) == (text, [])
