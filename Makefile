@@ -8,6 +8,7 @@ ARGS   ?=
 ISAS   ?= portable;avx2;avx512;avx512bf16
 TESTS  ?= tests/kernels
 WORKERS ?= auto
+SECONDS ?=
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -15,6 +16,8 @@ STAMP  := $(VENV)/.installed
 SANITIZED := build/sanitized
 INPUTS := pyproject.toml constraints.txt $(wildcard csrc/cpu/*)
 PYTEST := $(BIN)/pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal
+CLIENTS := openai_3 openai_2
+CLIENT_VENVS := $(VENV)-clients
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # The first interpreter that quire runs on and that can make environments.
@@ -23,7 +26,7 @@ CANDIDATES   = $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
 FIND_PYTHON  = for p in $(CANDIDATES); do "$$p" -c '$(PROBE)' 2>/dev/null && echo "$$p" && break; done
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve lint test test-more sanitize soak gpu-check gpu-bench clean
+.PHONY: help install serve lint test test-more clients sanitize soak gpu-check gpu-bench clean
 
 help:
 	@echo 'make install   create $(VENV) with quire and its development tools (PYTHON=/path/to/python3.x to choose)'
@@ -31,8 +34,9 @@ help:
 	@echo 'make lint      ruff, mypy and the import contracts'
 	@echo 'make test      install, lint, and every quick test, on WORKERS=$(WORKERS) cores'
 	@echo 'make test-more the slower tests, and the kernels as other processors would run them'
+	@echo 'make clients   stock client libraries against the server, in environments of their own: ARGS='
 	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan: ISAS="portable;avx2;avx512;avx512bf16" TESTS='
-	@echo 'make soak      the long randomised tests'
+	@echo 'make soak      the long randomised tests; with SECONDS=60 a server under mixed traffic and faults for so long'
 	@echo 'make gpu-check kernels, models and engines on a GPU against their oracles; make gpu-bench: their speed'
 	@echo 'make clean     remove the environment, builds and caches'
 
@@ -64,7 +68,7 @@ lint: install
 	@echo 'lint: ok'
 
 # Tests run many tiny parallel regions, often beside other processes: threads that spin between them would starve those.
-test test-more sanitize soak: export OMP_WAIT_POLICY ?= passive
+test test-more clients sanitize soak: export OMP_WAIT_POLICY ?= passive
 
 test: install lint
 	@$(PYTEST) --durations=10 $(ARGS)
@@ -80,6 +84,19 @@ test-more: install
 	@OPENBLAS_CORETYPE=Haswell $(PYTEST) -k 'bits or same or invariant or element' $(TRITON_TESTS) $(ARGS)
 	@for isa in $(OTHER_ISAS); do echo "kernels for $$isa"; QUIRE_CPU_ISA=$$isa $(PYTEST) $(KERNEL_TESTS) $(ARGS) || exit 1; done
 
+# Clients disagree about the version of OpenAI's package: each of its versions has an environment with those that want it.
+# No client shares one with quire, which they meet over HTTP only.
+$(CLIENT_VENVS)/%/.installed: tests/clients/%/requirements.txt tests/clients/%/locked.txt | $(STAMP)
+	@echo 'installing clients: $*'; $(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+clients: install $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed)
+	@for clients in $(CLIENTS); do \
+	  $(CLIENT_VENVS)/$$clients/bin/python -m pytest -q --durations=5 tests/clients/test_openai.py tests/clients/$$clients $(ARGS) \
+	    || exit 1; \
+	done
+
 # The leaks of Python itself and torch's own ways with memory are not ours to find.
 sanitize: export ASAN_OPTIONS := detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0
 sanitize: export UBSAN_OPTIONS := print_stacktrace=1
@@ -90,13 +107,13 @@ sanitize: install
 	  $(BIN)/pytest -q --capture=sys $(TESTS) --ignore tests/kernels/test_triton.py $(ARGS)
 
 soak: install
-	@$(BIN)/pytest -q -m soak $(ARGS)
+	@$(BIN)/$(if $(SECONDS),python -m benchmarks.soak --seconds $(SECONDS),pytest -q -m soak) $(ARGS)
 
 # These run from the source tree with the machine's own Python, on which there need be nothing but torch and a few packages.
 gpu-check gpu-bench:
 	@PYTHONPATH=.:$$PYTHONPATH $(or $(PYTHON),python3) -m benchmarks.gpu.$(@:gpu-%=%) $(ARGS)
 
 clean:
-	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) $(CLIENT_VENVS) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@rm -f quire/kernels/cpu/*.so
 	@find quire tests -name __pycache__ -type d -prune -exec rm -rf {} +

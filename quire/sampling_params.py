@@ -211,6 +211,10 @@ _INT_RANGES = (
     ("logprobs", -1, INT64_MAX),
     ("prompt_logprobs", -1, INT64_MAX),
 )
+RANGES: dict[str, tuple[float, float]] = {
+    name: (low, high) for name, low, high in (*_FLOAT_RANGES, *_INT_RANGES)
+}
+"""Least and greatest value of each number, for those who describe the fields."""
 _OPTIONAL_INTS = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
 
 

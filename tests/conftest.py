@@ -21,6 +21,7 @@ from tests.fixtures.entry_points import offer as offer
 from tests.fixtures.tiny_models import write_tiny_model
 from tests.kernels import triton_interpreter
 
+collect_ignore = ["clients"]  # needs packages of its own: `make clients`
 triton_interpreter.start()
 # A shell gives its background jobs an ignored Ctrl-C, which tests of interrupts cannot do with.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -144,6 +144,7 @@ def test_all_lines_come_in_order_to_who_reads() -> None:
     assert [int(line.split()[4]) for line in err.splitlines()] == list(range(3000))
 
 
+@pytest.mark.item(53)
 def test_a_pipe_that_nobody_reads_holds_up_nobody() -> None:
     process = logs(3000, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     started = time.monotonic()
@@ -162,6 +163,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert process.wait(60) == 0
 
 
+@pytest.mark.item(53)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_a_full_disk_is_no_error() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
@@ -171,6 +173,7 @@ def test_a_full_disk_is_no_error() -> None:
         os.close(full)
 
 
+@pytest.mark.item(53)
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
 def test_closed_streams_are_no_error(closed: tuple[int, ...]) -> None:
     script = " ".join([f"{number}>&-" if number else "0<&-" for number in closed])

@@ -84,7 +84,7 @@ class ServerConfig(Config):
         choices=("critical", "error", "warning", "info", "debug", "trace"),
     )
     disable_uvicorn_access_log: bool = option(False, "No log line per HTTP request.")
-    disable_fastapi_docs: bool = option(False, "No /docs, /redoc and /openapi.json.")
+    disable_fastapi_docs: bool = option(False, "No /docs and /openapi.json.")
     admin_api_key: str | None = option(
         None,
         "Key of the routes that act on all requests (docs/endpoints.md), which exist only with it (or "

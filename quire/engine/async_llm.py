@@ -14,6 +14,8 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import CoreClient, ProcessClient, closed_on_error, make_clients
 from quire.engine.front_end import FrontEnd, Outgoing, explained
@@ -29,6 +31,7 @@ from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.explain import Explanation
+from quire.scheduler.output import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +166,18 @@ class AsyncLLM:
         """Forget all cached prefixes; False, and nothing done, on a core that is running requests."""
         done = [await self._call(core, "reset_prefix_cache") for core in range(len(self._clients))]
         return all(done)
+
+    async def check_integrity(self) -> list[SchedulerStats]:
+        """Check the bookkeeping of every core; returns what each has in use.
+
+        Raises:
+            EngineError: a core's does not hold, which is a bug of ours; its log has the state.
+        """
+        stats: list[SchedulerStats] = []
+        for core in range(len(self._clients)):
+            await self._call(core, "check_integrity")
+            stats.append(msgspec.convert(await self._call(core, "stats"), SchedulerStats))
+        return stats
 
     async def explain(self, request_id: str) -> list[Explanation]:
         """Why the requests of this label wait or waited, for each of their sequences.

@@ -138,7 +138,8 @@ class ProcessClient(CoreClient):
     `__main__` guard is needed. `send` and `receive` use a socket each, so that two threads may use them.
 
     Raises:
-        StartupError: TMPDIR is too long for sockets. Nothing is left behind, as by whatever else fails here.
+        StartupError: TMPDIR is too long for sockets, or the machine refuses a process, a socket or room for a file.
+            Nothing is left behind.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -150,16 +151,17 @@ class ProcessClient(CoreClient):
         self._heartbeat = Heartbeat(config.supervision.core_heartbeat_timeout)
         self._failure: CoreFailed | None = None
         self._context = zmq.Context()
-        self._directory = Path(tempfile.mkdtemp(prefix="quire-"))
-        try:
-            self._outbox = self._connect(zmq.PUSH, "requests")
-            self._inbox = self._connect(zmq.PULL, "messages")
-            self._progress = Progress.create(self._directory / "progress", config.scheduler.max_num_seqs)
-            # Last, so that whatever fails has left no process.
-            self.process = self._start_core(config)
-        except BaseException:
-            self._release()
-            raise
+        with startup_errors():
+            self._directory = Path(tempfile.mkdtemp(prefix="quire-"))
+            try:
+                self._outbox = self._connect(zmq.PUSH, "requests")
+                self._inbox = self._connect(zmq.PULL, "messages")
+                self._progress = Progress.create(self._directory / "progress", config.scheduler.max_num_seqs)
+                # Last, so that whatever fails has left no process.
+                self.process = self._start_core(config)
+            except BaseException:
+                self._release()
+                raise
 
     def send(self, message: CoreRequest) -> None:
         with self._send_lock:
@@ -250,6 +252,17 @@ class ProcessClient(CoreClient):
         with self._send_lock, self._receive_lock:
             self._context.destroy()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+@contextmanager
+def startup_errors() -> Iterator[None]:
+    """What the machine refuses is a sentence for the operator."""
+    try:
+        yield
+    except (OSError, zmq.ZMQError) as error:
+        raise StartupError(
+            f"the engine core cannot be started: {error}; look at TMPDIR, at the room there and at ulimit -a"
+        ) from error
 
 
 def exit_reason(code: int) -> str:

@@ -18,7 +18,7 @@ import zmq
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import CoreFailed, CoreMessage, CoreRequest, Shutdown
+from quire.engine.messages import NO_MESSAGE, CoreFailed, CoreMessage, CoreRequest, Shutdown
 from quire.engine.parent import Parent
 from quire.engine.progress import Progress
 from quire.errors import StartupError
@@ -90,7 +90,7 @@ class CoreProcess:
         try:
             message: CoreRequest = self._decoder.decode(frame)
             return message
-        except msgspec.DecodeError as error:
+        except NO_MESSAGE as error:
             logger.error("a frame of %d bytes is no message of a front end: %s", len(frame), error)
             return None
 

@@ -170,10 +170,10 @@ class InputProcessor:
         """Asked before anything walks over a prompt's tokens: a prompt may be as long as a request body."""
         limit = self.config.model.max_model_len
         if num_tokens >= limit:
-            # Clients look for the first words of this.
+            # Clients know it by these words where they do not read its code: some by the first, some by the last.
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens, but there are {how_exact}{num_tokens} tokens "
-                "in the prompt, which must leave room for one more",
+                "in the prompt, which must leave room for one more; the prompt is too long",
                 param="prompt",
             )
         budget = self.config.scheduler.max_num_batched_tokens

@@ -111,6 +111,8 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 
 CoreRequest = AddRequest | AbortRequests | UtilityCall | Shutdown
 """What a front end may send."""
+NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for bytes that are no message."""
 
 
 class CoreReady(msgspec.Struct, tag="ready", frozen=True):

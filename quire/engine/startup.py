@@ -34,6 +34,8 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = {"server": 2048, "offline": 4096}
 NATIVE_DTYPES = ("float32", "bfloat16", "float16")
 FIT_MEMORY = -1
 """The `max_model_len` that asks for as much of the model's context as memory allows."""
+MOST_POSITIONS = 2**25
+"""Three times the longest context that a model was made for; tables of positions take gigabytes then."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -134,6 +136,11 @@ def _choose_max_model_len(config: EngineConfig) -> Choice | None:
     asked, limit = config.model.max_model_len, context_limit(config.arch)
     if asked > limit:
         raise ConfigError(f"--max-model-len is {asked}, but the model was made for {limit} positions")
+    if (asked if asked > 0 else limit) > MOST_POSITIONS:
+        raise ConfigError(
+            f"the context has {asked if asked > 0 else limit} positions, by the model's config.json "
+            f"(max_position_embeddings), and may have {MOST_POSITIONS}; give a smaller --max-model-len"
+        )
     if asked == FIT_MEMORY:
         return Choice("max_model_len", limit, "what the model's config.json allows, until memory is measured")
     return None if asked else Choice("max_model_len", limit, "what the model's config.json allows")

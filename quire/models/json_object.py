@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -123,10 +124,13 @@ def read_json_object(path: Path) -> JsonObject:
     """The JSON object in a file.
 
     Raises:
-        ModelLoadError: the file is missing, unreadable, larger than `MAX_JSON_BYTES`, or holds no JSON object.
+        ModelLoadError: the file is missing, none, unreadable, larger than `MAX_JSON_BYTES`, or holds no JSON object.
     """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # a pipe would be waited for, and a device may never end
+            raise ModelLoadError(f"{path}: is no file")
+        if about.st_size > MAX_JSON_BYTES:
             raise ModelLoadError(f"{path}: larger than the limit of {MAX_JSON_BYTES} bytes for a JSON file")
         values = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 import os
+import stat
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,9 +65,12 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            about = path.stat()
+            if not stat.S_ISREG(about.st_mode):  # a pipe would be waited for
+                raise self._error("is no file")
             self._file = path.open("rb")
             weakref.finalize(self, self._file.close)
-            size = path.stat().st_size
+            size = about.st_size
             header = self._read_header(self._file.read(8), size, self._file)
             # A private writable map: torch wants writable memory, and nothing ever reaches the file.
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)

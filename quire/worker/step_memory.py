@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire.kernels.dispatch_mode import DispatchMode
 from quire.worker.inputs import StepInputs
 from quire.worker.pipeline import Forward
 
@@ -24,7 +24,7 @@ LOGITS_ARRAYS = 3
 FLOAT_BYTES = 4
 
 
-class AllocationPeak(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AllocationPeak(DispatchMode):
     """While active: the most bytes of tensors at one time that were made since it began, on any device.
 
     Counts what torch operations return; what they, or kernels, allocate for themselves is small and not seen.

@@ -22,6 +22,7 @@ from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.worker.block_copies import BlockCopier
 from quire.worker.devices import Device
 from quire.worker.model_runner import ModelRunner
+from quire.worker.refused_memory import refused_memory
 from quire.worker.rehearsal import Rehearsal, rehearsed_groups
 
 logger = logging.getLogger(__name__)
@@ -48,13 +49,16 @@ class Worker:
         """Load the weights and run the model once.
 
         Raises:
-            StartupError: the checkpoint cannot be loaded.
+            StartupError: the checkpoint cannot be loaded, or the machine has no memory for it.
         """
         started = time.monotonic()
         self._device.start(self._config)
-        self._model = load_model(self._config)
-        loaded = time.monotonic()
-        self._warm_up()
+        with refused_memory(
+            "the model", "--max-model-len, --dtype and --quantization decide how much it takes"
+        ):
+            self._model = load_model(self._config)
+            loaded = time.monotonic()
+            self._warm_up()
         logger.info(
             "model loaded in %.2f s, warmed up in %.2f s", loaded - started, time.monotonic() - loaded
         )
@@ -69,10 +73,15 @@ class Worker:
         return KVMemory(usable, reason, self._device.memory.default_cache_bytes, self._swap_costs())
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
-        """Allocate the cache and be ready for steps."""
-        tensors, transfers = self._bind_cache(kv_config), self._device.transfers
-        shapes = [(kv_config.num_host_blocks + 1, tensor.shape[1]) for tensor in tensors]
-        host_tier = [transfers.host_memory(shape) for shape in shapes]
+        """Allocate the cache and be ready for steps.
+
+        Raises:
+            StartupError: the machine has not so much memory.
+        """
+        with refused_memory("the KV cache", "give it less by --kv-cache-memory-bytes, and less --swap-space"):
+            tensors, transfers = self._bind_cache(kv_config), self._device.transfers
+            shapes = [(kv_config.num_host_blocks + 1, tensor.shape[1]) for tensor in tensors]
+            host_tier = [transfers.host_memory(shape) for shape in shapes]
         self._copier = BlockCopier(tensors, host_tier, transfers.copy_blocks)
         self._runner = ModelRunner(self._loaded(), self._config, kv_config, self._device)
         self._runner.prepare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -10,9 +11,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 START_TIMEOUT_S = 120.0
+QUIRE = (sys.executable, "-m", "quire.entrypoints.cli.main")
 
 
 def free_port() -> int:
@@ -22,24 +25,38 @@ def free_port() -> int:
         return port
 
 
+def children_of(pid: int) -> list[int]:
+    """Processes that a process has started and not waited for; each is the child of one of its threads."""
+    pids: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            pids += map(int, file.read_text().split())
+    return pids
+
+
 class Server:
     """Starts serving on a free port; `wait_ready` blocks until `/health` says 200.
 
     What it writes goes to `log`, or, of both streams, that for people to `words`.
+
+    Args:
+        sh: a line of shell that runs the command as "$@", for limits and redirections.
     """
 
-    def __init__(self, *args: str, log: Path, words: Path | None = None, **environment: str) -> None:
+    def __init__(
+        self,
+        *args: str,
+        log: Path,
+        words: Path | None = None,
+        quire: Sequence[str] = QUIRE,
+        sh: str = "",
+        **environment: str,
+    ) -> None:
         self.port = free_port()
         self.log = log
-        command = [
-            sys.executable,
-            "-m",
-            "quire.entrypoints.cli.main",
-            "serve",
-            *args,
-            "--port",
-            str(self.port),
-        ]
+        command = [*quire, "serve", *args, "--port", str(self.port)]
+        if sh:
+            command = ["sh", "-c", sh, "sh", *command]
         with log.open("w") as sink, (words or Path(os.devnull)).open("w") as out:
             self.process = subprocess.Popen(
                 command,
@@ -62,9 +79,7 @@ class Server:
 
     def core_pid(self) -> int | None:
         """Of the engine core's process, None while there is none."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task").glob("*/children")  # it is a thread's child
-        pids = [int(child) for file in children for child in file.read_text().split()]
+        pids = children_of(self.process.pid)
         return pids[0] if pids else None
 
     def health(self, path: str = "/health") -> int | None:

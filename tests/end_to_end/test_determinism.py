@@ -123,11 +123,13 @@ def check_forks(llm: LLM, plain: LLM) -> None:
     assert forked == expected, "forked"
 
 
+@pytest.mark.item(42)
 @pytest.mark.parametrize("weights", list(WEIGHTS))
 def test_every_weight_type(weights: str, engine: Callable[..., LLM], restore_threads: None) -> None:
     check_contract(functools.partial(engine, weights))
 
 
+@pytest.mark.item(42)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, engine: Callable[..., LLM], restore_threads: None) -> None:
     check_contract(functools.partial(engine, "float32", family), NUM_BLOCKS.get(family, 20))
@@ -138,6 +140,7 @@ def test_every_cache_type(dtype: str, engine: Callable[..., LLM], restore_thread
     check_contract(functools.partial(engine, "bfloat16", kv_cache_dtype=dtype))
 
 
+@pytest.mark.item(42)
 def test_the_model_in_the_box(restore_threads: None) -> None:
     llm = LLM(max_model_len=256, enable_prefix_caching=False)
     many = prompts(64)

@@ -73,6 +73,7 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.item(43)
 def test_a_killed_core_is_a_pause_on_the_same_port(tmp_path: Path) -> None:
     with serving(tmp_path, "--no-enable-prefix-caching") as server:
         expected = [whole(events(server, body)) for body in BODIES]
@@ -100,6 +101,7 @@ def test_a_killed_core_is_a_pause_on_the_same_port(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.item(48)
 @pytest.mark.parametrize(
     ("number", "is_cut"),
     [(signal.SIGHUP, False), pytest.param(signal.SIGQUIT, True, marks=pytest.mark.more)],
@@ -119,6 +121,7 @@ def test_a_signal_ends_streams_with_an_event(number: signal.Signals, is_cut: boo
         assert server.process.wait(30) == 0
 
 
+@pytest.mark.item(16)
 @pytest.mark.more
 def test_a_template_that_loops_holds_up_neither_others_nor_the_end(tmp_path: Path) -> None:
     template = tmp_path / "template"
@@ -142,6 +145,7 @@ def test_a_template_that_loops_holds_up_neither_others_nor_the_end(tmp_path: Pat
             assert not [loop for loop in loops if loop.result() == 200]
 
 
+@pytest.mark.item(53)
 @pytest.mark.more
 def test_a_log_that_nobody_reads_costs_no_request(tmp_path: Path) -> None:
     port = free_port()
@@ -171,6 +175,7 @@ def test_a_log_that_nobody_reads_costs_no_request(tmp_path: Path) -> None:
         process.wait()
 
 
+@pytest.mark.item(41, 49)
 def test_the_reason_of_a_failed_start_is_told(tmp_path: Path) -> None:
     server = Server(*NULL, "--num-gpu-blocks-override", "2", log=tmp_path / "log")
     assert server.process.wait(60) == 1

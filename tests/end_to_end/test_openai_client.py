@@ -135,6 +135,7 @@ def test_a_field_that_nobody_knows_is_named_in_the_reply(client: openai.OpenAI) 
     assert (reply.model_extra or {})["ignored"] == ["temprature"]
 
 
+@pytest.mark.item(32)
 async def test_200_streams_with_disconnects(demo_server: Server) -> None:
     rng = random.Random(1)
 

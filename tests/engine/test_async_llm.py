@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,29 @@ async def test_two_cores_give_what_one_gives(engine: AsyncLLM, null_model_dir: P
     assert together == [await collect(engine, prompt, params(seed=1)) for prompt in prompts]
     assert await two.reset_prefix_cache()
     await two.shutdown()
+
+
+@pytest.mark.item(53)
+async def test_a_clock_that_jumps_changes_nothing(
+    null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By years, in either direction, while requests with and without deadlines run."""
+    rng = random.Random(3)
+    monkeypatch.setattr(time, "time", lambda: rng.choice([0.0, 1.8e9, 4e9]) + rng.random())
+    monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
+    config = EngineConfig.from_args(model=str(null_model_dir), distributed_executor_backend="null")
+    engine = AsyncLLM(config, in_process=True)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
+
+    async def one(number: int) -> tuple[list[int], str | None]:
+        timeout_s = [None, 3600.0][number % 2]
+        async for output in engine.generate([1, 2, 3], params, f"r{number}", timeout_s=timeout_s):
+            last = output.outputs[0]
+        assert output.metrics is not None
+        assert 0 <= output.metrics.last_token_ts - output.metrics.arrival_time < 60
+        return last.token_ids, last.finish_reason
+
+    results = await asyncio.gather(*(one(number) for number in range(20)))
+    assert all(result == results[0] for result in results)
+    assert results[0][1] == "length"
+    await engine.shutdown()

@@ -96,6 +96,7 @@ def test_an_engine_in_process_leaves_the_environment_alone(
     assert dict(os.environ) == before
 
 
+@pytest.mark.item(49)
 def test_a_core_that_cannot_be_started_leaves_nothing(
     make_config: Callable[..., EngineConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -109,7 +110,7 @@ def test_a_core_that_cannot_be_started_leaves_nothing(
         raise OSError("no more processes")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    with pytest.raises(OSError, match="no more processes"):
+    with pytest.raises(StartupError, match="cannot be started: no more processes"):
         ProcessClient(make_config())
     assert not list(tmp_path.iterdir())
     assert [context.closed for context in contexts] == [True]
@@ -126,6 +127,7 @@ def test_a_temporary_folder_too_long_for_sockets_is_a_startup_error(
     assert not list(folder.iterdir())
 
 
+@pytest.mark.item(51)
 def test_a_core_of_another_version_is_refused(
     make_config: Callable[..., EngineConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

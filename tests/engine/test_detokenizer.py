@@ -57,6 +57,7 @@ def any_ids(kind: Kind) -> st.SearchStrategy[list[int]]:
 SIZES = st.lists(st.integers(0, 5), max_size=20)
 
 
+@pytest.mark.item(38, 58)
 @settings(derandomize=True, max_examples=40, deadline=None)
 @given(data=st.data(), skip=st.booleans(), sizes=SIZES)
 def test_joined_deltas_of_valid_text_are_what_the_library_decodes(
@@ -151,6 +152,7 @@ def test_character_split_between_prompt_and_output_is_completed(kind_with_bytes:
     assert "".join(deltas(kind_with_bytes, ids[:cut], ids[cut:], [1] * split)) == "🜀"
 
 
+@pytest.mark.item(38, 58)
 @pytest.mark.parametrize("include", [False, True])
 @settings(derandomize=True, max_examples=200, deadline=None)
 @given(

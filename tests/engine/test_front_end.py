@@ -214,6 +214,7 @@ def test_a_request_ends_at_its_deadline_with_what_it_has() -> None:
     assert cores.cores[0].scheduler.stats().kv_cache_usage == 0
 
 
+@pytest.mark.item(36)
 def test_a_request_that_waits_ends_at_its_deadline_too() -> None:
     cores = Cores(max_num_seqs=1)
     cores.add("long", [1], max_tokens=20, ignore_eos=True)
@@ -384,6 +385,7 @@ def test_a_core_is_replaced_and_nobody_sees_a_difference(
     assert run_all(Cores(**args), text[5:7], drops) == expected
 
 
+@pytest.mark.item(43)
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(prompts(), parameters()), min_size=1, max_size=4),

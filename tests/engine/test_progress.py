@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,11 +53,13 @@ def looks(heartbeat: Heartbeat, core: Iterator[tuple[int, float | None]], period
     return float("inf")
 
 
+@pytest.mark.item(44)
 def test_a_core_that_stands_still_hangs_after_the_timeout() -> None:
     after = looks(Heartbeat(TIMEOUT_S), ((1, 5.0) for _ in range(10_000)))
     assert TIMEOUT_S <= after <= TIMEOUT_S + 1
 
 
+@pytest.mark.item(45)
 def test_a_core_that_computes_has_longer_and_longer_still_if_its_steps_were_long() -> None:
     def computing(turn: int, seconds: float) -> Iterator[tuple[int, float]]:
         return ((turn, 0.2 * place) for place in range(int(seconds * 5)))
@@ -76,6 +79,7 @@ def test_where_the_processor_time_is_not_known_a_core_may_compute() -> None:
     assert looks(Heartbeat(TIMEOUT_S), ((1, None) for _ in range(10_000))) >= BUSY_FACTOR * TIMEOUT_S
 
 
+@pytest.mark.item(45)
 def test_loading_is_exempt_and_so_is_everything_at_a_timeout_of_0() -> None:
     assert looks(Heartbeat(TIMEOUT_S), ((0, 0.0) for _ in range(100_000))) == float("inf")
     patient = Heartbeat(0.0)

@@ -59,6 +59,7 @@ def make_engine(model_dir: Path, **args: Any) -> AsyncLLM:
     return AsyncLLM(config, in_process=True)
 
 
+@pytest.mark.item(28)
 async def test_of_many_at_once_exactly_the_limit_is_admitted(null_model_dir: Path) -> None:
     """The core is not asked, so nothing has a first token while they come."""
     engine = make_engine(null_model_dir, max_num_queued_reqs=8)
@@ -79,6 +80,7 @@ async def test_of_many_at_once_exactly_the_limit_is_admitted(null_model_dir: Pat
     await engine.shutdown()
 
 
+@pytest.mark.item(29)
 async def test_prompts_of_many_tokens_do_not_pass_the_limit_on_tokens(null_model_dir: Path) -> None:
     engine = make_engine(null_model_dir, max_num_queued_tokens=200)
     await engine.wait_ready()
@@ -90,6 +92,7 @@ async def test_prompts_of_many_tokens_do_not_pass_the_limit_on_tokens(null_model
     await engine.shutdown()
 
 
+@pytest.mark.item(28)
 async def test_every_end_leaves_the_queue(null_model_dir: Path) -> None:
     engine = make_engine(null_model_dir)
     await engine.wait_ready()

@@ -158,6 +158,7 @@ async def test_a_killed_core_costs_a_pause_and_nothing_else(
     await engine.shutdown()
 
 
+@pytest.mark.item(44)
 async def test_a_stopped_core_is_killed_and_replaced(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +176,7 @@ async def test_a_stopped_core_is_killed_and_replaced(
     await engine.shutdown()
 
 
+@pytest.mark.item(47)
 async def test_a_request_on_which_two_cores_die_ends_and_those_behind_it_go_on(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +194,7 @@ async def test_a_request_on_which_two_cores_die_ends_and_those_behind_it_go_on(
     await engine.shutdown()
 
 
+@pytest.mark.item(36)
 async def test_what_joins_or_leaves_while_there_is_no_core(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +234,7 @@ async def test_without_resumption_the_core_is_replaced_and_its_requests_end(null
     await engine.shutdown()
 
 
+@pytest.mark.item(43)
 async def test_the_fourth_death_is_the_engines(null_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.supervisor.BACKOFF_S", (0.0, 0.0, 0.0))
     engine = await started(null_model_dir, max_num_seqs=1)
@@ -279,6 +283,7 @@ async def test_nothing_is_left_of_an_engine_that_is_shut_down_while_a_core_resta
         assert not os.listdir(tmp_path)
 
 
+@pytest.mark.item(51)
 async def test_garbage_on_the_socket_costs_a_line_in_the_log(
     null_model_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

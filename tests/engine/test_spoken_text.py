@@ -81,6 +81,7 @@ def speaker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     speaker.engine.shutdown()
 
 
+@pytest.mark.item(38)
 def test_streamed_and_whole_text_are_what_is_said(speaker: Speaker) -> None:
     streamed = speaker.say(speaker.said, RequestOutputKind.DELTA)
     _, whole = speaker.say_once()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -109,3 +111,16 @@ def test_an_option_with_an_effect_is_not_talked_about(
 def test_what_has_no_effect_on_a_gpu(args: dict[str, Any], expected: set[str]) -> None:
     config = EngineConfig.from_args(device="cuda", dtype="bfloat16", **args)
     assert {field for field, _ in without_effect(config)} == expected
+
+
+def test_an_engine_on_a_cpu_loads_nothing_of_torchs_compiler() -> None:
+    """It takes longer to import than the model in the box to load."""
+    program = (
+        "import sys\nfrom quire import LLM, SamplingParams\n"
+        "LLM('quire-demo', device='cpu').generate([[5, 6]] * 2, SamplingParams(max_tokens=3), use_tqdm=False)\n"
+        "print([name for name in sys.modules if name.startswith(('torch._dynamo', 'torch._inductor'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]"

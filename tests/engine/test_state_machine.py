@@ -254,6 +254,7 @@ def options(max_examples: int, num_events: int, **more: Any) -> settings:
     )
 
 
+@pytest.mark.item(33, 56)
 def test_every_output_is_that_of_the_request_alone() -> None:
     """Some 13,000 steps: drafts are accepted, prompts pooled, and hundreds of requests preempted, most to the host."""
     for machine in (EngineMachine, SwappingMachine):
@@ -265,6 +266,7 @@ def test_every_output_is_that_of_the_request_alone() -> None:
     assert min(seen["num_swaps"], seen["num_preemptions"] - seen["num_swaps"], seen["num_held"]) > 50
 
 
+@pytest.mark.item(56)
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(10))
 def test_at_length(number: int) -> None:

@@ -265,6 +265,7 @@ class FullDisk(io.BytesIO):
         return super().write(data)
 
 
+@pytest.mark.item(53)
 def test_a_full_disk_ends_the_recording_and_not_the_run(
     null_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -89,6 +89,7 @@ def same(dtype: torch.dtype, ours: Any, theirs: Any) -> None:
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
 
 
+@pytest.mark.item(58)
 @fuzz
 @given(
     st.sampled_from(SCHEMES), dtypes, dtypes, st.tuples(*[st.integers(1, 90)] * 2), st.integers(0, 40), seeds
@@ -173,6 +174,7 @@ def test_keys_and_values_on_their_way_to_the_cache(
         agree("rotary_and_write_kv", dtype, *both, interleaved, *norms, 1e-5, offset=seed % 3)
 
 
+@pytest.mark.item(58)
 @fuzz
 @given(
     dtypes,
@@ -209,6 +211,7 @@ def test_attention(
     )
 
 
+@pytest.mark.item(58)
 @fuzz
 @given(st.integers(0, 5), st.integers(1, 700), st.sampled_from((0.5, 3.0, 40.0)), seeds)
 def test_sampling(rows: int, vocab_size: int, spread: float, seed: int) -> None:

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +38,7 @@ def test_only_full_blocks_have_a_hash():
     assert [len(hashes(list(range(n)))) for n in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
 
 
+@pytest.mark.item(22)
 def test_the_salt_separates_and_none_is_not_a_salt():
     salts = [None, "", "a", "b", "None"]
     names = {hashes([1, 2, 3, 4], extra_keys=ExtraKeys(cache_salt=salt))[0] for salt in salts}

@@ -90,6 +90,7 @@ def test_the_capacity_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "KV cache: 11 blocks, 0.0 MiB, 160 tokens: 2.5 requests of 64 tokens at once" in caplog.text
 
 
+@pytest.mark.item(49)
 def test_a_request_that_does_not_fit_is_refused_with_the_numbers() -> None:
     config = make_config(max_model_len=2048)
     kv_config = size_kv_cache(config, {"a": FULL}, KVMemory(BLOCK * 33, ""))

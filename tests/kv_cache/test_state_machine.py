@@ -329,6 +329,7 @@ def options(max_examples: int) -> settings:
     )
 
 
+@pytest.mark.item(55)
 def test_the_cache_is_what_a_model_of_its_tokens_says() -> None:
     """Some 17,000 operations."""
     run_state_machine_as_test(KVCacheMachine, settings=options(200))
@@ -337,6 +338,7 @@ def test_the_cache_is_what_a_model_of_its_tokens_says() -> None:
     )
 
 
+@pytest.mark.item(55)
 @pytest.mark.soak
 def test_at_length() -> None:
     run_state_machine_as_test(KVCacheMachine, settings=options(5000))

@@ -167,6 +167,7 @@ def test_generation_config(tmp_path: Path) -> None:
     assert arch.eos_token_ids == (3, 7), "config.json's first, no repetition, none outside the vocabulary"
 
 
+@pytest.mark.item(26)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -280,6 +281,7 @@ KEYS = sorted(
 )
 
 
+@pytest.mark.item(26, 58)
 @settings(
     max_examples=400,
     derandomize=True,

@@ -124,6 +124,7 @@ def test_a_file_that_is_no_cache_is_not_taken(cache: PackedCache, tiny_model: Ca
     assert cache.read() is None
 
 
+@pytest.mark.item(49)
 def test_a_directory_that_cannot_be_written_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,6 +155,7 @@ def test_a_directory_that_is_only_readable_is_read(
     assert only_file(cache.path.parent) == cache.path
 
 
+@pytest.mark.item(53)
 def test_a_full_disk_leaves_nothing_behind(
     cache: PackedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.errors import ModelLoadError
+from quire.models.json_object import read_json_object
 from quire.models.safetensors_file import SafetensorsFile
 
 TENSORS: dict[str, Tensor] = {
@@ -57,6 +59,7 @@ def test_a_tensor_at_an_odd_byte(tmp_path: Path) -> None:
     assert file.tensor(file.tensors["f"]).tolist() == [1.5, -2.0]
 
 
+@pytest.mark.item(26)
 @pytest.mark.parametrize(
     ("header", "words"),
     [
@@ -86,6 +89,7 @@ def test_damaged_headers(header: dict[str, Any] | bytes, words: str, tmp_path: P
         SafetensorsFile(path)
 
 
+@pytest.mark.item(26)
 @pytest.mark.parametrize(
     "content", [b"", b"\x01", b"\xff" * 8, (100).to_bytes(8, "little") + b"{}", bytes(8)]
 )
@@ -95,11 +99,22 @@ def test_what_is_no_safetensors_file(content: bytes, tmp_path: Path) -> None:
         SafetensorsFile(tmp_path / "x")
 
 
+@pytest.mark.item(26)
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(ModelLoadError, match="is no file"):
+            SafetensorsFile(path)
+        with pytest.raises(ModelLoadError, match="is no file"):
+            read_json_object(path)
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="cannot be read"):
         SafetensorsFile(tmp_path / "x")
 
 
+@pytest.mark.item(26, 58)
 @settings(
     max_examples=300,
     derandomize=True,

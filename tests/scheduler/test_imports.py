@@ -4,6 +4,7 @@ import sys
 import pytest
 
 
+@pytest.mark.item(60)
 @pytest.mark.parametrize(
     "module",
     ["quire.scheduler.scheduler", "quire.kv_cache.manager", "quire.scheduler.output", "quire.executor.null"],

@@ -249,6 +249,7 @@ def test_a_pool_for_exactly_one_request_serves_many_to_the_end():
 # Admission
 
 
+@pytest.mark.item(41)
 @pytest.mark.parametrize(("num_blocks", "fits"), [(6, True), (5, False)])
 def test_what_can_never_fit_is_refused_with_the_numbers(num_blocks, fits):
     """8 + 13 tokens, of which 20 are computed: 5 blocks of 4, and the null block."""

@@ -224,5 +224,6 @@ def machine(**options):
     return case
 
 
+pytestmark = pytest.mark.item(55)
 TestScheduler = machine(max_examples=50, stateful_step_count=30)
 TestSchedulerAtLength = pytest.mark.soak(machine(max_examples=4000, stateful_step_count=100))

@@ -83,6 +83,7 @@ def test_fcfs_endless_short_traffic_cannot_hold_up_a_long_request():
     assert engine.tokens("long") == run_alone(long, engine.config).new_token_ids
 
 
+@pytest.mark.item(31)
 @pytest.mark.parametrize("priority", [1, 3, 8])
 def test_priority_an_unimportant_request_waits_for_its_age(priority):
     engine = engine_of("priority")
@@ -105,6 +106,7 @@ def test_priority_without_ageing_starves_as_documented():
     assert not long.is_finished
 
 
+@pytest.mark.item(30)
 def test_fair_a_flood_cannot_hold_up_another_tenant():
     """At most one request of the flood starts between the arrival of another tenant's and its start."""
     engine = engine_of("fair")
@@ -132,6 +134,7 @@ def test_fair_within_a_tenant_and_between_tenants_nobody_is_forgotten():
         traffic.step()
 
 
+@pytest.mark.item(40)
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 @settings(max_examples=20, derandomize=True, deadline=None)
 @given(

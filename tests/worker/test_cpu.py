@@ -30,6 +30,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+@pytest.mark.item(52)
 @pytest.mark.parametrize(
     ("files", "gib"),
     [

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from quire.entrypoints.anthropic.protocol import (
+    MAX_USER_CHARS,
+    THINKS,
+    CountTokensRequest,
+    MessagesRequest,
+)
 from quire.entrypoints.openai.translation import check_call_id, given
 from quire.errors import ValidationError
 
@@ -25,7 +30,6 @@ CHAT_NAMES = {
     "tools.*.function": "tools.*",
 }
 """Chat's names of fields, to Anthropic's."""
-THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 Fields = dict[str, Any]
 
 
@@ -35,6 +39,8 @@ def prompt_fields(request: CountTokensRequest) -> Fields:
     Raises:
         ValidationError: a message, block or tool has no form that a text model takes.
     """
+    _response_format(request)
+    _check_user((request.metadata or {}).get("user_id"))
     messages = [*_system(request.system), *_conversation(request.messages)]
     fields: Fields = {"messages": messages, **given(request, ("model", "chat_template_kwargs"))}
     if request.tools:
@@ -57,11 +63,18 @@ def chat_fields(request: MessagesRequest) -> Fields:
     fields |= {"max_tokens": request.max_tokens, "stream": request.stream}
     if request.stop_sequences:
         fields["stop"] = request.stop_sequences
-    form = (request.output_config or {}).get("format")
+    form = _response_format(request)
     if form is not None:
-        fields["response_format"] = _response_format(form)
+        fields["response_format"] = form
     user = (request.metadata or {}).get("user_id")
-    return {**fields, "user": user} if isinstance(user, str) else fields
+    return {**fields, "user": user} if user is not None else fields
+
+
+def _check_user(user: Any) -> None:
+    if user is not None and (not isinstance(user, str) or len(user) > MAX_USER_CHARS):
+        raise ValidationError(
+            f"metadata.user_id must be text of at most {MAX_USER_CHARS} characters", param="metadata.user_id"
+        )
 
 
 def _system(system: str | list[dict[str, Any]] | None) -> list[Fields]:
@@ -141,11 +154,13 @@ def _call(block: Any, where: str) -> Fields:
     name, arguments = block.get("name"), block.get("input", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValidationError(f"{where} must hold a name and an input that is an object", param=where)
+    if not isinstance(block.get("id", ""), str):
+        raise ValidationError(f"{where}.id must be text", param=f"{where}.id")
     return {"id": block.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _result(block: Any, where: str, before: list[Fields]) -> Fields:
-    content = block.get("content") or ""
+    content = block.get("content", "")
     if not isinstance(block.get("tool_use_id"), str):
         raise ValidationError(f"{where}.tool_use_id must be text", param=f"{where}.tool_use_id")
     check_call_id(before, block["tool_use_id"], f"{where}.tool_use_id")
@@ -181,14 +196,19 @@ def _tool(tool: Fields, where: str) -> Fields:
     if not isinstance(schema, dict) or not isinstance(tool.get("name"), str) or not tool["name"]:
         raise ValidationError(f"{where} must hold a name and an input_schema that is an object", param=where)
     function = {"name": tool["name"], "parameters": schema}
-    if isinstance(tool.get("description"), str):
+    if tool.get("description") is not None:
         function["description"] = tool["description"]
     return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: Fields) -> Fields:
     kind = choice.get("type")
-    parallel = choice.get("disable_parallel_tool_use") is not True
+    single = choice.get("disable_parallel_tool_use")
+    if not isinstance(single, bool | None):
+        raise ValidationError(
+            "tool_choice.disable_parallel_tool_use must be true or false", param="tool_choice"
+        )
+    parallel = not single
     if kind == "tool" and isinstance(choice.get("name"), str):
         named = {"type": "function", "function": {"name": choice["name"]}}
         return {"tool_choice": named, "parallel_tool_calls": parallel}
@@ -199,10 +219,15 @@ def _tool_choice(choice: Fields) -> Fields:
     return {"tool_choice": TOOL_CHOICES[kind], "parallel_tool_calls": parallel}
 
 
-def _response_format(form: Any) -> Fields:
+def _response_format(request: CountTokensRequest) -> Fields | None:
+    form = (request.output_config or {}).get("format")
+    if form is None:
+        return None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         raise ValidationError("output_config.format.type must be json_schema", param="output_config.format")
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.get("schema")}}
+    if not isinstance(form.get("schema"), dict):
+        raise ValidationError("output_config.format.schema must be an object", param="output_config.format")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}
 
 
 def _is_begun(message: Fields) -> bool:

@@ -13,7 +13,9 @@ from starlette.responses import Response
 from quire.entrypoints.anthropic.conversation import CHAT_NAMES, chat_fields, prompt_fields
 from quire.entrypoints.anthropic.protocol import (
     WITHOUT_EFFECT,
+    AnyEvent,
     CountTokensRequest,
+    Message,
     MessagesRequest,
     TokenCount,
 )
@@ -21,16 +23,27 @@ from quire.entrypoints.anthropic.writer import MessageWriter
 from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.json_response import json_response
-from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.openapi.operation import Operation, describe
+from quire.entrypoints.openai.openapi.streams import named_events
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import server_of
+from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.entrypoints.openai.tool_choice import tools_in_use
 from quire.entrypoints.openai.translation import as_chat, given, note_ignored, renamed, respond_translated
 
 router = APIRouter()
 
 
-@router.post("/v1/messages", openapi_extra=body_schema(MessagesRequest))
+@router.post("/v1/messages")
+@describe(
+    Operation(
+        body=(MessagesRequest,),
+        reply=Message,
+        stream=named_events(AnyEvent),
+        errors=(404, 504),
+        headers=READ_HEADERS,
+    )
+)
 async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_request(request, MessagesRequest)
@@ -40,7 +53,8 @@ async def create_message(request: Request) -> Response:
     return await respond_translated(request, chat_fields(body), writer, message_id, CHAT_NAMES)
 
 
-@router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest))
+@router.post("/v1/messages/count_tokens")
+@describe(Operation(body=(CountTokensRequest,), reply=TokenCount, errors=(404,)))
 async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of this request would have."""
     server = server_of(request)

@@ -6,20 +6,26 @@ Invariant: `type` stands first in every event and block, under the name that Ant
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from pydantic import Field, WithJsonSchema
 
 from quire.entrypoints.openai.field_policy import Place
-from quire.entrypoints.openai.protocol.requests import Messages, RequestModel
+from quire.entrypoints.openai.protocol import shapes
+from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, TemplateOptions
 from quire.entrypoints.openai.protocol.responses import Timings
+from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of
 
 WITHOUT_EFFECT = (
     "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
     "user_profile_id", "workspace_id",
 )  # fmt: skip
 """Fields of Anthropic's that cannot change the answer of a model of ours."""
+MAX_USER_CHARS = 256
+THINKS = {"enabled": True, "adaptive": True, "disabled": False}
+"""Types of `thinking`, and whether the model is to think."""
 
 
 TEXT = Place(frozenset({"type", "text"}))
@@ -28,7 +34,45 @@ BLOCK = Place(
     inner={"content": TEXT},
 )
 MESSAGE = Place(frozenset({"role", "content"}), inner={"content": BLOCK}, empty=frozenset({"content"}))
+OUTPUT = Place(frozenset({"format", "effort"}), inner={"format": Place(frozenset({"type", "schema"}))})
 TOOL = Place(frozenset({"type", "name", "description", "input_schema"}))
+
+
+# `conversation.prompt_fields` reads these.
+TEXT_BLOCK = object_of({"type": enum("text"), "text": shapes.TEXT})
+CONTENT = any_of(shapes.TEXT, array(TEXT_BLOCK))
+TOOL_USE = object_of(
+    {"type": enum("tool_use"), "name": shapes.TEXT}, {"id": shapes.TEXT, "input": {"type": "object"}}
+)
+TOOL_RESULT = object_of({"type": enum("tool_result"), "tool_use_id": shapes.TEXT}, {"content": CONTENT})
+THOUGHT = object_of({"type": enum("thinking"), "thinking": shapes.TEXT})
+HIDDEN_THOUGHT = object_of({"type": enum("redacted_thinking")})
+THINKING = object_of({"type": enum(*THINKS)})
+MESSAGES = array(
+    any_of(
+        object_of(
+            {"role": enum("user"), "content": any_of(shapes.TEXT, array(any_of(TEXT_BLOCK, TOOL_RESULT)))}
+        ),
+        object_of(
+            {
+                "role": enum("assistant"),
+                "content": any_of(shapes.TEXT, array(any_of(TEXT_BLOCK, TOOL_USE, THOUGHT, HIDDEN_THOUGHT))),
+            }
+        ),
+    ),
+    minItems=1,
+    maxItems=shapes.MAX_MESSAGES,
+)
+TOOLS = array(
+    object_of(
+        {"name": shapes.FUNCTION["properties"]["name"], "input_schema": shapes.PARAMETERS},
+        {"type": enum("custom"), "description": shapes.TEXT},
+    )
+)
+TOOL_CHOICE = object_of({"type": enum("auto", "none")}, {"disable_parallel_tool_use": {"type": "boolean"}})
+FORMAT = object_of({"type": enum("json_schema"), "schema": {"type": "object"}})
+OUTPUT_CONFIG = object_of({}, {"format": FORMAT, "effort": shapes.TEXT})
+METADATA = object_of({}, {"user_id": {**shapes.TEXT, "maxLength": MAX_USER_CHARS}})
 
 
 class CountTokensRequest(RequestModel):
@@ -39,23 +83,28 @@ class CountTokensRequest(RequestModel):
         "system": TEXT,
         "tools": TOOL,
         "thinking": Place(frozenset({"type"})),
+        "tool_choice": Place(frozenset({"type", "name", "disable_parallel_tool_use"})),
+        "output_config": OUTPUT,
     }
+    without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
 
     model: str | None = None
-    messages: Messages
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Annotated[
+        Objects, Field(min_length=1, max_length=shapes.MAX_MESSAGES), WithJsonSchema(MESSAGES)
+    ]
+    system: Annotated[str | Objects | None, WithJsonSchema(shapes.optional(CONTENT))] = None
+    tools: Annotated[Objects | None, WithJsonSchema(shapes.optional(TOOLS))] = None
+    tool_choice: Annotated[dict[str, Any] | None, WithJsonSchema(shapes.optional(TOOL_CHOICE))] = None
+    output_config: Annotated[dict[str, Any] | None, WithJsonSchema(shapes.optional(OUTPUT_CONFIG))] = None
+    chat_template_kwargs: TemplateOptions = None
     cache_control: Any = None
     context_management: Any = None
     diagnostics: Any = None
     inference_geo: Any = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any] | None, WithJsonSchema(shapes.optional(METADATA))] = None
     service_tier: Any = None
     speed: Any = None
-    thinking: dict[str, Any] | None = None
+    thinking: Annotated[dict[str, Any] | None, WithJsonSchema(shapes.optional(THINKING))] = None
     user_profile_id: Any = None
     workspace_id: Any = None
 
@@ -171,3 +220,7 @@ class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
 
 class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
     pass
+
+
+AnyEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+"""What a stream is made of."""

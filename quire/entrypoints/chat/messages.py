@@ -65,19 +65,21 @@ def _checked(message: Any, where: str, aliases: Mapping[str, str]) -> ChatMessag
     fields = {name: value for name, value in message.items() if value is not None}
     role = _checked_role(fields.pop("role", None), f"{where}.role")
     role = aliases.get(role, role)
-    tool_calls = fields.pop("tool_calls", None) or []
+    tool_calls = _checked_tool_calls(fields.pop("tool_calls", []), role, f"{where}.tool_calls")
     content = fields.pop("content", "" if tool_calls or "content" in message else None)
     checked: ChatMessage = {"role": role, "content": _as_text(content, f"{where}.content")}
     for name, value in fields.items():
         if name in PASSED_FIELDS:
-            checked[name] = _as_text(value, f"{where}.{name}")
+            if not isinstance(value, str):
+                raise ValidationError(f"{where}.{name} must be text", param=f"{where}.{name}")
+            checked[name] = value
         elif name not in SILENT_FIELDS:
             raise ValidationError(f"{where} has an unknown field {name!r}", param=f"{where}.{name}")
     thought = checked.get("reasoning") or checked.get("reasoning_content")
     if thought:  # one thing, which some templates read by the one name and some by the other
         checked["reasoning"] = checked["reasoning_content"] = thought
     if tool_calls:
-        checked["tool_calls"] = _checked_tool_calls(tool_calls, role, f"{where}.tool_calls")
+        checked["tool_calls"] = tool_calls
     return checked
 
 
@@ -111,7 +113,7 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def _checked_tool_calls(calls: Any, role: str, where: str) -> list[dict[str, Any]]:
-    if role != "assistant" or not isinstance(calls, list):
+    if not isinstance(calls, list) or (calls and role != "assistant"):
         raise ValidationError(f"{where} must be a list in a message of the assistant", param=where)
     return [_checked_tool_call(call, f"{where}.{index}") for index, call in enumerate(calls)]
 
@@ -120,6 +122,10 @@ def _checked_tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValidationError(f"{where} needs a function with a name", param=where)
+    if call.get("type") not in (None, "function"):
+        raise ValidationError(f"{where}.type must be function", param=f"{where}.type")
+    if not isinstance(call.get("id"), str | None):
+        raise ValidationError(f"{where}.id must be text", param=f"{where}.id")
     arguments = parsed_arguments(function.get("arguments"), f"{where}.function.arguments")
     checked = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if isinstance(call.get("id"), str):

@@ -39,8 +39,12 @@ def run_batch(input_file: str, output_file: str, **params: Any) -> None:
 
 
 def _opened(path: str, mode: str) -> AbstractContextManager[Any]:
-    """Opened before the model is loaded, so that a wrong name costs no time."""
+    """Opened before the model is loaded, so that a wrong name costs no time; what is written is not kept back."""
     try:
-        return click.open_file(path, mode)
+        return (
+            click.open_file(path, mode)
+            if path == "-"
+            else open(path, mode, buffering=-1 if mode == "rb" else 0)
+        )
     except OSError as error:
         raise click.FileError(path, error.strerror) from None

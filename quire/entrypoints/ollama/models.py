@@ -6,14 +6,21 @@ import hashlib
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from quire import __version__
 from quire.entrypoints.chat.formats.choice import AnswerFormat
-from quire.entrypoints.ollama.protocol import Details, ListedModel, ModelList, ShownModel, ShowRequest
+from quire.entrypoints.ollama.protocol import (
+    Details,
+    ListedModel,
+    ModelList,
+    ShownModel,
+    ShowRequest,
+    Version,
+)
 from quire.entrypoints.ollama.writer import now
 from quire.entrypoints.openai.json_response import json_response
-from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.errors import ValidationError
@@ -26,6 +33,7 @@ SPOKEN_VERSION = "0.12.0"
 
 
 @router.get("/api/tags")
+@describe(Operation(reply=ModelList))
 async def tags(request: Request) -> Response:
     """The names under which the model is served."""
     server = server_of(request)
@@ -33,6 +41,7 @@ async def tags(request: Request) -> Response:
 
 
 @router.get("/api/ps")
+@describe(Operation(reply=ModelList))
 async def loaded(request: Request) -> Response:
     """The same names: the model is loaded as long as the server runs."""
     server = server_of(request)
@@ -44,20 +53,22 @@ async def loaded(request: Request) -> Response:
 
 
 @router.get("/api/version")
-async def version() -> JSONResponse:
+@describe(Operation(reply=Version))
+async def version() -> Response:
     """Whose API this is, and who speaks it."""
-    return JSONResponse({"version": SPOKEN_VERSION, "quire": __version__})
+    return json_response(Version(SPOKEN_VERSION, __version__))
 
 
-@router.post("/api/show", openapi_extra=body_schema(ShowRequest))
+@router.post("/api/show")
+@describe(Operation(body=(ShowRequest,), reply=ShownModel, errors=(404,)))
 async def show(request: Request) -> Response:
     """One of the names: its family, context, template and capabilities."""
     body = await read_request(request, ShowRequest)
     server = server_of(request)
-    name = body.model or body.name
-    if not name:
+    names = [served_name(server, name) for name in (body.model, body.name) if name]
+    if not names:
         raise ValidationError("model is required", param="model")
-    name = served_name(server, name)
+    name = names[0]
     arch, context = server.engine.config.arch, server.engine.config.model.max_model_len
     info = {
         "general.architecture": arch.model_type,

@@ -6,15 +6,19 @@ Invariant: a line of a stream and a whole reply are one struct; only the one wit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
+from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES
+from quire.entrypoints.ollama.options import OPTIONS_OBJECT
 from quire.entrypoints.openai.field_policy import INNER, Place
-from quire.entrypoints.openai.protocol.requests import RequestModel
+from quire.entrypoints.openai.protocol import shapes
+from quire.entrypoints.openai.protocol.requests import Objects, RequestModel
 from quire.entrypoints.openai.protocol.responses import TokenLogprob
+from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of
 
 WITHOUT_EFFECT = ("keep_alive",)
 """The model stays loaded as long as the server runs."""
@@ -27,15 +31,40 @@ MESSAGE = Place(
 )
 
 
+# `conversation.chat_turn` and `generate_turn` read these.
+MODEL = {**shapes.TEXT, "x-rule": "tagged_model"}
+_NOTHING = {"anyOf": [{"type": "array", "maxItems": 0}, shapes.NULL]}
+FORMAT = any_of(enum("json", "", None), {"type": "object"})
+CALLS = array(object_of({"function": shapes.CALLED}, {"id": shapes.TEXT}))
+MESSAGE_FIELDS = {
+    "content": shapes.CONTENT,
+    "images": _NOTHING,
+    "thinking": shapes.TEXT,
+    "tool_name": shapes.TEXT,
+    "name": shapes.TEXT,
+    "tool_call_id": shapes.TEXT,
+}
+MESSAGES = array(
+    any_of(
+        object_of(
+            {"role": enum(*ROLES, *ROLE_ALIASES)}, {**MESSAGE_FIELDS, "tool_calls": array({}, maxItems=0)}
+        ),
+        object_of({"role": enum("assistant"), "tool_calls": CALLS}, MESSAGE_FIELDS),
+    ),
+    maxItems=shapes.MAX_MESSAGES,
+)
+
+
 class TurnRequest(RequestModel):
     """What /api/chat and /api/generate share; unlike elsewhere, a stream is what one gets without asking."""
 
     inner: ClassVar[Mapping[str, Place]] = {"messages": MESSAGE, "tools": INNER["tools"]}
+    without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
 
-    model: str = Field(min_length=1)
+    model: Annotated[str, Field(min_length=1), WithJsonSchema(MODEL)]
     stream: bool = True
-    format: str | dict[str, Any] | None = None
-    options: dict[str, Any] | None = None
+    format: Annotated[str | dict[str, Any] | None, WithJsonSchema(FORMAT)] = None
+    options: Annotated[dict[str, Any] | None, WithJsonSchema(shapes.optional(OPTIONS_OBJECT))] = None
     logprobs: bool = False
     top_logprobs: int | None = None
     keep_alive: Any = None
@@ -45,8 +74,8 @@ class TurnRequest(RequestModel):
 class ChatRequest(TurnRequest):
     """POST /api/chat"""
 
-    messages: list[dict[str, Any]] = Field(default=[], max_length=4096)
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[Objects, WithJsonSchema(MESSAGES)] = Field(default=[], max_length=shapes.MAX_MESSAGES)
+    tools: Annotated[Objects | None, WithJsonSchema(shapes.optional(shapes.TOOLS))] = None
 
 
 class GenerateRequest(TurnRequest):
@@ -54,18 +83,18 @@ class GenerateRequest(TurnRequest):
 
     prompt: str = ""
     system: str | None = None
-    suffix: str | None = None
-    template: str | None = None
-    images: list[Any] | None = None
-    context: list[int] | None = None
-    raw: bool = False
+    suffix: Annotated[str | None, WithJsonSchema(enum("", None))] = None
+    template: Annotated[str | None, WithJsonSchema(enum("", None))] = None
+    images: Annotated[list[Any] | None, WithJsonSchema(_NOTHING)] = None
+    context: Annotated[list[int] | None, WithJsonSchema(_NOTHING)] = None
+    raw: Annotated[bool, WithJsonSchema(enum(False, None))] = False
 
 
 class ShowRequest(RequestModel):
     """POST /api/show; `name` is what `model` was called before."""
 
-    model: str | None = None
-    name: str | None = None
+    model: Annotated[str | None, WithJsonSchema(any_of(MODEL, enum("", None)))] = None
+    name: Annotated[str | None, WithJsonSchema(any_of(MODEL, enum("", None)))] = None
     verbose: bool = False
 
 
@@ -140,3 +169,10 @@ class ShownModel(msgspec.Struct):
     model_info: dict[str, Any]
     capabilities: list[str]
     modified_at: str
+
+
+class Version(msgspec.Struct):
+    """`version` is that of Ollama whose API this is."""
+
+    version: str
+    quire: str

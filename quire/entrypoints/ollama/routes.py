@@ -10,49 +10,70 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.entrypoints.ollama.conversation import CHAT_NAMES, chat_turn, generate_turn, ignored_options
+from quire.entrypoints.ollama.conversation import CHAT_NAMES, chat_turn, generate_turn
 from quire.entrypoints.ollama.models import served_name
-from quire.entrypoints.ollama.protocol import WITHOUT_EFFECT, ChatRequest, GenerateRequest, TurnRequest
+from quire.entrypoints.ollama.options import ignored_options
+from quire.entrypoints.ollama.protocol import WITHOUT_EFFECT, ChatRequest, GenerateRequest, Line, TurnRequest
 from quire.entrypoints.ollama.writer import LineWriter
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.json_response import json_response
-from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.openapi.operation import Operation, describe
+from quire.entrypoints.openai.openapi.streams import json_lines
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import server_of
-from quire.entrypoints.openai.translation import given, note_ignored, respond_translated
+from quire.entrypoints.openai.tenant import READ_HEADERS
+from quire.entrypoints.openai.translation import (
+    check_translated,
+    given,
+    note_ignored,
+    respond_translated,
+)
 
 router = APIRouter()
+NOTHING_TO_SAY = [{"role": "user", "content": ""}]
+"""In place of the messages of a request that has none, whose other fields are checked all the same."""
 
 
-@router.post("/api/chat", openapi_extra=body_schema(ChatRequest))
+@router.post("/api/chat")
+@describe(
+    Operation(
+        body=(ChatRequest,),
+        reply=Line,
+        stream=json_lines(Line),
+        errors=(404, 504),
+        headers=READ_HEADERS,
+    )
+)
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_request(request, ChatRequest)
-    writer = _writer(request, body, is_chat=True)
-    if not body.messages:
-        return json_response(writer.loaded("load"))
-    return await _respond(request, body, chat_turn(body), writer)
+    return await _respond(request, body, chat_turn(body), is_chat=True)
 
 
-@router.post("/api/generate", openapi_extra=body_schema(GenerateRequest))
+@router.post("/api/generate")
+@describe(
+    Operation(
+        body=(GenerateRequest,),
+        reply=Line,
+        stream=json_lines(Line),
+        errors=(404, 504),
+        headers=READ_HEADERS,
+    )
+)
 async def generate(request: Request) -> Response:
     """Answer a prompt."""
     body = await read_request(request, GenerateRequest)
-    writer = _writer(request, body, is_chat=False)
-    fields = generate_turn(body)
-    if not body.prompt:
-        return json_response(writer.loaded("load"))
-    return await _respond(request, body, fields, writer)
-
-
-def _writer(request: Request, body: TurnRequest, *, is_chat: bool) -> LineWriter:
-    served_name(server_of(request), body.model)
-    return LineWriter(body.model, is_chat=is_chat, with_logprobs=body.logprobs)
+    return await _respond(request, body, generate_turn(body), is_chat=False)
 
 
 async def _respond(
-    request: Request, body: TurnRequest, fields: dict[str, object], writer: LineWriter
+    request: Request, body: TurnRequest, fields: dict[str, object], *, is_chat: bool
 ) -> Response:
-    note_ignored(body, [*given(body, WITHOUT_EFFECT), *ignored_options(body)])
+    served_name(server_of(request), body.model)
+    writer = LineWriter(body.model, is_chat=is_chat, with_logprobs=body.logprobs)
+    note_ignored(body, [*given(body, WITHOUT_EFFECT), *ignored_options(body.options)])
+    if not fields["messages"]:
+        check_translated(request, {**fields, "messages": NOTHING_TO_SAY}, CHAT_NAMES)
+        return json_response(writer.loaded("load"))
     answer_id = f"ollama-{request_id_of(request.scope)}"
     return await respond_translated(request, fields, writer, answer_id, CHAT_NAMES)

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
 from quire.config import ServerConfig
+from quire.entrypoints.openai.keys import given_key
 from quire.entrypoints.openai.state import server_of
 from quire.errors import AuthenticationError
 
@@ -25,9 +26,8 @@ def admin_key(config: ServerConfig) -> str | None:
 def require_admin(request: Request) -> None:
     """Raise AuthenticationError unless the request brings the admin key."""
     key = admin_key(server_of(request).config)
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    given = token.strip().encode("latin-1")
-    if key is None or scheme.lower() != "bearer" or not hmac.compare_digest(given, key.encode()):
+    given = given_key(request.headers)
+    if key is None or given is None or not hmac.compare_digest(given, key.encode()):
         raise AuthenticationError("this route needs the admin key: Authorization: Bearer <key>")
 
 

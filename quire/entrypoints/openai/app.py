@@ -9,19 +9,21 @@ import os
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
-from prometheus_client import CollectorRegistry
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from quire import __version__
 from quire.config import ServerConfig
-from quire.entrypoints import anthropic, ollama
+from quire.entrypoints import anthropic
+from quire.entrypoints.ollama import models as ollama_models
+from quire.entrypoints.ollama import routes as ollama_routes
 from quire.entrypoints.openai import (
     chat_completions,
     completions,
     front_page,
     health,
+    integrity,
     metrics,
     models,
     prefix_cache,
@@ -42,6 +44,10 @@ from quire.entrypoints.openai.middleware.head import Head
 from quire.entrypoints.openai.middleware.http_metrics import HttpMetrics
 from quire.entrypoints.openai.middleware.quota import RATE_LIMIT_HEADERS, Meters, Quota
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
+from quire.entrypoints.openai.openapi import pages
+from quire.entrypoints.openai.openapi.document import Document
+from quire.entrypoints.openai.openapi.operation import Operation, describe
+from quire.entrypoints.openai.openapi.refusals import Access
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
 from quire.metrics.families import make_family
@@ -52,14 +58,17 @@ if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
 
 FAMILIES = (
-    front_page, completions, chat_completions, responses, anthropic, ollama, models, tokenize, requests, health,
-    metrics,
+    front_page, completions, chat_completions, responses, anthropic, ollama_routes, ollama_models, models, tokenize,
+    requests, health, metrics,
 )  # fmt: skip
-"""Modules and packages with a `router`, in the order of the published schema."""
-CONTROLS = (requests.controls, prefix_cache.controls)
+"""Modules and packages with a `router`, in the order of the published document."""
+CONTROLS = (requests.controls, prefix_cache.controls, integrity.controls)
 """What acts on all requests: for the admin key."""
 EXPOSED_HEADERS = ("x-request-id", "retry-after", *RATE_LIMIT_HEADERS, IGNORED_HEADER, ADJUSTED_HEADER)
 """What scripts of a page may read of a response besides its body."""
+
+
+describe(Operation(other={CONTENT_TYPE_LATEST: {"type": "string"}}))(metrics.metrics)
 
 
 def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
@@ -74,26 +83,35 @@ def build_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
         PrometheusStatLogger(state.model_names[0], engine.config.model.max_model_len, registry=registry)
     )
     app = FastAPI(
-        title="quire",
-        version=__version__,
         middleware=_middleware(state, meters),
-        # Without the schema there are no pages that show it either.
-        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
+        openapi_url=None,  # FastAPI's pages load scripts from elsewhere, and its document has no errors; ours: openapi/
     )
+    offered, controls = routers(config), CONTROLS if admin_key(config) else ()
     app.state.server = state
+    app.state.document = Document(offered, controls, _access(state))
     app.add_exception_handler(QuireError, handle_quire_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
-    for router in routers(config):
+    for router in (*offered, *controls):
         app.include_router(router)
     return app
 
 
 def routers(config: ServerConfig) -> list[APIRouter]:
-    """What this configuration offers."""
+    """What this configuration offers, besides the controls."""
     chosen = [family.router for family in FAMILIES]
     if config.enable_tokenizer_info_endpoint:
         chosen.append(tokenize.info_router)
-    return [*chosen, *CONTROLS] if admin_key(config) else chosen
+    return chosen if config.disable_fastapi_docs else [*chosen, pages.router]
+
+
+def open_paths(config: ServerConfig) -> frozenset[str]:
+    """What needs no key where keys are in use."""
+    return OPEN_PATHS | ({"/metrics"} if config.allow_unauthenticated_metrics else frozenset())
+
+
+def _access(state: ServerState) -> Access:
+    has_limits = any(tenant.has_limits for tenant in state.keys.tenants.values())
+    return Access(bool(state.keys), has_limits, open_paths(state.config))
 
 
 def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
@@ -119,7 +137,7 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
             Auth,
             keys=state.keys,
             root_path=config.root_path,
-            open_paths=OPEN_PATHS | ({"/metrics"} if config.allow_unauthenticated_metrics else set()),
+            open_paths=open_paths(config),
         ),
         Middleware(Quota, meters=meters),
         Middleware(

@@ -22,7 +22,7 @@ from quire.config import EngineConfig, ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.openai.app import api_keys, build_app
 from quire.entrypoints.openai.json_body import parse_json
-from quire.errors import ClientError, PayloadTooLargeError, ValidationError
+from quire.errors import ClientError, PayloadTooLargeError, QuireError, ValidationError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 RETRY_S = 0.5
@@ -55,7 +55,8 @@ def run_file(config: EngineConfig, lines: BinaryIO, out: BinaryIO) -> Counts:
     """Load the model, answer all lines, and end.
 
     Raises:
-        QuireError: the model cannot be loaded, or the engine failed; the lines before that are written.
+        QuireError: the model cannot be loaded, the engine failed, or an answer cannot be written; the lines before that
+            are.
     """
     return asyncio.run(_run(config, lines, out))
 
@@ -192,7 +193,17 @@ def _checked(request: dict[str, Any]) -> tuple[str, bytes]:
 
 
 def _write(out: BinaryIO, line: OutputLine, counts: Counts) -> None:
-    out.write(msgspec.json.encode(line) + b"\n")
-    out.flush()
+    """Raises QuireError: there is no room for the line; a BrokenPipeError passes."""
+    text = msgspec.json.encode(line) + b"\n"
+    try:
+        while text:
+            text = text[out.write(text) :]
+        out.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise QuireError(
+            f"the answer to line {counts.num_lines + 1} cannot be written: {error.strerror}"
+        ) from error
     counts.num_lines += 1
     counts.num_failed += line.failed

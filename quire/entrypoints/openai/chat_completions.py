@@ -23,7 +23,8 @@ from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.legacy_functions import function_call, old_names, translate
 from quire.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs_json
-from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.openapi.operation import Operation, describe
+from quire.entrypoints.openai.openapi.streams import data_events
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.prompts import with_options
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest
@@ -41,10 +42,9 @@ from quire.entrypoints.openai.sampling import chat_params, note_max_tokens
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import frame
-from quire.entrypoints.openai.tenant import tenant_of
+from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
 from quire.entrypoints.openai.tool_choice import tools_in_use
 from quire.entrypoints.openai.usage import UsageMeter
-from quire.entrypoints.openai.version import FINGERPRINT
 from quire.inputs import TokensPrompt
 from quire.outputs import CompletionOutput, RequestOutput
 
@@ -52,7 +52,16 @@ ROLE = "assistant"
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
+@router.post("/v1/chat/completions")
+@describe(
+    Operation(
+        body=(ChatCompletionRequest,),
+        reply=ChatCompletion,
+        stream=data_events(ChatChunk),
+        errors=(404, 504),
+        headers=READ_HEADERS,
+    )
+)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_request(request, ChatCompletionRequest)
@@ -123,7 +132,6 @@ class ChatAnswer:
             created=self._created,
             model=self._model,
             choices=choices,
-            system_fingerprint=FINGERPRINT,
             prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs),
             prompt_token_ids=output.prompt_token_ids if self._request.return_token_ids else UNSET,
             **meter.closing(self._request.notes),
@@ -232,7 +240,6 @@ class ChatAnswer:
             created=self._created,
             model=self._model,
             choices=choices,
-            system_fingerprint=FINGERPRINT,
             prompt_token_ids=UNSET if shown is None else shown,
             **more,
         )

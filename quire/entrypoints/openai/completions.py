@@ -19,25 +19,34 @@ from starlette.responses import Response
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.logprobs import completion_logprobs, id_text, prompt_logprobs_json
-from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.openapi.operation import Operation, describe
+from quire.entrypoints.openai.openapi.streams import data_events
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.prompts import completion_prompts
 from quire.entrypoints.openai.protocol.requests import CompletionRequest
-from quire.entrypoints.openai.protocol.responses import Completion, CompletionChoice
+from quire.entrypoints.openai.protocol.responses import Completion, CompletionChoice, PromptPosition
 from quire.entrypoints.openai.respond import respond
 from quire.entrypoints.openai.sampling import completion_params, is_ranked, note_max_tokens
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import frame
-from quire.entrypoints.openai.tenant import tenant_of
+from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
 from quire.entrypoints.openai.usage import UsageMeter
-from quire.entrypoints.openai.version import FINGERPRINT
 from quire.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 router = APIRouter()
 
 
-@router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+@router.post("/v1/completions")
+@describe(
+    Operation(
+        body=(CompletionRequest,),
+        reply=Completion,
+        stream=data_events(Completion),
+        errors=(404, 504),
+        headers=READ_HEADERS,
+    )
+)
 async def create_completion(request: Request) -> Response:
     """Complete one or several prompts."""
     body = await read_request(request, CompletionRequest)
@@ -125,7 +134,6 @@ class CompletionAnswer:
             created=self._created,
             model=self._model,
             choices=choices,
-            system_fingerprint=FINGERPRINT,
             **closing,
         )
 
@@ -158,7 +166,7 @@ class CompletionAnswer:
         skip = self._request.skip_special_tokens
         return self._server.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
 
-    def _prompt_logprobs(self, output: RequestOutput) -> list[Any] | None:
+    def _prompt_logprobs(self, output: RequestOutput) -> list[PromptPosition | None] | None:
         asked = self._request.prompt_logprobs is not None  # else they may be there for the echo
         return prompt_logprobs_json(output.prompt_logprobs) if asked else None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import resource
 import sys
 from typing import Any
@@ -19,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from quire.config import ServerConfig
-from quire.entrypoints.openai.errors import error_body, response_of
+from quire.entrypoints.openai.errors import error_body, request_id_of, response_of, shaped_error
 from quire.errors import UnavailableError
 
 RESERVED_FILES = 64
@@ -57,6 +56,7 @@ class Connection(H11Protocol):
         self._read_timeout = limits.read_timeout
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._num_discarded = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -71,6 +71,10 @@ class Connection(H11Protocol):
         if not self.transport.is_closing():
             if not self.flow.write_paused:
                 self._watch_writing_anew()  # whoever goes on asking has read what came before
+            self._num_discarded = self._num_discarded + len(data) if self._discards else 0
+            if self._num_discarded > self._limits.max_request_bytes:
+                self.transport.abort()
+                return
             super().data_received(data)
             self._watch_reading()
 
@@ -107,6 +111,12 @@ class Connection(H11Protocol):
         is_first = self.cycle is None
         return self.conn.their_state is h11.IDLE and (is_first or bool(self.conn.trailing_data[0]))
 
+    @property
+    def _discards(self) -> bool:
+        """Whether the client goes on sending a body that has been answered; some read only when all is sent."""
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        return is_answered and self.conn.their_state is h11.SEND_BODY
+
     def _on_read_timeout(self) -> None:
         """Say so, if nothing has been answered yet, and hang up."""
         self._read_timer = None
@@ -117,8 +127,15 @@ class Connection(H11Protocol):
 
     def _send_408(self) -> None:
         message = f"the request did not come in within {self._read_timeout:g} seconds (--read-timeout)"
-        body = json.dumps(error_body(message, "RequestTimeoutError", 408)).encode()
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        is_known = self.conn.their_state is h11.SEND_BODY  # else nobody knows what was to be asked
+        scope = self.scope if is_known else {"path": ""}
+        body = shaped_error(error_body(message, "RequestTimeoutError", 408), 408, scope)
+        request_id = request_id_of(scope).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"x-request-id", request_id),
+            (b"connection", b"close"),
+        ]
         head = h11.Response(status_code=408, headers=headers, reason=STATUS_PHRASES[408])
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
@@ -127,7 +144,7 @@ class Connection(H11Protocol):
         """The application of a connection beyond the limit."""
         message = f"the server has {self._max_connections} connections, which is its limit; try again later"
         response = response_of(UnavailableError(message), "unknown")
-        response.headers["connection"] = "close"
+        response.headers.update({"connection": "close", "x-request-id": request_id_of(scope)})
         await response(scope, receive, send)
 
     def _watch_writing(self) -> None:

@@ -7,14 +7,15 @@ sentence and the request's id, and its details go to the log.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import (
@@ -43,12 +44,45 @@ HTTP_ERRORS = {
 }
 
 
-def error_body(message: str, kind: str, code: int | str, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object; `code` is the HTTP status where OpenAI has no code of its own."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+class ErrorDetail(msgspec.Struct):
+    """`param` names the field at fault; `code` is the HTTP status where OpenAI has no code of its own."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int | str
 
 
-def body_of(error: BaseException, request_id: str) -> dict[str, Any]:
+class ErrorBody(msgspec.Struct):
+    """An error as OpenAI's clients read it."""
+
+    error: ErrorDetail
+
+
+class AnthropicDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    """An error as Anthropic's clients read it."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicDetail
+    request_id: str
+
+
+class OllamaError(msgspec.Struct):
+    """An error as Ollama's clients read it: a sentence."""
+
+    error: str
+
+
+def error_body(message: str, kind: str, code: int | str, param: str | None = None) -> ErrorBody:
+    return ErrorBody(ErrorDetail(message, kind, param, code))
+
+
+def body_of(error: BaseException, request_id: str) -> ErrorBody:
     """What a client is told about an error; anything unexpected is logged here."""
     if isinstance(error, EngineDeadError):
         return error_body(ENGINE_DEAD, error.type, error.status)
@@ -65,40 +99,55 @@ def status_of(error: BaseException) -> int:
     return error.status if isinstance(error, QuireError) else QuireError.status
 
 
-def anthropic_body(body: dict[str, Any], status: int, request_id: str) -> dict[str, Any]:
-    """The error as Anthropic's clients read it."""
+def anthropic_body(body: ErrorBody, status: int, request_id: str) -> AnthropicError:
     kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    error = {"type": kind, "message": body["error"]["message"]}
-    return {"type": "error", "error": error, "request_id": request_id}
+    return AnthropicError(error=AnthropicDetail(kind, body.error.message), request_id=request_id)
 
 
-def ollama_body(body: dict[str, Any], status: int, request_id: str) -> dict[str, Any]:
-    """The error as Ollama's clients read it: a sentence."""
-    return {"error": body["error"]["message"]}
+def ollama_body(body: ErrorBody, status: int, request_id: str) -> OllamaError:
+    return OllamaError(body.error.message)
 
 
-SHAPES: dict[str, Callable[[dict[str, Any], int, str], dict[str, Any]]] = {
-    "/v1/messages": anthropic_body,
-    "/api/": ollama_body,
+@dataclass(frozen=True)
+class Shape:
+    """What the errors of one API are: their type, and how one is made of OpenAI's, the status and the request's id."""
+
+    type: type[msgspec.Struct]
+    make: Callable[[ErrorBody, int, str], msgspec.Struct]
+
+
+OPENAI_SHAPE = Shape(ErrorBody, lambda body, status, request_id: body)
+SHAPES = {
+    "/v1/messages": Shape(AnthropicError, anthropic_body),
+    "/api/": Shape(OllamaError, ollama_body),
 }
-"""Start of a path -> how OpenAI's body, the status and the request's id become that API's body."""
+"""Start of a path -> the shape of its errors."""
 
 
-class ErrorResponse(JSONResponse):
+def shape_of(path: str) -> Shape:
+    """The shape of a path's errors; the path is without the server's `root_path`."""
+    return next((shape for start, shape in SHAPES.items() if path.startswith(start)), OPENAI_SHAPE)
+
+
+def shaped_error(body: ErrorBody, status: int, scope: Any) -> bytes:
+    """The error as JSON, in the shape of the API that was asked."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    return msgspec.json.encode(shape_of(path).make(body, status, request_id_of(scope)))
+
+
+class ErrorResponse(Response):
     """An answer with OpenAI's body, which becomes that of the path's own API when it is sent."""
 
-    def __init__(self, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(body, status, headers)
-        self._openai_body, self._more_headers = body, headers
+    media_type = "application/json"
+
+    def __init__(self, body: ErrorBody, status: int, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(msgspec.json.encode(body), status, headers)
+        self._openai_body = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        shape = next((shape for start, shape in SHAPES.items() if path.startswith(start)), None)
-        if shape is None:
-            await super().__call__(scope, receive, send)
-            return
-        body = shape(self._openai_body, self.status_code, request_id_of(scope))
-        await JSONResponse(body, self.status_code, self._more_headers)(scope, receive, send)
+        self.body = shaped_error(self._openai_body, self.status_code, scope)
+        self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 def response_of(error: BaseException, request_id: str) -> ErrorResponse:
@@ -108,7 +157,7 @@ def response_of(error: BaseException, request_id: str) -> ErrorResponse:
 
 def frame_of(error: BaseException, request_id: str) -> bytes:
     """The server-sent event that ends a stream on an error."""
-    return b"data: " + json.dumps(body_of(error, request_id)).encode() + b"\n\n"
+    return b"data: " + msgspec.json.encode(body_of(error, request_id)) + b"\n\n"
 
 
 async def handle_quire_error(request: Request, error: Exception) -> Response:
@@ -118,9 +167,15 @@ async def handle_quire_error(request: Request, error: Exception) -> Response:
 async def handle_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    methods = set(headers.get("Allow", "").split(", ")) - {""}
+    if methods:
+        headers["Allow"] = ", ".join(
+            sorted(methods | ({"HEAD"} if "GET" in methods else set()))
+        )  # `middleware.head`
     kind, sentence = HTTP_ERRORS.get(error.status_code, ("BadRequestError", "The request cannot be handled."))
     body = error_body(sentence, kind, error.status_code)
-    return ErrorResponse(body, error.status_code, error.headers)
+    return ErrorResponse(body, error.status_code, headers)
 
 
 def request_id_of(scope: Any) -> str:

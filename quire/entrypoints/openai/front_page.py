@@ -6,80 +6,72 @@ Invariant: the page needs nothing from elsewhere: no script, no style sheet, no 
 from __future__ import annotations
 
 from html import escape
-from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import Response
 
 from quire import __version__
+from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.openapi.operation import Operation, describe
+from quire.entrypoints.openai.openapi.pages import HTML, document_of, page
 from quire.entrypoints.openai.state import server_of
 
 router = APIRouter()
-POLICY = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-PAGE = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>quire</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 44em; margin: 3em auto; padding: 0 1em;
-        color: #222; background: #fff }}
-code {{ background: #f2f2f2; padding: 0 .25em; overflow-wrap: anywhere }}
-li {{ margin: .2em 0 }}
-@media (prefers-color-scheme: dark) {{
-  body {{ color: #ddd; background: #181818 }} code {{ background: #2a2a2a }} a {{ color: #8bf }}
-}}
-</style>
-</head>
-<body>
+BODY = """\
 <h1>quire {version}</h1>
 <p>An inference server for large language models: {status}.</p>
 <h2>Models</h2>
 <ul>{models}</ul>
 <h2>Endpoints</h2>
-{docs}<ul>{endpoints}</ul>
-</body>
-</html>
-"""
+{docs}<ul>{endpoints}</ul>"""
+
+
+class FrontPage(msgspec.Struct):
+    """`status` is "ready", or why no work is taken; `docs` is null where there are none."""
+
+    name: str
+    version: str
+    status: str
+    models: list[str]
+    docs: str | None
+    endpoints: list[str]
 
 
 @router.get("/")
+@describe(Operation(reply=FrontPage, other=HTML))
 async def front_page(request: Request) -> Response:
     """Name, version, models, state and endpoints."""
     facts = _facts(request)
     if "text/html" in request.headers.get("accept", ""):
-        return HTMLResponse(_page(facts), headers=POLICY)
-    return JSONResponse(facts)
+        return page("quire", _body(facts))
+    return json_response(facts)
 
 
-def _facts(request: Request) -> dict[str, Any]:
-    server, app = server_of(request), request.app
-    operations = app.openapi()["paths"].items()
-    return {
-        "name": "quire",
-        "version": __version__,
-        "status": server.unavailable or "ready",
-        "models": list(server.model_names),
-        "docs": app.docs_url if app.openapi_url else None,
-        "endpoints": [f"{method.upper()} {path}" for path, methods in operations for method in methods],
-    }
-
-
-def _page(facts: dict[str, Any]) -> str:
-    docs = (
-        f'<p>Described in <a href="{facts["docs"].lstrip("/")}">{facts["docs"]}</a>.</p>\n'
-        if facts["docs"]
-        else ""
+def _facts(request: Request) -> FrontPage:
+    server = server_of(request)
+    operations = document_of(request)["paths"].items()
+    return FrontPage(
+        name="quire",
+        version=__version__,
+        status=server.unavailable or "ready",
+        models=list(server.model_names),
+        docs=None if server.config.disable_fastapi_docs else "/docs",
+        endpoints=[f"{method.upper()} {path}" for path, methods in operations for method in methods],
     )
-    return PAGE.format(
-        version=escape(facts["version"]),
-        status=escape(facts["status"]),
-        models=_items(facts["models"]),
+
+
+def _body(facts: FrontPage) -> str:
+    docs = ""
+    if facts.docs:
+        docs = f'<p>Described in <a href="{facts.docs.lstrip("/")}">{facts.docs}</a>.</p>\n'
+    return BODY.format(
+        version=escape(facts.version),
+        status=escape(facts.status),
+        models=_items(facts.models),
         docs=docs,
-        endpoints=_items(facts["endpoints"]),
+        endpoints=_items(facts.endpoints),
     )
 
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from quire import __version__
+from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.openapi.operation import Operation, describe
+from quire.entrypoints.openai.protocol.responses import Version
 from quire.entrypoints.openai.state import server_of
 from quire.errors import EngineDeadError, UnavailableError
 
@@ -18,8 +21,8 @@ router = APIRouter()
 
 @router.get("/health")
 @router.get("/readyz")
-@router.get("/ping")
-@router.post("/ping")
+@router.api_route("/ping", methods=["GET", "POST"])
+@describe(Operation())
 async def ready(request: Request) -> Response:
     """200 if a request would be taken now; 503 while a core loads or does not answer, when draining and at the end."""
     reason = server_of(request).unavailable
@@ -29,6 +32,7 @@ async def ready(request: Request) -> Response:
 
 
 @router.get("/livez")
+@describe(Operation())
 async def live(request: Request) -> Response:
     """200 as long as restarting the process would not help: also while loading and draining."""
     if server_of(request).engine.errored:
@@ -37,5 +41,7 @@ async def live(request: Request) -> Response:
 
 
 @router.get("/version")
-async def version() -> JSONResponse:
-    return JSONResponse({"version": __version__})
+@describe(Operation(reply=Version))
+async def version() -> Response:
+    """The version of quire."""
+    return json_response(Version(__version__))

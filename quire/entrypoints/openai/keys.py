@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from starlette.datastructures import Headers
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -33,6 +34,12 @@ class Tenant(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     requests_per_minute: Limit = None
     tokens_per_minute: Limit = None
     shared_cache: bool = False
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether a request may ever be refused because of earlier ones."""
+        limits = self.max_concurrent, self.requests_per_minute, self.tokens_per_minute
+        return any(limit is not None for limit in limits)
 
 
 class Keyring:
@@ -88,6 +95,16 @@ def make_keyring(keys: Sequence[str], path: str | None) -> Keyring:
     """
     alone = {tenant_of_key(key.encode()): Tenant(keys=[key], shared_cache=True) for key in keys}
     return Keyring({**alone, **(_read(path) if path is not None else {})})
+
+
+def given_key(headers: Headers) -> bytes | None:
+    """The key that a request brings, as a bearer token or in `x-api-key`; None: it brings none, or two of a kind."""
+    values = headers.getlist("authorization")
+    if not values:
+        keys = headers.getlist("x-api-key")
+        return keys[0].strip().encode("latin-1") if len(keys) == 1 else None
+    scheme, _, token = (values[0] if len(values) == 1 else "").partition(" ")
+    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else None
 
 
 def tenant_of_key(key: bytes) -> str:

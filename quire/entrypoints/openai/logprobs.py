@@ -6,11 +6,12 @@ Invariant: JSON has no minus infinity, so a logprob is at least `FLOOR`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from quire.entrypoints.openai.protocol.responses import (
     ChatLogprobs,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptPosition,
     TokenLogprob,
     TopLogprob,
 )
@@ -52,7 +53,9 @@ def completion_logprobs(
     return result, offset
 
 
-def prompt_logprobs_json(positions: Sequence[PositionLogprobs | None] | None) -> list[Any] | None:
+def prompt_logprobs_json(
+    positions: Sequence[PositionLogprobs | None] | None,
+) -> list[PromptPosition | None] | None:
     """The prompt's logprobs as vLLM shows them: a map from token id per position, null for the first."""
     if positions is None:
         return None
@@ -105,12 +108,8 @@ def _most_likely(position: PositionLogprobs, num_top: int) -> list[tuple[int, Lo
     return [item for item in ranked if num_top < 0 or (item[1].rank or 0) <= num_top]
 
 
-def _by_id(position: PositionLogprobs) -> dict[str, dict[str, Any]]:
+def _by_id(position: PositionLogprobs) -> PromptPosition:
     return {
-        str(token_id): {
-            "logprob": floored(logprob.logprob),
-            "rank": logprob.rank,
-            "decoded_token": logprob.decoded_token,
-        }
+        str(token_id): PromptLogprob(floored(logprob.logprob), logprob.rank, logprob.decoded_token)
         for token_id, logprob in position.items()
     }

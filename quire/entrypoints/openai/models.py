@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.protocol.responses import ModelCard, ModelList
 from quire.entrypoints.openai.state import ServerState, server_of
 
@@ -18,6 +19,7 @@ CREATED = int(time.time())
 
 @router.get("/v1/models")
 @router.get("/v1/models/", include_in_schema=False)
+@describe(Operation(reply=ModelList))
 async def list_models(request: Request) -> Response:
     """The names under which the model is served."""
     server = server_of(request)
@@ -25,6 +27,7 @@ async def list_models(request: Request) -> Response:
 
 
 @router.get("/v1/models/{model_id:path}")
+@describe(Operation(reply=ModelCard, errors=(404,)))
 async def show_model(request: Request, model_id: str) -> Response:
     """One of the names."""
     server = server_of(request)

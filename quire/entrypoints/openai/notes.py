@@ -53,7 +53,7 @@ class Notes:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The notes as response headers; a name that is no word is masked."""
-        words = [name if _HEADER_CHARS.issuperset(name) else "?" for name in self.ignored]
+        words = [name if name and _HEADER_CHARS.issuperset(name) else "?" for name in self.ignored]
         values = [f"{name}={value}" for name, value in self.adjusted.items()]
         told = ((IGNORED_HEADER, ", ".join(words)), (ADJUSTED_HEADER, ", ".join(values)))
         return [(name.encode(), text.encode()) for name, text in told if text]

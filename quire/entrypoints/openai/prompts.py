@@ -11,11 +11,11 @@ from typing import Any
 from quire.engine.input_processor import check_listed_ids
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.openai.protocol.requests import CompletionRequest, GenerationRequest, RequestModel
+from quire.entrypoints.openai.protocol.shapes import MAX_PROMPTS
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import ValidationError
 from quire.inputs import TokensPrompt
 
-MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
 FORM = "prompt must be text, a list of texts, a list of token ids, or a list of lists of token ids"
 

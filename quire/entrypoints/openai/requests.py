@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from itertools import count
-from typing import Any
+from typing import Literal
 
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from quire.entrypoints.openai.admin import admin_router
-from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.protocol.requests import RequestModel
 from quire.entrypoints.openai.state import ServerState, server_of
@@ -36,35 +37,66 @@ class AbortRequest(RequestModel):
     request_ids: list[str] | None = None
 
 
+class ShownSequence(Explanation, frozen=True, kw_only=True):
+    """`text` says it all to a person."""
+
+    text: str
+
+
+class ServerLoad(msgspec.Struct):
+    server_load: int
+
+
+class Explained(msgspec.Struct):
+    id: str
+    sequences: list[ShownSequence]
+
+
+class RequestList(msgspec.Struct, kw_only=True):
+    """`num_requests` counts also those that are not shown."""
+
+    object: Literal["list"] = "list"
+    num_requests: int
+    data: list[ShownSequence]
+
+
+class Aborted(msgspec.Struct):
+    num_aborted: int
+
+
 @router.get("/load")
-async def load(request: Request) -> JSONResponse:
+@describe(Operation(reply=ServerLoad))
+async def load(request: Request) -> Response:
     """How many requests the server is working on."""
-    return JSONResponse({"server_load": len(server_of(request).in_flight)})
+    return json_response(ServerLoad(len(server_of(request).in_flight)))
 
 
 @router.get("/v1/requests/{request_id}/explain")
-async def explain(request: Request, request_id: str) -> JSONResponse:
+@describe(Operation(reply=Explained, errors=(404,)))
+async def explain(request: Request, request_id: str) -> Response:
     """Why the request waits or waited, for each of its sequences; 404 if it is unknown or ended too long ago."""
     found = await _explanations(server_of(request), request_id)
     if not found:
         raise NotFoundError(f"no request {request_id!r:.100} is known to the engine", param="request_id")
-    return JSONResponse({"id": request_id, "sequences": [_shown(one) for one in found]})
+    return json_response(Explained(request_id, [_shown(one) for one in found]))
 
 
 @controls.get("/v1/requests")
-async def list_requests(request: Request) -> JSONResponse:
+@describe(Operation(reply=RequestList))
+async def list_requests(request: Request) -> Response:
     """The state of every sequence in flight, oldest first, as far as the first thousand requests go."""
     engine = server_of(request).engine
     labels = engine.labels()
-    shown: list[dict[str, Any]] = []
+    shown: list[ShownSequence] = []
     for label in labels[:MAX_LISTED]:
         with contextlib.suppress(NotFoundError):  # it ended while others were asked for
             shown += [_shown(one) for one in await engine.explain(label)]
-    return JSONResponse({"object": "list", "num_requests": len(labels), "data": shown})
+    return json_response(RequestList(num_requests=len(labels), data=shown))
 
 
-@controls.post("/abort_requests", openapi_extra=body_schema(AbortRequest))
-async def abort_requests(request: Request) -> JSONResponse:
+@controls.post("/abort_requests")
+@describe(Operation(body=(AbortRequest,), reply=Aborted))
+async def abort_requests(request: Request) -> Response:
     """End requests, of these ids or all; their clients get an error. Unknown ids are ignored."""
     body = await read_request(request, AbortRequest)
     engine = server_of(request).engine
@@ -73,7 +105,7 @@ async def abort_requests(request: Request) -> JSONResponse:
         names = {prefix + name for prefix in ID_PREFIXES for name in body.request_ids}
         labels = [label for label in labels if label.rpartition("-")[0] in names]
     await engine.abort(labels)
-    return JSONResponse({"num_aborted": len(labels)})
+    return json_response(Aborted(len(labels)))
 
 
 async def _explanations(server: ServerState, request_id: str) -> list[Explanation]:
@@ -86,9 +118,5 @@ async def _explanations(server: ServerState, request_id: str) -> list[Explanatio
     return found
 
 
-def _shown(explanation: Explanation) -> dict[str, Any]:
-    return {**msgspec.structs.asdict(explanation), "shares": _shares(explanation), "text": str(explanation)}
-
-
-def _shares(explanation: Explanation) -> list[dict[str, Any]]:
-    return [msgspec.structs.asdict(share) for share in explanation.shares]
+def _shown(explanation: Explanation) -> ShownSequence:
+    return ShownSequence(**msgspec.structs.asdict(explanation), text=str(explanation))

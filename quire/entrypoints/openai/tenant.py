@@ -19,6 +19,8 @@ TIMEOUT_HEADER = "x-request-timeout"
 TRACE_HEADERS = ("traceparent", "tracestate")
 MAX_TRACE_CHARS = 512
 """A longer one is passed over; so much of a `tracestate` all must take."""
+READ_HEADERS = {TIMEOUT_HEADER: {"type": "number", "exclusiveMinimum": 0}}
+"""Request headers that are read here, with their schemas."""
 
 
 def tenant_of(request: Request, body: GenerationRequest) -> str:
@@ -52,7 +54,7 @@ def _trace_headers(request: Request) -> dict[str, str]:
 def _timeout(request: Request, body: GenerationRequest) -> float | None:
     """The body's field, else the header."""
     text = request.headers.get(TIMEOUT_HEADER)
-    if body.timeout is not None or text is None:
+    if text is None:
         return body.timeout
     try:
         seconds = float(text)
@@ -62,7 +64,7 @@ def _timeout(request: Request, body: GenerationRequest) -> float | None:
         raise ValidationError(
             f"the header {TIMEOUT_HEADER} must be a positive number of seconds", param="timeout"
         )
-    return seconds
+    return seconds if body.timeout is None else body.timeout
 
 
 def _salt(tenant: str, own: str | None) -> str:

@@ -10,7 +10,7 @@ from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.json_body import read_json
 from quire.entrypoints.openai.json_response import json_response
-from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import checked, read_request
 from quire.entrypoints.openai.protocol.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from quire.entrypoints.openai.protocol.responses import Detokenized, Tokenized, TokenizerInfo
@@ -22,12 +22,13 @@ info_router = APIRouter()
 """For `--enable-tokenizer-info-endpoint`: the chat template may be a secret."""
 
 
-@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest, TokenizeChatRequest))
+@router.post("/tokenize")
+@describe(Operation(body=(TokenizeRequest, TokenizeChatRequest), reply=Tokenized, errors=(404,)))
 async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of a conversation as the model would see it."""
     server = server_of(request)
     raw = await read_json(request)
-    if "messages" in raw:
+    if raw.get("messages") is not None:
         chat = checked(request, raw, TokenizeChatRequest)
         server.check_model(chat.model)
         token_ids = (await chat_prompt(server, chat)).token_ids
@@ -41,7 +42,8 @@ async def tokenize(request: Request) -> Response:
     return await _tokenized(server, token_ids, body.return_token_strs)
 
 
-@router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+@router.post("/detokenize")
+@describe(Operation(body=(DetokenizeRequest,), reply=Detokenized, errors=(404,)))
 async def detokenize(request: Request) -> Response:
     """Text of token ids, special tokens included."""
     server = server_of(request)
@@ -59,6 +61,7 @@ async def detokenize(request: Request) -> Response:
 
 
 @info_router.get("/tokenizer_info")
+@describe(Operation(reply=TokenizerInfo))
 async def tokenizer_info(request: Request) -> Response:
     """What a client needs to make prompts of its own."""
     server = server_of(request)

@@ -17,6 +17,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.input_processor import TokenizedPrompt
 from quire.entrypoints.openai.chat_completions import ChatAnswer
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.parsing import checked
@@ -29,9 +30,10 @@ from quire.entrypoints.openai.protocol.responses import (
     Usage,
 )
 from quire.entrypoints.openai.respond import respond
+from quire.entrypoints.openai.sampling import chat_params, client_names
 from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.streaming import Wire
-from quire.entrypoints.openai.tenant import tenant_of
+from quire.entrypoints.openai.tenant import apply_terms, tenant_of
 from quire.errors import ValidationError
 from quire.outputs import RequestOutput, RequestStateStats
 
@@ -128,6 +130,21 @@ async def respond_translated(
         chat.notes.names = names
         answer = ChatAnswer(server_of(request), chat, answer_id, tenant_of(request, chat))
         return await respond(request, chat, TranslatedAnswer(answer, writer), writer.wire)
+
+
+def check_translated(request: Request, fields: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Refuse what `respond_translated` would refuse, where there is nothing to answer.
+
+    Raises:
+        ClientError: with the client's names.
+    """
+    with renamed(names):
+        chat = as_chat(request, fields)
+        apply_terms(request, chat)
+        processor = server_of(request).engine.input_processor
+        with client_names(chat):
+            params = chat_params(chat, processor.default_sampling_params)
+            processor.process("", TokenizedPrompt([0], None), params)
 
 
 def as_chat(request: Request, fields: dict[str, Any]) -> ChatCompletionRequest:

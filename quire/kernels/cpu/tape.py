@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels.cpu import library
 from quire.kernels.cpu.calls import RecordedCall, recording
 from quire.kernels.cpu.library import Call
+from quire.kernels.dispatch_mode import DispatchMode
 
 _ALIGNMENT = 64
 
@@ -173,7 +173,7 @@ _COPIES = frozenset(
 """What copies a tensor, or in inference mode may do so though torch calls it a view."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """Puts new tensors into an arena, lets views pass, and refuses what may depend on the step."""
 
     def __init__(self, arena: Arena) -> None:

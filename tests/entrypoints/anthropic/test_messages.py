@@ -144,6 +144,20 @@ async def test_fields_without_effect_are_named(client: httpx.AsyncClient) -> Non
             400,
             "invalid_request_error",
         ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": 0}]}
+                ]
+            },
+            400,
+            "invalid_request_error",
+        ),
+        ({"tools": [{**TOOL, "description": 5}]}, 400, "invalid_request_error"),
+        ({"metadata": {"user_id": 5}}, 400, "invalid_request_error"),
+        ({"metadata": {"user_id": "x" * 257}}, 400, "invalid_request_error"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error"),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, 400, "invalid_request_error"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "invalid_request_error"),
         ({"tools": [TOOL], "tool_choice": {"type": "maybe"}}, 400, "invalid_request_error"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error"),

@@ -9,6 +9,7 @@ import pytest
 from quire.entrypoints.chat.environment import TemplateRefusalError, make_environment
 
 
+@pytest.mark.item(16)
 @pytest.mark.parametrize(
     "source",
     [

@@ -31,6 +31,7 @@ def num_special(ids: list[int]) -> int:
     return sum(token_id in SPECIAL_IDS for token_id in ids)
 
 
+@pytest.mark.item(17)
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(contents=st.lists(texts, min_size=1, max_size=3), parts=st.lists(texts, min_size=1, max_size=3))
 def test_only_the_template_makes_special_tokens(contents: list[str], parts: list[str]) -> None:

@@ -69,6 +69,7 @@ def test_what_templates_can_use(source: str, expected: str) -> None:
     assert render(source + "{# #}") == expected
 
 
+@pytest.mark.item(16)
 @pytest.mark.parametrize(
     "source",
     [
@@ -103,6 +104,7 @@ def test_raise_exception() -> None:
     assert refused.value.param == "messages"
 
 
+@pytest.mark.item(16)
 def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "MAX_RENDERED_CHARS", 1000)
     with pytest.raises(ValidationError, match="more than 1000"):

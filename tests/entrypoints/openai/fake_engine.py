@@ -122,6 +122,9 @@ class FakeEngine:
     async def reset_prefix_cache(self) -> bool:
         return not self.running
 
+    async def check_integrity(self) -> list[SchedulerStats]:
+        return [SchedulerStats(num_running=len(self.running))]
+
     async def shutdown(self) -> None:
         self.was_shut_down = True
 

@@ -9,19 +9,35 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 
 from quire.config import ServerConfig
 from quire.entrypoints.openai.api_server import bind, http_config
 from quire.entrypoints.openai.app import build_app
 from quire.entrypoints.openai.lifecycle import HttpServer, Lifecycle
+from tests.entrypoints.openai.conformance import contract_of
 from tests.entrypoints.openai.fake_engine import FakeEngine
+
+
+class CheckedClient(httpx.AsyncClient):
+    """Holds every reply against the document of its server."""
+
+    def __init__(self, app: FastAPI) -> None:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        super().__init__(transport=transport, base_url="http://quire")
+        self._app = app
+
+    async def request(self, method: str, url: Any, **options: Any) -> httpx.Response:
+        response = await super().request(method, url, **options)
+        if method not in ("HEAD", "OPTIONS"):  # which the document leaves to HTTP
+            root = self._app.state.server.config.root_path
+            contract_of(self._app).check(method, response.request.url.path.removeprefix(root), response)
+        return response
 
 
 def client_for(engine: FakeEngine, **options: Any) -> httpx.AsyncClient:
     """A client that calls the app directly."""
-    app = build_app(engine, ServerConfig(**options))  # type: ignore[arg-type]
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://quire")
+    return CheckedClient(build_app(engine, ServerConfig(**options)))  # type: ignore[arg-type]
 
 
 class LiveServer:

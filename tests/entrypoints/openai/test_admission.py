@@ -49,6 +49,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(
         assert response.json()["error"]["param"] == ("messages" if "messages" in body else "prompt")
 
 
+@pytest.mark.item(28)
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -74,6 +75,7 @@ async def test_no_long_text_is_tokenized_on_the_event_loop(
     assert threads == {"quire-tokenize"}
 
 
+@pytest.mark.item(30)
 async def test_requests_without_long_texts_pass_many_that_have_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -102,6 +104,7 @@ async def test_requests_without_long_texts_pass_many_that_have_some(
     assert {answer.status_code for answer in answers} == {200}
 
 
+@pytest.mark.item(10)
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -126,6 +129,7 @@ def test_what_a_text_holds_is_not_counted(text: str) -> None:
     assert parse_json(json.dumps(body).encode()) == body
 
 
+@pytest.mark.item(4)
 async def test_what_a_request_lists_is_bounded_over_all_its_prompts() -> None:
     async with client_for(FakeEngine()) as client:
         for prompts, status in ((1024, 400), (1023, 200)):
@@ -137,6 +141,7 @@ async def test_what_a_request_lists_is_bounded_over_all_its_prompts() -> None:
                 assert "1025 token ids" in response.json()["error"]["message"]
 
 
+@pytest.mark.item(9)
 async def test_heads_are_bounded() -> None:
     async with client_for(FakeEngine(), api_key=("key",)) as client:
         many = [(f"x-{number}", "v") for number in range(129)]

@@ -10,6 +10,7 @@ import pytest
 from quire.config import ServerConfig
 from quire.entrypoints.openai.app import build_app
 from quire.entrypoints.openai.middleware.auth import OPEN_PATHS
+from quire.entrypoints.openai.openapi.limits import Limits
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
 
@@ -21,15 +22,17 @@ BEARER = {"authorization": f"Bearer {KEY}"}
 
 
 def registered(app: Any) -> set[tuple[str, str]]:
-    """(method, path) of everything the app serves, from its own OpenAPI document and its documentation pages."""
-    operations = {(method, path) for path, methods in app.openapi()["paths"].items() for method in methods}
-    return operations | {("get", "/openapi.json"), ("get", "/docs"), ("get", "/redoc")}
+    """(method, path) of everything the app serves, from its own document."""
+    paths = app.state.document.under(Limits.of(app.state.server))["paths"]
+    return {(method, path) for path, methods in paths.items() for method in methods}
 
 
+@pytest.mark.item(23)
 async def test_every_route_needs_the_key(engine: FakeEngine) -> None:
     routes = registered(build_app(engine, ServerConfig(**EVERYTHING)))  # type: ignore[arg-type]
     assert {path for _, path in routes} >= OPEN_PATHS | {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/metrics", "/version",
+        "/openapi.json", "/docs",
         "/reset_prefix_cache", "/v1/responses", "/v1/messages", "/api/chat", "/v1/requests", "/tokenizer_info", "/",
     }  # fmt: skip
     async with client_for(engine, api_key=(KEY,), **EVERYTHING) as client:
@@ -46,6 +49,7 @@ async def test_every_route_needs_the_key(engine: FakeEngine) -> None:
                 assert error == NO_KEY if path.startswith("/api/") else error["type"] in AUTH_TYPES
 
 
+@pytest.mark.item(9, 23)
 @pytest.mark.parametrize(
     ("path", "headers"),
     [
@@ -128,11 +132,14 @@ async def test_root_path(engine: FakeEngine) -> None:
         assert (await client.get("/health")).status_code == 200
 
 
+@pytest.mark.item(21, 23)
 async def test_the_controls_answer_to_the_admin_key_alone(engine: FakeEngine) -> None:
     admin = {"authorization": "Bearer admin"}
     async with client_for(engine, api_key=(KEY,), admin_api_key="admin") as client:
         assert (await client.get("/v1/requests", headers=BEARER)).status_code == 401
+        assert (await client.get("/v1/requests", headers={"x-api-key": KEY})).status_code == 401
         assert (await client.get("/v1/requests", headers=admin)).status_code == 200
+        assert (await client.get("/v1/requests", headers={"x-api-key": "admin"})).status_code == 200
         assert (await client.get("/v1/models", headers=admin)).status_code == 200
     async with client_for(engine, admin_api_key="admin") as client:
         assert (await client.get("/v1/models")).status_code == 200

@@ -75,6 +75,7 @@ async def test_only_so_many_run_at_a_time() -> None:
     assert 1 <= most <= MAX_THREADS
 
 
+@pytest.mark.item(16, 50)
 async def test_a_template_that_loops_costs_one_request() -> None:
     engine = FakeEngine(FakeTokenizer(LOOP))
     async with client_for(engine) as client:

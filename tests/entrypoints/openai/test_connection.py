@@ -9,6 +9,7 @@ import socket
 from typing import Any
 
 import httpx
+import pytest
 
 from quire.config import ServerConfig
 from quire.entrypoints.openai.connection import max_connections
@@ -31,6 +32,7 @@ async def is_served(server: LiveServer) -> bool:
         return (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
 
 
+@pytest.mark.item(35)
 async def test_a_request_that_does_not_come_in_ends_with_408() -> None:
     sent = [
         b"",
@@ -52,6 +54,18 @@ async def test_a_request_that_does_not_come_in_ends_with_408() -> None:
         assert b"--read-timeout" in answer
 
 
+async def test_the_408_has_the_shape_of_the_api_that_was_asked() -> None:
+    async with live_server(FakeEngine(), read_timeout=0.3) as server:
+        reader, writer = await connect(server)
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        head, _, body = (await until_closed(reader)).partition(b"\r\n\r\n")
+        writer.close()
+    error = json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])  # it comes in chunks
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert f"x-request-id: {error['request_id']}".encode() in head
+
+
+@pytest.mark.item(35)
 async def test_bytes_now_and_then_do_not_keep_a_connection() -> None:
     async with live_server(FakeEngine(), read_timeout=0.5) as server:
         reader, writer = await connect(server)
@@ -79,6 +93,7 @@ async def test_an_answer_that_takes_long_is_not_cut() -> None:
         writer.close()
 
 
+@pytest.mark.item(34)
 async def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None:
     engine = FakeEngine(max_model_len=2**20, max_num_batched_tokens=2**20)
     engine.reply = lambda prompt, index: "x" * 4_000
@@ -97,6 +112,7 @@ async def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None
         client.close()
 
 
+@pytest.mark.item(34)
 async def test_a_client_that_reads_slowly_gets_everything() -> None:
     engine = FakeEngine(max_model_len=2**20, max_num_batched_tokens=2**20)
     engine.reply = lambda prompt, index: "x" * 2_000
@@ -113,6 +129,7 @@ async def test_a_client_that_reads_slowly_gets_everything() -> None:
     assert b"data: [DONE]" in received
 
 
+@pytest.mark.item(35)
 async def test_connections_beyond_the_limit_are_told_so_and_the_others_go_on() -> None:
     async with live_server(FakeEngine(), max_connections=3) as server:
         idle: list[Any] = [await connect(server) for _ in range(3)]

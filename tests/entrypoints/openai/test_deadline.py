@@ -17,6 +17,7 @@ CHAT: tuple[str, dict[str, Any]] = (
 ROUTES = pytest.mark.parametrize(("path", "body"), [COMPLETION, CHAT])
 
 
+@pytest.mark.item(36)
 @ROUTES
 async def test_the_field_wins_over_the_header_and_the_header_over_the_server(
     path: str, body: dict[str, Any]
@@ -40,6 +41,8 @@ async def test_a_bad_deadline_is_refused(path: str, body: dict[str, Any]) -> Non
         for header in ("0", "-1", "nan", "inf", "soon", ""):
             response = await client.post(path, json=body, headers={"x-request-timeout": header})
             assert (response.status_code, response.json()["error"]["param"]) == (400, "timeout"), header
+        unused = await client.post(path, json={**body, "timeout": 5}, headers={"x-request-timeout": "soon"})
+        assert unused.status_code == 400
 
 
 @ROUTES
@@ -55,6 +58,7 @@ async def test_a_text_that_is_cut_short_ends_as_if_at_its_length(path: str, body
     assert (last["finish_reason"], last["stop_reason"]) == ("length", "timeout")
 
 
+@pytest.mark.item(36)
 @ROUTES
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_without_any_text_it_is_an_error_that_clients_do_not_retry(

@@ -55,6 +55,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0)
 
 
+@pytest.mark.item(32)
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(("path", "body"), [*BODIES.items(), ("/v1/completions", SEVERAL)])
@@ -77,6 +78,7 @@ async def test_disconnect_aborts(path: str, body: dict[str, Any], streamed: bool
     assert "[DONE]" not in client.text
 
 
+@pytest.mark.item(32)
 async def test_disconnect_during_upload(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine()
     app = build_app(engine, ServerConfig())  # type: ignore[arg-type]

@@ -42,6 +42,7 @@ IGNORED: list[tuple[dict[str, Any], list[str]]] = [
     ({"prediction": {"type": "content", "content": "x"}}, ["prediction"]),
     ({"temprature": 1}, ["temprature"]),
     ({"evil\r\nx: y": 2}, ["evil\r\nx: y"]),
+    ({"": 1}, [""]),
     ({"x" * 100: 2}, ["x" * 61 + "..."]),
     ({"chat_template_kwargs": {"enable_thinking": False, "shout": True}}, ["chat_template_kwargs.enable_thinking"]),
     ({"chat_template_kwargs": {"self": 1, "__class__": 1, "tokenize": True, "chat_template": "x"}},
@@ -60,11 +61,12 @@ IGNORED: list[tuple[dict[str, Any], list[str]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.item(11)
 @pytest.mark.parametrize(("fields", "names"), IGNORED, ids=lambda value: str(value)[:60])
 async def test_a_field_that_changes_nothing_is_told_in_header_and_reply(
     client: httpx.AsyncClient, fields: dict[str, Any], names: list[str]
 ) -> None:
-    shown = ", ".join(name if name.isprintable() else "?" for name in names)
+    shown = ", ".join(name if name and name.isprintable() else "?" for name in names)
     body = {"messages": HI, **fields}
     streamed = await client.post(CHAT, json={**body, "stream": True})
     assert (streamed.status_code, streamed.headers[HEADER]) == (200, shown)
@@ -76,6 +78,7 @@ async def test_a_field_that_changes_nothing_is_told_in_header_and_reply(
     assert (whole.status_code, whole.json().get("ignored", [])) == (200, names)
 
 
+@pytest.mark.item(11)
 @pytest.mark.parametrize(("fields", "names"), IGNORED, ids=lambda value: str(value)[:60])
 async def test_the_strict_are_refused_it(
     engine: FakeEngine, fields: dict[str, Any], names: list[str]
@@ -190,6 +193,7 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
                 yield from paths(inner, here)
 
 
+@pytest.mark.item(11)
 @settings(derandomize=True, deadline=None, max_examples=150, database=None)
 @given(body=st.dictionaries(names, values, max_size=5))
 def test_every_field_is_kept_or_told_or_refused(body: dict[str, Any]) -> None:

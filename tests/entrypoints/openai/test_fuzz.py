@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -53,12 +54,14 @@ def _num_prompts(fields: dict[str, Any]) -> int:
     return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
 
 
+@pytest.mark.item(57, 58)
 @SETTINGS
 @given(fields=st.dictionaries(completion_fields, odd, max_size=4))
 def test_completions(fields: dict[str, Any]) -> None:
     check("/v1/completions", {"prompt": "hi"}, fields)
 
 
+@pytest.mark.item(57, 58)
 @SETTINGS
 @given(fields=st.dictionaries(chat_fields, odd, max_size=4))
 def test_chat(fields: dict[str, Any]) -> None:
@@ -85,6 +88,7 @@ def test_valid_json_is_read_as_it_is(value: dict[str, Any], ascii_only: bool) ->
     assert parse_json(body) == value
 
 
+@pytest.mark.item(10, 58)
 @SETTINGS
 @given(body=st.binary(max_size=60) | st.text('{}[]":,\\u019eEd-.naN ', max_size=40).map(str.encode))
 def test_anything_else_is_a_client_error(body: bytes) -> None:

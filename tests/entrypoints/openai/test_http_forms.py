@@ -62,11 +62,26 @@ async def test_preflight_of_openai_js() -> None:
     assert "x-quire-ignored-fields" in exposed
 
 
-async def test_bodies_may_have_no_type_and_a_byte_order_mark(client: httpx.AsyncClient) -> None:
-    for content, headers in ((BODY, {}), (b"\xef\xbb\xbf" + BODY, JSON)):
-        assert (await client.post(PATH, content=content, headers=headers)).status_code == 200
-    from_a_page = await client.post(PATH, content=BODY, headers={"origin": "http://evil.test"})
-    assert from_a_page.status_code == 415
+async def test_bodies_may_have_a_byte_order_mark(client: httpx.AsyncClient) -> None:
+    assert (await client.post(PATH, content=b"\xef\xbb\xbf" + BODY, headers=JSON)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [None, "text/plain; charset=utf-8", "application/octet-stream", "application/x-www-form-urlencoded"],
+)
+async def test_bodies_may_be_undeclared_but_not_from_a_page(
+    client: httpx.AsyncClient, declared: str | None
+) -> None:
+    headers = {} if declared is None else {"content-type": declared}
+    assert (await client.post(PATH, content=BODY, headers=headers)).status_code == 200
+    for of_a_browser in (
+        {"origin": "http://evil.test"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+    ):
+        from_a_page = await client.post(PATH, content=BODY, headers=headers | of_a_browser)
+        assert from_a_page.status_code == 415
 
 
 @pytest.mark.parametrize("num_chars", [1, 1000, 3000])
@@ -85,6 +100,7 @@ async def test_gzip_bodies_may_come_in_any_pieces(client: httpx.AsyncClient) -> 
     assert (await client.post(PATH, content=pieces(), headers=GZIP)).status_code == 200
 
 
+@pytest.mark.item(8)
 async def test_a_gzip_body_is_bounded_by_what_it_becomes(engine: FakeEngine) -> None:
     bomb = gzip.compress(bytes(100 * 2**20))
     assert len(bomb) < 2**20
@@ -123,6 +139,7 @@ async def test_broken_gzip_bodies(client: httpx.AsyncClient, body: bytes) -> Non
     assert "gzip" in response.json()["error"]["message"]
 
 
+@pytest.mark.item(9)
 async def test_two_statements_of_a_bodys_length_are_refused(engine: FakeEngine) -> None:
     request = (
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 4\r\n"
@@ -136,3 +153,20 @@ async def test_two_statements_of_a_bodys_length_are_refused(engine: FakeEngine) 
     assert answer.startswith(b"HTTP/1.1 400")
     assert b"connection: close" in answer.lower()
     assert not engine.seen
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("DELETE", "/ping", "GET, HEAD, POST"), ("POST", "/v1/models", "GET, HEAD"), ("GET", PATH, "POST")],
+)
+async def test_405_names_every_method_of_the_path(
+    client: httpx.AsyncClient, method: str, path: str, allowed: str
+) -> None:
+    response = await client.request(method, path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+
+async def test_a_note_on_a_field_without_a_name_does_not_break_the_response(engine: FakeEngine) -> None:
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        answer = await client.post(PATH, json={"prompt": "hi", "a b": 1, "": 2})
+    assert (answer.status_code, answer.headers["x-quire-ignored-fields"]) == (200, "?, ?")

@@ -45,6 +45,7 @@ async def complete(client: httpx.AsyncClient, key: str, **body: Any) -> httpx.Re
     return await client.post("/v1/completions", json={**HI, **body}, headers=bearer(key))
 
 
+@pytest.mark.item(23)
 def test_plain_and_hashed_keys_open_and_none_is_kept(path: str) -> None:
     ring = make_keyring(["flag-key"], path)
     owners = [ring.tenant_of(key) for key in (b"r-one", b"r-two", b"s-one", b"flag-key")]
@@ -106,6 +107,7 @@ async def test_the_key_names_the_tenant_and_salts_its_cache(path: str) -> None:
     assert shared is None
 
 
+@pytest.mark.item(30)
 async def test_more_at_once_than_a_tenant_may_is_429_and_others_go_on(path: str) -> None:
     engine = FakeEngine()
     engine.hold_after = 0

@@ -53,6 +53,7 @@ async def test_serves_then_ends_with_code_0(engine: FakeEngine, capsys: pytest.C
     assert server.url in capsys.readouterr().out
 
 
+@pytest.mark.item(48)
 async def test_drain_lets_requests_finish(engine: FakeEngine) -> None:
     engine.hold_after = 3
     async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
@@ -76,6 +77,7 @@ async def test_drain_lets_requests_finish(engine: FakeEngine) -> None:
             assert (chunks[-1]["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
 
 
+@pytest.mark.item(48)
 @pytest.mark.parametrize("patience", [0.05, 60.0])
 async def test_end_of_patience_or_second_signal_cancels(engine: FakeEngine, patience: float) -> None:
     engine.hold_after = 3
@@ -111,6 +113,7 @@ async def test_death_of_the_engine_ends_the_process(engine: FakeEngine) -> None:
         assert all(events(response.text)[-2]["error"]["code"] == 503 for response in streams)
 
 
+@pytest.mark.item(49)
 async def test_failed_start_is_one_line(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     engine.is_ready = False
     async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
@@ -128,6 +131,7 @@ async def test_broken_template_is_a_failed_start(
     assert "chat template" in capsys.readouterr().err
 
 
+@pytest.mark.item(16)
 async def test_a_template_that_runs_for_ever_is_a_failed_start(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +176,7 @@ async def test_stopping_now_cancels_at_once(engine: FakeEngine) -> None:
         assert all(events(response.text)[-2]["error"]["code"] == 503 for response in streams)
 
 
+@pytest.mark.item(49)
 async def test_signal_while_loading(engine: FakeEngine) -> None:
     engine.is_ready = False
     async with live_server(engine) as server:
@@ -200,6 +205,7 @@ def test_real_signals(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, e
     assert engines[0].was_shut_down or early
 
 
+@pytest.mark.item(49)
 def test_port_taken_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

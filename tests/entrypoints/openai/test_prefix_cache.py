@@ -47,6 +47,7 @@ async def metric(client: httpx.AsyncClient, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"quire:{name}_total"))
 
 
+@pytest.mark.item(22)
 async def test_salts_share_with_themselves_only_on_every_route(served: httpx.AsyncClient) -> None:
     salts: list[dict[str, str]] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}]
     for path, salt in itertools.product(BODIES, salts):

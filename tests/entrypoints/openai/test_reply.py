@@ -18,6 +18,7 @@ ROUTES = pytest.mark.parametrize(
 TIMINGS = {"queue_s": 0.5, "prefill_s": 1.0, "decode_s": 2.0, "tokens_per_s": 4.0}
 
 
+@pytest.mark.item(39)
 @ROUTES
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
 async def test_the_last_object_tells_usage_and_timings(
@@ -117,6 +118,7 @@ async def test_clients_know_an_overflow_by_code_and_text(
         )
         assert error["message"].startswith("This model's maximum context length is 4096 tokens")
         assert f"tokens in the {field}" in error["message"]
+        assert "prompt is too long" in error["message"]  # by which LangChain knows it
     beyond = (await client.post(path, json={**body, "max_tokens": 4097})).json()["error"]
     assert (beyond["code"], beyond["param"]) == (400, "max_tokens")
 

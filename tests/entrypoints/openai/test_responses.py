@@ -123,6 +123,8 @@ async def test_settings_are_honoured_and_sent_back(client: httpx.AsyncClient, en
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
+        ({"conversation": {}}, "conversation"),
+        ({"prompt": []}, "prompt"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),

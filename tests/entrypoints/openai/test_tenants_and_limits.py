@@ -62,6 +62,7 @@ async def test_priority_is_honoured_or_refused(path: str, body: dict[str, Any], 
         assert policy in response.json()["error"]["message"]
 
 
+@pytest.mark.item(28)
 @ROUTES
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_full_queue_is_told_before_anything_is_tokenized(

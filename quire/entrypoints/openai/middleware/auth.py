@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.entrypoints.openai.errors import request_id_of, response_of
-from quire.entrypoints.openai.keys import Keyring
+from quire.entrypoints.openai.keys import Keyring, given_key
 from quire.errors import AuthenticationError
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping"})
@@ -41,15 +41,5 @@ class Auth:
 
     def _tenant(self, scope: Scope) -> str | None:
         """Whose key the request brings; None if it brings none of ours."""
-        key = _given_key(Headers(scope=scope))
-        return None if key is None else self._keys.tenant_of(key.strip().encode("latin-1"))
-
-
-def _given_key(headers: Headers) -> str | None:
-    """The key of a request; None if it brings none, or two of one kind."""
-    values = headers.getlist("authorization")
-    if not values:
-        keys = headers.getlist("x-api-key")
-        return keys[0] if len(keys) == 1 else None
-    scheme, _, token = (values[0] if len(values) == 1 else "").partition(" ")
-    return token if scheme.lower() == "bearer" else None
+        key = given_key(Headers(scope=scope))
+        return None if key is None else self._keys.tenant_of(key)

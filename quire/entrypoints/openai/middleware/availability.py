@@ -10,7 +10,7 @@ from quire.entrypoints.openai.errors import request_id_of, response_of
 from quire.entrypoints.openai.middleware.auth import OPEN_PATHS
 from quire.errors import UnavailableError
 
-ALWAYS_SERVED = OPEN_PATHS | {"/", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"}
+ALWAYS_SERVED = OPEN_PATHS | {"/", "/version", "/metrics", "/docs", "/openapi.json"}
 
 
 class Availability:

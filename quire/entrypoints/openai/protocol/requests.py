@@ -13,24 +13,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
 from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.protocol import shapes
 
 INT64_MAX = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
-PromptField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            ]
-        }
-    ),
-]
+PromptField = Annotated[Any, WithJsonSchema(shapes.PROMPT)]
 """Text, token ids, or a list of either; read by `quire.entrypoints.openai.prompts`, whose errors are clearer."""
-Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
+Objects = list[dict[str, Any]]
+Messages = Annotated[
+    Objects, Field(min_length=1, max_length=shapes.MAX_MESSAGES), WithJsonSchema(shapes.MESSAGES)
+]
+TemplateOptions = Annotated[dict[str, Any] | None, WithJsonSchema(shapes.optional(shapes.TEMPLATE_OPTIONS))]
+ToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(shapes.TOOL_CHOICE)]
 
 
 class RequestModel(BaseModel):
@@ -40,6 +34,8 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"additionalProperties": True})
     inner: ClassVar[Mapping[str, Any] | None] = None
     """Rules (`field_policy.Place`) of the objects in a request of another form than chat's."""
+    without_effect: ClassVar[tuple[str, ...]] = ()
+    """Fields that have a form, and change nothing."""
     _notes: Notes = PrivateAttr(default_factory=Notes)
 
     @property
@@ -129,7 +125,7 @@ class ChatFields(RequestModel):
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateOptions = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
 
@@ -140,16 +136,27 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool = True
     functions: list[ToolFunction] | None = None
-    function_call: str | dict[str, Any] | None = None
+    function_call: ToolChoice = None
     include_reasoning: bool = True
+
+
+def _without(field: str) -> ConfigDict:
+    """For one of two forms of a request: what makes it the other may only be null."""
+
+    def describe(schema: dict[str, Any]) -> None:
+        schema["properties"][field] = shapes.NULL
+        schema["additionalProperties"] = True
+
+    return ConfigDict(json_schema_extra=describe)
 
 
 class TokenizeRequest(RequestModel):
     """POST /tokenize with a prompt"""
 
+    model_config = _without("messages")
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
@@ -159,6 +166,7 @@ class TokenizeRequest(RequestModel):
 class TokenizeChatRequest(ChatFields):
     """POST /tokenize with messages"""
 
+    model_config = _without("prompt")
     model: str | None = None
     return_token_strs: bool = False
 

@@ -5,10 +5,15 @@ The last object of a reply also has `timings`, and `ignored` and `adjusted` if t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType, field
+
+from quire import __version__
+
+FINGERPRINT = f"quire-{__version__}"
+"""The version, where OpenAI names what else besides the model decides an answer."""
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -55,13 +60,23 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptPosition = dict[str, PromptLogprob]
+"""Token ids, as vLLM shows the logprobs of a prompt."""
+
+
 class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: list[Any] | UnsetType | None = UNSET
+    prompt_logprobs: list[PromptPosition | None] | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
@@ -70,12 +85,12 @@ class Completion(msgspec.Struct, kw_only=True):
     """A completion, or one chunk of its stream: both have the same object name at OpenAI."""
 
     id: str
-    object: str = "text_completion"
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-    system_fingerprint: str | None = None
+    system_fingerprint: str = FINGERPRINT
     timings: Timings | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
     adjusted: dict[str, int] | UnsetType = UNSET
@@ -111,7 +126,7 @@ class ToolCallMessage(msgspec.Struct, kw_only=True):
 
     index: int | UnsetType = UNSET
     id: str
-    type: str = "function"
+    type: Literal["function"] = "function"
     function: FunctionCall
 
 
@@ -141,13 +156,13 @@ class ChatChoice(msgspec.Struct):
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
     id: str
-    object: str = "chat.completion"
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    system_fingerprint: str | None = None
-    prompt_logprobs: list[Any] | None = None
+    system_fingerprint: str = FINGERPRINT
+    prompt_logprobs: list[PromptPosition | None] | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
@@ -174,12 +189,12 @@ class ChatChunkChoice(msgspec.Struct):
 
 class ChatChunk(msgspec.Struct, kw_only=True):
     id: str
-    object: str = "chat.completion.chunk"
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    system_fingerprint: str | None = None
+    system_fingerprint: str = FINGERPRINT
     prompt_token_ids: list[int] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
@@ -188,7 +203,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 class ModelCard(msgspec.Struct, kw_only=True):
     id: str
-    object: str = "model"
+    object: Literal["model"] = "model"
     created: int
     owned_by: str = "quire"
     root: str
@@ -198,7 +213,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 class ModelList(msgspec.Struct):
     data: list[ModelCard]
-    object: str = "list"
+    object: Literal["list"] = "list"
 
 
 class Tokenized(msgspec.Struct):
@@ -219,3 +234,21 @@ class TokenizerInfo(msgspec.Struct):
     special_tokens: list[str]
     vocab_size: int
     model_max_length: int
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+class Integrity(msgspec.Struct):
+    """What a server holds; `cores` has the scheduler's counts of each."""
+
+    num_requests: int
+    num_sequences: int
+    num_generations: int
+    num_tasks: int
+    cores: list[dict[str, int | float]]
+
+
+class PrefixCacheReset(msgspec.Struct):
+    reset: Literal[True] = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.entrypoints.chat.call_arguments import parsed_arguments
-from quire.entrypoints.openai.responses.protocol import ResponsesRequest
+from quire.entrypoints.openai.responses.protocol import TEXT_PARTS, ResponsesRequest
 from quire.entrypoints.openai.translation import check_call_id, given
 from quire.errors import ValidationError
 
@@ -27,8 +27,9 @@ CHAT_NAMES = {
 }
 """Chat's names of fields, to those of the Responses API."""
 STATEFUL = ("store", "background", "previous_response_id", "conversation", "prompt")
+NEUTRAL = {"store": (None, False), "background": (None, False), "previous_response_id": (None, "")}
+"""Values of these fields that ask for nothing, besides null."""
 LOGPROBS = "message.output_text.logprobs"
-TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 Fields = dict[str, Any]
 
 
@@ -59,7 +60,7 @@ def chat_fields(request: ResponsesRequest) -> Fields:
 
 def _check_stateless(request: ResponsesRequest) -> None:
     for name in STATEFUL:
-        if getattr(request, name):
+        if getattr(request, name) not in NEUTRAL.get(name, (None,)):
             raise ValidationError(
                 f"{name} is not supported: this server keeps no responses; send the whole conversation as input",
                 param=name,

@@ -6,18 +6,22 @@ Invariant: `type` stands first in every item and event, and every event has its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType, field
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
-from quire.entrypoints.openai.field_policy import Place
-from quire.entrypoints.openai.protocol.requests import RequestModel
+from quire.entrypoints.openai.field_policy import Place, unless
+from quire.entrypoints.openai.protocol import shapes
+from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, TemplateOptions, ToolChoice
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob
+from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of, text_parts
 
 WITHOUT_EFFECT = ("stream_options",)
 """Fields that change nothing: there is no padding of the stream."""
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Kinds of text parts, and the field that holds the text."""
 
 
 PART = Place(frozenset({"type", "text", "refusal"}))
@@ -26,6 +30,54 @@ ITEM = Place(
     inner={"content": PART, "output": PART},
 )
 TOOL = Place(frozenset({"type", "name", "description", "parameters"}))
+TEXT = Place(
+    frozenset({"format"}),
+    refused={"verbosity": unless("medium")},
+    inner={"format": Place(frozenset({"type", "name", "description", "schema", "strict"}))},
+)
+
+
+# `conversation.chat_fields` reads these.
+CONTENT = any_of(shapes.TEXT, array(text_parts(TEXT_PARTS)))
+INPUT = any_of(
+    shapes.TEXT,
+    array(
+        any_of(
+            object_of(
+                {"role": enum("user", "assistant", "system", "developer"), "content": CONTENT},
+                {"type": enum("message")},
+            ),
+            object_of(
+                {
+                    "type": enum("function_call"),
+                    "call_id": shapes.TEXT,
+                    "name": shapes.TEXT,
+                    "arguments": shapes.JSON_OBJECT_TEXT,
+                }
+            ),
+            object_of({"type": enum("function_call_output"), "call_id": shapes.TEXT, "output": CONTENT}),
+            object_of({"type": enum("reasoning")}, {"content": array(object_of({}, {"text": shapes.TEXT}))}),
+        ),
+        minItems=1,
+    ),
+)
+TOOLS = array(
+    {
+        **shapes.FUNCTION,
+        "properties": {"type": enum("function"), **shapes.FUNCTION["properties"]},
+        "required": ["type", "name"],
+    }
+)
+FORMAT = any_of(
+    object_of({"type": enum("text", "json_object")}),
+    object_of(
+        {"type": enum("json_schema"), "name": shapes.TEXT, "schema": {"type": "object"}},
+        {"description": shapes.TEXT, "strict": {"type": "boolean"}},
+    ),
+)
+TEXT_CONFIG = object_of({}, {"format": FORMAT, "verbosity": enum("medium")})
+REASONING = object_of({}, {"effort": shapes.TEXT})
+Stateless = Annotated[bool | None, WithJsonSchema(enum(False, None))]
 
 
 class ResponsesRequest(RequestModel):
@@ -34,32 +86,34 @@ class ResponsesRequest(RequestModel):
     inner: ClassVar[Mapping[str, Place]] = {
         "input": ITEM,
         "tools": TOOL,
+        "text": TEXT,
         "reasoning": Place(frozenset({"effort"})),
     }
+    without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: Annotated[str | Objects, WithJsonSchema(INPUT)]
     instructions: str | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Annotated[Objects | None, WithJsonSchema(shapes.optional(TOOLS))] = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool = True
-    text: dict[str, Any] | None = None
+    text: Annotated[dict[str, Any] | None, WithJsonSchema(shapes.optional(TEXT_CONFIG))] = None
     top_logprobs: int | None = None
     include: list[str] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Annotated[dict[str, Any] | None, WithJsonSchema(shapes.optional(REASONING))] = None
     metadata: dict[str, str] | None = None
-    truncation: str | None = None
+    truncation: Annotated[str | None, WithJsonSchema(enum("disabled", None))] = None
     user: str | None = Field(None, max_length=256)
-    store: bool | None = None
-    background: bool | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    prompt: Any = None
+    store: Stateless = None
+    background: Stateless = None
+    previous_response_id: Annotated[str | None, WithJsonSchema(enum("", None))] = None
+    conversation: Annotated[Any, WithJsonSchema(shapes.NULL)] = None
+    prompt: Annotated[Any, WithJsonSchema(shapes.NULL)] = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -70,7 +124,7 @@ class ResponsesRequest(RequestModel):
     stop_token_ids: list[int] | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateOptions = None
 
 
 class InputDetails(msgspec.Struct):
@@ -249,3 +303,10 @@ class ArgumentsDone(Event, tag="response.function_call_arguments.done", kw_only=
     output_index: int
     name: str
     arguments: str
+
+
+AnyEvent = (
+    Created | InProgress | Completed | EndedIncomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone
+    | ReasoningDelta | ReasoningDone | TextDelta | TextDone | ArgumentsDelta | ArgumentsDone
+)  # fmt: skip
+"""What a stream is made of."""

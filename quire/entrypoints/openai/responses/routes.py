@@ -11,18 +11,34 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.entrypoints.openai.errors import request_id_of
-from quire.entrypoints.openai.openapi import body_schema
+from quire.entrypoints.openai.openapi.operation import Operation, describe
+from quire.entrypoints.openai.openapi.streams import named_events
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.responses.conversation import CHAT_NAMES, chat_fields
-from quire.entrypoints.openai.responses.protocol import WITHOUT_EFFECT, ResponsesRequest
+from quire.entrypoints.openai.responses.protocol import (
+    WITHOUT_EFFECT,
+    AnyEvent,
+    ResponseObject,
+    ResponsesRequest,
+)
 from quire.entrypoints.openai.responses.writer import ResponseWriter
 from quire.entrypoints.openai.state import server_of
+from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.entrypoints.openai.translation import given, note_ignored, respond_translated
 
 router = APIRouter()
 
 
-@router.post("/v1/responses", openapi_extra=body_schema(ResponsesRequest))
+@router.post("/v1/responses")
+@describe(
+    Operation(
+        body=(ResponsesRequest,),
+        reply=ResponseObject,
+        stream=named_events(AnyEvent),
+        errors=(404, 504),
+        headers=READ_HEADERS,
+    )
+)
 async def create_response(request: Request) -> Response:
     """Answer an input."""
     body = await read_request(request, ResponsesRequest)

@@ -181,7 +181,7 @@ class ResponseWriter:
         return f"{kind}_{self._response.id.removeprefix('resp_')}_{len(self._response.output)}"
 
     def _failure(self, error: BaseException, request_id: str) -> bytes:
-        sentence = body_of(error, request_id)["error"]["message"]
+        sentence = body_of(error, request_id).error.message
         code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
         self._response.status, self._response.error = "failed", Problem(code, sentence)
         return self.encode(Failed(response=self._response))

@@ -48,6 +48,7 @@ words = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.item(18, 58)
 @pytest.mark.parametrize("row", FORMATS, ids=IDS)
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(text=st.lists(words, max_size=9).map("".join), data=st.data())

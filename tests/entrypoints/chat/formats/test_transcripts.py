@@ -40,6 +40,7 @@ def test_every_format_has_a_dozen_transcripts() -> None:
     assert len(set(IDS)) == len(IDS)
 
 
+@pytest.mark.item(18)
 @pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=IDS)
 def test_a_transcript_is_read_as_it_should_be_however_it_is_cut(transcript: Transcript) -> None:
     text = transcript.text

@@ -1,0 +1,108 @@
+"""JSON schemas of objects in requests that are read by hand, because their errors are clearer so: for the document.
+
+Each says what its reader takes, named beside it, and no more; a null is the same as an absent field, as everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.entrypoints.chat.messages import PASSED_FIELDS, ROLES, TEXT_PARTS
+from quire.entrypoints.chat.template import OWN_VARIABLES
+
+Schema = dict[str, Any]
+TEXT: Schema = {"type": "string"}
+NULL: Schema = {"type": "null"}
+MAX_MESSAGES = 4096
+
+
+def any_of(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
+
+
+def optional(schema: Schema) -> Schema:
+    return any_of(schema, NULL)
+
+
+def array(items: Schema, **keywords: Any) -> Schema:
+    return {"type": "array", "items": items, **keywords}
+
+
+def enum(*values: Any) -> Schema:
+    return {"enum": list(values)}
+
+
+def object_of(required: Schema, others: Schema | None = None) -> Schema:
+    """An object with these fields, those of `others` being optional; what else it holds is ignored, and noted."""
+    more = {name: optional(schema) for name, schema in (others or {}).items()}
+    return {"type": "object", "properties": {**required, **more}, "required": list(required)}
+
+
+def text_parts(names: dict[str, str]) -> Schema:
+    """Objects with a type and a text, which lies in the field that `names` has for the type, and in no other."""
+    fields = sorted(set(names.values()))
+    return any_of(
+        *(
+            object_of({"type": enum(*(kind for kind, own in names.items() if own == field)), field: TEXT})
+            for field in fields
+        )
+    )
+
+
+PARAMETERS: Schema = {
+    "type": "object",
+    "patternProperties": {
+        "^type$": enum("object"),
+        "^properties$": {"type": "object", "additionalProperties": {"type": ["object", "boolean"]}},
+        "^required$": array(TEXT),
+    },
+}
+"""As `chat.tool_schemas` checks them; patterns, since all else in it is the client's own."""
+FUNCTION = object_of(
+    {"name": {**TEXT, "minLength": 1, "maxLength": 256}},
+    {"description": TEXT, "parameters": PARAMETERS},
+)
+TOOL = object_of({"type": enum("function"), "function": FUNCTION})
+"""As the model `Tool` checks it."""
+TOOLS = array(TOOL)
+JSON_OBJECT_TEXT: Schema = {**TEXT, "contentMediaType": "application/json"}
+
+# `chat.messages.checked_messages`
+CONTENT = any_of(TEXT, array(any_of(TEXT, text_parts(TEXT_PARTS))))
+CALLED = object_of({"name": TEXT}, {"arguments": any_of({"type": "object"}, JSON_OBJECT_TEXT)})
+TOOL_CALL = object_of({"function": CALLED}, {"id": TEXT, "type": enum("function")})
+NAMES = dict.fromkeys(sorted(PASSED_FIELDS), TEXT)
+MESSAGE = any_of(
+    object_of(
+        {"role": enum(*ROLES), "content": optional(CONTENT)},
+        {**NAMES, "tool_calls": array({}, maxItems=0), "function_call": NULL},
+    ),
+    object_of(
+        {"role": enum("assistant"), "tool_calls": array(TOOL_CALL, minItems=1)},
+        {**NAMES, "content": CONTENT, "function_call": NULL},
+    ),
+    object_of(
+        {"role": enum("assistant"), "function_call": CALLED},
+        {**NAMES, "content": CONTENT, "tool_calls": array({}, maxItems=0)},
+    ),
+    object_of({"role": enum("function"), "name": TEXT, "content": CONTENT}, {**NAMES, "function_call": NULL}),
+)
+MESSAGES = array(MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
+
+# `tool_choice.tools_in_use`
+TOOL_CHOICE = enum("auto", "none", None)
+"""Also of `legacy_functions.translate`."""
+
+# `chat_prompt.chat_token_ids`
+TEMPLATE_OPTIONS: Schema = {
+    "type": "object",
+    "propertyNames": {"not": enum(*sorted(OWN_VARIABLES))},
+}
+
+# `prompts.split_prompts`
+MAX_PROMPTS = 1024
+_PROMPT_TEXT: Schema = {**TEXT, "minLength": 1}
+_TOKEN_IDS = array({"type": "integer"}, minItems=1)
+PROMPT = any_of(
+    _PROMPT_TEXT, _TOKEN_IDS, array(any_of(_PROMPT_TEXT, _TOKEN_IDS), minItems=1, maxItems=MAX_PROMPTS)
+)

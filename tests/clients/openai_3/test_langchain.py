@@ -1,0 +1,98 @@
+"""LangChain's ChatOpenAI, over chat completions and over the Responses API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+from tests.clients.world import (
+    ANSWER,
+    ARGUMENTS,
+    MISSING,
+    MODEL,
+    NAME,
+    QUESTION,
+    TOO_LONG,
+    TOOL_ANSWER,
+    TOOL_QUESTION,
+    get_weather,
+)
+
+WEATHER = tool(get_weather)
+
+
+@pytest.fixture(params=[False, True], ids=["chat", "responses"])
+def options(request: pytest.FixtureRequest, base_url: str) -> dict[str, Any]:
+    return {
+        "base_url": base_url,
+        "api_key": "none",
+        "temperature": 0,
+        "max_retries": 0,
+        "stream_usage": True,
+        "use_responses_api": request.param,
+    }
+
+
+@pytest.fixture
+def model(options: dict[str, Any]) -> ChatOpenAI:
+    return ChatOpenAI(model=MODEL, **options)
+
+
+def joined(chunks: list[Any]) -> Any:
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole += chunk
+    return whole
+
+
+def test_a_stream_joins_to_the_whole(model: ChatOpenAI) -> None:
+    whole = model.invoke(QUESTION)
+    streamed = joined(list(model.stream(QUESTION)))
+    assert ANSWER in whole.text
+    assert streamed.text == whole.text
+    assert whole.usage_metadata is not None
+    assert streamed.usage_metadata["total_tokens"] == whole.usage_metadata["total_tokens"] > 0
+
+
+async def test_a_model_runs_asynchronously(model: ChatOpenAI) -> None:
+    whole = await model.ainvoke(QUESTION)
+    streamed = joined([chunk async for chunk in model.astream(QUESTION)])
+    assert ANSWER in whole.text
+    assert streamed.text == whole.text
+
+
+def test_a_batch_answers_each_question(model: ChatOpenAI) -> None:
+    answers = model.batch([QUESTION, "What is 12 + 30?"])
+    assert ANSWER in answers[0].text
+    assert "42" in answers[1].text
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_tool_is_called_and_its_result_told(model: ChatOpenAI, streamed: bool) -> None:
+    bound = model.bind_tools([WEATHER])
+
+    def step(messages: list[Any]) -> AIMessage:
+        return joined(list(bound.stream(messages))) if streamed else bound.invoke(messages)
+
+    messages = [HumanMessage(TOOL_QUESTION)]
+    first = step(messages)
+    (call,) = first.tool_calls
+    assert (call["name"], call["args"]) == (NAME, ARGUMENTS)
+    assert TOOL_ANSWER in step([*messages, first, WEATHER.invoke(call)]).text
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_overlong_prompt_is_a_context_overflow(model: ChatOpenAI, streamed: bool) -> None:
+    with pytest.raises(ContextOverflowError):
+        list(model.stream(TOO_LONG)) if streamed else model.invoke(TOO_LONG)
+
+
+def test_a_missing_model_is_not_found(options: dict[str, Any]) -> None:
+    with pytest.raises(openai.NotFoundError, match=MODEL):
+        ChatOpenAI(model=MISSING, **options).invoke(QUESTION)

@@ -1,0 +1,42 @@
+"""What the model in the box knows, as every client's test asks it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+MODEL = "quire-demo"
+MISSING = "no-such-model"
+QUESTION, ANSWER = "What is the capital of France?", "Paris"
+BEGINNING = "The capital of France is"
+TOO_LONG = "hello " * 3000
+"""More tokens than the context of the model, which has 2048."""
+
+TOOL_QUESTION = "What is the weather like in Paris?"
+TOOL_ANSWER = "21 degrees"
+NAME, ARGUMENTS = "get_weather", {"city": "Paris"}
+DESCRIPTION = "Get the current weather of a city."
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+}
+CHAT_TOOL: Any = {
+    "type": "function",
+    "function": {"name": NAME, "description": DESCRIPTION, "parameters": PARAMETERS},
+}
+
+
+def get_weather(city: str) -> str:
+    """Get the current weather of a city."""
+    return json.dumps({"city": city, "temperature": 21, "condition": "sunny"})
+
+
+def said_by(role: str, text: str) -> Any:
+    """One message of a conversation."""
+    return {"role": role, "content": text}
+
+
+def asked(text: str) -> Any:
+    """The conversation that begins with this question."""
+    return [said_by("user", text)]

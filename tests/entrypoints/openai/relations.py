@@ -1,0 +1,61 @@
+"""Why a request may be refused whose fields all fit the document: no schema can say these."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+RELATIONS = (
+    # Between fields.
+    r"top_logprobs needs logprobs true",
+    r"stream_options needs stream true",
+    r"prompt_logprobs cannot be streamed",
+    r"logprobs are not supported together with tools",
+    r"min_tokens \(\d+\) is greater than max_",
+    r"best_of is \d+, so n must be from 1 to that",
+    r"best_of above n cannot be streamed",
+    r"max_tokens must be at least 1, or 0 with echo true",
+    r"continue_final_message and add_generation_prompt cannot both be true",
+    r"continue_final_message needs",
+    r"(stop|options\.stop|stop_sequences) has \d+ characters in all",
+    r"prompts with n = \d+ are \d+ sequences",
+    r"allowed_token_ids has only tokens that end the generation",
+    r"model is required",  # one of two names for it
+    r"input must have at least one item",  # none but items that are left out
+    r"(tools|functions)\.\d+(\.function)?\.name .* is another tool's, too",
+    r"name .* has characters that a call in the format",
+    r"(parameters|input_schema) must be the JSON schema of an object",
+    r"functions cannot be sent together with tools",
+    r"name must be that of a function that a message before it calls",
+    r"is the result of a tool, but no message before it calls one",
+    r"(call_id|tool_use_id) .* is the id of no call before it",
+    # With the model: its context, its tokens as keys of an object, its template.
+    r"maximum context length is \d+ tokens",
+    r"logit_bias has \d+, but token ids are",
+    r"the model's chat template has no place for",
+    r"the chat template (refused|failed on) ",
+    # With the template or the server, where fields without effect are refused.
+    r"unknown field '(messages\[\]\.name|enable_thinking|chat_template_kwargs\.|options\.|think(ing)?')",
+    r"unknown field '(reasoning|output_config)[._]effort'",
+    # What is described as its API has it, and not there yet.
+    r"(format|output_config) is not supported",
+    # JSON within text.
+    r"arguments must be (the text of )?a JSON object",
+    # Of JSON itself: what a double or 64 bits cannot hold, and half a character.
+    r"the body holds",
+)
+_REFUSED = re.compile("|".join(RELATIONS))
+_NO_INTEGER = re.compile(r"must be a valid integer|prompt must be text, a list of")
+
+
+def is_relation(reason: str, body: Any) -> bool:
+    """Whether a reason to refuse a body is one of these, or that 1.0 is an integer to JSON Schema and nobody else."""
+    return bool(_REFUSED.search(reason) or (_NO_INTEGER.search(reason) and _has_whole_float(body)))
+
+
+def _has_whole_float(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_whole_float, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_whole_float, value))
+    return isinstance(value, float) and value.is_integer()

@@ -1,0 +1,39 @@
+"""`python -O` takes every assert out: no refusal may hang on one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.more
+@pytest.mark.item(27)
+def test_the_same_requests_are_refused_without_asserts() -> None:
+    """pytest makes statements of its tests' asserts, so these still count; the server has none left."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/reliability/test_input.py"]
+    quiet = ["-W", "ignore::pytest.PytestConfigWarning", "-p", "no:cacheprovider"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [*command, *quiet],
+        env={**environment, "PYTHONOPTIMIZE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+@pytest.mark.more
+def test_asserts_of_tests_count_without_asserts(tmp_path: Path) -> None:
+    """What the test above stands on."""
+    (tmp_path / "test_false.py").write_text("def test_false():\n    assert not __debug__\n    assert False\n")
+    command = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_false.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stdout
+    assert "assert False" in done.stdout
