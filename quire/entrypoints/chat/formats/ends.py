@@ -137,16 +137,20 @@ class MarkerEnd:
         close: ends the call.
         value_open: begins a value, or what is before it.
         value_close: ends one; only white space may be between the last one and `close`.
+        outer: ends what is around the call, and behind a value, before it, the call whose `close` was forgotten.
     """
 
-    def __init__(self, head: re.Pattern[str], close: str, value_open: str, value_close: str) -> None:
+    def __init__(
+        self, head: re.Pattern[str], close: str, value_open: str, value_close: str, outer: str = ""
+    ) -> None:
         self._head = head
         self._value_open = value_open
         self._first = Markers.of(close, value_open)
         self._value_close = Markers.of(value_close)
-        self._last = re.compile(rf"{re.escape(value_close)}\s{{0,{MAX_SPACE}}}{re.escape(close)}")
+        closes = "|".join([re.escape(close), *([f"(?={re.escape(outer)})"] if outer else [])])
+        self._last = re.compile(rf"{re.escape(value_close)}\s{{0,{MAX_SPACE}}}(?:{closes})")
         self._unfinished = re.compile(rf"{re.escape(value_close)}\s{{0,{MAX_SPACE}}}")
-        self._close = Markers.of(close)
+        self._close = Markers.of(close, outer)
         self._has_values = False
         self._held = ""
         """The end of what came before, if it may be the beginning of what is looked for."""

@@ -150,6 +150,8 @@ class TaggedCall:
     close: str
     padding: str = "\n"
     """What a model writes around values, and between the parts of a call."""
+    outer: str = ""
+    """Ends the section, and so a call with values whose own end was forgotten."""
 
     @property
     def needs_marker(self) -> bool:
@@ -159,14 +161,13 @@ class TaggedCall:
         return _begins(text, self.before) if self.before else text[0].isalpha() or text[0] == "_"
 
     def end(self) -> End:
-        return MarkerEnd(
-            _head_of(self.before, self.name_close.strip()), self.close, self.key_open, self.value_close
-        )
+        head = _head_of(self.before, self.name_close.strip())
+        return MarkerEnd(head, self.close, self.key_open, self.value_close, self.outer)
 
     def parse(self, text: str, tools: Tools) -> ToolCall | None:
-        if not text.endswith(self.close):
+        if not text.endswith(self.close) and not (self.outer and text.rstrip().endswith(self.value_close)):
             return None
-        body = text[len(self.before) : len(text) - len(self.close)]
+        body = text[len(self.before) :].removesuffix(self.close)
         start = body.find(self.key_open)
         head, values = (body, "") if start < 0 else (body[:start], body[start:])
         name = head.strip().removesuffix(self.name_close.strip()).strip()

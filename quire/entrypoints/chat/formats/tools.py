@@ -14,8 +14,10 @@ from quire.plugins import PluginTable, instance_of
 
 LIST = ("[", "]", ",")
 """What stands around and between the items of a list."""
-MISTRAL_HEAD = r"(?P<name>[\w.\-]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?"
-XML_CALL = TaggedCall("<function=", ">", "<parameter=", ">", "</parameter>", "</function>")
+MISTRAL_HEAD = r"(?P<name>[\w.\-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?"
+XML_CALL = TaggedCall(
+    "<function=", ">", "<parameter=", ">", "</parameter>", "</function>", outer="</tool_call>"
+)
 
 FORMATS = (
     ToolFormat(
@@ -104,7 +106,18 @@ FORMATS = (
     ),
     ToolFormat(
         "seed_oss",
-        (TaggedCall("<function=", ">", "<parameter=", ">", "</parameter>", "</function>", padding=""),),
+        (
+            TaggedCall(
+                "<function=",
+                ">",
+                "<parameter=",
+                ">",
+                "</parameter>",
+                "</function>",
+                "",
+                outer="</seed:tool_call>",
+            ),
+        ),
         opens=("<seed:tool_call>",),
         closes=("</seed:tool_call>",),
         opening="<seed:tool_call>\n",
@@ -116,7 +129,14 @@ FORMATS = (
         "minimax_m2",
         (
             TaggedCall(
-                '<invoke name="', '">', '<parameter name="', '">', "</parameter>", "</invoke>", padding=""
+                '<invoke name="',
+                '">',
+                '<parameter name="',
+                '">',
+                "</parameter>",
+                "</invoke>",
+                padding="",
+                outer="</minimax:tool_call>",
             ),
         ),
         opens=("<minimax:tool_call>",),

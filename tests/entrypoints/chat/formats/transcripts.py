@@ -107,6 +107,10 @@ WRITTEN: tuple[Transcript, ...] = (
         "hermes", "thought of", f"<think>A <tool_call>{JSON_OF_WEATHER}</tool_call>?</think>\n\nNo.",
         content="No.", thought=f"A <tool_call>{JSON_OF_WEATHER}</tool_call>?", reasoning="qwen3",
     ),
+    lost("hermes", "a fence in the section", f"<tool_call>\n```json\n{JSON_OF_WEATHER}\n```\n</tool_call>"),
+    Transcript(
+        "hermes", "a bracket too many", f"<tool_call>\n{JSON_OF_WEATHER}}}\n</tool_call>", content="}\n</tool_call>", calls=WEATHER
+    ),
     lost("hermes", "Python in JSON", '<tool_call>{"name": "get_weather", "arguments": {"exact": True}}</tool_call>'),
     lost("hermes", "None in JSON", '<tool_call>{"name": "get_weather", "arguments": {"limit": None}}</tool_call>'),
     lost("hermes", "trailing comma", '<tool_call>{"name": "get_weather", "arguments": {"days": 1,}}</tool_call>'),
@@ -179,6 +183,7 @@ WRITTEN: tuple[Transcript, ...] = (
         "mistral", "with ids", '[TOOL_CALLS]get_weather[CALL_ID]abcdef123[ARGS]{"city": "Paris"}', calls=WEATHER
     ),
     Transcript("mistral", "no args marker", '[TOOL_CALLS]get_weather{"city": "Paris"}', calls=WEATHER),
+    Transcript("mistral", "spaced", "[TOOL_CALLS] now [ARGS] {}", calls=[("now", {})]),
     Transcript("mistral", "doubled marker", "[TOOL_CALLS][TOOL_CALLS]now[ARGS]{}", calls=[("now", {})]),
     Transcript(
         "mistral", "the old way", f"[TOOL_CALLS] [{JSON_OF_WEATHER}, {JSON_OF_WEATHER}]", calls=WEATHER * 2
@@ -285,6 +290,14 @@ WRITTEN: tuple[Transcript, ...] = (
         "<parameter=exact>\nTrue\n</parameter>\n<parameter=limit>\nNone\n</parameter>\n</function>\n</tool_call>",
         calls=[("get_weather", {"city": "5", "days": 5, "exact": True, "limit": None})],
     ),
+    Transcript(
+        "qwen3_coder", "no end of the function",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</tool_call>\n<tool_call>\n<function=now>\n"
+        "</function>\n</tool_call>",
+        calls=[*WEATHER, ("now", {})],
+    ),
+    lost("qwen3_coder", "no end of the value", "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</function>\n</tool_call>"),
+    lost("qwen3_coder", "no end of a function without values", "<tool_call>\n<function=now>\n</tool_call>"),
     lost("qwen3_coder", "no name", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
     lost("qwen3_coder", "prose", "Use <function=f for that, and <function=g> too. So it is."),
     # --- other tags
