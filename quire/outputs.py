@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 
 @dataclass(slots=True)
@@ -40,15 +41,74 @@ class Answer:
 
 
 PositionLogprobs = dict[int, Logprob]
-"""Token id -> Logprob at one position: the chosen token first, then the most likely ones."""
+"""Token id -> Logprob at one position: the chosen token first, then the most likely ones, or those asked for."""
+
+
+@dataclass(slots=True)
+class FlatLogprobs(Sequence[PositionLogprobs]):
+    """Logprobs of many positions in a few long lists; as a sequence, a dict per position.
+
+    Position i has the entries `start_indices[i]` to `end_indices[i]` of the other lists, and none if it has no logprobs
+    (the first of a prompt). Thousands of dicts of objects would keep the garbage collector busy.
+    """
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
+    decoded_tokens: list[str | None] = field(default_factory=list)
+    token_bytes: list[bytes | None] = field(default_factory=list)
+
+    def append(self, position: PositionLogprobs | None) -> None:
+        """Add a position; None has no entries."""
+        self.start_indices.append(len(self.token_ids))
+        for token_id, logprob in (position or {}).items():
+            self.token_ids.append(token_id)
+            self.logprobs.append(logprob.logprob)
+            self.ranks.append(logprob.rank)
+            self.decoded_tokens.append(logprob.decoded_token)
+            self.token_bytes.append(logprob.token_bytes)
+        self.end_indices.append(len(self.token_ids))
+
+    def extend(self, positions: Iterable[PositionLogprobs | None]) -> None:
+        """Add several positions."""
+        for position in positions:
+            self.append(position)
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> PositionLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> FlatLogprobs: ...
+    def __getitem__(self, index: int | slice) -> PositionLogprobs | FlatLogprobs:
+        if isinstance(index, slice):
+            part = FlatLogprobs()
+            part.extend(self[i] for i in range(*index.indices(len(self))))
+            return part
+        entries = slice(self.start_indices[index], self.end_indices[index])
+        columns = (self.logprobs, self.ranks, self.decoded_tokens, self.token_bytes)
+        rows = zip(*(column[entries] for column in columns), strict=True)
+        return {i: Logprob(*row) for i, row in zip(self.token_ids[entries], rows, strict=True)}
+
+    def __add__(self, other: Iterable[PositionLogprobs | None]) -> FlatLogprobs:
+        joined = self[:]
+        joined.extend(other)
+        return joined
+
+
+Positions = list[PositionLogprobs] | FlatLogprobs
+PromptPositions = list[PositionLogprobs | None] | FlatLogprobs
 
 
 @dataclass(slots=True)
 class CompletionOutput:
     """One completion of a prompt.
 
-    `finish_reason` is "stop", "length", "abort", "timeout" or "error", None while running; `stop_reason` is the
-    stop string or stop token id that matched, None for end-of-sequence, and what went wrong after an "error".
+    `finish_reason` is "stop", "length", "repetition", "abort", "timeout" or "error", None while running; `stop_reason`
+    is the stop string or stop token id that matched, None for end-of-sequence, and what went wrong after an "error".
     `answer` is what `LLM.chat` reads in the text.
     """
 
@@ -56,7 +116,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: Positions | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     answer: Answer | None = None
@@ -98,6 +158,29 @@ def _first(times: Iterable[float]) -> float:
 
 
 @dataclass(slots=True)
+class BeamSearchSequence:
+    """One sequence of a beam search: its tokens with those of the prompt, and the text of all of them.
+
+    `logprobs` are of the generated tokens, and `cum_logprob` is their sum.
+    """
+
+    orig_prompt: str | None
+    tokens: list[int]
+    logprobs: list[PositionLogprobs]
+    cum_logprob: float
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The sequences of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """The state of one request: its prompt and one `CompletionOutput` for each of its `n` completions."""
 
@@ -106,7 +189,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: PromptPositions | None = None
     num_cached_tokens: int = 0
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
 
@@ -124,10 +207,14 @@ class RequestOutput:
                 self.outputs.append(dataclasses.replace(new))
 
 
+def _joined(mine: Positions, new: Positions) -> Positions:
+    return mine + new if isinstance(mine, FlatLogprobs) else mine + list(new)
+
+
 def _extend(mine: CompletionOutput, new: CompletionOutput) -> None:
     mine.text += new.text
     mine.token_ids = mine.token_ids + new.token_ids
     mine.cumulative_logprob = new.cumulative_logprob
     if new.logprobs is not None:
-        mine.logprobs = (mine.logprobs or []) + new.logprobs
+        mine.logprobs = new.logprobs if mine.logprobs is None else _joined(mine.logprobs, new.logprobs)
     mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from operator import attrgetter
 from typing import Any, Generic, TypeVar, cast
 
 from quire.errors import ConfigError
@@ -125,9 +126,9 @@ def load_general_plugins() -> None:
 
 
 def import_place(place: str) -> Any:
-    """The object at "module:Name"."""
+    """The object at "module:Name"; the name may have dots."""
     module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
+    return attrgetter(name)(import_module(module))
 
 
 def _load(group: str, name: str) -> tuple[object, str]:

@@ -16,7 +16,25 @@ from typing import Any
 
 import msgspec
 
+from quire.beam_search_params import BeamSearchParams
 from quire.errors import ValidationError
+from quire.sampling_extras import (
+    MAX_LOGPROB_TOKEN_IDS,
+    RepetitionDetectionParams,
+    ThinkingMarkers,
+    check_bad_words,
+    check_extra_args,
+    checked_bad_words_token_ids,
+    checked_repetition_detection,
+)
+
+__all__ = [
+    "BeamSearchParams",
+    "RepetitionDetectionParams",
+    "RequestOutputKind",
+    "SamplingParams",
+    "ThinkingMarkers",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +79,28 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         min_tokens: no end-of-sequence or stop token before this many tokens.
         logprobs: number of most likely tokens reported per position (plus the chosen one); -1 is all.
         prompt_logprobs: the same for the prompt's positions.
+        logprob_token_ids: report the logprobs of these tokens in place of the most likely ones, at most 128;
+            `logprobs`, if given, must be their number.
+        flat_logprobs: give logprobs as `FlatLogprobs`, which are cheaper in large numbers than a dict per position.
         detokenize: produce text; without it only token ids are returned.
         skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: only True, which is how the tokenizers here decode.
         shown_special_token_ids: those that stay in it all the same, such as the markers of tool calls.
         include_stop_str_in_output: keep the stop string in the text.
         output_kind: cumulative, delta or final-only outputs.
+        stream_interval: tokens that are gathered before an output is passed on, after the first.
         logit_bias: added to the logits of these token ids, each in [-100, 100].
         allowed_token_ids: only these tokens may be generated.
+        extra_args: for custom logits processors, who alone know what they mean; plain data.
+        bad_words: words that are not generated, with or without a leading space; at most 128 token sequences.
+        skip_reading_prefix_cache: compute the whole prompt; always so where `prompt_logprobs` are wanted.
+        thinking_token_budget: tokens that a section of reasoning may have before its end is forced; None or -1 is
+            any number.
+        repetition_detection: end a text that repeats itself, with finish_reason "repetition".
+        bad_words_token_ids: the same as `bad_words` in token ids, to which the engine adds those of the words.
+        thinking_markers: what opens and closes the reasoning; None is what the engine knows of the model.
+        logits_processors: callables (prompt_ids, output_ids, logits [V]) -> logits or None (changed in place), for an
+            engine whose core is in the caller's process.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range; `param` names it.
@@ -89,12 +122,24 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    extra_args: dict[str, Any] | None = None
+    bad_words: Sequence[str] = ()
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    thinking_markers: ThinkingMarkers | None = None
+    logits_processors: Any = ()
     shown_special_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -103,12 +148,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             self._set(name, _checked_float(name, getattr(self, name), low, high))
         for name, low_int, high_int in _INT_RANGES:
             _check_int(name, getattr(self, name), low_int, high_int)
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise ValidationError(
                     f"{name} must be true or false, got {getattr(self, name)!r}", param=name
                 )
         self._check_lists()
+        self._check_extras()
         self._check_relations()
         self._settle_temperature()
 
@@ -129,6 +175,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             self._set("seed", None)
         if self.top_k == -1:
             self._set("top_k", 0)
+        if self.thinking_token_budget == -1:
+            self._set("thinking_token_budget", None)
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(getattr(self, name), bool):
                 self._set(name, 1 if getattr(self, name) else None)
@@ -152,7 +200,41 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         if self.logit_bias is not None:
             self._set("logit_bias", _checked_logit_bias(self.logit_bias))
 
+    def _check_extras(self) -> None:
+        self._set("bad_words", _as_tuple("bad_words", self.bad_words, str))
+        check_bad_words(self.bad_words)
+        self._set("bad_words_token_ids", checked_bad_words_token_ids(self.bad_words_token_ids))
+        self._set("repetition_detection", checked_repetition_detection(self.repetition_detection))
+        if self.extra_args is not None:
+            check_extra_args(self.extra_args)
+        if self.logprob_token_ids is not None:
+            ids = dict.fromkeys(_as_tuple("logprob_token_ids", self.logprob_token_ids, int))
+            self._set("logprob_token_ids", tuple(ids))
+        self._set("logits_processors", tuple(self.logits_processors or ()))
+        if not all(map(callable, self.logits_processors)):
+            raise ValidationError("logits_processors must be callables", param="logits_processors")
+        if self.skip_reading_prefix_cache not in (None, True, False):
+            raise ValidationError(
+                "skip_reading_prefix_cache must be true or false", param="skip_reading_prefix_cache"
+            )
+
     def _check_relations(self) -> None:
+        listed = self.logprob_token_ids
+        if listed is not None and not 1 <= len(listed) <= MAX_LOGPROB_TOKEN_IDS:
+            raise ValidationError(
+                f"logprob_token_ids has {len(listed)} ids, the limits are 1 and {MAX_LOGPROB_TOKEN_IDS}",
+                param="logprob_token_ids",
+            )
+        if listed is not None and self.logprobs not in (None, len(listed)):
+            raise ValidationError(
+                f"logprobs is {self.logprobs}, and logprob_token_ids has {len(listed)} ids: leave logprobs out",
+                param="logprobs",
+            )
+        if not self.spaces_between_special_tokens:
+            raise ValidationError(
+                "spaces_between_special_tokens must be true: the tokenizers here decode in one way",
+                param="spaces_between_special_tokens",
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValidationError(
                 f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens})",
@@ -188,12 +270,26 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         return copied
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Whether logprobs of what is generated are reported."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
     def num_listed_ids(self) -> int:
         """Token ids that are listed one by one, of which every sequence keeps its own table."""
         return len(self.stop_token_ids) + len(self.allowed_token_ids or ()) + len(self.logit_bias or ())
 
+    @staticmethod
+    def from_optional(**values: Any) -> SamplingParams:
+        """With the default in the place of each value that is None."""
+        return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+
 
 _GREEDY = (("temperature", 0.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
+_BOOLS = (
+    "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "flat_logprobs",
+    "spaces_between_special_tokens",
+)  # fmt: skip
 _FLOAT_RANGES = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
@@ -210,12 +306,16 @@ _INT_RANGES = (
     ("min_tokens", 0, INT64_MAX),
     ("logprobs", -1, INT64_MAX),
     ("prompt_logprobs", -1, INT64_MAX),
+    ("stream_interval", 1, INT64_MAX),
+    ("thinking_token_budget", 0, INT64_MAX),
+)
+_OPTIONAL_INTS = frozenset(
+    {"seed", "max_tokens", "logprobs", "prompt_logprobs", "stream_interval", "thinking_token_budget"}
 )
 RANGES: dict[str, tuple[float, float]] = {
     name: (low, high) for name, low, high in (*_FLOAT_RANGES, *_INT_RANGES)
 }
 """Least and greatest value of each number, for those who describe the fields."""
-_OPTIONAL_INTS = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
 
 
 def _checked_float(name: str, value: object, low: float, high: float) -> float:

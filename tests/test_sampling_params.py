@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from quire.errors import ValidationError
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import RepetitionDetectionParams, SamplingParams, ThinkingMarkers
 
 
 @pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
@@ -36,7 +38,17 @@ def test_a_clone_differs_and_is_checked() -> None:
 
 def test_it_crosses_the_wire_unchanged() -> None:
     params = SamplingParams(
-        stop=["a", "b"], stop_token_ids=[1, 1, 2], allowed_token_ids=[5], logit_bias={1: 2}
+        stop=["a", "b"],
+        stop_token_ids=[1, 1, 2],
+        allowed_token_ids=[5],
+        logit_bias={1: 2},
+        bad_words=["a", "b c"],
+        bad_words_token_ids=[[1, 2], [3]],
+        logprob_token_ids=[4, 4, 5],
+        thinking_token_budget=3,
+        thinking_markers=ThinkingMarkers((1,), (2, 3)),
+        repetition_detection={"max_pattern_size": 3, "min_count": 2},
+        extra_args={"a": [1, None, {"b": 0.5}]},
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
@@ -45,3 +57,40 @@ def test_stop_strings_are_bounded_in_all() -> None:
     SamplingParams(stop=["x" * 2048, "y" * 2048])
     with pytest.raises(ValidationError, match="4097 characters in all"):
         SamplingParams(stop=["x" * 2048, "y" * 2049])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words_token_ids": [[]]}, "bad_words_token_ids"),
+        ({"bad_words_token_ids": [[1.0]]}, "bad_words_token_ids"),
+        ({"bad_words_token_ids": [[i, i] for i in range(129)]}, "bad_words"),
+        ({"bad_words_token_ids": [[1] * 513]}, "bad_words"),
+        ({"logprob_token_ids": []}, "logprob_token_ids"),
+        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids"),
+        ({"logprob_token_ids": [1, 2], "logprobs": 1}, "logprobs"),
+        ({"stream_interval": 0}, "stream_interval"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"repetition_detection": {"max_pattern_size": 2, "min_count": 1}}, "repetition_detection"),
+        ({"repetition_detection": {"min_pattern_size": 2}}, "repetition_detection"),
+        ({"repetition_detection": 3}, "repetition_detection"),
+        ({"extra_args": {"a": 2**64}}, "extra_args"),
+        ({"extra_args": {1: 2}}, "extra_args"),
+        ({"extra_args": {"a": print}}, "extra_args"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
+        ({"skip_reading_prefix_cache": "yes"}, "skip_reading_prefix_cache"),
+        ({"logits_processors": ["name"]}, "logits_processors"),
+    ],
+    ids=str,
+)
+def test_what_is_out_of_range_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        SamplingParams(**fields)
+    assert caught.value.param == param
+    assert param in str(caught.value)
+
+
+def test_what_asks_for_nothing_is_none() -> None:
+    params = SamplingParams(thinking_token_budget=-1, repetition_detection=RepetitionDetectionParams())
+    assert params == SamplingParams.from_optional(top_p=None, n=1)

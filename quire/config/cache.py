@@ -8,6 +8,8 @@ from quire.config.fields import Config, option
 from quire.errors import ConfigError
 
 GIB = 2**30
+MAX_SHARE = 0.92
+"""Of the memory, unless another is given; the rest is for what nobody can count."""
 
 
 @dataclass(frozen=True)
@@ -15,10 +17,10 @@ class CacheConfig(Config):
     """Size and sharing of the KV cache."""
 
     block_size: int = option(16, "Tokens per KV cache block.", ge=1, le=1024)
-    gpu_memory_utilization: float = option(
-        0.92,
-        "Share that quire may use: of a GPU's memory, weights included; on a CPU, of the memory that is free after "
-        "loading.",
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Share of a GPU's memory, weights included (default: 0.92), or on a CPU of what is free after loading "
+        "(default: 0.5).",
         gt=0.0,
         le=1.0,
     )
@@ -48,6 +50,11 @@ class CacheConfig(Config):
         "recompute: dropped; auto: the faster.",
         choices=("auto", "swap", "recompute"),
     )
+
+    @property
+    def memory_share(self) -> float:
+        """The most of the memory that may be used."""
+        return MAX_SHARE if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     @property
     def swap_space_bytes(self) -> int:

@@ -34,6 +34,21 @@ class ModelConfig(Config):
         words=(("auto", -1),),
     )
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: the whole vocabulary.", ge=-1)
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        "What logprobs are: the model's own (raw) or those that the choice is made from, as logprobs or logits.",
+        choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
+    )
+    logits_processors: tuple[str, ...] = option(
+        (),
+        "Logits processors for all requests, each as module:Class (see quire.logits_processors).",
+    )
+    reasoning_start_str: str = option(
+        "", "What opens a section of reasoning; empty: <think>, if that is a token of the model."
+    )
+    reasoning_end_str: str = option(
+        "", "What closes a section of reasoning; empty: </think>, if that is a token of the model."
+    )
     skip_tokenizer_init: bool = option(False, "Work on token ids only: no tokenizer is loaded.")
     hf_overrides: dict[str, Any] = option({}, "JSON object merged over the model's config.json.")
     generation_config: str = option(

@@ -10,22 +10,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import CoreClient, ProcessClient, closed_on_error, make_clients
 from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.messages import CoreMessage
 from quire.engine.output_stream import OutputStream
+from quire.engine.sleep import check_level, check_mode, check_tags
 from quire.engine.startup import prepare
 from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Supervisor, Verdict
 from quire.engine.tokenizer import beside_loop
-from quire.errors import EngineDeadError, EngineError, QuireError, StartupError, UnavailableError
+from quire.errors import (
+    ConflictError,
+    EngineDeadError,
+    EngineError,
+    QuireError,
+    StartupError,
+    UnavailableError,
+)
 from quire.inputs import PromptType
 from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
@@ -34,6 +43,9 @@ from quire.scheduler.explain import Explanation
 from quire.scheduler.output import SchedulerStats
 
 logger = logging.getLogger(__name__)
+
+IDLE_POLL_S = 0.02
+"""How often who waits for all requests to end looks whether they have."""
 
 
 class AsyncLLM:
@@ -49,7 +61,9 @@ class AsyncLLM:
         self._supervisor = Supervisor(resume=config.supervision.on_core_death == "resume")
         self._clients = make_clients(config, num_cores, in_process=in_process)  # they load while this goes on
         with closed_on_error(self._clients):
-            self._front_end = FrontEnd(config, strict_length=True, num_cores=num_cores)
+            self._front_end = FrontEnd(
+                config, strict_length=True, takes_callables=in_process, num_cores=num_cores
+            )
         self.tokenizer = self._front_end.tokenizer
         self.input_processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
@@ -58,6 +72,7 @@ class AsyncLLM:
         self._restarts: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
+        self._bedtime = asyncio.Lock()
 
     @staticmethod
     def start(config: EngineConfig, *, in_process: bool = False) -> AsyncLLM:
@@ -106,7 +121,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: PromptType,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | BeamSearchParams,
         request_id: str,
         *,
         priority: int = 0,
@@ -118,21 +133,24 @@ class AsyncLLM:
 
         `request_id` is a label: outputs carry it, `abort` takes it, and it need not be unique. `priority` (lower
         first) needs the priority policy; `tenant` is whose share the request takes under the fair one. `timeout_s`
-        seconds after it was queued it ends with finish_reason "timeout" and what it has by then. With
+        seconds after it came, tokenizing included, it ends with finish_reason "timeout" and what it has by then. With
         `otlp_traces_endpoint` its span goes on from `trace_headers`: W3C `traceparent` and `tracestate`.
 
         Raises:
             ValidationError: before the first output, for a prompt or parameter that cannot be honoured.
-            UnavailableError: the queue is full.
+            UnavailableError: the queue is full, or the engine sleeps.
             EngineDeadError: the engine died; UnavailableError, EngineError: a core did, and this request does not go on
                 in another.
         """
+        arrived = self._front_end.clock()
         self._ensure_pumps()
         await self.check_health()
         self.check_admission(sampling_params.n)
         tokenized = await self._tokenize(prompt)
         self.check_admission(sampling_params.n, sampling_params.n * len(tokenized.token_ids))
-        stream = OutputStream(delta=sampling_params.output_kind is RequestOutputKind.DELTA)
+        # A beam search has one output, at the end.
+        kind = None if isinstance(sampling_params, BeamSearchParams) else sampling_params.output_kind
+        stream = OutputStream(delta=kind is RequestOutputKind.DELTA)
         name, messages = self._front_end.submit(
             request_id,
             tokenized,
@@ -142,10 +160,11 @@ class AsyncLLM:
             tenant=tenant,
             timeout_s=timeout_s,
             trace_headers=trace_headers,
+            arrived=arrived,
         )
         try:
             self._send(messages)
-            self._set_timer()
+            self._expire()  # its time may be over already
             while True:
                 output = await stream.get()
                 yield output
@@ -178,6 +197,61 @@ class AsyncLLM:
             await self._call(core, "check_integrity")
             stats.append(msgspec.convert(await self._call(core, "stats"), SchedulerStats))
         return stats
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether anything of the engine sleeps, or is about to, so that it takes no requests."""
+        return bool(self._front_end.rest) or self._front_end.dozes
+
+    @property
+    def asleep(self) -> list[str]:
+        """The tags that sleep."""
+        return sorted(self._front_end.rest.asleep)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Stop until `wake_up`, and give memory back: at level 0 none, at 1 the KV cache's, at 2 the weights' too.
+
+        Requests in flight end (`mode` "abort"), are waited for ("wait") or go on when the engine wakes ("keep").
+        Calling it while asleep goes deeper, or does nothing.
+
+        Raises:
+            ValidationError: there is no such level or mode.
+            UnavailableError: a core is loading.
+            ConflictError: the engine was woken while it waited for requests.
+        """
+        level, mode = check_level(level), check_mode(mode)
+        self._ensure_pumps()
+        self._front_end.check_can_sleep()
+        self._front_end.dozes = True
+        try:
+            if mode == "abort":
+                await self.abort(self.labels())
+            elif mode == "wait":
+                await self._until_idle()
+            async with self._bedtime:
+                answers, messages = self._front_end.sleep(level)
+                self._send(messages)
+                await asyncio.gather(*map(asyncio.wrap_future, answers))
+        finally:
+            self._front_end.dozes = False
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Have everything again, or of "weights", "kv_cache" and "scheduling" these; without effect while awake.
+
+        Steps are planned again once nothing else sleeps.
+
+        Raises:
+            ValidationError: there is no such tag.
+            ConflictError: one of them needs what would still sleep.
+            EngineError: the weights cannot be loaded, or memory is short; what could not wake sleeps on.
+        """
+        wanted = check_tags(tags)
+        self._ensure_pumps()
+        async with self._bedtime:
+            rest, answers, messages = self._front_end.wake_up(wanted)
+            self._send(messages)
+            await asyncio.gather(*map(asyncio.wrap_future, answers))
+            self._front_end.rest = rest
 
     async def explain(self, request_id: str) -> list[Explanation]:
         """Why the requests of this label wait or waited, for each of their sequences.
@@ -241,6 +315,14 @@ class AsyncLLM:
     def _send(self, messages: list[Outgoing]) -> None:
         for core, message in messages:
             self._clients[core].send(message)
+
+    async def _until_idle(self) -> None:
+        """Wait until no request is in flight."""
+        while self._front_end.num_unfinished:
+            await asyncio.sleep(IDLE_POLL_S)
+            await self.check_health()
+            if not (self._front_end.dozes or self._front_end.rest):
+                raise ConflictError("the engine was woken before its requests had ended")
 
     def _set_timer(self) -> None:
         """One timer, for the deadline that comes first."""

@@ -31,9 +31,10 @@ from quire.engine.messages import (
 )
 from quire.engine.progress import Progress, followed
 from quire.engine.recorder import recorded
+from quire.engine.sleeper import Sleeper
 from quire.engine.step_loop import Clock, make_loop
 from quire.engine.trace import create_trace
-from quire.errors import ClientError, EngineDeadError
+from quire.errors import ClientError, EngineDeadError, StartupError
 from quire.executor.base import Executor, resolve_executor
 from quire.kv_cache.sizing import settle_max_model_len, size_kv_cache
 from quire.plugins import load_general_plugins
@@ -42,6 +43,9 @@ from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import resolve_scheduler
 
 logger = logging.getLogger(__name__)
+
+VITAL = frozenset({"sleep", "wake_up"})
+"""Utilities that leave scheduler and worker apart when they fail in the middle."""
 
 
 class EngineCore:
@@ -74,13 +78,16 @@ class EngineCore:
             self.scheduler = recorded(self.scheduler, self._trace)
         executor = self.executor if progress is None else followed(self.executor, progress)
         self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
+        sleeper = Sleeper(self.scheduler, self.executor, self._loop, clock, self._tell, progress)
         self.utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,
             "stats": self.scheduler.stats,
             "explain": self.explain,
+            "sleep": sleeper.sleep,
+            "wake_up": sleeper.wake_up,
         }
-        self._refused: list[RequestUpdate] = []
+        self._untold: list[RequestUpdate] = []
         self.ready = CoreReady(
             num_blocks=kv_config.num_blocks,
             block_size=config.cache.block_size,
@@ -91,7 +98,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """True while a step would do something, be it to say that the core is dead."""
-        return bool(self._refused) or self.scheduler.has_work() or self._failure is not None
+        return bool(self._untold) or self.scheduler.has_work() or self._failure is not None
 
     def step(self) -> EngineCoreOutputs:
         """One turn of the loop; returns every request's news.
@@ -100,8 +107,7 @@ class EngineCore:
             EngineDeadError: the core failed before.
         """
         with self._all_or_dead():
-            updates = self._refused + self._loop.step()
-            self._refused = []
+            updates, self._untold = self._untold + self._loop.step(), []
             self._publish_events()
             return EngineCoreOutputs(updates, self.scheduler.stats(), self._clock())
 
@@ -126,9 +132,8 @@ class EngineCore:
         try:
             self.scheduler.add_request(request_of(message), self._clock())
         except ClientError as error:
-            self._refused.append(
-                RequestUpdate(message.request_id, [], finish_reason="error", error=str(error))
-            )
+            refusal = RequestUpdate(message.request_id, [], finish_reason="error", error=str(error))
+            self._tell([refusal])
 
     def explain(self, request_id: str) -> Explanation | None:
         """Why a request waits or waited; None if the core does not know it."""
@@ -153,13 +158,21 @@ class EngineCore:
             self._failure = failure
             raise
 
+    def _tell(self, updates: list[RequestUpdate]) -> None:
+        """Publish this with the next step."""
+        self._untold += updates
+
     def _call_utility(self, call: UtilityCall) -> UtilityResult:
-        """A call that fails costs only itself."""
+        """A call that fails costs only itself, unless it is vital."""
         if call.method not in self.utilities:
             return UtilityResult(call.call_id, error=f"the core has no utility {call.method!r}")
         try:
             result = msgspec.to_builtins(self.utilities[call.method](*call.args))
+        except ClientError as error:
+            return UtilityResult(call.call_id, error=str(error))
         except Exception as error:
+            if call.method in VITAL and not isinstance(error, StartupError):
+                raise
             logger.exception("the utility %r failed", call.method)
             what = f"{type(error).__name__}; see the engine core's log for the traceback"
             return UtilityResult(call.call_id, error=f"the utility {call.method!r} failed: {what}")

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 IDLE_POLL_MS = 1000
 SEND_TIMEOUT_MS = 1000
 LINGER_MS = 1000
+MAX_CHECKED_BLOCKS = 100_000
+"""A larger cache is not checked when the core is idle: a request that comes then would wait for it, 0.2 s and more."""
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """They reach whole groups of processes (Ctrl-C, a closed terminal, a service manager); a core ends when told to."""
 
@@ -63,12 +65,12 @@ class CoreProcess:
 
     def _serve(self, core: EngineCore) -> None:
         """Step while there is work; whenever that is followed by IDLE_POLL_MS without any, look whether all is well."""
-        unchecked = False
+        unchecked, can_check = False, core.ready.num_blocks <= MAX_CHECKED_BLOCKS
         while self._handle_messages(core):
             self._progress.turn()
             if core.has_work():
                 self._send(core.step())
-                unchecked = True
+                unchecked = can_check
             elif unchecked:
                 core.scheduler.check_integrity()
                 unchecked = False

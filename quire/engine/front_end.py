@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
+from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineConfig
+from quire.engine.beam_searches import BeamSearches
 from quire.engine.core_ids import CoreIds
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
 from quire.engine.messages import (
@@ -32,9 +34,10 @@ from quire.engine.messages import (
 )
 from quire.engine.output_processor import OutputProcessor, Sink
 from quire.engine.queue_limits import check_queue
+from quire.engine.sleep import Rest
 from quire.engine.startup import load_tokenizer
 from quire.engine.utility_calls import UtilityCalls
-from quire.errors import NotFoundError, QueueFullError, QuireError, ValidationError
+from quire.errors import NotFoundError, QueueFullError, QuireError, UnavailableError, ValidationError
 from quire.metrics.stats import STAT_LOGGERS
 from quire.metrics.told import StatLoggers
 from quire.metrics.tracing import make_tracers
@@ -44,6 +47,13 @@ from quire.scheduler.explain import Explanation
 
 Outgoing = tuple[int, CoreRequest]
 """The index of a core, and a message for it."""
+
+
+class Terms(TypedDict):
+    """On whose account, and how urgently."""
+
+    priority: int
+    tenant: str
 
 
 @dataclass(frozen=True)
@@ -60,12 +70,14 @@ class FrontEnd:
 
     Args:
         config: as `prepare` has settled it.
-        strict_length: see `InputProcessor`.
+        strict_length, takes_callables: see `InputProcessor`.
         clock: monotonic seconds, as the cores count them.
 
     Attributes:
         config: with the context length that the cores have settled, once all of them are ready.
         dead_error: what ended the engine.
+        rest: what of the engine sleeps.
+        dozes: whether it takes no requests because it is about to sleep.
 
     Raises:
         ModelLoadError: from the constructor; the tokenizer cannot be loaded.
@@ -76,6 +88,7 @@ class FrontEnd:
         config: EngineConfig,
         *,
         strict_length: bool,
+        takes_callables: bool = False,
         num_cores: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,12 +96,19 @@ class FrontEnd:
         self.clock = clock
         self.tokenizer = load_tokenizer(config)
         self.input_processor = InputProcessor(
-            config, self.tokenizer, strict_length=strict_length, clock=clock
+            config,
+            self.tokenizer,
+            strict_length=strict_length,
+            takes_callables=takes_callables,
+            clock=clock,
         )
         self.output_processor = OutputProcessor(self.tokenizer)
+        self._beam_searches = BeamSearches(self.tokenizer)
         plugged_in = [make(config) for make in STAT_LOGGERS.resolve_all()]
         self.stat_loggers = StatLoggers([*make_tracers(config), *plugged_in])
         self.dead_error: QuireError | None = None
+        self._rest = Rest()
+        self.dozes = False
         self._ready: list[CoreReady | None] = [None] * num_cores
         self._num_unfinished = [0] * num_cores
         self._core_ids = CoreIds()
@@ -110,7 +130,7 @@ class FrontEnd:
     @property
     def num_unfinished(self) -> int:
         """Sequences whose end has not been published yet."""
-        return self.output_processor.num_unfinished
+        return self.output_processor.num_unfinished + self._beam_searches.num_unfinished
 
     @property
     def core_ready(self) -> CoreReady | None:
@@ -118,8 +138,8 @@ class FrontEnd:
         return self._ready[0] if None not in self._ready else None
 
     def expects(self, core: int) -> bool:
-        """Whether there must be more messages of this core: it has requests, or owes an answer."""
-        return bool(self._num_unfinished[core] or self._calls.owed_by(core))
+        """Whether there must be more messages of this core: it is awake and has requests, or owes an answer."""
+        return bool((self._num_unfinished[core] and not self.rest) or self._calls.owed_by(core))
 
     def labels(self) -> list[str]:
         """Of unfinished requests, oldest first."""
@@ -134,12 +154,24 @@ class FrontEnd:
         if self.dead_error is not None:
             raise self.dead_error
 
+    @property
+    def rest(self) -> Rest:
+        """What of the engine sleeps."""
+        return self._rest
+
+    @rest.setter
+    def rest(self, rest: Rest) -> None:
+        self._rest = rest
+        self.stat_loggers.rested(rest.state)
+
     def check_admission(self, num_sequences: int, num_prompt_tokens: int) -> None:
         """Whether so much may join the queue, of which nothing is kept.
 
         Raises:
             QueueFullError: not now; says what waits and which limit it meets.
+            UnavailableError: the engine sleeps.
         """
+        self._check_awake()
         try:
             check_queue(
                 self.config.scheduler, self.output_processor.waiting, num_sequences, num_prompt_tokens
@@ -154,34 +186,43 @@ class FrontEnd:
         self,
         label: str,
         prompt: TokenizedPrompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         sink: Sink,
         *,
         priority: int = 0,
         tenant: str = "",
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        arrived: float | None = None,
     ) -> tuple[str, list[Outgoing]]:
         """Check a request and give it to the core that has the fewest sequences.
 
-        `trace_headers` come back in the statistics of its end. Returns a name for `release`, which no other request
-        has, and what to send.
+        It has `timeout_s` seconds from when it `arrived`, by the engine's clock; None: now. `trace_headers` come back
+        in the statistics of its end. Returns a name for `release`, which no other request has, and what to send.
 
         Raises:
             ValidationError: the prompt or a parameter cannot be honoured; nothing was queued.
+            UnavailableError: the engine sleeps.
             QuireError: the engine is dead; also if it died while the prompt was tokenized.
         """
         self.check_health()
+        self._check_awake()
         _check_timeout(timeout_s)
         name = self._core_ids.new(label)
-        requests = self.input_processor.process(name, prompt, params, priority=priority, tenant=tenant)
+        watched, terms = self._watched(name, sink), Terms(priority=priority, tenant=tenant)
+        if isinstance(params, BeamSearchParams):
+            first, params = self.input_processor.process_beam_search(name, prompt, params, **terms)
+            core_ids, messages = self._beam_searches.add(label, prompt, first, params, watched, trace_headers)
+        else:
+            requests = self.input_processor.process(name, prompt, params, **terms)
+            self.output_processor.add_request(label, prompt, requests, watched, trace_headers)
+            core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
         core = min(range(len(self._num_unfinished)), key=self._num_unfinished.__getitem__)
-        flight = _Flight(label, core, [request.request_id for request in requests])
-        self.output_processor.add_request(label, prompt, requests, self._watched(name, sink), trace_headers)
-        self._take_off(name, flight)
+        self._take_off(name, _Flight(label, core, core_ids))
         if timeout_s is not None:
-            heapq.heappush(self._deadlines, (self.clock() + timeout_s, name))
-        return name, [(core, add_message(requests))]
+            came = self.clock() if arrived is None else arrived
+            heapq.heappush(self._deadlines, (came + timeout_s, name))
+        return name, [(core, message) for message in messages]
 
     def abort(self, labels: str | Iterable[str]) -> list[Outgoing]:
         """End all requests of these labels with finish_reason "abort"; unknown labels are ignored."""
@@ -211,9 +252,12 @@ class FrontEnd:
     def take_in(self, core: int, message: CoreMessage) -> list[Outgoing]:
         """Act on a core's message."""
         if isinstance(message, EngineCoreOutputs):
-            ends, stats = self.output_processor.process(message, message.timestamp or self.clock())
+            now = message.timestamp or self.clock()
+            ends, stats = self.output_processor.process(message, now)
+            messages = self._beam_searches.process(message.updates, now, stats)
             self.stat_loggers.record(stats, message.stats, core)
-            return [(core, AbortRequests(ids, reason)) for reason, ids in ends.items()]
+            messages += [AbortRequests(ids, reason) for reason, ids in ends.items()]
+            return [(core, one) for one in messages]
         if isinstance(message, UtilityResult):
             self._calls.answer(message)
         elif isinstance(message, CoreReady):
@@ -231,6 +275,36 @@ class FrontEnd:
         self.check_health()
         answer, message = self._calls.start(core, method, args)
         return answer, [(core, message)]
+
+    def check_can_sleep(self) -> None:
+        """Raises UnavailableError: a core is loading."""
+        self.check_health()
+        if self.core_ready is None:
+            raise UnavailableError("the engine cannot sleep before it is ready", retry_after=2)
+
+    def sleep(self, level: int) -> tuple[list[Future[Any]], list[Outgoing]]:
+        """Put all cores to sleep, with the requests that they have; a core that takes another's place sleeps, too.
+
+        Raises:
+            UnavailableError: a core is not ready.
+        """
+        self.check_can_sleep()
+        self.rest = self.rest.deeper(level)
+        return self._call_all("sleep", level)
+
+    def wake_up(self, tags: Sequence[str]) -> tuple[Rest, list[Future[Any]], list[Outgoing]]:
+        """Wake all cores; the `Rest` is to be kept as `rest` once they have answered.
+
+        Raises:
+            ConflictError: one of the tags needs what would still sleep.
+        """
+        self.check_health()
+        self.dozes = False
+        return self.rest.without(tags), *self._call_all("wake_up", list(tags))
+
+    def _call_all(self, method: str, *args: Any) -> tuple[list[Future[Any]], list[Outgoing]]:
+        calls = [self._calls.start(core, method, args) for core in range(len(self._ready))]
+        return [call for call, _ in calls], [(core, message) for core, (_, message) in enumerate(calls)]
 
     def in_flight(self, core: int) -> dict[str, list[str]]:
         """Name of each request that this core has -> core ids of its sequences."""
@@ -250,9 +324,14 @@ class FrontEnd:
         had happened. No message of the old core may be taken in any more.
         """
         flights = self.in_flight(core).values()
-        messages: list[CoreRequest] = []
-        messages += [add_message(self.output_processor.resume(core_ids)) for core_ids in flights]
-        messages += self._calls.owed_by(core)
+        owed = self._calls.owed_by(core)
+        messages: list[CoreRequest] = [
+            self._calls.start(core, method, args)[1] for method, args in self.rest.verbs()
+        ]
+        owners = (self.output_processor, self._beam_searches)
+        lost = [owner.resume(core_ids) for core_ids in flights for owner in owners]
+        messages += [add_message(requests) for requests in lost if requests]
+        messages += owed
         return [(core, message) for message in messages]
 
     def die(self, error: QuireError) -> None:
@@ -276,6 +355,10 @@ class FrontEnd:
 
         return deliver
 
+    def _check_awake(self) -> None:
+        if self.rest or self.dozes:
+            raise UnavailableError("the engine sleeps and takes no requests until it is woken", retry_after=2)
+
     def _take_off(self, name: str, flight: _Flight) -> None:
         self._flights[name] = flight
         self._names.update(dict.fromkeys(flight.core_ids, name))
@@ -296,7 +379,10 @@ class FrontEnd:
             by_core.setdefault(self._flights[self._names[core_id]].core, []).append(core_id)
         messages: list[Outgoing] = []
         for core, theirs in by_core.items():
-            ends, stats = self.output_processor.end(theirs, reason, self.clock())
+            now = self.clock()
+            ends, stats = self.output_processor.end(theirs, reason, now)
+            if beams := self._beam_searches.end(theirs, reason, now, stats):
+                ends[reason] = [*ends.get(reason, ()), *beams]
             if ends:
                 self.stat_loggers.record(stats, None, core)
             messages += [(core, AbortRequests(ended, why)) for why, ended in ends.items()]
@@ -305,7 +391,10 @@ class FrontEnd:
     def _fail(self, core: int, core_ids: list[str], error: QuireError) -> None:
         """End the requests of these sequences of a core with an error."""
         if core_ids:
-            self.stat_loggers.record(self.output_processor.fail(core_ids, error, self.clock()), None, core)
+            now = self.clock()
+            stats = self.output_processor.fail(core_ids, error, now)
+            self._beam_searches.fail(core_ids, error, now, stats)
+            self.stat_loggers.record(stats, None, core)
 
     def _settle(self) -> None:
         """Go on with the shortest context that a core has fitted to its memory."""

@@ -12,11 +12,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineConfig
+from quire.engine.listed_tokens import bad_words_token_ids, find_thinking_markers, indexed_ids
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ContextLengthError, ValidationError
 from quire.inputs import PromptType
+from quire.plugins import plugin_names
 from quire.sampling_params import SamplingParams
 
 MAX_SALT_CHARS = 128
@@ -41,6 +46,7 @@ class InputProcessor:
 
     Args:
         strict_length: refuse max_tokens beyond the whole context (a server).
+        takes_callables: the core is in this process, so that requests may bring code of their own.
         clock: monotonic seconds.
     """
 
@@ -50,12 +56,15 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         *,
         strict_length: bool,
+        takes_callables: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.default_sampling_params = _default_params(config)
         self._strict_length = strict_length
+        self._takes_callables = takes_callables
+        self._thinking_markers = find_thinking_markers(config, tokenizer)
         self._clock = clock
         self._seeds = random.Random(config.model.seed)
         self._eos_token_ids = _eos_token_ids(config, tokenizer)
@@ -147,6 +156,32 @@ class InputProcessor:
         forks = [Fork(f"{request_id}.{index}", _nth_seed(params, index)) for index in range(1, params.n)]
         return AddRequest(first, forks).requests()
 
+    def process_beam_search(
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        params: BeamSearchParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> tuple[EngineCoreRequest, BeamSearchParams]:
+        """What all beams of a search are made of, and its parameters, after all checks against the model.
+
+        Raises:
+            ValidationError: names the field, its value's problem and the limit.
+        """
+        mode, limit = self.config.model.logprobs_mode, self.config.model.max_logprobs
+        if mode.endswith("logits"):
+            raise ValidationError(f"a beam search adds up logprobs, and --logprobs-mode is {mode}")
+        if 0 <= limit < params.logprobs:
+            raise ValidationError(
+                f"logprobs is {params.logprobs}, the limit is {limit} (--max-logprobs)", param="logprobs"
+            )
+        plain = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, detokenize=False)
+        (first,) = self.process(request_id, prompt, plain, priority=priority, tenant=tenant)
+        max_tokens = first.sampling_params.max_tokens or params.max_tokens
+        return first, msgspec.structs.replace(params, max_tokens=max_tokens)
+
     def room(self, num_prompt_tokens: int) -> int:
         """Tokens that can follow a prompt of this length: a larger `max_tokens` means so many."""
         return self.config.model.max_model_len - num_prompt_tokens
@@ -206,12 +241,19 @@ class InputProcessor:
         seed = params.seed
         if seed is None and not params.greedy:
             seed = self._seeds.getrandbits(62)
-        return params.settled(max_tokens=max_tokens, seed=seed)
+        params = params.settled(max_tokens=max_tokens, seed=seed)
+        if params.bad_words:
+            params = params.settled(bad_words_token_ids=bad_words_token_ids(params, self.tokenizer))
+        if params.thinking_token_budget is not None and params.thinking_markers is None:
+            params = params.settled(thinking_markers=self._thinking_markers)
+        return params
 
     def _check_params(self, params: SamplingParams) -> None:
         limit = self.config.model.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
+            if name == "logprobs" and params.logprob_token_ids is not None:
+                continue
             if wanted is not None and limit >= 0 and not 0 <= wanted <= limit:
                 raise ValidationError(
                     f"{name} is {wanted}, the limit is {limit} (--max-logprobs)", param=name
@@ -219,10 +261,37 @@ class InputProcessor:
         if params.stop and self.tokenizer is None:
             raise ValidationError("stop strings need a tokenizer", param="stop")
         check_listed_ids(params.num_listed_ids, params.n)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or [])
-        self._check_ids("logit_bias", params.logit_bias or {})
+        for name, ids in indexed_ids(params).items():
+            self._check_ids(name, ids)
         self._check_some_token_is_left(params)
+        self._check_custom(params)
+        if params.thinking_token_budget is not None and params.thinking_markers is None:
+            raise ValidationError(
+                "thinking_token_budget needs to know what opens and closes this model's reasoning, and its tokenizer "
+                "has no <think> and </think>; --reasoning-start-str and --reasoning-end-str say it",
+                param="thinking_token_budget",
+            )
+
+    def _check_custom(self, params: SamplingParams) -> None:
+        """Refuse what no code is there to heed, and code that cannot get to where it would run."""
+        own = params.logits_processors
+        if own and not self._takes_callables:
+            raise ValidationError(
+                "logits_processors are callables, and the engine core is another process, where they cannot go; "
+                "--logits-processors names classes that it imports itself",
+                param="logits_processors",
+            )
+        if own and self.config.observability.record_trace:
+            raise ValidationError(
+                "logits_processors cannot be recorded; start without --record-trace",
+                param="logits_processors",
+            )
+        is_read = own or self.config.model.logits_processors or plugin_names("quire.logits_features")
+        if params.extra_args and not is_read:
+            raise ValidationError(
+                "extra_args are for logits processors, and this engine has none (--logits-processors)",
+                param="extra_args",
+            )
 
     def _check_some_token_is_left(self, params: SamplingParams) -> None:
         """`min_tokens` forbids the tokens that end a generation: without any other, nothing could be generated."""

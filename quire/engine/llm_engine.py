@@ -7,14 +7,17 @@ between two methods of the engine, never within one, so what a core has said is 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
+from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import closed_on_error, make_clients
 from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.interrupts import HeldInterrupts
 from quire.engine.messages import CoreReady
+from quire.engine.sleep import check_level, check_mode, check_tags
 from quire.engine.startup import prepare
 from quire.errors import ConflictError, EngineDeadError, QuireError, ValidationError
 from quire.inputs import PromptType
@@ -38,7 +41,9 @@ class LLMEngine:
         self._outputs: list[RequestOutput] = []
         self._clients = make_clients(config, num_cores, in_process=in_process)
         with closed_on_error(self._clients):
-            self._front_end = FrontEnd(config, strict_length=False, num_cores=num_cores)
+            self._front_end = FrontEnd(
+                config, strict_length=False, takes_callables=in_process, num_cores=num_cores
+            )
             for core in range(num_cores):
                 self._receive(core)
         self.tokenizer = self._front_end.tokenizer
@@ -66,7 +71,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
         tenant: str = "",
@@ -75,11 +80,12 @@ class LLMEngine:
         """Queue a request; its id must not belong to an unfinished one.
 
         `priority` (lower first) needs the priority policy; `tenant` is whose share it takes under the fair one. The
-        first `step` after `timeout_s` seconds ends it with finish_reason "timeout" and what it has by then.
+        first `step` later than `timeout_s` seconds after this call ends it with finish_reason "timeout".
 
         Raises:
             ValidationError: the prompt, a parameter or the id cannot be honoured; nothing was queued.
         """
+        arrived = self._front_end.clock()
         tokenized = self.input_processor.tokenize(prompt)
         with self._one_thread, HeldInterrupts():
             if request_id in self._front_end:
@@ -92,6 +98,7 @@ class LLMEngine:
                 priority=priority,
                 tenant=tenant,
                 timeout_s=timeout_s,
+                arrived=arrived,
             )
             self._send(messages)
         return request_id
@@ -101,6 +108,7 @@ class LLMEngine:
 
         Raises:
             EngineDeadError: a core died, or one of its steps failed before.
+            ConflictError: the engine sleeps, so that there is nothing to return and never will be.
         """
         with self._one_thread, HeldInterrupts():
             self._send(self._front_end.expire(self._front_end.clock()))
@@ -110,6 +118,8 @@ class LLMEngine:
                 if self._front_end.expects(core):
                     self._receive(core)
         outputs, self._outputs = self._outputs, []
+        if self.is_sleeping and self._front_end.num_unfinished and not outputs:
+            raise ConflictError("the engine sleeps, and its requests stand still: wake_up() lets them go on")
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -135,6 +145,38 @@ class LLMEngine:
         """Forget all cached prefixes; False, and nothing done, on a core that is running requests."""
         done = [self._call(core, "reset_prefix_cache") for core in range(len(self._clients))]
         return all(done)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether anything of the engine sleeps, so that it takes no requests."""
+        return bool(self._front_end.rest)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Stop, and give memory back until `wake_up`; see `AsyncLLM.sleep`. Outputs come with the next `step`.
+
+        Raises:
+            ValidationError: there is no such level or mode.
+        """
+        level, mode = check_level(level), check_mode(mode)
+        if mode == "abort":
+            self.abort_request(self._front_end.labels())
+        outputs: list[RequestOutput] = []
+        while mode == "wait" and self.has_unfinished_requests():
+            outputs += self.step()
+        with self._one_thread, HeldInterrupts():
+            self._outputs[:0] = outputs
+            answers, messages = self._front_end.sleep(level)
+            self._send(messages)
+            self._await(answers)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Have everything again, or these tags; see `AsyncLLM.wake_up`, also for what it raises."""
+        wanted = check_tags(tags)
+        with self._one_thread, HeldInterrupts():
+            rest, answers, messages = self._front_end.wake_up(wanted)
+            self._send(messages)
+            self._await(answers)
+            self._front_end.rest = rest
 
     def explain(self, request_id: str) -> list[Explanation]:
         """Why a request waits or waited, for each of its sequences; `print` one to read it.
@@ -164,6 +206,14 @@ class LLMEngine:
             while not answer.done():
                 self._receive(core)
         return answer.result()
+
+    def _await(self, answers: Sequence[Future[Any]]) -> None:
+        """Wait for an answer of each core."""
+        for core, answer in enumerate(answers):
+            while not answer.done():
+                self._receive(core)
+        for answer in answers:
+            answer.result()
 
     def _receive(self, core: int) -> None:
         try:

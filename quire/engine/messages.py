@@ -25,6 +25,9 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     `arrival_time` is seconds on the monotonic clock, which the processes of one machine share. `fork_of` names an
     earlier request with the same prompt, which need then be computed only once. `output_token_ids` were generated
     by a core that is gone; generation goes on after them.
+    One of `num_beams` is kept when it ends, and `fork_of` may name such a one, with which it shares all but its last
+    token; it is the `beam`th of those that take their turn together. `AbortRequests` of a kept one says that no more
+    forks of it come.
     With `pooling_params` nothing is generated, whatever `sampling_params` say: the one update has what is pooled.
     """
 
@@ -39,14 +42,17 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     fork_of: str | None = None
     output_token_ids: list[int] = []
     pooling_params: PoolingParams | None = None
+    num_beams: int = 0
+    beam: int = 0
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
-    """A further completion of a prompt: all in which it differs from the first."""
+    """A further completion of a prompt: all in which it differs from the first; it is a fork of that if of no other."""
 
     request_id: str
     seed: int | None = None
     output_token_ids: list[int] = []
+    fork_of: str = ""
 
 
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True, frozen=True):
@@ -57,27 +63,36 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True, frozen=True):
 
     def requests(self) -> list[EngineCoreRequest]:
         """One request per completion; all share the list of the prompt's ids."""
-        return [self.request, *(forked(self.request, fork) for fork in self.forks)]
+        return [
+            self.request,
+            *(forked(self.request, fork, index) for index, fork in enumerate(self.forks, 1)),
+        ]
 
 
-def forked(first: EngineCoreRequest, fork: Fork) -> EngineCoreRequest:
+def forked(first: EngineCoreRequest, fork: Fork, index: int) -> EngineCoreRequest:
     """A completion after the first, which alone reports logprobs of the prompt."""
     return msgspec.structs.replace(
         first,
         request_id=fork.request_id,
         sampling_params=first.sampling_params.settled(seed=fork.seed, prompt_logprobs=None),
-        fork_of=first.request_id,
+        fork_of=fork.fork_of or first.request_id,
         output_token_ids=fork.output_token_ids,
+        beam=index if first.num_beams else 0,
     )
 
 
 def add_message(requests: Sequence[EngineCoreRequest]) -> AddRequest:
     """The message for these completions of one prompt, of which the later ones are forks of the first."""
     first, *others = requests
-    if first.sampling_params.stop:
-        first = msgspec.structs.replace(first, sampling_params=first.sampling_params.settled(stop=()))
-    forks = [Fork(one.request_id, one.sampling_params.seed, one.output_token_ids) for one in others]
-    return AddRequest(first, forks)
+    if first.sampling_params.stop or first.sampling_params.bad_words:
+        without_text = first.sampling_params.settled(stop=(), bad_words=())
+        first = msgspec.structs.replace(first, sampling_params=without_text)
+    return AddRequest(first, [_fork(one, first) for one in others])
+
+
+def _fork(one: EngineCoreRequest, first: EngineCoreRequest) -> Fork:
+    fork_of = "" if one.fork_of in (None, first.request_id) else one.fork_of
+    return Fork(one.request_id, one.sampling_params.seed, one.output_token_ids, fork_of or "")
 
 
 def request_of(message: EngineCoreRequest) -> Request:

@@ -176,13 +176,25 @@ class RequestGroup:
 
     def publish(self) -> None:
         """Send what the request's output kind asks for; nothing if there is nothing new."""
-        finished, kind = self.finished, self.params.output_kind
+        first = self.sequences[0]
+        is_one = len(self.sequences) == 1
+        finished, kind = first.finished if is_one else self.finished, self.params.output_kind
+        if not finished and self._gathers():
+            return
         if kind is RequestOutputKind.FINAL_ONLY and not finished:
             return
         delta = kind is RequestOutputKind.DELTA
         completions = [s.completion(delta) for s in self.sequences if not delta or s.has_news]
         if completions:
             self.sink(self._output(completions, finished, delta))
+
+    def _gathers(self) -> bool:
+        """Whether the request's `stream_interval` lets news wait: not the first token, nor the end of a sequence."""
+        interval = self.params.stream_interval or 1
+        return interval > 1 and not any(
+            sequence.num_unsent >= (interval if sequence.has_begun else 1) or sequence.ends
+            for sequence in self.sequences
+        )
 
     def ended(self, now: float) -> EndedRequest:
         """What there is to tell of the request, which has finished."""

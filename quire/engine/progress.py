@@ -56,6 +56,10 @@ class Progress:
         """The loop goes on."""
         _WORD.pack_into(self._memory, _NUM_TURNS, self._word(_NUM_TURNS) + 1)
 
+    def load(self) -> None:
+        """The core loads again, or lets go of what it has loaded, until its next turn."""
+        _WORD.pack_into(self._memory, _NUM_TURNS, 0)
+
     def begin(self, plan: SchedulerOutput) -> None:
         """The core sets to work on this plan."""
         if not plan.new_requests and not plan.removed_request_ids:

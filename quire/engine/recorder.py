@@ -17,12 +17,15 @@ from quire.engine.trace import (
     Added,
     Ended,
     Finished,
+    Forgot,
     Frame,
     Held,
     HoldData,
+    Paused,
     Planned,
     Released,
     Reset,
+    Resumed,
     Returned,
 )
 from quire.scheduler.holds import Hold
@@ -92,6 +95,18 @@ class RecordedScheduler:
         done = self._scheduler.reset_prefix_cache()
         self._write(Reset(done))
         return done
+
+    def pause(self, now: float) -> None:
+        self._write(Paused(now))
+        self._scheduler.pause(now)
+
+    def forget(self, now: float) -> None:
+        self._write(Forgot(now))
+        self._scheduler.forget(now)
+
+    def resume(self, now: float) -> None:
+        self._write(Resumed(now))
+        self._scheduler.resume(now)
 
     def _planned(self, plan: SchedulerOutput, now: float) -> Planned:
         removed = [self._rows.pop(name) for name in plan.removed_request_ids]

@@ -17,12 +17,15 @@ from quire.engine.recorder import recorded
 from quire.engine.trace import (
     Added,
     Finished,
+    Forgot,
     Frame,
     Held,
     HoldData,
+    Paused,
     Planned,
     Released,
     Reset,
+    Resumed,
     Returned,
     Trace,
     decode_kv_config,
@@ -84,6 +87,15 @@ class Replay:
     def reset(self, _: Reset) -> None:
         self._scheduler.reset_prefix_cache()
 
+    def pause(self, frame: Paused) -> None:
+        self._scheduler.pause(frame.now)
+
+    def forget(self, frame: Forgot) -> None:
+        self._scheduler.forget(frame.now)
+
+    def resume(self, frame: Resumed) -> None:
+        self._scheduler.resume(frame.now)
+
     def plan(self, frame: Planned) -> SchedulerOutput:
         plan = self._scheduler.schedule(frame.now)
         self._in_flight[plan.step_id] = plan
@@ -102,6 +114,9 @@ EVENTS: dict[type, Callable[[Replay, Any], SchedulerOutput | None]] = {
     Released: Replay.release,
     Finished: Replay.finish,
     Reset: Replay.reset,
+    Paused: Replay.pause,
+    Forgot: Replay.forget,
+    Resumed: Replay.resume,
     Planned: Replay.plan,
     Returned: Replay.result,
 }

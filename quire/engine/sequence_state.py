@@ -13,7 +13,15 @@ from quire.engine.detokenizer import IncrementalDetokenizer, StopChecker
 from quire.engine.messages import EngineCoreRequest
 from quire.engine.tokenizer import Tokenizer
 from quire.metrics.stats import FinishedRequestStats, IterationStats
-from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestStateStats
+from quire.outputs import (
+    CompletionOutput,
+    FlatLogprobs,
+    Logprob,
+    PositionLogprobs,
+    Positions,
+    PromptPositions,
+    RequestStateStats,
+)
 from quire.scheduler.output import RequestUpdate, TokenLogprobs
 
 OUTPUT_FAILED = "the engine failed while it made the output"
@@ -30,7 +38,7 @@ class SequenceState:
         self._core_request = core_request
         self.finished = False
         self.num_cached_tokens = 0
-        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self.prompt_logprobs: PromptPositions | None = None
         self.stats = RequestStateStats(arrival_time=core_request.arrival_time)
         self._num_prompt_tokens = len(core_request.prompt_token_ids)
         self._params = params
@@ -38,7 +46,7 @@ class SequenceState:
         self._detokenizer = _make_detokenizer(tokenizer, core_request)
         self._stop = StopChecker(params.stop, include_in_output=params.include_stop_str_in_output)
         self._token_ids: list[int] = []
-        self._logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
+        self._logprobs: Positions | None = None
         self._text = ""
         self._cumulative_logprob = 0.0
         self._finish_reason: str | None = None
@@ -46,13 +54,28 @@ class SequenceState:
         self._num_sent_tokens = 0
         self._num_sent_chars = 0
         self._sent_finish = False
-        if params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]
+        if params.wants_logprobs:
+            self._logprobs = FlatLogprobs() if params.flat_logprobs else []
+        self._begin_prompt_logprobs()
+
+    @property
+    def num_unsent(self) -> int:
+        """Tokens that `completion` has not returned yet."""
+        return len(self._token_ids) - self._num_sent_tokens
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `completion` has returned a token."""
+        return self._num_sent_tokens > 0
 
     @property
     def has_news(self) -> bool:
-        unsent_tokens = len(self._token_ids) > self._num_sent_tokens
-        return unsent_tokens or (self.finished and not self._sent_finish)
+        return self.num_unsent > 0 or self.ends
+
+    @property
+    def ends(self) -> bool:
+        """Whether its end is news."""
+        return self.finished and not self._sent_finish
 
     @property
     def finish_reason(self) -> str | None:
@@ -63,7 +86,7 @@ class SequenceState:
         self._record_start(update)
         if update.prompt_logprobs and self.prompt_logprobs is not None:
             bytes_of = self._tokenizer.token_bytes if self._tokenizer and self._params.detokenize else None
-            self.prompt_logprobs += [_position(entry, bytes_of) for entry in update.prompt_logprobs]
+            self.prompt_logprobs.extend(position_of(entry, bytes_of) for entry in update.prompt_logprobs)
             assert len(self.prompt_logprobs) <= self._num_prompt_tokens
         num_known = len(self._token_ids)
         self._append_tokens(update)
@@ -94,11 +117,17 @@ class SequenceState:
         request, params = self._core_request, self._core_request.sampling_params
         if self._token_ids and params.prompt_logprobs is not None:
             params = params.settled(prompt_logprobs=None)
-        elif self.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]
+        else:
+            self._begin_prompt_logprobs()
         return msgspec.structs.replace(
             request, sampling_params=params, output_token_ids=list(self._token_ids)
         )
+
+    def _begin_prompt_logprobs(self) -> None:
+        """The first token of a prompt has no logprob."""
+        if self._params.prompt_logprobs is not None:
+            self.prompt_logprobs = FlatLogprobs() if self._params.flat_logprobs else []
+            self.prompt_logprobs.append(None)
 
     def _end(self, reason: str, stop_reason: int | str | None) -> None:
         """Close the sequence: held-back text is released unless a stop string cut it."""
@@ -130,16 +159,31 @@ class SequenceState:
         return len(self._token_ids) >= self._params.min_tokens
 
     def _append_tokens(self, update: RequestUpdate) -> None:
+        if self._logprobs is None and not self._params.stop:
+            self._append_plainly(update)
+        else:
+            self._append_one_by_one(update)
+
+    def _append_plainly(self, update: RequestUpdate) -> None:
+        """Tokens that nothing but the core can end."""
+        token_ids = update.new_token_ids
+        self._token_ids += token_ids
+        if self._detokenizer is not None and token_ids:
+            self._text += self._detokenizer.push(token_ids[:-1] if self._is_silent(update) else token_ids)
+
+    def _is_silent(self, update: RequestUpdate) -> bool:
+        """Whether the last token, which ended generation (end of sequence or a stop id), is reported but is no text."""
+        return update.finish_reason == "stop" and not self._params.include_stop_str_in_output
+
+    def _append_one_by_one(self, update: RequestUpdate) -> None:
         entries: Sequence[TokenLogprobs | None] = update.logprobs or [None] * len(update.new_token_ids)
-        # The token that ended generation (end of sequence or a stop id) is reported but is no text.
-        silent = update.finish_reason == "stop" and not self._params.include_stop_str_in_output
-        num_with_text = len(update.new_token_ids) - silent
+        num_with_text = len(update.new_token_ids) - self._is_silent(update)
         # Token by token, because a stop string ends the sequence at the token that completes it.
         for place, (token_id, entry) in enumerate(zip(update.new_token_ids, entries, strict=True)):
             self._token_ids.append(token_id)
             if entry is not None and self._logprobs is not None:
                 bytes_of = self._detokenizer.bytes_of if self._detokenizer else None
-                self._logprobs.append(_position(entry, bytes_of))
+                self._logprobs.append(position_of(entry, bytes_of))
                 self._cumulative_logprob += entry.logprobs[0]
             if self._detokenizer is not None and place < num_with_text:
                 self._text += self._stop.push(self._detokenizer.push([token_id]), armed=self._armed)
@@ -201,11 +245,15 @@ def _make_detokenizer(
     )
 
 
-def _position(entry: TokenLogprobs, bytes_of: Callable[[int], bytes] | None) -> PositionLogprobs:
+def position_of(entry: TokenLogprobs, bytes_of: Callable[[int], bytes] | None) -> PositionLogprobs:
+    """A position's logprobs as callers see them; `bytes_of` gives what a token would add to the text there."""
     position: PositionLogprobs = {}
+    ranks = entry.ranks or range(1, len(entry.token_ids))
     for place, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
         if token_id not in position:
-            position[token_id] = _logprob(logprob, entry.rank if place == 0 else place, token_id, bytes_of)
+            position[token_id] = _logprob(
+                logprob, entry.rank if place == 0 else ranks[place - 1], token_id, bytes_of
+            )
     return position
 
 

@@ -86,6 +86,11 @@ class Tokenizer:
     def bos_token_id(self) -> int | None:
         return self._backend.token_to_id(self.bos_token) if self.bos_token else None
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
         """Token ids of `text`; with `allow_special=False`, special tokens spelled out in it stay plain text.
 

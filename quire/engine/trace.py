@@ -25,7 +25,7 @@ from quire.scheduler.output import WAIST_VERSION, BlockIds
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 3
+TRACE_VERSION = 4
 MAGIC = b"quire-trace\n"
 LENGTH_BYTES = 4
 SPECS: dict[str, type[KVCacheSpec]] = {spec.__name__: spec for spec in MANAGERS}
@@ -46,7 +46,10 @@ HoldData = tuple[str, str, str]
 
 
 class Added(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """A request was queued. Later frames call it by `number`, and times are monotonic seconds."""
+    """A request was queued. Later frames call it by `number`, and times are monotonic seconds.
+
+    A beam takes over the number of one that has ended.
+    """
 
     now: float
     number: int
@@ -124,7 +127,25 @@ class Reset(msgspec.Struct, tag="reset", array_like=True, frozen=True):
     done: bool
 
 
-Frame = Added | Held | Released | Finished | Planned | Returned | Ended | Reset
+class Paused(msgspec.Struct, tag="pause", array_like=True, frozen=True):
+    """The engine fell asleep, or deeper."""
+
+    now: float
+
+
+class Forgot(msgspec.Struct, tag="forget", array_like=True, frozen=True):
+    """The KV cache was given back."""
+
+    now: float
+
+
+class Resumed(msgspec.Struct, tag="resume", array_like=True, frozen=True):
+    """The engine woke."""
+
+    now: float
+
+
+Frame = Added | Held | Released | Finished | Planned | Returned | Ended | Reset | Paused | Forgot | Resumed
 """What follows the header."""
 
 

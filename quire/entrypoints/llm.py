@@ -6,7 +6,8 @@ Invariant: outputs come back in the order of the prompts; the engine core runs i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -18,10 +19,11 @@ from quire.entrypoints.chat.formats.choice import choose
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
-from quire.errors import ValidationError
+from quire.errors import EngineError, ValidationError
 from quire.inputs import ChatMessage, PromptType
-from quire.outputs import RequestOutput
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.logits_processors import place_of
+from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
 class LLM:
@@ -30,7 +32,8 @@ class LLM:
     Args:
         model: local directory, Hugging Face id, or the toy model in the box.
         tool_call_parser, reasoning_parser: formats of the model's answers; "auto" goes by its chat template.
-        engine_args: any field of the engine's configuration, for example `max_model_len=2048` or `seed=1`.
+        engine_args: any field of the engine's configuration, for example `max_model_len=2048` or `seed=1`;
+            `logits_processors` may be classes, too (`quire.logits_processors`).
 
     Raises:
         TypeError: an argument is no configuration field.
@@ -46,6 +49,8 @@ class LLM:
         reasoning_parser: str = "auto",
         **engine_args: Any,
     ) -> None:
+        if "logits_processors" in engine_args:
+            engine_args["logits_processors"] = tuple(map(place_of, engine_args["logits_processors"] or ()))
         self._parsers = tool_call_parser, reasoning_parser
         choose(*self._parsers, None)  # an unknown name is told before the model is loaded
         self.llm_engine = LLMEngine(EngineConfig.from_args(model=model, **engine_args))
@@ -77,19 +82,13 @@ class LLM:
             "sampling_params", sampling_params or self.get_default_sampling_params(), all_prompts
         )
         priorities = _per_prompt("priority", priority or 0, all_prompts)
-        with self._one_thread:
-            requests = [self._request_id() for _ in all_prompts]
-            try:
-                for request_id, prompt, params, urgency in zip(
-                    requests, all_prompts, all_params, priorities, strict=True
-                ):
-                    final_only = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
-                    self.llm_engine.add_request(request_id, prompt, final_only, priority=urgency)
-                return self._run(requests, use_tqdm)
-            except BaseException:
-                self.llm_engine.abort_request(requests)
-                self.llm_engine.step()
-                raise
+        with self._one_thread, self._abort_on_error() as requests:
+            for prompt, params, urgency in zip(all_prompts, all_params, priorities, strict=True):
+                final_only = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+                request_id = self._request_id()
+                self.llm_engine.add_request(request_id, prompt, final_only, priority=urgency)
+                requests.append(request_id)
+            return self._run(requests, use_tqdm)
 
     def chat(
         self,
@@ -131,13 +130,62 @@ class LLM:
         params = _per_prompt(
             "sampling_params", sampling_params or self.get_default_sampling_params(), prompts
         )
-        shown = [one.clone(shown_special_token_ids=formats.shown_ids) for one in params]
-        outputs = self.generate(prompts, shown, use_tqdm=use_tqdm)
-        for output, chat, conversation in zip(outputs, chats, conversations, strict=True):
-            end = PromptEnd.of(chat.text, conversation, continues=continue_final_message)
+        pairs = zip(chats, conversations, strict=True)
+        ends = [PromptEnd.of(chat.text, one, continues=continue_final_message) for chat, one in pairs]
+        settled = [formats.settled(one, end) for one, end in zip(params, ends, strict=True)]
+        outputs = self.generate(prompts, settled, use_tqdm=use_tqdm)
+        for output, end in zip(outputs, ends, strict=True):
             for completion in output.outputs:
                 completion.answer = formats.read(completion.text, end, schemas)
         return outputs
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best sequences of each prompt, best first.
+
+        Args:
+            concurrency_limit: most prompts that are searched at once; None is all.
+
+        Raises:
+            ValidationError: a prompt or a parameter cannot be honoured; nothing was searched.
+            EngineError: a search cannot go on.
+        """
+        all_prompts = _as_prompts(prompts)
+        size = concurrency_limit or max(len(all_prompts), 1)
+        if size < 0:
+            raise ValidationError(
+                f"concurrency_limit must be positive, got {size}", param="concurrency_limit"
+            )
+        parts = [all_prompts[start : start + size] for start in range(0, len(all_prompts), size)]
+        outputs = [one for part in parts for one in self._search(part, params, use_tqdm)]
+        return [beam_search_output(output, self.llm_engine.tokenizer, params) for output in outputs]
+
+    def _search(
+        self, prompts: list[PromptType], params: BeamSearchParams, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        with self._one_thread, self._abort_on_error() as requests:
+            for prompt in prompts:
+                request_id = self._request_id()
+                self.llm_engine.add_request(request_id, prompt, params)
+                requests.append(request_id)
+            return self._run(requests, use_tqdm)
+
+    @contextmanager
+    def _abort_on_error(self) -> Iterator[list[str]]:
+        """Around requests, whose ids go into the list: an error leaves none of them behind."""
+        requests: list[str] = []
+        try:
+            yield requests
+        except BaseException:
+            self.llm_engine.abort_request(requests)
+            self.llm_engine.step()
+            raise
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
@@ -156,6 +204,26 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while requests are running."""
         return self.llm_engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`: the KV cache's (level 1), the weights' too (2), or none (0).
+
+        Raises:
+            ValidationError: there is no such level.
+            ConflictError: another thread is generating.
+        """
+        with self._one_thread:
+            self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Have everything again, or of "weights", "kv_cache" and "scheduling" these.
+
+        Raises:
+            ConflictError: one of them needs what would still sleep.
+            EngineError: the weights cannot be loaded, or memory is short; what could not wake sleeps on.
+        """
+        with self._one_thread:
+            self.llm_engine.wake_up(tags)
 
     def shutdown(self) -> None:
         """Release the engine."""
@@ -201,6 +269,33 @@ class SpeedMeter:
             refresh=False,
         )
         self._bar.update(1)
+
+
+def beam_search_output(
+    output: RequestOutput, tokenizer: Tokenizer | None, params: BeamSearchParams
+) -> BeamSearchOutput:
+    """The output of a search in vLLM's form.
+
+    Raises:
+        EngineError: it could not go on.
+    """
+    sequences = []
+    for one in output.outputs:
+        if one.finish_reason not in ("stop", "length"):
+            raise EngineError(
+                f"the beam search of request {output.request_id} ended early: {one.stop_reason}"
+            )
+        tokens = [*output.prompt_token_ids, *one.token_ids]
+        is_silent = one.finish_reason == "stop" and not params.include_stop_str_in_output
+        shown, skip = tokens[: len(tokens) - is_silent], params.skip_special_tokens
+        text = None if tokenizer is None else tokenizer.decode(shown, skip_special_tokens=skip)
+        logprobs, total = list(one.logprobs or ()), one.cumulative_logprob or 0.0
+        sequences.append(
+            BeamSearchSequence(
+                output.prompt, tokens, logprobs, total, text, one.finish_reason, one.stop_reason
+            )
+        )
+    return BeamSearchOutput(sequences)
 
 
 def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

@@ -1,7 +1,8 @@
 """The contract between the engine core and whatever computes.
 
 Invariant: an executor knows nothing of requests beyond the plan it is given; the core calls, in this order,
-`load`, `kv_cache_specs`, `kv_memory`, `initialize_kv_cache`, then `submit` and `collect` once per step.
+`load`, `kv_cache_specs`, `kv_memory`, `initialize_kv_cache`, then `submit` and `collect` once per step; with no step in
+flight and no row left it may call `sleep`, and then steps come after `wake_up` for all that sleeps.
 """
 
 from __future__ import annotations
@@ -60,6 +61,21 @@ class Executor(ABC):
         """Run one step, with none in flight, from beginning to end."""
         self.submit(plan)
         return self.collect()
+
+    @abstractmethod
+    def sleep(self, level: int) -> None:
+        """Give memory back to the system: that of the KV cache, whose content is lost, and at level 2 the weights'.
+
+        At level 1 weights stay in the host's memory. What sleeps already, and as deep, is left as it is.
+        """
+
+    @abstractmethod
+    def wake_up(self, tag: str) -> None:
+        """Have the "weights" or the "kv_cache" (of the same size, empty) again; a cache after the weights.
+
+        Raises:
+            StartupError: they cannot be loaded, or memory does not suffice; they sleep on.
+        """
 
     def shutdown(self) -> None:
         """Release what the executor holds; calling it twice is fine."""

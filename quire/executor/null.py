@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
@@ -116,6 +116,7 @@ class NullExecutor(Executor):
         self._rows: dict[str, _Row] = {}
         self._holders: Counter[int] = Counter()
         self._last_step_id = 0
+        self._asleep: set[str] = set()
         self._submitted: deque[SchedulerOutput] = deque()
 
     def load(self) -> None:
@@ -134,8 +135,23 @@ class NullExecutor(Executor):
         self._kv_config = kv_config
         self._cache = FingerprintCache(kv_config.num_blocks, kv_config.num_host_blocks)
 
+    def sleep(self, level: int) -> None:
+        """Forget the cache."""
+        _check(not self._submitted, "asleep while a step is in flight")
+        _check(not self._rows and not +self._holders, f"asleep with rows {[*self._rows]}")
+        self._asleep |= {"weights", "kv_cache"}
+        self._cache = FingerprintCache(0, 0)
+
+    def wake_up(self, tag: str) -> None:
+        _check(tag == "weights" or "weights" not in self._asleep, "a cache wakes after the weights")
+        self._asleep.remove(tag)
+        assert self._kv_config is not None
+        if tag == "kv_cache":
+            self._cache = FingerprintCache(self._kv_config.num_blocks, self._kv_config.num_host_blocks)
+
     def submit(self, plan: SchedulerOutput) -> None:
         """Keep the plan until its result is asked for: the latest that a worker may begin."""
+        _check(not self._asleep, f"step {plan.step_id} came while {self._asleep} slept")
         self._submitted.append(plan)
 
     def collect(self) -> ModelRunnerOutput:
@@ -177,7 +193,9 @@ class NullExecutor(Executor):
         if scheduled.num_samples:
             sampled = self._sample(row, scheduled.draft_token_ids)
             output.sampled_token_ids[row.request_id] = sampled
-            if params.logprobs is not None:
+            if params.logprob_token_ids is not None:
+                output.logprobs[row.request_id] = self._listed(sampled, params.logprob_token_ids)
+            elif params.logprobs is not None:
                 output.logprobs[row.request_id] = self._uniform(sampled, params.logprobs)
             if self.max_drafts:
                 output.draft_token_ids[row.request_id] = self._guess(row)
@@ -340,6 +358,11 @@ class NullExecutor(Executor):
         masked = {*row.eos_token_ids, *row.params.stop_token_ids}
         candidates = (i % self.vocab_size for i in range(token_id, token_id + self.vocab_size))
         return next(i for i in candidates if i not in masked)
+
+    def _listed(self, token_ids: list[int], listed: Sequence[int]) -> list[TokenLogprobs]:
+        """The same of given tokens, each of which has its id for a rank."""
+        logprobs, ranks = [-math.log(self.vocab_size)] * (len(listed) + 1), [i + 1 for i in listed]
+        return [TokenLogprobs([token_id, *listed], logprobs, 1, ranks) for token_id in token_ids]
 
     def _uniform(self, token_ids: list[int], num_logprobs: int) -> list[TokenLogprobs]:
         """Logprobs at positions where every token was equally likely; -1 lists all tokens."""

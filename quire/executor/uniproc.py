@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from quire.config import EngineConfig
+from quire.errors import StartupError
 from quire.executor.base import Executor
 from quire.executor.lane import CallerLane, EagerLane, Lane, ThreadLane
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
@@ -48,6 +49,23 @@ class UniprocExecutor(Executor):
         result = self._steps.popleft()()
         return result()
 
+    def sleep(self, level: int) -> None:
+        self._lane.start(partial(self._worker.sleep, level))()
+
+    def wake_up(self, tag: str) -> None:
+        failure = self._lane.start(partial(_startup_error, partial(self._worker.wake_up, tag)))()
+        if failure is not None:
+            raise failure
+
     def shutdown(self) -> None:
         self._lane.close()
         self._worker.shutdown()
+
+
+def _startup_error(call: Callable[[], None]) -> StartupError | None:
+    """What a call raises that has done nothing then: it must not end the lane."""
+    try:
+        call()
+    except StartupError as error:
+        return error
+    return None

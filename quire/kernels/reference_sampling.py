@@ -86,7 +86,7 @@ def _sample_slice(logits: Tensor, settings: Tensor, draw: Draw, part: slice) -> 
     chosen = _first_of(logits)
     random = (settings[:, 0] != 0.0).nonzero().squeeze(1)
     if len(random):
-        chosen[random] = draw(_shaped(logits[random], settings[random]), random + part.start)
+        chosen[random] = draw(shaped_logits(logits[random], settings[random]), random + part.start)
     return torch.where(logits.amax(1) == -torch.inf, -1, chosen)
 
 
@@ -95,7 +95,7 @@ def _first_of(values: Tensor) -> Tensor:
     return torch.from_numpy(values.cpu().numpy().argmax(axis=1)).to(values.device)
 
 
-def _shaped(logits: Tensor, settings: Tensor) -> Tensor:
+def shaped_logits(logits: Tensor, settings: Tensor) -> Tensor:
     """Logits [N, V], which are changed, and settings [N, 4] -> logits of the distribution to draw from."""
     temperature, log_min_p = settings[:, :2].float().unbind(1)
     logits.div_(temperature[:, None]).clamp_(max=_MAX_LOGIT)

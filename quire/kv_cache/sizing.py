@@ -24,7 +24,7 @@ MIN_MODEL_LEN = 2
 
 def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory: KVMemory) -> KVCacheConfig:
     """Group the layers and choose the number of blocks: as configured, or the least of what is free, what is
-    useful and the device's default limit; on the host, as many as --swap-space holds.
+    useful and what the device's owner would give unasked; on the host, as many as --swap-space holds.
 
     Raises:
         ConfigError: the layers cannot share a cache.
@@ -92,7 +92,7 @@ def _choose_num_blocks(
         ),
     ]
     if memory.default_bytes is not None:
-        reason = "the default limit on this device, or one full request if that is more"
+        reason = "half of the free memory, or one full request if that is more (--gpu-memory-utilization)"
         bounds.append((max(memory.default_bytes // block_bytes, per_request + NULL_BLOCK), reason))
     return min(bounds)
 

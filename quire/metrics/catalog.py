@@ -14,6 +14,7 @@ from quire.config.cache import CacheConfig
 from quire.metrics import buckets
 
 PREFIX = "quire:"
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 ENGINE = ("model_name", "engine")
 """Labels of what an engine core does; `engine` is the index of the core."""
 FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
@@ -61,9 +62,9 @@ METRICS = (
     MetricInfo(
         "gauge",
         "engine_sleep_state",
-        "1 for the state that the core is in, which is awake: there is no sleep mode.",
+        "1 for the state that the core is in; weights_offloaded is sleep at level 1, wherever they are.",
         (*ENGINE, "sleep_state"),
-        ("awake", "weights_offloaded", "discard_all"),
+        SLEEP_STATES,
     ),
     MetricInfo("counter", "prefix_cache_queries", "Tokens looked up in the prefix cache."),
     MetricInfo("counter", "prefix_cache_hits", "Tokens found in the prefix cache."),

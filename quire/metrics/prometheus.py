@@ -11,7 +11,14 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from quire.config import EngineConfig
-from quire.metrics.catalog import BY_NAME, CACHE_CONFIG_LABELS, ENGINE, FINISH_REASONS, METRICS
+from quire.metrics.catalog import (
+    BY_NAME,
+    CACHE_CONFIG_LABELS,
+    ENGINE,
+    FINISH_REASONS,
+    METRICS,
+    SLEEP_STATES,
+)
 from quire.metrics.families import make_family
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats, StatLogger
 from quire.scheduler.output import SchedulerStats
@@ -63,6 +70,10 @@ class PrometheusStatLogger(StatLogger):
     def core_died(self, core: int, num_resumed: int, num_failed: int) -> None:
         self._core(core).record_death(num_resumed, num_failed)
         self._drop_cache_config(core)
+
+    def rested(self, state: str) -> None:
+        for core in self._cores.values():
+            core.record_rest(state)
 
     def refused(self, limit: str) -> None:
         self._rejections[limit].inc()
@@ -130,7 +141,12 @@ class CoreMetrics:
 
     def record_ready(self) -> None:
         self.set("engine_core_up", 1)
-        self._by_value["engine_sleep_state", "awake"].set(1)
+        self.record_rest("awake")
+
+    def record_rest(self, state: str) -> None:
+        """1 for this state and 0 for the others."""
+        for one in SLEEP_STATES:
+            self._by_value["engine_sleep_state", one].set(one == state)
 
     def record_death(self, num_resumed: int, num_failed: int) -> None:
         """What went with the core is gone, and the next one counts from zero."""

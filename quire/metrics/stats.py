@@ -85,6 +85,9 @@ class StatLogger(ABC):
     def core_died(self, core: int, num_resumed: int, num_failed: int) -> None:  # noqa: B027
         """A core is gone and will be replaced: so many of its requests go on in the new one, and so many ended."""
 
+    def rested(self, state: str) -> None:  # noqa: B027
+        """The cores fell asleep or woke: "awake", "weights_offloaded" or "discard_all"."""
+
     def refused(self, limit: str) -> None:  # noqa: B027
         """A request did not join the queue, which is full; `limit` is the name of the option that says so."""
 

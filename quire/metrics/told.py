@@ -38,6 +38,9 @@ class StatLoggers(StatLogger):
         self._ready.pop(core, None)
         self._tell_all(lambda one: one.core_died(core, num_resumed, num_failed))
 
+    def rested(self, state: str) -> None:
+        self._tell_all(lambda one: one.rested(state))
+
     def refused(self, limit: str) -> None:
         self._tell_all(lambda one: one.refused(limit))
 

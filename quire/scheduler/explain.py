@@ -24,6 +24,7 @@ class Cause(enum.Enum):
     LOWER_PRIORITY = "while more urgent requests went ahead"
     FAIRNESS_DEBT = "while tenants that were given less went ahead"
     PREEMPTED = "preempted by {}"
+    ASLEEP = "while the engine was asleep"
     LONG_PREFILL_CAP = "prompt cut by --long-prefill-token-threshold while others generate"
 
 

@@ -89,7 +89,7 @@ class Fair(Policy):
             tenant = self._tenants[request.tenant]
             request.rank = (tenant.counter, request.number)
             tenant.charge(
-                self.config.fair_input_token_weight * (request.num_prompt_tokens - num_cached_tokens)
+                self.config.fair_input_token_weight * max(request.num_prompt_tokens - num_cached_tokens, 0)
             )
 
     def charge(self, chunks: Sequence[Chunk]) -> None:

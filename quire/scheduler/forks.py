@@ -1,4 +1,5 @@
-"""Forks: requests that begin with the whole prompt of another one, as the `n` completions of a prompt do.
+"""Forks: requests that begin with the whole prompt of another one, as the `n` completions of a prompt do, or with all
+that a kept one has computed, as the next beams of a search do.
 
 Invariant: a child is held only while its parent is unfinished and has sampled nothing yet; so it waits for work that
 is being done anyway, and never for ever. That holds for a parent that is preempted, too: it comes back, and in the
@@ -28,6 +29,23 @@ def make_fork(child: Request, parent: Request) -> list[Hold]:
         )
     child.parent = parent
     return [] if parent.num_output_tokens else [Hold(parent, Cause.SHARED_PROMPT)]
+
+
+def make_successor(child: Request, parent: Request) -> None:
+    """Let a new request share all that a kept one has computed, and take its turn.
+
+    Raises:
+        ValidationError: it does not begin with these tokens under the same keys, or is no beam of the same search.
+    """
+    num_tokens = parent.num_computed_tokens
+    is_longer = (
+        child.num_tokens > num_tokens and child.token_ids[:num_tokens] == parent.token_ids[:num_tokens]
+    )
+    if not is_longer or child.extra_keys != parent.extra_keys or child.num_beams != parent.num_beams:
+        raise ValidationError(
+            f"request {child.request_id!r} does not go on from {parent.request_id!r}", param="fork_of"
+        )
+    child.parent = parent
 
 
 def _same_prompt(child: Request, parent: Request) -> bool:

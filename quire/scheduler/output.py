@@ -11,7 +11,7 @@ import msgspec
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
-WAIST_VERSION = 4
+WAIST_VERSION = 5
 
 BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""
@@ -107,11 +107,15 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Logprobs at one position: the chosen token first, then the most likely in order; `rank` is the chosen one's."""
+    """Logprobs at one position: the chosen token first, then the most likely in order; `rank` is the chosen one's.
+
+    With `ranks`, those behind the chosen one are tokens that were asked for, and these are their ranks.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
+    ranks: list[int] | None = None
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True):

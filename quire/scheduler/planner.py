@@ -80,6 +80,8 @@ class Planner:
             block_ids = self._kv.allocate_slots(request, num_new_tokens)
             if block_ids is not None:
                 return block_ids
+            if self._queues.kept.drop_blocks():
+                continue
             self._queues.preempt_last(request, now)
         return None
 
@@ -146,6 +148,9 @@ class Planner:
         push some of it out, or be the one whose prompt was to be shared.
         """
         blocked = self._lack(request, hit, step)
+        if blocked is not None and blocked.num_blocks and self._queues.kept.drop_blocks():
+            hit = self._find_prefix(request, step)
+            blocked = self._lack(request, hit, step)
         if blocked is None or not self._outranks_last(request):
             return hit, blocked
         outranked = [other for other in self._queues.running if other.rank > request.rank]
@@ -187,16 +192,21 @@ class Planner:
     def _find_prefix(self, request: Request, step: StepPlan) -> PrefixHit:
         """What a request need not compute: what was swapped out, what its parent has, or what is cached.
 
-        Prompt logprobs need every position to be computed.
+        Prompt logprobs need every position to be computed, and a request may want nothing of the prefix cache.
         """
         swapped = self._kv.get_swapped_blocks(request)
         if swapped is not None:
             return swapped
         if request.sampling_params.prompt_logprobs is not None:
             return self._kv.no_hit
-        hits = [self._kv.get_computed_blocks(request)]
+        is_blind = request.sampling_params.skip_reading_prefix_cache
+        hits = [self._kv.no_hit if is_blind else self._kv.get_computed_blocks(request)]
         parent, num_tokens = request.parent, request.num_prompt_tokens - 1
-        if parent and parent.status is RequestStatus.RUNNING and step.num_ready_tokens(parent) >= num_tokens:
+        if parent and self._queues.kept.has_blocks(parent):
+            hits.append(self._kv.get_forked_blocks(parent, parent.num_computed_tokens))
+        elif (
+            parent and parent.status is RequestStatus.RUNNING and step.num_ready_tokens(parent) >= num_tokens
+        ):
             hits.append(self._kv.get_forked_blocks(parent, num_tokens))
         return max(hits, key=lambda hit: hit.num_tokens)
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixHit
 from quire.scheduler.explain import Explanation
 from quire.scheduler.holds import HeldRequests, Hold, HoldKey
+from quire.scheduler.kept import KeptRequests
 from quire.scheduler.policies import Policy, RankedRequests
 from quire.scheduler.request import Request, RequestStatus
 from quire.scheduler.step import StepPlan
@@ -27,6 +28,7 @@ class RequestQueues:
             a request that has its place in a plan never loses it again.
         policy: ranks all, and has those that are ready in line; to be changed by the verbs only.
         by_id: all of them, wherever they are; read-only.
+        kept: those that ended, and whose blocks stay for forks.
         num_preemptions: how often a request lost its row before its end.
     """
 
@@ -38,6 +40,7 @@ class RequestQueues:
         self.num_preemptions = 0
         self._kv = kv
         self._held = HeldRequests()
+        self.kept = KeptRequests(kv)
         self._waits = WaitAccount(policy)
         self._vacated: list[str] = []
         self._num_arrived = 0
@@ -46,13 +49,22 @@ class RequestQueues:
 
     def arrive(self, request: Request, now: float, holds: Iterable[Hold] = ()) -> None:
         """Take in a new request, which is ready once all its holds are released."""
-        self._num_arrived += 1
-        request.queued_ts, request.number = now, self._num_arrived
+        self._number(request, now)
         self._requests[request.request_id] = request
         self.policy.arrive(request)
         for hold in holds:
             self._held.add(request, hold)
         self._let_wait(request, now)
+
+    def _number(self, request: Request, now: float) -> None:
+        """The place in the order of arrival: a search has one for each beam, which those that follow it take over."""
+        parent = request.parent
+        if parent is not None and self.kept.get(parent.request_id) is parent:
+            request.queued_ts, request.number = parent.queued_ts, parent.number - parent.beam + request.beam
+            self.kept.expect(request, parent)
+        else:
+            request.queued_ts, request.number = now, self._num_arrived + 1 + request.beam
+            self._num_arrived += max(request.num_beams, 1)
 
     def start(self, request: Request, hit: PrefixHit, now: float) -> None:
         """Let a request that is ready run, on the blocks of a hit."""
@@ -62,6 +74,7 @@ class RequestQueues:
         self.running.add(request)
         request.start(now, hit.num_tokens)
         self._kv.start(request, hit, is_resumed=is_resumed)
+        self.kept.settle(request)
 
     def preempt_last(self, by: Request, now: float) -> None:
         """Take the blocks of the running request of highest rank; it keeps its tokens, to be computed again.
@@ -76,8 +89,20 @@ class RequestQueues:
         self.policy.add(victim)
         self.num_preemptions += 1
 
-    def finish(self, request: Request, reason: str, now: float) -> None:
-        """The one way out: whatever the reason and the place, all that the request holds is released."""
+    def preempt_all(self, now: float) -> None:
+        """Take the blocks of all requests, on both tiers; they keep their tokens, to be computed again."""
+        for request in reversed(list(self.running)):
+            self._vacate(request)
+            request.preempt()
+            self._waits.preempt_for_sleep(request, now)
+            self.policy.add(request)
+            self.num_preemptions += 1
+        self.kept.drop_blocks()
+        for request in self._requests.values():
+            self._kv.free(request)
+
+    def finish(self, request: Request, reason: str, now: float, *, keeps: bool = False) -> None:
+        """The one way out: whatever the reason and the place, all that the request holds is released, or kept."""
         status = request.status
         if not request.finish(reason):
             return
@@ -89,7 +114,11 @@ class RequestQueues:
         self.release(request, now)
         del self._requests[request.request_id]
         self._waits.end(request, now)
-        self._kv.free(request)
+        self.kept.settle(request)
+        if keeps:
+            self.kept.keep(request)
+        else:
+            self._kv.free(request)
 
     def hold(self, request: Request, hold: Hold, now: float) -> None:
         """Let a request that does not run wait for one thing more."""
@@ -128,6 +157,16 @@ class RequestQueues:
         self.policy.charge(step.chunks)
         self._waits.plan(step, now)
 
+    def pause(self, now: float) -> None:
+        """No step will be planned for a while, so that alone holds up all that is not held."""
+        for request in (*self.running, *self.policy):
+            self._waits.pause(request, now)
+
+    def resume(self, now: float) -> None:
+        """Steps are planned again."""
+        for request in (*self.running, *self.policy):
+            self._waits.resume(request, now)
+
     def take_vacated(self) -> list[str]:
         """Ids of requests that lost their rows since the last call, for the plan that tells the worker."""
         vacated, self._vacated = self._vacated, []
@@ -150,6 +189,11 @@ class RequestQueues:
         """Whether a step would compute or free something; it does nothing for those that are held."""
         return len(self.running) > 0 or len(self.policy) > 0 or bool(self._vacated)
 
+    @property
+    def has_vacated(self) -> bool:
+        """Whether the worker has rows to free."""
+        return bool(self._vacated)
+
     def explain(self, request_id: str, now: float) -> Explanation | None:
         """Why a request waits or waited; None if it is unknown or ended too long ago."""
         request = self._requests.get(request_id)
@@ -171,7 +215,7 @@ class RequestQueues:
             for request in self._requests.values()
             if request.status is RequestStatus.RUNNING
         }
-        if expected != set(running) or expected != self._kv.holders():
+        if expected != set(running) or expected | self.kept.holders != self._kv.holders():
             raise IntegrityError("running requests and holders of blocks differ", state)
         if not self._kv.swapped() <= self._requests.keys() - running:
             raise IntegrityError("a swapped request is running or unknown", state)

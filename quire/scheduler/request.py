@@ -54,7 +54,8 @@ class Request:
         num_steps_in_flight: steps that compute something of it and have not come back.
         num_cached_tokens: how many were found in the prefix cache when the request first ran.
         block_hashes: names of the first full blocks, for the KV cache manager.
-        parent: the request whose prompt it shares, while that may save computing it (`quire.scheduler.forks`).
+        parent: the request whose tokens it shares, while that may save computing them (`quire.scheduler.forks`).
+        num_beams, beam: it is this one of so many, and is kept when it ends (`quire.scheduler.kept`).
         num_prompt_logprobs: prompt positions whose logprobs were reported already.
         queued_ts, scheduled_ts: monotonic seconds; 0.0 until it happened.
         number, rank: the order of arrival, set by the scheduler, and of service, set by its policy.
@@ -65,12 +66,14 @@ class Request:
     __slots__ = (
         "_status",
         "arrival_time",
+        "beam",
         "block_hashes",
         "draft_token_ids",
         "eos_token_ids",
         "extra_keys",
         "finish_reason",
         "fork_of",
+        "num_beams",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_drafts_in_flight",
@@ -109,6 +112,8 @@ class Request:
         fork_of: str | None = None,
         output_token_ids: Sequence[int] = (),
         pooling_params: PoolingParams | None = None,
+        num_beams: int = 0,
+        beam: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -121,6 +126,8 @@ class Request:
         self.priority = priority
         self.tenant = tenant
         self.fork_of = fork_of
+        self.num_beams = num_beams
+        self.beam = beam
         self.parent: Request | None = None
         self.extra_keys = ExtraKeys(cache_salt=cache_salt)
         self.block_hashes: list[BlockHash] = []

@@ -17,7 +17,7 @@ from quire.kv_cache.manager import IntegrityError, KVCacheManager
 from quire.kv_cache.spec import KVCacheConfig
 from quire.scheduler.explain import Explanation
 from quire.scheduler.fair import Fair
-from quire.scheduler.forks import make_fork
+from quire.scheduler.forks import make_fork, make_successor
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import (
     WAIST_VERSION,
@@ -66,6 +66,7 @@ class Scheduler:
         self._planner = Planner(config.scheduler, self._max_model_len, self._kv, self._queues)
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
+        self._is_paused = False
 
     # Events
 
@@ -75,12 +76,15 @@ class Scheduler:
         Raises:
             ValidationError: the id is in use, or the request could not run even with the engine to itself.
         """
-        if request.request_id in self._queues.by_id:
+        if request.request_id in self._queues.by_id or self._queues.kept.get(request.request_id):
             raise ValidationError(f"request id {request.request_id!r} is in use", param="request_id")
         check_admissible(request, self._max_model_len, self._kv)
-        parent = None if request.fork_of is None else self._queues.by_id.get(request.fork_of)
-        if parent is not None:
-            holds = [*holds, *make_fork(request, parent)]
+        if request.fork_of is not None:
+            parent, kept = self._queues.by_id.get(request.fork_of), self._queues.kept.get(request.fork_of)
+            if parent is not None:
+                holds = [*holds, *make_fork(request, parent)]
+            elif kept is not None:
+                make_successor(request, kept)
         self._queues.arrive(request, now, holds)
 
     def hold(self, request_id: str, hold: Hold, now: float) -> bool:
@@ -98,17 +102,42 @@ class Scheduler:
     def finish_requests(self, request_ids: Iterable[str], reason: str, now: float) -> list[RequestUpdate]:
         """End these requests, whatever they are doing, and free their blocks; unknown ids are ignored.
 
+        Of one that has ended and is kept, no more forks will come.
+
+
         Returns the last update of each request that this call ended.
         """
-        by_id = self._queues.by_id
-        found = [by_id[name] for name in dict.fromkeys(request_ids) if name in by_id]
+        by_id, request_ids = self._queues.by_id, list(dict.fromkeys(request_ids))
+        found = [by_id[name] for name in request_ids if name in by_id]
         for request in found:
             self._queues.finish(request, reason, now)
+        for name in request_ids:
+            self._queues.kept.close(name)
         return [last_update(request) for request in found]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while a request is running."""
         return self._kv.reset_prefix_cache()
+
+    def pause(self, now: float) -> None:
+        """Until `resume`, plan nothing but what the worker is to let go of; requests stay where they are."""
+        self._is_paused = True
+        self._queues.pause(now)
+
+    def forget(self, now: float) -> None:
+        """Nothing in the cache is worth anything any more: prefixes are forgotten on both tiers, and requests in flight
+        wait for all their tokens to be computed again. Only while paused, with no step in flight.
+        """
+        assert self._is_paused, "forgetting is for those who sleep"
+        assert not self._in_flight, "steps in flight read the cache"
+        self._queues.preempt_all(now)
+        if not self._kv.reset_prefix_cache():
+            raise EngineError("the cache cannot be forgotten: somebody holds blocks that no request has")
+
+    def resume(self, now: float) -> None:
+        """Plan as before."""
+        self._is_paused = False
+        self._queues.resume(now)
 
     def take_kv_events(self) -> list[KVCacheEvent]:
         """What happened to the prefix cache since the last call; nothing unless events are enabled."""
@@ -128,8 +157,11 @@ class Scheduler:
         generate never stand still for it.
         """
         self._num_steps += 1
-        step = self._planner.plan(self._num_steps, now)
-        self._queues.note(step, now)
+        step = (
+            StepPlan(self._num_steps, 0, 0) if self._is_paused else self._planner.plan(self._num_steps, now)
+        )
+        if not self._is_paused:
+            self._queues.note(step, now)
         plan = step.seal(self._queues.take_vacated(), self._kv.take_moves())
         if not plan.is_empty:
             self._in_flight.append(step)
@@ -165,7 +197,8 @@ class Scheduler:
 
         There is nothing to do for requests that are held: a release comes from outside, or from a step.
         """
-        return self._queues.has_work or bool(self._in_flight)
+        waits = self._queues.has_vacated if self._is_paused else self._queues.has_work
+        return waits or bool(self._in_flight)
 
     def stats(self) -> SchedulerStats:
         """Counts and totals, as of now."""
@@ -235,7 +268,7 @@ class Scheduler:
                 request.num_computed_tokens = end
             self._kv.cache_blocks(request, end)
         if stop is not None:
-            self._queues.finish(request, stop[0], now)
+            self._queues.finish(request, stop[0], now, keeps=request.num_beams > 0)
         elif new_token_ids:
             self._queues.release(request, now)
         return update_of(chunk, output, new_token_ids, stop and stop[1])

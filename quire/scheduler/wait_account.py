@@ -72,6 +72,23 @@ class WaitAccount:
         """A request has lost its place to another, or for want of blocks for itself."""
         request.wait.enter(Cause.PREEMPTED, now, "lack of blocks" if by is request else by.request_id)
 
+    def pause(self, request: Request, now: float) -> None:
+        """The engine sleeps; that holds up a request, wherever it was."""
+        request.wait.enter(Cause.ASLEEP, now)
+
+    def preempt_for_sleep(self, request: Request, now: float) -> None:
+        """A request has lost its place while the engine sleeps, which first of all holds it up."""
+        request.wait.enter(Cause.PREEMPTED, now, "the engine's sleep")
+        request.wait.enter(Cause.ASLEEP, now)
+
+    def resume(self, request: Request, now: float) -> None:
+        """The engine is awake; the next plan says more."""
+        if request.status is RequestStatus.WAITING:
+            request.wait.enter(Cause.NEXT_STEP, now)
+            self._queued[request] = None
+        else:
+            request.wait.enter(Cause.PREEMPTED if request.status is RequestStatus.PREEMPTED else None, now)
+
     def plan(self, step: StepPlan, now: float) -> None:
         """A step was planned: what keeps the first request in line from being in it, and which prompts were cut."""
         for request in self._queued:

@@ -5,12 +5,13 @@ Invariant: what is handed to it is done when the call has returned, so nothing i
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from ctypes import c_int64
+from ctypes import CDLL, c_int64
 
 import torch
 from torch import Tensor
@@ -29,9 +30,9 @@ from quire.worker.taped_forward import TapedForward
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 MIB = 2**20
-DEFAULT_CACHE_BYTES = 4 * GIB
+UNASKED_SHARE = 0.5
+"""Of the memory that is free after loading: who did not say how much has other programs, too."""
 LOGITS_ELEMENTS = 1 << 23
 """32 MiB of float32."""
 
@@ -79,7 +80,6 @@ class CpuMemory:
         forward_peak: what forward passes take; whoever runs a rehearsal's measures them.
     """
 
-    default_cache_bytes: int | None = DEFAULT_CACHE_BYTES
     warm_up_tokens = 32
     warm_up_seqs = 0  # recording tapes is for the first request that needs one
 
@@ -93,11 +93,8 @@ class CpuMemory:
 
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
         """Of what is free after loading and not kept for the swap space, which is the same memory."""
-        share, limits = config.cache.gpu_memory_utilization, config.scheduler
-        free = max(0, self._host.available_bytes() - config.cache.swap_space_bytes)
-        num_logits = min(limits.max_num_seqs * config.arch.vocab_size, LOGITS_ELEMENTS)
-        step = self.forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
-        tapes = 0 if config.device.enforce_eager else self.forward_peak.bytes_of_tapes(limits.max_num_seqs)
+        share, limits = config.cache.memory_share, config.scheduler
+        free, (step, tapes) = self._free_bytes(config), self._working_bytes(config)
         reason = (
             f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less "
             f"{step / MIB:.0f} MiB for a step of {limits.max_num_batched_tokens} tokens and "
@@ -105,11 +102,37 @@ class CpuMemory:
         )
         return max(0, int(share * free) - step - tapes), reason
 
+    def unasked_bytes(self, config: EngineConfig) -> int | None:
+        """Half of what is free, unless a share is given."""
+        if config.cache.gpu_memory_utilization is not None:
+            return None
+        return max(0, int(UNASKED_SHARE * self._free_bytes(config)) - sum(self._working_bytes(config)))
+
+    def _free_bytes(self, config: EngineConfig) -> int:
+        return max(0, self._host.available_bytes() - config.cache.swap_space_bytes)
+
+    def _working_bytes(self, config: EngineConfig) -> tuple[int, int]:
+        """What the largest step takes, and what recorded steps keep."""
+        limits = config.scheduler
+        num_logits = min(limits.max_num_seqs * config.arch.vocab_size, LOGITS_ELEMENTS)
+        step = self.forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
+        return step, 0 if config.device.enforce_eager else self.forward_peak.bytes_of_tapes(
+            limits.max_num_seqs
+        )
+
+    def give_back(self) -> None:
+        """Also what the C library keeps for later, where it can be asked to (glibc)."""
+        gc.collect()
+        trim = getattr(CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
 
 class CpuDevice:
     """One team of threads."""
 
     is_asynchronous = False
+    parks_weights = False  # that is where they are
     logits_elements = LOGITS_ELEMENTS
 
     def __init__(self, host: Host | None = None) -> None:

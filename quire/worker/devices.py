@@ -37,8 +37,6 @@ class Mark(Protocol):
 class DeviceMemory(Protocol):
     """How a device's memory is counted."""
 
-    default_cache_bytes: int | None
-    """Most that the KV cache takes unless it is asked for; None: no limit but the memory."""
     warm_up_tokens: int
     warm_up_seqs: int
     """Tokens of the step of prompts, and requests of the step that decodes, that are run before memory is measured."""
@@ -48,6 +46,12 @@ class DeviceMemory(Protocol):
 
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
         """What the KV cache may take of the memory now, with the reason."""
+
+    def unasked_bytes(self, config: EngineConfig) -> int | None:
+        """The part of it that the KV cache may take if nobody has said how much; None: all of it."""
+
+    def give_back(self) -> None:
+        """Hand memory that nobody holds any more to the system."""
 
 
 class Transfers(Protocol):
@@ -79,6 +83,8 @@ class Device(Protocol):
     memory: DeviceMemory
     transfers: Transfers
     is_asynchronous: bool
+    parks_weights: bool
+    """Whether weights that are not used for a while are better kept in the host's memory."""
     logits_elements: int
     """Bounds the logits that exist at once."""
 

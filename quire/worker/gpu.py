@@ -54,7 +54,6 @@ class GpuMark:
 class GpuMemory:
     """Memory of one device, which torch's device module counts."""
 
-    default_cache_bytes: int | None = None
     warm_up_tokens = ALL
     warm_up_seqs = ALL
 
@@ -75,7 +74,7 @@ class GpuMemory:
         self._rehearsed_bytes += self._module.max_memory_reserved() - before
 
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
-        share = config.cache.gpu_memory_utilization
+        share = config.cache.memory_share
         gc.collect()  # a rehearsed runner and its graphs refer to each other
         self._module.empty_cache()
         free, total = self._module.mem_get_info()
@@ -85,6 +84,14 @@ class GpuMemory:
             f"{rehearsed / MIB:.0f} MiB that the largest steps take"
         )
         return max(int(share * total) - used - rehearsed, 0), reason
+
+    def unasked_bytes(self, config: EngineConfig) -> int | None:
+        """A GPU has nobody else to serve."""
+        return None
+
+    def give_back(self) -> None:
+        gc.collect()
+        self._module.empty_cache()
 
 
 class GpuTransfers:
@@ -116,6 +123,7 @@ class GpuDevice:
     """One GPU, which torch's device module of that type drives."""
 
     is_asynchronous = True
+    parks_weights = True
     logits_elements = LOGITS_ELEMENTS
 
     def __init__(self, device_type: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import EngineError
 from quire.kv_cache.spec import KVCacheConfig
+from quire.logits_processors import make_logits_processors
 from quire.scheduler.output import (
     WAIST_VERSION,
     ModelRunnerOutput,
@@ -32,6 +33,7 @@ from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
 from quire.worker.pipeline import LanguageModel
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.sampler import Sampled, Sampler
+from quire.worker.sampler.logprobs import LogprobsMode
 from quire.worker.validation import why_unusable
 
 
@@ -76,9 +78,16 @@ class ModelRunner:
         self._slice_size = max(1, device.logits_elements // self._vocab_size)
         self.batch = InputBatch(max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back)
         self._pipeline = device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal)
-        self._sampler = Sampler(self.batch, self._vocab_size, device.transfers)
+        mode = LogprobsMode(config.model.logprobs_mode)
+        self._sampler = Sampler(
+            self.batch,
+            self._vocab_size,
+            device.transfers,
+            logprobs_mode=mode,
+            processors=() if is_rehearsal else make_logits_processors(config),
+        )
         self._prompt_logprobs = PromptLogprobs(
-            self.batch, model.compute_logits, self._slice_size, device.transfers
+            self.batch, model.compute_logits, self._slice_size, device.transfers, mode
         )
         self._unusable: dict[str, str] = {}
         self._unread: list[LaunchedStep] = []

@@ -20,7 +20,7 @@ from quire.worker.devices import Transfers, moved
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepLayout
 from quire.worker.sampler import clear_unusable
-from quire.worker.sampler.logprobs import RawLogprobs, token_logprobs
+from quire.worker.sampler.logprobs import LogprobsMode, RawLogprobs, token_logprobs
 
 
 class _Slice(NamedTuple):
@@ -55,6 +55,7 @@ class PromptLogprobs:
     Args:
         compute_logits: hidden [N, H] -> logits [N, V] float32.
         slice_size: positions whose logits may exist at once.
+        mode: whether logprobs or logits are reported; nothing is chosen here, so there is nothing to process.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class PromptLogprobs:
         compute_logits: Callable[[Tensor], Tensor],
         slice_size: int,
         transfers: Transfers,
+        mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     ) -> None:
+        self._mode = mode
         self._batch = batch
         self._compute_logits = compute_logits
         self._slice_size = slice_size
@@ -108,5 +111,6 @@ class PromptLogprobs:
     def _slice(self, hidden: Tensor, targets: Tensor, num_logprobs: int) -> _Slice:
         logits, download = self._compute_logits(hidden), self._transfers.download
         is_bad = clear_unusable(logits)
-        logprobs = token_logprobs(logits, self._transfers.upload(targets), [num_logprobs] * len(logits))
+        targets, counts = self._transfers.upload(targets), [num_logprobs] * len(logits)
+        logprobs = token_logprobs(logits, targets, counts, self._mode)
         return _Slice(download(is_bad), moved(logprobs, download))

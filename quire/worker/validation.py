@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 
 
@@ -21,12 +22,22 @@ def why_unusable(request: NewRequestData, vocab_size: int, max_model_len: int) -
     if request.pooling_params is not None:
         return "the model has no pooler"
     params = request.sampling_params
+    if params.thinking_token_budget is not None and params.thinking_markers is None:
+        return "thinking_token_budget needs thinking_markers"
     indexed: dict[str, Iterable[int]] = {
         "token id": request.token_ids,
         "allowed_token_ids": params.allowed_token_ids or (),
         "logit_bias": params.logit_bias or (),
+        "logprob_token_ids": params.logprob_token_ids or (),
+        "bad_words_token_ids": [token_id for word in params.bad_words_token_ids for token_id in word],
+        "thinking_markers": _markers(params),
     }
     return next((bad for name, ids in indexed.items() if (bad := _out_of_range(name, ids, vocab_size))), None)
+
+
+def _markers(params: SamplingParams) -> tuple[int, ...]:
+    markers = params.thinking_markers
+    return () if markers is None else (*markers.start_ids, *markers.end_ids)
 
 
 def _out_of_range(name: str, token_ids: Iterable[int], vocab_size: int) -> str | None:

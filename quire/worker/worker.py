@@ -1,6 +1,7 @@
 """The worker: one model on one device, from loading to the last step.
 
-Invariant: memory is taken in this order and never again: weights, warm-up, KV cache. What a device is like
+Invariant: memory is taken in this order and never again: weights, warm-up, KV cache; what sleeps gives its own back and
+takes as much when it wakes. What a device is like
 comes from a `Device`; nothing here asks which one it is.
 """
 
@@ -8,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.errors import StartupError
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.models.base import CausalLM
@@ -22,6 +25,7 @@ from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.worker.block_copies import BlockCopier
 from quire.worker.devices import Device
 from quire.worker.model_runner import ModelRunner
+from quire.worker.parked_weights import ParkedWeights
 from quire.worker.refused_memory import refused_memory
 from quire.worker.rehearsal import Rehearsal, rehearsed_groups
 
@@ -44,6 +48,8 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._copier: BlockCopier | None = None
         self._tokens_per_s = 0.0
+        self._kv_config: KVCacheConfig | None = None
+        self._parked: ParkedWeights | None = None
 
     def load(self) -> None:
         """Load the weights and run the model once.
@@ -69,8 +75,9 @@ class Worker:
 
     def kv_memory(self) -> KVMemory:
         """What the cache may take of the memory that is free now."""
-        usable, reason = self._device.memory.usable_bytes(self._config)
-        return KVMemory(usable, reason, self._device.memory.default_cache_bytes, self._swap_costs())
+        memory = self._device.memory
+        usable, reason = memory.usable_bytes(self._config)
+        return KVMemory(usable, reason, memory.unasked_bytes(self._config), self._swap_costs())
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         """Allocate the cache and be ready for steps.
@@ -78,6 +85,7 @@ class Worker:
         Raises:
             StartupError: the machine has not so much memory.
         """
+        self._kv_config = kv_config
         with refused_memory("the KV cache", "give it less by --kv-cache-memory-bytes, and less --swap-space"):
             tensors, transfers = self._bind_cache(kv_config), self._device.transfers
             shapes = [(kv_config.num_host_blocks + 1, tensor.shape[1]) for tensor in tensors]
@@ -96,6 +104,37 @@ class Worker:
             step.result()
         return step.result
 
+    def sleep(self, level: int) -> None:
+        """Give back the cache, and park the weights (level 1) or let go of them (2); rows are lost."""
+        if self._runner is not None:
+            self._runner = self._copier = None
+            self._bind_least_cache()
+        if level == 2:
+            self._model = self._parked = None
+        elif self._model is not None and self._parked is None and self._device.parks_weights:
+            self._parked = ParkedWeights(self._model, self._device.transfers)
+        self._device.memory.give_back()
+
+    def wake_up(self, tag: str) -> None:
+        """Have the weights, or the cache, again.
+
+        Raises:
+            StartupError: they cannot be loaded, or memory does not suffice; they sleep on.
+        """
+        WAKERS[tag](self)
+
+    def _wake_weights(self) -> None:
+        if self._model is None:
+            self._model = load_model(self._config)
+        if self._parked is not None:
+            with _enough_memory("the weights"):
+                self._parked.restore()
+            self._parked = None
+
+    def _wake_cache(self) -> None:
+        assert self._kv_config is not None, "a cache that sleeps was there before"
+        self.initialize_kv_cache(self._kv_config)
+
     def shutdown(self) -> None:
         """Let go of the model and the cache."""
         self._model = self._runner = self._copier = None
@@ -113,7 +152,8 @@ class Worker:
 
     def _bind_cache(self, kv_config: KVCacheConfig) -> tuple[Tensor, ...]:
         """Allocate a cache, and give it to the model."""
-        tensors = allocate_kv_cache(kv_config, self._device.transfers.torch_device)
+        with _enough_memory(f"a KV cache of {kv_config.bytes / 2**20:.0f} MiB"):
+            tensors = allocate_kv_cache(kv_config, self._device.transfers.torch_device)
         bind_kv_cache(self._loaded(), kv_config, tensors)
         return tensors
 
@@ -132,4 +172,25 @@ class Worker:
                 runner.execute_model(plan)
             rate = plan.total_num_scheduled_tokens / (time.perf_counter() - started)
             self._tokens_per_s = max(self._tokens_per_s, rate)
-        self._bind_cache(KVCacheConfig(1, groups, specs))  # lets go of the larger one
+        self._bind_least_cache()
+
+    def _bind_least_cache(self) -> None:
+        """Have the model let go of its cache."""
+        specs = self.kv_cache_specs()
+        self._bind_cache(KVCacheConfig(1, rehearsed_groups(specs), specs))
+
+
+@contextmanager
+def _enough_memory(purpose: str) -> Iterator[None]:
+    """Raises StartupError where torch finds too little memory, which is all that can fail in such a block."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise StartupError(f"not enough memory for {purpose}: {error}") from error
+
+
+WAKERS: dict[str, Callable[[Worker], None]] = {
+    "weights": Worker._wake_weights,
+    "kv_cache": Worker._wake_cache,
+}
+"""Tag -> how it wakes."""

@@ -17,7 +17,7 @@ import torch
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.outputs import RequestOutput
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, ThinkingMarkers
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
 STEPS_IN_FLIGHT = (1, 2, 4)
@@ -33,6 +33,22 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"stop": list("stuvwxyz"), "temperature": 0.3, "logprobs": 1},
     {"max_tokens": 1},
     {"max_tokens": None},
+    {
+        "bad_words_token_ids": [[i] for i in range(3, 40)]
+        + [[i, j] for i in range(40, 45) for j in range(45, 60)]
+    },
+    {
+        "thinking_token_budget": 3,
+        "thinking_markers": ThinkingMarkers((STEM[0],), (7, 8, 9)),
+        "temperature": 0.5,
+    },
+    {
+        "repetition_detection": {"max_pattern_size": 3, "min_count": 2},
+        "allowed_token_ids": [60, 61, 62, 63],
+        "min_tokens": 5,
+    },
+    {"logprob_token_ids": [5, 6, 7], "flat_logprobs": True, "prompt_logprobs": 1, "stream_interval": 4},
+    {"skip_reading_prefix_cache": True, "n": 2, "stream_interval": 3, "logprobs": 1},
 )
 
 
@@ -88,7 +104,7 @@ def overlapped(steps: int) -> dict[str, Any]:
 def jobs_of_all_kinds() -> list[Job]:
     draw = random.Random(2)
     jobs = []
-    for number in range(30):
+    for number in range(2 * len(FEATURES)):
         prompt = STEM[: draw.randrange(41)] + [
             draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randrange(1, 20))
         ]
@@ -106,7 +122,7 @@ def test_all_parameters_with_aborts_and_preemption(
     args |= {"max_num_seqs": 8, "num_gpu_blocks_override": 16}
     expected, _ = serve(jobs_of_all_kinds(), **args)
     reasons = {completion.finish_reason for output in expected for completion in output.outputs}
-    assert reasons == {"stop", "length", "abort"}
+    assert reasons == {"stop", "length", "abort", "repetition"}
     for steps in STEPS_IN_FLIGHT:
         outputs, stats = serve(jobs_of_all_kinds(), **args, **overlapped(steps))
         assert facts(outputs) == facts(expected), f"{steps} steps in flight"

@@ -245,6 +245,21 @@ async def test_a_deadline_is_kept_while_the_core_says_nothing(null_model_dir: Pa
     await engine.shutdown()
 
 
+async def test_time_runs_while_a_prompt_is_tokenized(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize = engine._tokenize
+
+    async def slowly(prompt: Any) -> Any:
+        await asyncio.sleep(0.1)
+        return await tokenize(prompt)
+
+    monkeypatch.setattr(engine, "_tokenize", slowly)
+    outputs = [output async for output in engine.generate([1, 2], params(), "late", timeout_s=0.05)]
+    assert outputs[-1].outputs[0].finish_reason == "timeout"
+    assert not outputs[-1].outputs[0].token_ids
+
+
 async def test_two_cores_give_what_one_gives(engine: AsyncLLM, null_model_dir: Path) -> None:
     config = EngineConfig.from_args(model=str(null_model_dir), distributed_executor_backend="null")
     two = AsyncLLM(config, in_process=True, num_cores=2)

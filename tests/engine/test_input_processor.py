@@ -239,3 +239,19 @@ def test_other_threads_run_while_a_long_text_is_tokenized(processor: InputProces
         time.sleep(0.001)
         num_turns += 1
     assert num_turns > 10, "tokenizing kept the interpreter for itself"
+
+
+def test_code_does_not_go_to_another_process(processor: InputProcessor) -> None:
+    prompt = processor.tokenize("hello")
+    with pytest.raises(ValidationError, match="the engine core is another process"):
+        processor.process("r", prompt, SamplingParams(logits_processors=[print]))
+
+
+def test_bad_words_become_tokens_with_and_without_a_space(processor: InputProcessor) -> None:
+    assert processor.tokenizer is not None
+    params = SamplingParams(bad_words=["cat", " dog"], bad_words_token_ids=[[5, 6]])
+    (request,) = processor.process("r", processor.tokenize("hello"), params)
+    encode = processor.tokenizer.encode
+    expected = [encode(text, add_special_tokens=False) for text in ("cat", " cat", "dog", " dog")]
+    assert set(request.sampling_params.bad_words_token_ids) == {(5, 6), *map(tuple, expected)}
+    assert add_message([request]).request.sampling_params.bad_words == (), "text stays in the front end"

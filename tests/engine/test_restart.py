@@ -52,7 +52,7 @@ async def started(
         "max_num_seqs": 16,
         "max_num_batched_tokens": 64,
     }
-    name = f"{__name__}:{scheduler.__name__}"
+    name = f"{scheduler.__module__}:{scheduler.__name__}"
     config = EngineConfig.from_args(model=str(model), scheduler_cls=name, **fixed | args)
     engine = AsyncLLM(config, in_process=in_process)
     await engine.wait_ready()

@@ -51,7 +51,7 @@ def test_the_least_bound_counts_and_is_named(caplog: pytest.LogCaptureFixture) -
     assert sized(KVMemory(2 * BLOCK * 9 + 5, "what is left")).num_blocks == 9
     assert "what is left" in caplog.text
     assert sized(KVMemory(10**9, "", default_bytes=2 * BLOCK * 7)).num_blocks == 7
-    assert "the default limit" in caplog.text
+    assert "half of the free memory" in caplog.text
 
 
 def test_the_default_limit_leaves_room_for_one_request() -> None:

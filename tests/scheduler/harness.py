@@ -25,7 +25,10 @@ from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 40
-REQUEST_FIELDS = ("eos_token_ids", "cache_salt", "priority", "tenant", "fork_of", "pooling_params")
+REQUEST_FIELDS = (
+    "eos_token_ids", "cache_salt", "priority", "tenant", "fork_of", "pooling_params", "output_token_ids", "num_beams",
+    "beam",
+)  # fmt: skip
 
 
 def make_config(**changes: Any) -> EngineConfig:

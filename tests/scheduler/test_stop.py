@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from quire.sampling_params import SamplingParams
@@ -39,3 +41,24 @@ def test_check_stop(output, params, expected):
     )
     request.token_ids += output
     assert check_stop(request, max_model_len=10) == expected
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_repetition_is_found_where_it_is_and_nowhere_else(seed):
+    draw = random.Random(seed)
+    smallest = draw.randint(0, 4)
+    sizes = {"max_pattern_size": max(1, smallest + draw.randint(0, 3)), "min_pattern_size": smallest}
+    detection = {**sizes, "min_count": draw.randint(2, 4)}
+    params = SamplingParams(max_tokens=1000, min_tokens=draw.choice([0, 7]), repetition_detection=detection)
+    request = Request(request_id="r", prompt_token_ids=[1, 1, 1, 1], sampling_params=params)
+    pattern = [draw.randrange(2) for _ in range(draw.randint(1, 8))]
+    for place in range(60):
+        request.token_ids.append(pattern[place % len(pattern)] if draw.random() < 0.9 else draw.randrange(3))
+        output = request.output_token_ids
+        repeats = any(
+            len(output) >= size * detection["min_count"]
+            and output[-size * detection["min_count"] :] == output[-size:] * detection["min_count"]
+            for size in range(max(smallest, 1), sizes["max_pattern_size"] + 1)
+        )
+        is_late = len(output) >= params.min_tokens
+        assert check_stop(request, 10_000) == (("repetition", None) if repeats and is_late else None)

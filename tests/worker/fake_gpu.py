@@ -43,7 +43,7 @@ class FakeGpu:
 
     torch_device = torch.device("cpu")
     is_asynchronous = True
-    default_cache_bytes: int | None = None
+    parks_weights = True
     warm_up_tokens = 1 << 40
     warm_up_seqs = 1 << 40
     logits_elements = 1 << 23
@@ -67,7 +67,13 @@ class FakeGpu:
         return nullcontext()
 
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
-        return int(config.cache.gpu_memory_utilization * self._free_bytes), "what a fake device has"
+        return int(config.cache.memory_share * self._free_bytes), "what a fake device has"
+
+    def unasked_bytes(self, config: EngineConfig) -> int | None:
+        return None
+
+    def give_back(self) -> None:
+        """The host's."""
 
     def host_memory(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 
+from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 
 MASK_32 = 0xFFFFFFFF
@@ -47,17 +49,44 @@ def changed_logits(logits: list[float], request: NewRequestData) -> list[float]:
     new = list(logits)
     if params.allowed_token_ids is not None:
         new = [x if token in params.allowed_token_ids else -math.inf for token, x in enumerate(new)]
+    for word in params.bad_words_token_ids:
+        if output[len(output) - len(word) + 1 :] == list(word[:-1]) and len(output) >= len(word) - 1:
+            new[word[-1]] = -math.inf
     if len(output) < params.min_tokens:
         for token in {*request.eos_token_ids, *params.stop_token_ids}:
             new[token] = -math.inf
     for token, bias in (params.logit_bias or {}).items():
         new[token] = float(np.float32(new[token]) + np.float32(bias))
+    for processor in params.logits_processors:
+        new = processor(tokens[: request.num_prompt_tokens], output, torch.tensor(new)).tolist()
     for token in set(tokens):
         x = new[token]
         x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
         x -= params.frequency_penalty * output.count(token) + params.presence_penalty * (token in output)
         new[token] = float(np.float32(x))
-    return new
+    forced = forced_token(tokens, request)
+    return new if forced is None else [0.0 if token == forced else -math.inf for token in range(len(new))]
+
+
+def forced_token(tokens: list[int], request: NewRequestData) -> int | None:
+    """The next token of the end of a section of reasoning whose budget is used up."""
+    params = request.sampling_params
+    if params.thinking_token_budget is None or params.thinking_markers is None:
+        return None
+    start, end = map(list, (params.thinking_markers.start_ids, params.thinking_markers.end_ids))
+    starts_open, count = params.thinking_markers.starts_open, 0
+    is_inside, since = bool(starts_open), 0 if starts_open is None else request.num_prompt_tokens
+    for place in range(since, len(tokens)):
+        marker, section = end if is_inside else start, tokens[since : place + 1]
+        if section[len(section) - len(marker) :] == marker and len(section) >= len(marker):
+            is_inside, since, count = not is_inside, place + 1, 0
+        else:
+            count += is_inside and place >= request.num_prompt_tokens
+    if not is_inside or count < params.thinking_token_budget:
+        return None
+    section = tokens[since:]
+    begun = max(k for k in range(len(end)) if section[len(section) - k :] == end[:k] and k <= len(section))
+    return end[begun]
 
 
 def filtered_logits(logits: list[float], request: NewRequestData) -> list[float]:
@@ -96,9 +125,21 @@ def sample(logits: list[float], request: NewRequestData) -> int:
     return max(token for token, p in enumerate(probs) if p > 0)
 
 
-def logprobs(logits: list[float], chosen: int, count: int) -> tuple[list[int], list[float], int]:
-    """Token ids, log-probabilities and the chosen token's rank; the chosen token first."""
-    logs = [math.log(p) if p > 0 else -math.inf for p in probabilities(logits)]
-    ranked = order(logits)
-    ids = [chosen, *(ranked if count == -1 else ranked[:count])]
-    return ids, [logs[token] for token in ids], ranked.index(chosen) + 1
+def reported_logits(logits: list[float], request: NewRequestData, mode: str) -> list[float]:
+    """Those that logprobs are about."""
+    if mode.startswith("raw"):
+        return logits
+    new = changed_logits(logits, request)
+    return new if request.sampling_params.greedy else filtered_logits(new, request)
+
+
+def logprobs(
+    logits: list[float], chosen: int, params: SamplingParams, mode: str = "raw_logprobs"
+) -> tuple[list[int], list[float], list[int]]:
+    """Token ids, log-probabilities (or logits) and ranks; the chosen token first."""
+    numbers = logits
+    if mode.endswith("logprobs"):
+        numbers = [math.log(p) if p > 0 else -math.inf for p in probabilities(logits)]
+    ranked, count = order(logits), params.logprobs
+    ids = [chosen, *(params.logprob_token_ids or (ranked if count == -1 else ranked[:count]))]
+    return ids, [numbers[token] for token in ids], [ranked.index(token) + 1 for token in ids]

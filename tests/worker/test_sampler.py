@@ -13,11 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, ThinkingMarkers
 from quire.scheduler.output import NewRequestData
 from quire.worker.cpu import HostTransfers
+from quire.worker.input_batch import Samples
 from quire.worker.sampler import Sampler, SamplerOutput, StagedRows, clear_unusable
-from quire.worker.sampler.logprobs import token_logprobs
+from quire.worker.sampler.logprobs import LogprobsMode, token_logprobs
 from tests.worker import sampler_oracle as oracle
 from tests.worker.harness import append_tokens, input_batch, next_samples, request, rows_of
 
@@ -27,6 +28,21 @@ TOP_P = [1.0, 0.012345, 0.31415926, 0.71828183, 0.97654321]
 MIN_P = [0.0, 0.0123456, 0.314159, 0.87654]
 
 tokens = st.integers(0, VOCAB - 1)
+few_tokens = st.integers(0, 2)
+marker = st.lists(few_tokens, min_size=1, max_size=3).map(tuple)
+
+
+def lower_the_last(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    logits[[*prompt_ids, *output_ids][-1]] -= 4.0
+    return logits
+
+
+def favour_the_prompt(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    new = logits.clone()
+    new[prompt_ids[0]] = logits[prompt_ids[0]] + len(output_ids)
+    return new
+
+
 sampling_params = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 2.0]),
@@ -44,14 +60,28 @@ sampling_params = st.builds(
     max_tokens=st.none(),
     min_tokens=st.sampled_from([0, 0, 2, 100]),
     logprobs=st.none() | st.sampled_from([-1, 0, 1, 5]),
+    bad_words_token_ids=st.lists(st.lists(few_tokens, min_size=1, max_size=3), max_size=4),
+    thinking_token_budget=st.none() | st.integers(0, 3),
+    thinking_markers=st.builds(ThinkingMarkers, marker, marker, st.none() | st.booleans()),
+    logits_processors=st.lists(st.sampled_from([lower_the_last, favour_the_prompt]), max_size=1),
+) | st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1.3]),
+    seed=st.integers(0, 9),
+    max_tokens=st.none(),
+    logprob_token_ids=st.lists(tokens, min_size=1, max_size=5),
+    min_tokens=st.sampled_from([0, 100]),
 )
 requests = st.builds(
     request,
     st.lists(tokens, min_size=1, max_size=6),
     sampling_params,
-    output=st.lists(tokens, max_size=6),
+    output=st.lists(tokens, max_size=6) | st.lists(few_tokens, max_size=12),
     eos_token_ids=st.lists(tokens, max_size=1),
 )
+
+
+modes = st.sampled_from([mode.value for mode in LogprobsMode])
 
 
 def random_logits(rng: random.Random, ties: bool) -> list[float]:
@@ -63,9 +93,11 @@ def random_logits(rng: random.Random, ties: bool) -> list[float]:
 class Bench:
     """A sampler with some requests in it, in a given order of rows."""
 
-    def __init__(self, members: list[NewRequestData], vocab_size: int = VOCAB) -> None:
+    def __init__(
+        self, members: list[NewRequestData], vocab_size: int = VOCAB, mode: str = "raw_logprobs"
+    ) -> None:
         self.batch = input_batch(max_num_seqs=max(8, len(members)))
-        self.sampler = Sampler(self.batch, vocab_size, HostTransfers())
+        self.sampler = Sampler(self.batch, vocab_size, HostTransfers(), logprobs_mode=LogprobsMode(mode))
         for index, member in enumerate(members):
             self.add(f"r{index}", member)
 
@@ -105,24 +137,58 @@ def kept_tokens(logits: list[float], sampling: SamplingParams, draws: int = 400)
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)
-@given(st.lists(requests, min_size=1, max_size=5), st.integers(0, 2**32), st.booleans())
-def test_equals_the_plain_sampler(members: list[NewRequestData], seed: int, ties: bool) -> None:
+@given(st.lists(requests, min_size=1, max_size=5), st.integers(0, 2**32), st.booleans(), modes)
+def test_equals_the_plain_sampler(members: list[NewRequestData], seed: int, ties: bool, mode: str) -> None:
     rng = random.Random(seed)
     logits = [random_logits(rng, ties) for _ in members]
-    output = Bench(members).sample(logits)
+    output = Bench(members, mode=mode).sample(logits)
     for index, (row, member) in enumerate(zip(logits, members, strict=True)):
         if max(oracle.changed_logits(row, member)) == -math.inf:
             assert "no token is left" in output.failed[index]
             continue
         chosen = output.token_ids[index]
         assert chosen == oracle.sample(row, member)
-        count = member.sampling_params.logprobs
-        assert (index in output.logprobs) == (count is not None)
-        if count is not None:
-            ids, logprobs, rank = oracle.logprobs(row, chosen, count)
+        asked = member.sampling_params
+        assert (index in output.logprobs) == asked.wants_logprobs
+        if asked.wants_logprobs:
+            about = oracle.reported_logits(row, member, mode)
+            ids, logprobs, ranks = oracle.logprobs(about, chosen, asked, mode)
             entry = output.logprobs[index]
-            assert (entry.token_ids, entry.rank) == (ids, rank)
+            assert (entry.token_ids, entry.rank) == (ids, ranks[0])
+            assert entry.ranks == (ranks[1:] if asked.logprob_token_ids else None)
             assert entry.logprobs == pytest.approx(logprobs, abs=1e-5)
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(st.lists(requests, min_size=1, max_size=4), st.integers(0, 2**32), st.data())
+def test_behind_drafts_it_is_as_if_they_were_known(
+    members: list[NewRequestData], seed: int, data: st.DataObject
+) -> None:
+    """Also after they turned out to be wrong, of which nothing stays."""
+    rng, bench = random.Random(seed), Bench(members)
+    drafts = [data.draw(st.lists(few_tokens, max_size=4)) for _ in members]
+    rows, columns, known = [], [], []
+    for row, (member, guess) in enumerate(zip(members, drafts, strict=True)):
+        first = len(member.token_ids)
+        bench.batch.token_ids[row, first : first + len(guess)] = guess
+        for place in range(len(guess) + 1):
+            rows.append(row)
+            columns.append(first + place)
+            known.append(continued(member, guess[:place]))
+    logits = [random_logits(rng, ties=False) for _ in rows]
+    samples = Samples(np.array(rows), np.array(columns))
+    found = bench.sampler.sample(torch.tensor(logits), bench.sampler.stage(samples)).read()
+    for index, member in enumerate(known):
+        alone = Bench([member]).sample([logits[index]])
+        assert (found.token_ids[index], found.failed.get(index)) == (alone.token_ids[0], alone.failed.get(0))
+        assert found.logprobs.get(index) == alone.logprobs.get(0)
+    again = [random_logits(rng, ties=False) for _ in members]
+    assert bench.sample(again).token_ids.tolist() == Bench(members).sample(again).token_ids.tolist()
+
+
+def continued(member: NewRequestData, more: list[int]) -> NewRequestData:
+    fields = {name: getattr(member, name) for name in member.__struct_fields__}
+    return NewRequestData(**fields | {"token_ids": [*member.token_ids, *more]})
 
 
 @settings(derandomize=True, max_examples=40, deadline=None)

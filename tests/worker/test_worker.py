@@ -10,7 +10,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
-from quire.errors import ConfigError
+from quire.errors import ConfigError, StartupError
 from quire.executor import uniproc
 from quire.executor.base import resolve_executor
 from quire.executor.uniproc import UniprocExecutor
@@ -19,7 +19,7 @@ from quire.kv_cache.sizing import size_kv_cache
 from quire.kv_cache.spec import KVCacheConfig
 from quire.platforms import Host
 from quire.sampling_params import SamplingParams
-from quire.worker.cpu import CpuDevice, CpuMemory
+from quire.worker.cpu import CpuDevice
 from quire.worker.worker import Worker
 from tests.models.harness import prepared_config
 from tests.worker.harness import Driver, Sequence
@@ -83,7 +83,49 @@ def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
         "0 MiB for recorded steps of 4 requests"
     )
     assert loaded(config, free=1000).kv_memory().free_bytes == 0
-    assert memory.default_bytes == CpuMemory.default_cache_bytes
+    assert memory.default_bytes is None
+
+
+def test_unasked_the_cache_takes_half_of_what_is_free(config: EngineConfig) -> None:
+    for free in (GIB, 100 * GIB, 10_000 * GIB):
+        worker = loaded(config, free)
+        memory = worker.kv_memory()
+        assert memory.default_bytes == free // 2 - reserved_bytes(worker)
+        assert memory.free_bytes == int(0.92 * free) - reserved_bytes(worker)
+
+
+@pytest.mark.parametrize("share", [None, 1.0])
+def test_the_cache_is_never_larger_than_all_rows_can_use(share: float | None, config: EngineConfig) -> None:
+    config = config.evolve(gpu_memory_utilization=share)
+    worker = loaded(config, 10_000 * GIB)
+    specs, limits = worker.kv_cache_specs(), config.scheduler
+    kv_config = size_kv_cache(config, specs, worker.kv_memory())
+    num_blocks_of_a_row = -(-config.model.max_model_len // config.cache.block_size)
+    assert kv_config.num_blocks == limits.max_num_seqs * num_blocks_of_a_row + 1
+
+
+def test_a_full_request_is_worth_more_than_half(config: EngineConfig) -> None:
+    """What others on the machine are left with unasked gives way to the context that was asked for."""
+    worker = loaded(config)
+    specs = worker.kv_cache_specs()
+    block_bytes = sum(spec.block_bytes for spec in specs.values())
+    num_blocks = config.model.max_model_len // config.cache.block_size + 1
+    free = int((num_blocks * block_bytes + reserved_bytes(worker)) / 0.9)
+    memory = loaded(config, free).kv_memory()
+    kv_config = size_kv_cache(config, specs, memory)
+    assert kv_config.num_blocks == num_blocks
+    assert memory.default_bytes is not None
+    assert memory.default_bytes < kv_config.bytes <= memory.free_bytes
+
+
+def test_a_machine_that_will_not_give_the_cache_is_named(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system does not overcommit, an allocation fails that was promised."""
+    worker = loaded(config)
+    specs = worker.kv_cache_specs()
+    with pytest.raises(StartupError, match="not enough memory for a KV cache of"):
+        worker.initialize_kv_cache(KVCacheConfig(2**45, group_layers(specs, 64), dict(specs)))
 
 
 def test_swap_space_is_taken_from_the_same_memory(config: EngineConfig) -> None:

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateSyntaxError, meta, nodes
 
-from quire.entrypoints.chat.environment import TemplateRefusalError, make_environment
+from quire.entrypoints.chat.budget import TemplateRefusalError
+from quire.entrypoints.chat.environment import make_environment
 from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES, checked_messages
 from quire.entrypoints.chat.plain_text import Encoder, PlainText
 from quire.errors import ConfigError, ValidationError
@@ -105,6 +106,8 @@ class ChatTemplate:
             raise ConfigError(
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
             ) from None
+        except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
+            raise ConfigError(f"the chat template cannot be compiled: {type(error).__name__}") from error
         self.source = source
         tree = environment.parse(source)
         self._aliases = {} if _says(tree, "developer") else ROLE_ALIASES

@@ -29,6 +29,7 @@ from quire.entrypoints.openai import (
     prefix_cache,
     requests,
     responses,
+    sleep,
     tokenize,
 )
 from quire.entrypoints.openai.admin import admin_key
@@ -62,7 +63,7 @@ FAMILIES = (
     requests, health, metrics,
 )  # fmt: skip
 """Modules and packages with a `router`, in the order of the published document."""
-CONTROLS = (requests.controls, prefix_cache.controls, integrity.controls)
+CONTROLS = (requests.controls, prefix_cache.controls, integrity.controls, sleep.controls)
 """What acts on all requests: for the admin key."""
 EXPOSED_HEADERS = ("x-request-id", "retry-after", *RATE_LIMIT_HEADERS, IGNORED_HEADER, ADJUSTED_HEADER)
 """What scripts of a page may read of a response besides its body."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.entrypoints.chat.formats.answer import AnswerReader
+from quire.entrypoints.chat.formats.choice import PlainReader
 from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.thought_counter import ThoughtCounter
 from quire.entrypoints.openai.protocol.responses import FunctionCall, ToolCallMessage
@@ -52,6 +53,11 @@ class ChatChoiceBuilder:
         self._shows_reasoning = shows_reasoning
         self._max_calls = max_calls
         self._call_ids: set[str] = set()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether text just passes."""
+        return isinstance(self._reader, PlainReader)
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.chat.tool_schemas import check_names
+from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder, ChoicePart
 from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.errors import request_id_of
@@ -41,12 +42,13 @@ from quire.entrypoints.openai.respond import respond
 from quire.entrypoints.openai.sampling import chat_params, note_max_tokens
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
-from quire.entrypoints.openai.streaming import frame
+from quire.entrypoints.openai.streaming import TextFrame, frame
 from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
 from quire.entrypoints.openai.tool_choice import tools_in_use
 from quire.entrypoints.openai.usage import UsageMeter
 from quire.inputs import TokensPrompt
 from quire.outputs import CompletionOutput, RequestOutput
+from quire.sampling_params import SamplingParams
 
 ROLE = "assistant"
 router = APIRouter()
@@ -88,6 +90,7 @@ class ChatAnswer:
             self._check_names()
         self._begin = PromptEnd()
         self._choices: dict[int, ChatChoiceBuilder] = {}
+        self._text_frames: dict[int, TextFrame] = {}
 
     def _check_names(self) -> None:
         tool_format = self._server.answer_format.formats.tools if self._tools else None
@@ -97,14 +100,15 @@ class ChatAnswer:
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
         engine.check_admission()
-        params = chat_params(
-            request,
-            engine.input_processor.default_sampling_params,
-            shown_special_token_ids=self._server.answer_format.shown_ids,
+        room, answers = engine.config.model.max_model_len, self._server.answer_format
+        params = beam_search_params(request, room, answers.shown_ids) or chat_params(
+            request, engine.input_processor.default_sampling_params
         )
         with old_names(request):
             chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
         self._begin = chat.end
+        if isinstance(params, SamplingParams):
+            params = answers.settled(params, chat.end)
         prompt = with_options(TokensPrompt(prompt_token_ids=chat.token_ids), request)
         note_max_tokens(request, params, [engine.input_processor.room(len(prompt["prompt_token_ids"]))])
         interval = engine.config.scheduler.stream_interval
@@ -115,7 +119,7 @@ class ChatAnswer:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
-            timeout_s=request.timeout,
+            timeout_s=request.time_left(),
             trace_headers=request.trace_headers,
             stream_interval=interval,
         )
@@ -138,20 +142,50 @@ class ChatAnswer:
         )
 
     async def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self.chunks(outputs)) as chunks:
-            async for chunk in chunks:
-                yield frame(chunk)
+        usage = self._stream_usage(outputs)
+        async with aclosing(outputs):
+            async for _, output in outputs:
+                if (plain := self._plain_frame(output, usage)) is not None:
+                    yield plain
+                    continue
+                for chunk in self.chunks_of(output, usage):
+                    yield frame(chunk)
+        if usage.wanted:
+            yield frame(self._chunk([], usage.closing()))
 
     async def chunks(self, outputs: Outputs) -> AsyncGenerator[ChatChunk, None]:
         """The stream, before it is written: each choice's role, then its news step by step, then the usage."""
-        force = self._server.config.enable_force_include_usage
-        usage = StreamUsage(self._request, outputs.prompt_lengths, force=force)
+        usage = self._stream_usage(outputs)
         async with aclosing(outputs):
             async for _, output in outputs:
                 for chunk in self.chunks_of(output, usage):
                     yield chunk
         if usage.wanted:
             yield self._chunk([], usage.closing())
+
+    def _stream_usage(self, outputs: Outputs) -> StreamUsage:
+        force = self._server.config.enable_force_include_usage
+        return StreamUsage(self._request, outputs.prompt_lengths, force=force)
+
+    def _plain_frame(self, output: RequestOutput, usage: StreamUsage) -> bytes | None:
+        """What `chunks_of` makes of an output that is nothing but a piece of text of one choice, as nearly all are."""
+        (completion, *others), request = output.outputs, self._request
+        builder = self._choices.get(completion.index)
+        if others or builder is None or completion.finish_reason is not None:
+            return None
+        text_frame = self._text_frames.get(completion.index)
+        if text_frame is None:
+            if (
+                request.logprobs
+                or request.return_token_ids
+                or not (builder.is_plain and usage.shows_nothing_yet)
+            ):
+                return None
+            choice = ChatChunkChoice(index=completion.index, delta=ChatDelta(content=TextFrame.MARK))
+            text_frame = TextFrame(self._chunk([choice], usage.of_opening()))
+            self._text_frames[completion.index] = text_frame
+        usage.pass_by(0, output)
+        return text_frame.of(completion.text)
 
     def chunks_of_whole(self, output: RequestOutput) -> Iterator[ChatChunk]:
         """The stream that a final output would have been in one piece, with usage."""
@@ -269,4 +303,6 @@ class ChatAnswer:
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self._request.logprobs:
             return None
-        return chat_logprobs(completion.logprobs or [], self._request.top_logprobs or 0)
+        listed = self._request.logprob_token_ids
+        top = (self._request.top_logprobs or 0) if listed is None else listed
+        return chat_logprobs(completion.logprobs or [], top)

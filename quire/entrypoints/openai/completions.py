@@ -16,9 +16,10 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.generation import Outputs
-from quire.entrypoints.openai.logprobs import completion_logprobs, id_text, prompt_logprobs_json
+from quire.entrypoints.openai.logprobs import Top, completion_logprobs, id_text, prompt_logprobs_json
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.openapi.streams import data_events
 from quire.entrypoints.openai.parsing import read_request
@@ -26,13 +27,13 @@ from quire.entrypoints.openai.prompts import completion_prompts
 from quire.entrypoints.openai.protocol.requests import CompletionRequest
 from quire.entrypoints.openai.protocol.responses import Completion, CompletionChoice, PromptPosition
 from quire.entrypoints.openai.respond import respond
-from quire.entrypoints.openai.sampling import completion_params, is_ranked, note_max_tokens
+from quire.entrypoints.openai.sampling import check_ranking, completion_params, is_ranked, note_max_tokens
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import frame
 from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
 from quire.entrypoints.openai.usage import UsageMeter
-from quire.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from quire.outputs import CompletionOutput, PositionLogprobs, PromptPositions, RequestOutput
 
 router = APIRouter()
 
@@ -66,13 +67,16 @@ class CompletionAnswer:
         self._model = server.check_model(request.model)
         self._created = int(time.time())
         self._num_chars: dict[int, int] = {}
+        self._prompt_positions: dict[int, PromptPositions] = {}
 
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
         engine.check_admission()
-        params = completion_params(
-            request, engine.input_processor.default_sampling_params, detokenize=engine.tokenizer is not None
-        )
+        check_ranking(request, engine.config.model.logprobs_mode)
+        defaults, detokenize = engine.input_processor.default_sampling_params, engine.tokenizer is not None
+        if request.suffix and (ends := self._server.fill_in.end_ids):
+            request.stop_token_ids = [*(request.stop_token_ids or ()), *ends]
+        params = beam_search_params(request, 0) or completion_params(request, defaults, detokenize=detokenize)
         prompts = await completion_prompts(self._server, request)
         room = engine.input_processor.room
         note_max_tokens(request, params, [room(len(prompt["prompt_token_ids"])) for prompt in prompts])
@@ -84,7 +88,7 @@ class CompletionAnswer:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
-            timeout_s=request.timeout,
+            timeout_s=request.time_left(),
             trace_headers=request.trace_headers,
             stream_interval=interval,
         )
@@ -145,9 +149,18 @@ class CompletionAnswer:
         text, logprobs, offset = completion.text, None, self._num_chars.get(index, 0)
         if is_first and request.echo:
             text = self._prompt_text(output) + text
-        if request.logprobs is not None:
-            ids, positions = self._positions(output, completion, with_prompt=is_first and request.echo)
-            logprobs, offset = completion_logprobs(ids, positions, request.logprobs, offset, self._token_text)
+        top: Top | None = request.logprobs if request.logprob_token_ids is None else request.logprob_token_ids
+        if top is not None:
+            if output.prompt_logprobs is not None:  # they come once, and each choice begins with them
+                self._prompt_positions[prompt_index] = output.prompt_logprobs
+            ids, positions = (
+                list(completion.token_ids),
+                list[PositionLogprobs | None](completion.logprobs or []),
+            )
+            if is_first and request.echo:
+                ids = [*output.prompt_token_ids, *ids]
+                positions = [*self._prompt_positions[prompt_index], *positions]
+            logprobs, offset = completion_logprobs(ids, positions, top, offset, self._token_text)
         self._num_chars[index] = offset
         return CompletionChoice(
             index=index,
@@ -173,14 +186,6 @@ class CompletionAnswer:
     def _token_text(self, token_id: int) -> str:
         tokenizer = self._server.engine.tokenizer
         return tokenizer.token_text(token_id) if tokenizer else id_text(token_id)
-
-    def _positions(
-        self, output: RequestOutput, completion: CompletionOutput, *, with_prompt: bool
-    ) -> tuple[list[int], list[PositionLogprobs | None]]:
-        ids, positions = list(completion.token_ids), list[PositionLogprobs | None](completion.logprobs or [])
-        if not with_prompt:
-            return ids, positions
-        return [*output.prompt_token_ids, *ids], [*(output.prompt_logprobs or []), *positions]
 
 
 def _mean_logprob(completion: CompletionOutput) -> float:

@@ -81,7 +81,7 @@ REFUSED: Mapping[str, Refused] = {
     "return_tokens_as_token_ids": unless(False),
     "spaces_between_special_tokens": unless(True),
     "structured_outputs": unless(),
-    "suffix": Refused(("",), why="needs a model that was made to fill in the middle, which none here is"),
+    "suffix": Refused(("",), why="is for completions of models that were made to fill in the middle"),
     "thinking_token_budget": unless(),
     "tool_choice": unless("none", "auto"),
     "tools": unless([]),

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from quire.beam_search_params import BeamSearchParams
 from quire.errors import DeadlineError, EngineError
 from quire.inputs import TokensPrompt
 from quire.outputs import RequestOutput
@@ -40,7 +41,7 @@ class Outputs:
         self,
         engine: AsyncLLM,
         prompts: list[TokensPrompt],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         request_id: str,
         *,
         priority: int = 0,
@@ -56,11 +57,13 @@ class Outputs:
             "trace_headers": trace_headers,
         }
         generators = [
-            _gathered(engine.generate(prompt, params, f"{request_id}-{index}", **terms), stream_interval)
+            _gathered(
+                index, engine.generate(prompt, params, f"{request_id}-{index}", **terms), stream_interval
+            )
             for index, prompt in enumerate(prompts)
         ]
         self.prompt_lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
-        self._outputs = _numbered(generators[0]) if len(generators) == 1 else _merged(generators)
+        self._outputs = generators[0] if len(generators) == 1 else _merged(generators)
         self._first: list[Indexed] = []
         self.last: RequestOutput | None = None
 
@@ -89,21 +92,22 @@ class Outputs:
 
 
 async def _gathered(
-    outputs: AsyncGenerator[RequestOutput, None], interval: int
-) -> AsyncGenerator[RequestOutput, None]:
+    index: int, outputs: AsyncGenerator[RequestOutput, None], interval: int
+) -> AsyncGenerator[Indexed, None]:
     """One engine request, with outputs gathered up to `interval` tokens; its first token never waits."""
     gathered: RequestOutput | None = None
     is_first = True
     async with aclosing(outputs):
         async for output in outputs:
-            _raise_failure(output)
-            _settle_timeout(output, is_first=is_first)
+            if any(completion.finish_reason is not None for completion in output.outputs):
+                _raise_failure(output)
+                _settle_timeout(output, is_first=is_first)
             if gathered is None:
                 gathered = output
             else:
                 gathered.add(output)
-            if is_first or gathered.finished or _num_tokens(gathered) >= interval:
-                yield gathered
+            if is_first or interval <= 1 or gathered.finished or _num_tokens(gathered) >= interval:
+                yield index, gathered
                 gathered, is_first = None, False
 
 
@@ -131,16 +135,10 @@ def _settle_timeout(output: RequestOutput, *, is_first: bool) -> None:
         completion.finish_reason, completion.stop_reason = "length", "timeout"
 
 
-async def _numbered(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Indexed, None]:
-    async with aclosing(outputs):
-        async for output in outputs:
-            yield 0, output
-
-
-async def _merged(generators: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[Indexed, None]:
+async def _merged(generators: list[AsyncGenerator[Indexed, None]]) -> AsyncGenerator[Indexed, None]:
     """Outputs of all generators as they come; the first error of any ends all."""
     queue: asyncio.Queue[Indexed | BaseException | None] = asyncio.Queue(maxsize=len(generators))
-    pumps = [asyncio.create_task(_pump(index, outputs, queue)) for index, outputs in enumerate(generators)]
+    pumps = [asyncio.create_task(_pump(outputs, queue)) for outputs in generators]
     num_running = len(pumps)
     try:
         while num_running:
@@ -158,14 +156,13 @@ async def _merged(generators: list[AsyncGenerator[RequestOutput, None]]) -> Asyn
 
 
 async def _pump(
-    index: int,
-    outputs: AsyncGenerator[RequestOutput, None],
+    outputs: AsyncGenerator[Indexed, None],
     queue: asyncio.Queue[Indexed | BaseException | None],
 ) -> None:
     try:
         async with aclosing(outputs):
-            async for output in outputs:
-                await queue.put((index, output))
+            async for item in outputs:
+                await queue.put(item)
     except Exception as error:  # handed to the consumer, who raises it
         await queue.put(error)
     else:

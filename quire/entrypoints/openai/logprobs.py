@@ -18,17 +18,19 @@ from quire.entrypoints.openai.protocol.responses import (
 from quire.outputs import Logprob, PositionLogprobs
 
 FLOOR = -9999.0
+Top = int | Sequence[int]
+"""What is reported beside the chosen token: so many of the most likely ones (-1: all), or these."""
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs], num_top: int) -> ChatLogprobs:
-    """One entry per generated token, each with the `num_top` most likely tokens in its place."""
-    return ChatLogprobs(content=[_chat_entry(position, num_top) for position in positions])
+def chat_logprobs(positions: Sequence[PositionLogprobs], top: Top) -> ChatLogprobs:
+    """One entry per generated token, each with other tokens in its place."""
+    return ChatLogprobs(content=[_chat_entry(position, top) for position in positions])
 
 
 def completion_logprobs(
     token_ids: Sequence[int],
     positions: Sequence[PositionLogprobs | None],
-    num_top: int,
+    top: Top,
     offset: int,
     text_of: Callable[[int], str],
 ) -> tuple[CompletionLogprobs, int]:
@@ -36,7 +38,7 @@ def completion_logprobs(
 
     Args:
         positions: one per token; None for the first token of an echoed prompt, which has no logprob.
-        num_top: most likely tokens to report at each position.
+        top: other tokens to report at each position.
         offset: where the first token begins in the choice's text.
         text_of: gives the text of a token that has no logprob.
     """
@@ -47,7 +49,7 @@ def completion_logprobs(
         result.tokens.append(text)
         result.text_offset.append(offset)
         result.token_logprobs.append(None if chosen is None else floored(chosen.logprob))
-        result.top_logprobs.append(None if position is None else _top_by_text(position, num_top))
+        result.top_logprobs.append(None if position is None else _top_by_text(position, top))
         token_bytes = chosen.token_bytes if chosen else None
         offset += _num_begun(text.encode() if token_bytes is None else token_bytes)
     return result, offset
@@ -75,10 +77,10 @@ def id_text(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def _chat_entry(position: PositionLogprobs, num_top: int) -> TokenLogprob:
+def _chat_entry(position: PositionLogprobs, top: Top) -> TokenLogprob:
     token_id, chosen = next(iter(position.items()))
-    top = [_top_entry(token_id, logprob) for token_id, logprob in _most_likely(position, num_top)]
-    return TokenLogprob(token_text(token_id, chosen), floored(chosen.logprob), _byte_values(chosen), top)
+    others = [_top_entry(token_id, logprob) for token_id, logprob in _beside(position, top)]
+    return TokenLogprob(token_text(token_id, chosen), floored(chosen.logprob), _byte_values(chosen), others)
 
 
 def _top_entry(token_id: int, logprob: Logprob) -> TopLogprob:
@@ -94,18 +96,20 @@ def _byte_values(logprob: Logprob) -> list[int] | None:
     return None if logprob.token_bytes is None else list(logprob.token_bytes)
 
 
-def _top_by_text(position: PositionLogprobs, num_top: int) -> dict[str, float]:
-    """The most likely tokens and the chosen one; of two tokens with the same text the likelier stays."""
+def _top_by_text(position: PositionLogprobs, top: Top) -> dict[str, float]:
+    """The tokens of `top` and the chosen one; of two tokens with the same text the first of these stays."""
     by_text: dict[str, float] = {}
     chosen = next(iter(position.items()))
-    for token_id, logprob in [*_most_likely(position, num_top), chosen]:
+    for token_id, logprob in [*_beside(position, top), chosen]:
         by_text.setdefault(token_text(token_id, logprob), floored(logprob.logprob))
     return by_text
 
 
-def _most_likely(position: PositionLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
+def _beside(position: PositionLogprobs, top: Top) -> list[tuple[int, Logprob]]:
+    if not isinstance(top, int):
+        return [(token_id, position[token_id]) for token_id in dict.fromkeys(top)]
     ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
-    return [item for item in ranked if num_top < 0 or (item[1].rank or 0) <= num_top]
+    return [item for item in ranked if top < 0 or (item[1].rank or 0) <= top]
 
 
 def _by_id(position: PositionLogprobs) -> PromptPosition:

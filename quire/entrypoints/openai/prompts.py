@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.engine.input_processor import check_listed_ids
 from quire.engine.tokenizer import beside_loop
+from quire.entrypoints.openai.fill_in import FillIn
 from quire.entrypoints.openai.protocol.requests import CompletionRequest, GenerationRequest, RequestModel
 from quire.entrypoints.openai.protocol.shapes import MAX_PROMPTS
 from quire.entrypoints.openai.state import ServerState
@@ -40,7 +41,12 @@ async def completion_prompts(server: ServerState, request: CompletionRequest) ->
     for text in texts:
         check_text(server, text, request)
     num_chars = sum(map(len, texts))
-    tokenized = await beside_loop(num_chars, _tokenize_all, server, prompts, request.add_special_tokens)
+    if request.suffix:
+        _check_suffix(server, request, prompts)
+        num_chars += len(request.suffix) * len(prompts)
+        tokenized = await beside_loop(num_chars, _fill_in, server.fill_in, texts, request)
+    else:
+        tokenized = await beside_loop(num_chars, _tokenize_all, server, prompts, request.add_special_tokens)
     return [with_options(prompt, request) for prompt in tokenized]
 
 
@@ -88,6 +94,21 @@ def _check_prompt(prompt: Any) -> None:
         raise ValidationError(FORM, param="prompt")
     if not prompt:
         raise ValidationError("the prompt must not be empty", param="prompt")
+
+
+def _check_suffix(server: ServerState, request: CompletionRequest, prompts: list[str | list[int]]) -> None:
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValidationError("suffix needs prompts that are text", param="suffix")
+    if request.echo:
+        raise ValidationError("echo cannot be combined with suffix", param="echo")
+    check_text(server, request.suffix or "", request)
+
+
+def _fill_in(fill_in: FillIn, texts: list[str], request: CompletionRequest) -> list[TokensPrompt]:
+    suffix, special = request.suffix or "", request.add_special_tokens
+    encoded = [fill_in.encode(text, suffix, add_special_tokens=special) for text in texts]
+    pairs = zip(encoded, texts, strict=True)
+    return [TokensPrompt(prompt_token_ids=ids, prompt=text) for ids, text in pairs]
 
 
 def _tokenize_all(

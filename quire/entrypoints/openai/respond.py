@@ -6,6 +6,7 @@ before a stream has begun, with its proper status.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from quire.entrypoints.openai.sampling import client_names
 from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.streaming import OPENAI_WIRE, EventStream, Wire
 from quire.entrypoints.openai.tenant import apply_terms
+from quire.errors import DeadlineError
 from quire.outputs import RequestOutput
 
 
@@ -46,9 +48,22 @@ async def respond(
     in_flight = server_of(request).in_flight
     apply_terms(request, body)
     with client_names(body):
-        outputs = await answer.start()
+        outputs = await _started(answer, body)
         if not body.stream:
             finals = await in_flight.run(outputs.final(), request.receive)
             return json_response(answer.whole(finals))
         await in_flight.run(outputs.prime(), request.receive)
         return EventStream(answer.frames(outputs), outputs, in_flight, wire)
+
+
+async def _started(answer: Answer, body: GenerationRequest) -> Outputs:
+    """Render and tokenize, which is part of the request's time.
+
+    Raises:
+        DeadlineError: it takes longer.
+    """
+    try:
+        async with asyncio.timeout(body.time_left()):
+            return await answer.start()
+    except TimeoutError:
+        raise DeadlineError("the request's time was over before its prompt was ready") from None

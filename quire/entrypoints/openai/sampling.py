@@ -6,10 +6,11 @@ Errors name the field that the client sent, also where the engine calls it by an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from quire.beam_search_params import BeamSearchParams
 from quire.entrypoints.openai.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -22,9 +23,12 @@ COMPLETION_MAX_TOKENS = 16
 SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids", "skip_special_tokens",
-    "include_stop_str_in_output", "prompt_logprobs",
+    "include_stop_str_in_output", "prompt_logprobs", "logprob_token_ids", "bad_words", "thinking_token_budget",
+    "stream_interval",
 )  # fmt: skip
 MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
+ENGINE_NAMES = {"extra_args": "vllm_xargs", "beam_width": "n", "bad_words_token_ids": "bad_words"}
+"""What the engine calls a field -> what a client does."""
 MAX_TOKENS_DEFAULTS = ("max_tokens", "max_new_tokens")
 
 
@@ -38,18 +42,20 @@ def completion_params(
     """
     _check_stream(request)
     params: dict[str, Any] = {"n": _num_candidates(request), "max_tokens": _completion_max_tokens(request)}
-    params["logprobs"] = 0 if is_ranked(request) and request.logprobs is None else request.logprobs
+    listed = request.logprob_token_ids
+    is_silent = request.logprobs is None and listed is None
+    params["logprobs"] = 0 if is_ranked(request) and is_silent else request.logprobs
+    if request.echo and listed is not None:
+        raise ValidationError(
+            "logprob_token_ids are for generated tokens, and echo wants those of the prompt too; leave one out",
+            param="logprob_token_ids",
+        )
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
         params["prompt_logprobs"] = request.logprobs
     return _build(request, defaults, detokenize, params)
 
 
-def chat_params(
-    request: ChatCompletionRequest,
-    defaults: Mapping[str, Any],
-    *,
-    shown_special_token_ids: Sequence[int] = (),
-) -> SamplingParams:
+def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     """Sampling parameters of a chat completion; without a limit it may fill the context.
 
     Raises:
@@ -68,12 +74,11 @@ def chat_params(
     if max_tokens is None:
         max_tokens = next((int(defaults[name]) for name in MAX_TOKENS_DEFAULTS if name in defaults), None)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    more = {
-        "max_tokens": max_tokens,
-        "logprobs": logprobs,
-        "shown_special_token_ids": shown_special_token_ids,
-    }
-    return _build(request, defaults, True, more)
+    if request.logprob_token_ids is not None:
+        if not request.logprobs:
+            raise ValidationError("logprob_token_ids needs logprobs true", param="logprob_token_ids")
+        logprobs = request.top_logprobs
+    return _build(request, defaults, True, {"max_tokens": max_tokens, "logprobs": logprobs})
 
 
 def is_ranked(request: CompletionRequest) -> bool:
@@ -81,7 +86,17 @@ def is_ranked(request: CompletionRequest) -> bool:
     return request.best_of is not None and request.best_of > request.n
 
 
-def note_max_tokens(request: GenerationRequest, params: SamplingParams, rooms: Iterable[int]) -> None:
+def check_ranking(request: CompletionRequest, logprobs_mode: str) -> None:
+    """Raise ValidationError if candidates are to be ranked by logprobs where the engine reports logits."""
+    if is_ranked(request) and logprobs_mode.endswith("logits"):
+        raise ValidationError(
+            f"best_of ranks by logprobs, and --logprobs-mode is {logprobs_mode}", param="best_of"
+        )
+
+
+def note_max_tokens(
+    request: GenerationRequest, params: SamplingParams | BeamSearchParams, rooms: Iterable[int]
+) -> None:
     """Note the limit that the context sets where it is below the request's; of several prompts the lowest."""
     room = min(rooms)
     if params.max_tokens is not None and 0 < room < params.max_tokens:
@@ -101,6 +116,8 @@ def client_names(request: GenerationRequest) -> Iterator[None]:
 
 
 def _client_name(param: str | None, request: GenerationRequest) -> str | None:
+    if param in ENGINE_NAMES:
+        return ENGINE_NAMES[param]
     if isinstance(request, CompletionRequest):
         return "best_of" if param == "n" and request.best_of is not None else None
     if not isinstance(request, ChatCompletionRequest):
@@ -118,8 +135,12 @@ def _build(
         value = getattr(request, name)
         if value is not None:
             values[name] = value
+    if request.repetition_detection is not None:
+        values["repetition_detection"] = request.repetition_detection.model_dump()
     if "top_k" in values:
         values["top_k"] = int(values["top_k"])
+    if request.vllm_xargs:
+        values["extra_args"] = request.vllm_xargs
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(
         **{**values, **params}, logit_bias=_logit_bias(request), detokenize=detokenize, output_kind=kind

@@ -18,6 +18,7 @@ from quire.entrypoints.chat.formats.choice import choose
 from quire.entrypoints.chat.formats.model import ModelFormat
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.entrypoints.openai.bounded_threads import BoundedThreads
+from quire.entrypoints.openai.fill_in import FillIn
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring
 from quire.errors import ConfigError, NotFoundError, ValidationError
@@ -54,6 +55,8 @@ class ServerState:
             return "the engine has stopped"
         if self.draining:
             return "the server is shutting down"
+        if self.engine.is_sleeping:
+            return "the engine sleeps and takes no requests until it is woken"
         return None if self.engine.is_ready else "the model is loading, or the engine does not answer"
 
     @property
@@ -76,6 +79,11 @@ class ServerState:
         return ChatTemplate.from_tokenizer(
             self.tokenizer, config.chat_template, config.chat_template_content_format
         )
+
+    @functools.cached_property
+    def fill_in(self) -> FillIn:
+        """Raises ValidationError if the model was not made to fill in the middle."""
+        return FillIn(self.tokenizer)
 
     @functools.cached_property
     def answer_format(self) -> ModelFormat:

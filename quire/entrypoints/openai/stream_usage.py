@@ -41,6 +41,15 @@ class StreamUsage:
         """How many tokens so far were reasoning; None if the model does not reason."""
         self._meter.reasoning_tokens = num_tokens
 
+    @property
+    def shows_nothing_yet(self) -> bool:
+        """Whether all chunks that end no choice tell the same."""
+        return not self._in_every_chunk
+
+    def pass_by(self, prompt_index: int, output: RequestOutput) -> None:
+        """Take in an output that ends no choice, of which no chunk tells anything."""
+        self._meter.add(prompt_index, output)
+
     def of_opening(self) -> dict[str, Any]:
         """Fields of a chunk that has no tokens; OpenAI sends null with every chunk before the one with the usage."""
         if self._in_every_chunk:

@@ -26,6 +26,21 @@ def frame(chunk: msgspec.Struct) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
+class TextFrame:
+    """An event of which only one text changes: the bytes around that text are made once."""
+
+    MARK = "\0text\0"
+
+    def __init__(self, chunk: msgspec.Struct) -> None:
+        """`chunk` has `MARK` where the text goes."""
+        self._before, found, self._after = frame(chunk).partition(msgspec.json.encode(self.MARK))
+        assert found, "the chunk has no mark"
+
+    def of(self, text: str) -> bytes:
+        """`frame` of the chunk with this text."""
+        return b"".join((self._before, msgspec.json.encode(text), self._after))
+
+
 @dataclass(frozen=True)
 class Wire:
     """What the streams of one API are: how an error (with the request's id) ends one, and the bytes that end each."""

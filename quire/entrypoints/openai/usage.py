@@ -14,7 +14,7 @@ from quire.entrypoints.openai.protocol.responses import (
     Timings,
     Usage,
 )
-from quire.outputs import CompletionOutput, RequestOutput, RequestStateStats, joined_stats
+from quire.outputs import CompletionOutput, RequestOutput, joined_stats
 
 
 class UsageMeter:
@@ -26,8 +26,7 @@ class UsageMeter:
 
     def __init__(self, prompt_lengths: Sequence[int] = ()) -> None:
         self._prompt_tokens = dict(enumerate(prompt_lengths))
-        self._cached_tokens: dict[int, int] = {}
-        self._stats: dict[int, RequestStateStats] = {}
+        self._latest: dict[int, RequestOutput] = {}
         self._completion_tokens = 0
         self.reasoning_tokens: int | None = None
         """Those of the completion tokens that were reasoning; None if the model does not reason."""
@@ -41,10 +40,7 @@ class UsageMeter:
 
     def add_prompt(self, prompt_index: int, output: RequestOutput) -> None:
         """Take in an output, but not its completions."""
-        self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
-        cached = self._cached_tokens.get(prompt_index, 0)
-        self._cached_tokens[prompt_index] = max(cached, output.num_cached_tokens)
-        self._stats[prompt_index] = output.metrics
+        self._latest[prompt_index] = output
 
     def add_completion(self, prompt_index: int, completion: CompletionOutput) -> None:
         """Take in the tokens of one completion."""
@@ -52,12 +48,17 @@ class UsageMeter:
         self._completion_tokens += len(completion.token_ids)
 
     def usage(self) -> Usage:
-        num_prompt_tokens = sum(self._prompt_tokens.values())
+        latest = self._latest
+        known = self._prompt_tokens | {index: len(one.prompt_token_ids) for index, one in latest.items()}
+        num_prompt_tokens, num_cached_tokens = (
+            sum(known.values()),
+            sum(one.num_cached_tokens for one in latest.values()),
+        )
         return Usage(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=self._completion_tokens,
             total_tokens=num_prompt_tokens + self._completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens.values())),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
             completion_tokens_details=UNSET
             if self.reasoning_tokens is None
             else CompletionTokensDetails(self.reasoning_tokens),
@@ -65,7 +66,7 @@ class UsageMeter:
 
     def timings(self) -> Timings:
         """Of all that was added; a time that is not known (nothing was generated) is 0."""
-        times = joined_stats(list(self._stats.values()))
+        times = joined_stats([output.metrics for output in self._latest.values()])
         started = times.scheduled_ts or times.arrival_time
         first = times.first_token_ts or started
         decode_s = max(0.0, times.last_token_ts - first)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.limits import NO_LIMITS, Limits
+from quire.kernels.reference_sampling import shaped_logits
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.worker.input_batch import InputBatch, Samples
@@ -68,3 +69,12 @@ class Draw(Feature[StagedDraw]):
         """Logits [N, V] -> token ids [N] int64, -1 where no token is left."""
         settings, keys, limits = staged or self._greedy_rows
         return ops.sample_tokens(logits, settings[: len(logits)], keys, limits)
+
+    def shaped(self, logits: Tensor, staged: StagedDraw | None, indices: Tensor) -> Tensor:
+        """A copy of the logits of some samples, [M], with temperature and filters applied as before a draw."""
+        shaped = logits[indices]
+        if staged is not None:
+            settings = staged.settings[indices]
+            random = (settings[:, 0] != 0.0).nonzero().squeeze(1)
+            shaped[random] = shaped_logits(shaped[random], settings[random])
+        return shaped

@@ -22,6 +22,8 @@ from quire.scheduler.output import NewRequestData
 from quire.worker.input_batch import Samples
 
 Staged = TypeVar("Staged")
+Failures = dict[int, str]
+"""Samples that cannot go on -> why."""
 
 
 class Feature(ABC, Generic[Staged]):
@@ -84,8 +86,11 @@ class LogitsFeature(Feature[Staged]):
     """A feature that changes the logits."""
 
     @abstractmethod
-    def apply(self, logits: Tensor, staged: Staged) -> None:
-        """Change logits [N, V] float32, contiguous, in place. Each sample's result depends on that sample alone."""
+    def apply(self, logits: Tensor, staged: Staged) -> Failures | None:
+        """Change logits [N, V] float32, contiguous, in place. Each sample's result depends on that sample alone.
+
+        Samples that are returned fail, and their logits must be such that some token can be chosen.
+        """
 
 
 def flat_indices(users: NDArray[np.int64], ids: Sequence[NDArray[np.int64]], vocab_size: int) -> Tensor:

@@ -7,7 +7,7 @@ bit for bit; every feature works sample by sample. A new way to change logits is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,31 +15,40 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels import ops
+from quire.logits_processors import LogitsProcessor
 from quire.plugins import FACTORY, PluginTable
 from quire.scheduler.output import NewRequestData, TokenLogprobs
 from quire.worker.devices import Transfers, moved
 from quire.worker.input_batch import InputBatch, Samples
+from quire.worker.sampler.bad_words import BadWords
+from quire.worker.sampler.custom import CustomProcessors
 from quire.worker.sampler.draw import Draw, StagedDraw
-from quire.worker.sampler.feature import Feature, LogitsFeature
-from quire.worker.sampler.logprobs import Logprobs, RawLogprobs, StagedLogprobs, token_logprobs
+from quire.worker.sampler.feature import Failures, Feature, LogitsFeature
+from quire.worker.sampler.logprobs import Logprobs, LogprobsMode, RawLogprobs, StagedLogprobs
 from quire.worker.sampler.masks import AllowedTokenIds, LogitBias, MinTokens
 from quire.worker.sampler.penalties import Penalties
+from quire.worker.sampler.thinking import ThinkingBudget
 
 LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = PluginTable(
     "quire.logits_features",
     "a logits feature",
     {
         "allowed_token_ids": AllowedTokenIds,
+        "bad_words": BadWords,
         "min_tokens": MinTokens,
         "logit_bias": LogitBias,
+        "logits_processors": CustomProcessors,
         "penalties": Penalties,
+        "thinking_token_budget": ThinkingBudget,
     },
     FACTORY,
 )
 """What may change the logits, in the order in which it does; those of plug-ins come last, by name."""
 
 NON_FINITE = "the model produced non-finite logits"
-NO_TOKEN_LEFT = "no token is left to choose from: allowed_token_ids, min_tokens and stop tokens exclude all"
+NO_TOKEN_LEFT = (
+    "no token is left to choose from: allowed_token_ids, bad_words, min_tokens or stop tokens exclude all"
+)
 
 _FAILURES = {-1: NO_TOKEN_LEFT, -2: NON_FINITE}
 """What a negative code in the place of a token id means; -1 is that of `ops.sample_tokens`."""
@@ -65,11 +74,13 @@ class Sampled(NamedTuple):
     logprobs: RawLogprobs | None
     wanting: NDArray[np.int64]
     """Rows that `logprobs` are about."""
+    failures: Failures
+    """Rows that a feature gave up."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Sampled:
         """With its tensors moved, as by `Transfers.download`."""
         logprobs = None if self.logprobs is None else moved(self.logprobs, move)
-        return Sampled(move(self.codes), logprobs, self.wanting)
+        return Sampled(move(self.codes), logprobs, self.wanting, self.failures)
 
     def read(self) -> SamplerOutput:
         """What it says, once it is on the host."""
@@ -78,6 +89,7 @@ class Sampled(NamedTuple):
         if token_ids.min() < 0:
             failed = {row: _FAILURES[int(token_ids[row])] for row in (token_ids < 0).nonzero()[0].tolist()}
             token_ids = token_ids.clip(0)
+        failed = {**self.failures, **failed}
         entries = [] if self.logprobs is None else self.logprobs.entries()
         return SamplerOutput(token_ids, dict(zip(self.wanting.tolist(), entries, strict=True)), failed)
 
@@ -91,11 +103,25 @@ class StagedRows(NamedTuple):
 
 
 class Sampler:
-    """Samples for the rows of a batch, which it reads and does not change."""
+    """Samples for the rows of a batch, which it reads and does not change.
 
-    def __init__(self, batch: InputBatch, vocab_size: int, transfers: Transfers) -> None:
+    Args:
+        logprobs_mode: what is reported where logprobs are wanted.
+        processors: logits processors of the whole engine.
+    """
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        vocab_size: int,
+        transfers: Transfers,
+        *,
+        logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
         self._transfers = transfers
-        self._logits_features = [make(batch, vocab_size) for make in LOGITS_FEATURES.resolve_all()]
+        self._mode = logprobs_mode
+        self._logits_features = list(_logits_features(batch, vocab_size, processors))
         self._draw = Draw(batch, vocab_size, transfers.torch_device)
         self._logprobs = Logprobs(batch)
         self._features: list[Feature[Any]] = [*self._logits_features, self._draw, self._logprobs]
@@ -129,16 +155,26 @@ class Sampler:
 
     def sample(self, logits: Tensor, staged: StagedRows) -> Sampled:
         """Choose a token for each row; logits [N, V] float32, contiguous, may be changed in place."""
-        is_bad = clear_unusable(logits)
-        raw = None if staged.logprobs is None else _raw_logits(logits, staged, staged.logprobs)
+        is_bad, wanted, failures = clear_unusable(logits), staged.logprobs, Failures()
+        reported = None if wanted is None or self._mode.is_processed else _raw_logits(logits, staged, wanted)
         for feature, value in staged.features:
-            feature.apply(logits, value)
+            failures.update(feature.apply(logits, value) or {})
+        if wanted is not None and self._mode.is_processed:
+            reported = self._draw.shaped(logits, staged.draw, wanted.indices)
         chosen = self._draw.choose(logits, staged.draw)
         codes = chosen.masked_fill(is_bad, _NON_FINITE_CODE)
-        if raw is None or staged.logprobs is None:
-            return Sampled(codes, None, np.zeros(0, dtype=np.int64))
-        about = chosen.clamp(min=0)[staged.logprobs.indices]
-        return Sampled(codes, token_logprobs(raw, about, staged.logprobs.num_logprobs), staged.logprobs.rows)
+        if wanted is None or reported is None:
+            return Sampled(codes, None, np.zeros(0, dtype=np.int64), failures)
+        about = chosen.clamp(min=0)[wanted.indices]
+        return Sampled(codes, wanted.of(reported, about, self._mode), wanted.rows, failures)
+
+
+def _logits_features(
+    batch: InputBatch, vocab_size: int, processors: Sequence[LogitsProcessor]
+) -> Iterator[LogitsFeature[Any]]:
+    for make in LOGITS_FEATURES.resolve_all():
+        is_custom = make is CustomProcessors
+        yield CustomProcessors(batch, vocab_size, processors) if is_custom else make(batch, vocab_size)
 
 
 def clear_unusable(logits: Tensor) -> Tensor:

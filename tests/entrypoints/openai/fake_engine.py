@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
 from quire.config import EngineConfig, ModelArch
-from quire.engine.input_processor import InputProcessor
+from quire.engine.input_processor import InputProcessor, TokenizedPrompt
 from quire.errors import EngineDeadError, NotFoundError, QuireError, UnavailableError
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.scheduler.explain import Explanation, Share
 from quire.scheduler.output import SchedulerStats
 
@@ -47,6 +47,9 @@ class FakeTokenizer:
 
     def min_num_tokens(self, text: str) -> int:
         return 0
+
+    def id_of(self, token: str) -> int | None:
+        return SPECIAL.get(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
         if not allow_special:
@@ -84,6 +87,7 @@ class FakeEngine:
         self.input_processor = InputProcessor(self.config, self.tokenizer, strict_length=True)  # type: ignore[arg-type]
         self.reply: Callable[[str, int], str] = lambda prompt, index: f"Reply {index}!"
         self.is_ready = True
+        self.is_sleeping = False
         self.dead_error: QuireError | None = None
         self.died = asyncio.Event()
         self.hold_after: int | None = None
@@ -156,7 +160,7 @@ class FakeEngine:
     async def generate(
         self,
         prompt: Any,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | BeamSearchParams,
         request_id: str,
         *,
         priority: int = 0,
@@ -166,6 +170,8 @@ class FakeEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
         tokenized = self.input_processor.tokenize(prompt)
+        if isinstance(sampling_params, BeamSearchParams):
+            sampling_params = self._recited(tokenized, sampling_params)
         children = self.input_processor.process(
             request_id, tokenized, sampling_params, priority=priority, tenant=tenant
         )
@@ -195,6 +201,14 @@ class FakeEngine:
         finally:
             self.running.discard(request_id)
             self.closed.append(request_id)
+
+    def _recited(self, prompt: TokenizedPrompt, params: BeamSearchParams) -> SamplingParams:
+        """What is recited in the place of a search, which has been checked."""
+        _, params = self.input_processor.process_beam_search("search", prompt, params)
+        kind = RequestOutputKind.FINAL_ONLY
+        return SamplingParams(
+            n=params.n, max_tokens=params.max_tokens, logprobs=params.logprobs, output_kind=kind
+        )
 
     async def _steps(
         self, sequences: list[_Sequence], params: SamplingParams
@@ -253,7 +267,8 @@ class _Sequence:
         token_id = self.pending.pop(0) if self.pending else 257
         self.token_ids.append(token_id)
         self.num_tokens += 1
-        self.logprobs.append(_position(token_id, self.params.logprobs or 0))
+        listed = self.params.logprob_token_ids or ()
+        self.logprobs.append(_position(token_id, self.params.logprobs or 0, listed))
         if token_id < 256 and self.params.detokenize:
             self.text += self.decoder.decode(bytes([token_id]))
         if token_id == 257:
@@ -266,10 +281,8 @@ class _Sequence:
             index=self.index,
             text=self.text,
             token_ids=self.token_ids,
-            cumulative_logprob=self.mean_logprob * self.num_tokens
-            if self.params.logprobs is not None
-            else None,
-            logprobs=self.logprobs if self.params.logprobs is not None else None,
+            cumulative_logprob=self.mean_logprob * self.num_tokens if self.params.wants_logprobs else None,
+            logprobs=self.logprobs if self.params.wants_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason if self.finish_reason == "stop" else None,
         )
@@ -288,7 +301,7 @@ def _timeline(num_steps: int) -> RequestStateStats:
     )
 
 
-def _position(token_id: int, num_top: int) -> PositionLogprobs:
+def _position(token_id: int, num_top: int, listed: Iterable[int] = ()) -> PositionLogprobs:
     """The chosen token is second; the most likely one has minus infinity in no place, the third has."""
     tokenizer = FakeTokenizer()
 
@@ -299,6 +312,8 @@ def _position(token_id: int, num_top: int) -> PositionLogprobs:
     ranked = {1: ((token_id + 1) % 256, -0.5), 2: (token_id, -1.0), 3: ((token_id + 2) % 256, float("-inf"))}
     for rank, (other, logprob) in list(ranked.items())[:num_top]:
         position.setdefault(other, shown(other, logprob, rank))
+    for other in listed:
+        position.setdefault(other, shown(other, -3.0, 9))
     return position
 
 

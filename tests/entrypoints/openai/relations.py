@@ -15,6 +15,15 @@ RELATIONS = (
     r"best_of is \d+, so n must be from 1 to that",
     r"best_of above n cannot be streamed",
     r"max_tokens must be at least 1, or 0 with echo true",
+    r"logprob_token_ids (needs logprobs true|are for generated tokens)",
+    r"logprob_token_ids has \d+ ids: leave logprobs out",
+    r"repetition_detection: min_(pattern_size|count) must be an integer in",
+    r"has no use in a beam search",
+    r"needs use_beam_search true",
+    r"n must be an integer in \[1, 64\]",  # the width of a beam search
+    r"bad_words (make|has) \d+ ",
+    r"suffix needs prompts that are text",
+    r"echo cannot be combined with suffix",
     r"continue_final_message and add_generation_prompt cannot both be true",
     r"continue_final_message needs",
     r"(stop|options\.stop|stop_sequences) has \d+ characters in all",
@@ -32,6 +41,9 @@ RELATIONS = (
     # With the model: its context, its tokens as keys of an object, its template.
     r"maximum context length is \d+ tokens",
     r"logit_bias has \d+, but token ids are",
+    r"suffix needs a model that was made to fill in the middle",
+    r"thinking_token_budget needs to know what opens and closes",
+    r"vllm_xargs are for logits processors, and this engine has none",
     r"the model's chat template has no place for",
     r"the chat template (refused|failed on) ",
     # With the template or the server, where fields without effect are refused.

@@ -94,6 +94,21 @@ async def test_a_template_that_loops_costs_one_request() -> None:
     await until_all_ended()
 
 
+async def test_a_template_that_makes_gigabytes_costs_one_request() -> None:
+    source = "{% for m in messages %}{{ m.content | center(m.content | length ** 9) }}{% endfor %}"
+    async with client_for(FakeEngine(FakeTokenizer(source))) as client:
+
+        async def ask(content: str) -> httpx.Response:
+            body = {"messages": [{"role": "user", "content": content}]}
+            return await client.post("/v1/chat/completions", json=body)
+
+        large, small = await asyncio.gather(ask("x" * 20), ask("x"))
+    assert (large.status_code, small.status_code) == (400, 200)
+    assert large.json()["error"]["message"] == (
+        "the chat template refused the messages: center makes too much of what it is given"
+    )
+
+
 async def test_a_cancellation_that_comes_with_the_result_is_heeded() -> None:
     """It was lost, and with it now and then the end of a server that had just been told to stop."""
     returned = threading.Event()

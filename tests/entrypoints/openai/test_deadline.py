@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import pytest
 
-from tests.entrypoints.openai.fake_engine import FakeEngine
+from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest
+from quire.errors import DeadlineError
+from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for, stream
 
 COMPLETION: tuple[str, dict[str, Any]] = ("/v1/completions", {"prompt": "hi"})
@@ -29,7 +33,8 @@ async def test_the_field_wins_over_the_header_and_the_header_over_the_server(
         await client.post(path, json=body)
     async with client_for(engine) as client:
         await client.post(path, json=body)
-    assert engine.timeouts == [2, 5, 9, None]
+    given = [None if timeout is None else math.ceil(timeout) for timeout in engine.timeouts]
+    assert given == [2, 5, 9, None]
 
 
 @ROUTES
@@ -70,3 +75,42 @@ async def test_without_any_text_it_is_an_error_that_clients_do_not_retry(
         response = await client.post(path, json={**body, "stream": streamed})
     assert (response.status_code, response.headers["x-should-retry"]) == (504, "false")
     assert response.json()["error"]["type"] == "DeadlineExceededError"
+
+
+LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+RENDERS_LONG = "{% for m in messages %}{% if m.content == 'loop' %}" + LOOP + "{% endif %}{% endfor %}"
+
+
+class SlowTokenizer(FakeTokenizer):
+    """Takes its time over long texts."""
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        time.sleep(0.3 if len(text) > 5000 else 0)
+        return super().encode(text, **options)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "loop"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "loop"}], "max_tokens": 5}),
+        ("/v1/completions", {"prompt": "hi " * 2000, "truncate_prompt_tokens": 9}),
+    ],
+)
+async def test_time_runs_while_the_prompt_is_made(path: str, body: dict[str, Any]) -> None:
+    engine = FakeEngine(SlowTokenizer(RENDERS_LONG))
+    async with client_for(engine) as client:
+        response = await client.post(path, json=body, headers={"x-request-timeout": "0.1"})
+        assert (response.status_code, engine.timeouts) == (504, [])
+        assert response.headers["x-should-retry"] == "false"
+
+
+def test_what_is_left_of_a_requests_time_shrinks() -> None:
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "hi"}], timeout=60.0)
+    first, second = request.time_left(), request.time_left()
+    assert first is not None
+    assert second is not None
+    assert second <= first < 60
+    request.timeout = 1e-9
+    with pytest.raises(DeadlineError):
+        request.time_left()

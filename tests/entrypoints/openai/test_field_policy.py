@@ -122,8 +122,9 @@ async def test_what_would_change_the_answer_is_refused(client: httpx.AsyncClient
     is_honoured_there = name in CompletionRequest.model_fields
     path, base = (CHAT, {"messages": HI}) if is_honoured_there else (COMPLETIONS, {"prompt": "hi"})
     response = await client.post(path, json={**base, name: {"type": "something else"}})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
-    assert response.json()["error"]["message"].startswith(name)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"].partition(".")[0]) == (400, name)
+    assert error["message"].startswith(name)
 
 
 async def test_a_suffix_is_refused_with_a_reason(client: httpx.AsyncClient) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.sampling_params import ThinkingMarkers
 from tests.entrypoints.openai.fake_engine import TEMPLATE, FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for, events
 
@@ -221,3 +222,19 @@ async def test_earlier_reasoning_of_the_wrong_type_is_refused(
     response = await client.post(CHAT, json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith("messages.1.reasoning")
+
+
+async def test_a_budget_of_a_chat_goes_by_the_model_s_own_markers(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """And by whether the prompt has opened or closed the section; without a budget nobody asks."""
+    for fields, starts_open in (({}, False), ({"chat_template_kwargs": {"enable_thinking": False}}, False)):
+        await client.post(CHAT, json={"messages": HI, "thinking_token_budget": 5, **fields})
+        markers = engine.seen[-1][1].thinking_markers
+        assert markers == ThinkingMarkers(tuple(b"<think>"), tuple(b"</think>"), starts_open)
+    continued = [*HI, {"role": "assistant", "content": "<think>so"}]
+    body = {"messages": continued, "continue_final_message": True, "add_generation_prompt": False}
+    await client.post(CHAT, json=body | {"thinking_token_budget": 5})
+    assert engine.seen[-1][1].thinking_markers.starts_open is True
+    await client.post(CHAT, json={"messages": HI})
+    assert engine.seen[-1][1].thinking_markers is None

@@ -12,6 +12,7 @@ from quire.entrypoints.chat.formats.events import Reasoning, Tools
 from quire.entrypoints.chat.formats.thought_counter import ThoughtCounter, TokenIds
 from quire.inputs import Conversation
 from quire.outputs import Answer, ToolCall
+from quire.sampling_params import SamplingParams, ThinkingMarkers
 
 
 class MarkerTokenizer(Protocol):
@@ -76,6 +77,21 @@ class ModelFormat:
             return None
         is_open = reasoning.is_open_after(begin.text, begin.continued)
         return ThoughtCounter(self._opens, self._closes, is_open=is_open)
+
+    def settled(self, params: SamplingParams, begin: PromptEnd) -> SamplingParams:
+        """Sampling parameters of an answer that begins there, so that it can be read and its reasoning ended."""
+        params = params.settled(shown_special_token_ids=self.shown_ids)
+        if params.thinking_token_budget is None or params.thinking_markers is not None:
+            return params
+        return params.settled(thinking_markers=self.thinking_markers(begin))
+
+    def thinking_markers(self, begin: PromptEnd) -> ThinkingMarkers | None:
+        """What opens and closes the reasoning of an answer that begins there; None if the model does not reason."""
+        reasoning = self.formats.reasoning
+        if reasoning is None or not self._opens or not self._closes:
+            return None
+        is_open = reasoning.is_open_after(begin.text, begin.continued)
+        return ThinkingMarkers(tuple(self._opens[0]), tuple(self._closes[0]), is_open)
 
     def _ends(self) -> Sequence[str]:
         reasoning, tools = self.formats.reasoning, self.formats.tools

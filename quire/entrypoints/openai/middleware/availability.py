@@ -10,7 +10,11 @@ from quire.entrypoints.openai.errors import request_id_of, response_of
 from quire.entrypoints.openai.middleware.auth import OPEN_PATHS
 from quire.errors import UnavailableError
 
-ALWAYS_SERVED = OPEN_PATHS | {"/", "/version", "/metrics", "/docs", "/openapi.json"}
+ALWAYS_SERVED = OPEN_PATHS | {
+    *("/", "/version", "/metrics", "/docs", "/openapi.json"),
+    # Who sleeps takes no work, but can be woken, and asked about what it has kept.
+    *("/sleep", "/wake_up", "/is_sleeping", "/v1/requests", "/abort_requests"),
+}
 
 
 class Availability:

@@ -176,6 +176,8 @@ def _parameters(one: Described) -> Iterator[Schema]:
         yield {"name": name, "in": "path", "required": True, "schema": {**TEXT, "minLength": 1}}
     for name, schema in one.operation.headers.items():
         yield {"name": name, "in": "header", "required": False, "schema": schema}
+    for name, schema in one.operation.query.items():
+        yield {"name": name, "in": "query", "required": False, "schema": schema}
 
 
 def _error_name(shape: Shape, status: int) -> str:

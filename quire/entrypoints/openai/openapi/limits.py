@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.input_processor import MAX_SALT_CHARS
+from quire.sampling_extras import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 from quire.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS, RANGES
 
 if TYPE_CHECKING:
@@ -90,6 +91,13 @@ class Limits:
         rules |= {other: rules[name] for other, name in OTHER_NAMES.items()}
         rules["prompt"] = token_ids
         rules["allowed_token_ids"] = {**token_ids, "array": {"minItems": 1}}
+        rules["logprob_token_ids"] = {
+            **token_ids,
+            "array": {"minItems": 1, "maxItems": MAX_LOGPROB_TOKEN_IDS},
+        }
+        rules["bad_words"] = {"string": {"pattern": r"\S"}, "array": {"maxItems": MAX_BAD_WORDS}}
+        rules["thinking_token_budget"] = _number(-1, sys.maxsize)
+        rules["length_penalty"] = _number(-10, 10)
         rules["logit_bias"] = LOGIT_BIAS
         rules["tools"] = {"array": {"maxItems": self.max_tools}}
         rules["cache_salt"] = {"string": {"minLength": 1, "maxLength": MAX_SALT_CHARS}}

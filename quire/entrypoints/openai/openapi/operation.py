@@ -25,6 +25,7 @@ class Operation:
         other: schemas of replies in further media types.
         errors: statuses of errors that other routes do not have.
         headers: request headers that it reads, with their schemas.
+        query: parameters of the query that it reads, with their schemas.
     """
 
     body: tuple[type[RequestModel], ...] = ()
@@ -33,6 +34,7 @@ class Operation:
     other: Mapping[str, Schema] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
     headers: Mapping[str, Schema] = field(default_factory=dict)
+    query: Mapping[str, Schema] = field(default_factory=dict)
 
 
 def describe(operation: Operation) -> Callable[[Endpoint], Endpoint]:
@@ -48,5 +50,4 @@ def describe(operation: Operation) -> Callable[[Endpoint], Endpoint]:
 def operation_of(endpoint: Callable[..., Any]) -> Operation | None:
     """What a route said about itself."""
     found = vars(endpoint).get(ATTRIBUTE)
-    assert found is None or isinstance(found, Operation)
-    return found
+    return found if isinstance(found, Operation) else None

@@ -7,6 +7,7 @@ Invariant: a model has exactly the fields that the server honours; what happens 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -14,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol import shapes
+from quire.errors import DeadlineError
+from quire.sampling_extras import MAX_PATTERN_COUNT, MAX_PATTERN_SIZE
 
 INT64_MAX = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
@@ -54,6 +57,15 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = False
 
 
+class RepetitionDetection(RequestModel):
+    """When a text goes round in circles (`quire.sampling_params.RepetitionDetectionParams`)."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"additionalProperties": False})
+    max_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN_SIZE)
+    min_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN_SIZE)
+    min_count: int = Field(0, ge=0, le=MAX_PATTERN_COUNT)
+
+
 class GenerationRequest(RequestModel):
     """What completions and chat completions share; None is the model's or the field's default."""
 
@@ -79,6 +91,15 @@ class GenerationRequest(RequestModel):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetection | None = None
+    stream_interval: int | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
     priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)
@@ -86,6 +107,7 @@ class GenerationRequest(RequestModel):
     user: str | None = Field(None, max_length=256)
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     _trace_headers: dict[str, str] = PrivateAttr(default_factory=dict)
+    _arrived: float = PrivateAttr(default_factory=time.monotonic)
 
     @property
     def trace_headers(self) -> dict[str, str]:
@@ -95,12 +117,26 @@ class GenerationRequest(RequestModel):
     def join_trace(self, headers: dict[str, str]) -> None:
         self._trace_headers = headers
 
+    def time_left(self) -> float | None:
+        """Seconds that are left of `timeout`, which counts from when the request had come in; None: any number.
+
+        Raises:
+            DeadlineError: there are none.
+        """
+        if self.timeout is None:
+            return None
+        left = self._arrived + self.timeout - time.monotonic()
+        if left <= 0:
+            raise DeadlineError("the request's time was over before anything was generated")
+        return left
+
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
     prompt: PromptField
     add_special_tokens: bool = True
+    suffix: str | None = None
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = None

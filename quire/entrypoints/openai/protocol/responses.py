@@ -250,5 +250,12 @@ class Integrity(msgspec.Struct):
     cores: list[dict[str, int | float]]
 
 
+class SleepState(msgspec.Struct):
+    """Whether anything sleeps, and what: "weights", "kv_cache", "scheduling"."""
+
+    is_sleeping: bool
+    asleep: list[str]
+
+
 class PrefixCacheReset(msgspec.Struct):
     reset: Literal[True] = True

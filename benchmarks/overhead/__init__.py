@@ -1,0 +1,1 @@
+"""What serving costs besides the model: `python -m benchmarks.overhead`."""

@@ -1,0 +1,101 @@
+"""`use_beam_search` of completions and chat completions: from a request to `BeamSearchParams`.
+
+Invariant: what shapes a choice by chance, or ends a text in the middle, has no place in a search, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.beam_search_params import BeamSearchParams
+from quire.entrypoints.openai.protocol.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from quire.errors import ValidationError
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprob_token_ids": (),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "repetition_penalty": (1,),
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "stream": (False,),
+    "stream_interval": (),
+    "temperature": (0, 1),
+    "thinking_token_budget": (-1,),
+    "top_k": (-1, 0),
+    "top_p": (1,),
+    "vllm_xargs": ({},),
+}
+"""Values that ask for nothing, of fields that a search cannot honour; null is always one. A seed changes nothing."""
+ONLY_SEARCHES: dict[str, tuple[Any, ...]] = {"length_penalty": (1.0,), "early_stopping": (False,)}
+
+
+def beam_search_params(
+    request: GenerationRequest, room: int, shown_special_token_ids: Sequence[int] = ()
+) -> BeamSearchParams | None:
+    """What a request wants of a beam search of width `n`; None if it wants none.
+
+    Args:
+        room: most tokens that may be generated, for a chat without a limit.
+
+    Raises:
+        ValidationError: the request has a field that only a search, or no search, has use for.
+    """
+    if not request.use_beam_search:
+        _refuse(request, ONLY_SEARCHES, "needs use_beam_search true")
+        return None
+    _refuse(request, NEUTRAL, "has no use in a beam search")
+    if getattr(request, "tools", None) and getattr(request, "tool_choice", None) not in (
+        None,
+        "auto",
+        "none",
+    ):
+        raise ValidationError("tool_choice has no use in a beam search", param="tool_choice")
+    return BeamSearchParams(
+        beam_width=request.n,
+        max_tokens=_max_tokens(request, room),
+        ignore_eos=request.ignore_eos,
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+        early_stopping=request.early_stopping or False,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        logprobs=_num_logprobs(request),
+        shown_special_token_ids=tuple(shown_special_token_ids),
+    )
+
+
+def _max_tokens(request: GenerationRequest, room: int) -> int:
+    if isinstance(request, ChatCompletionRequest):
+        limits = (request.max_completion_tokens, request.max_tokens, room)
+        return next(limit for limit in limits if limit is not None)
+    return 16 if request.max_tokens is None else request.max_tokens
+
+
+def _num_logprobs(request: GenerationRequest) -> int:
+    if isinstance(request, ChatCompletionRequest):
+        if request.top_logprobs is not None and not request.logprobs:
+            raise ValidationError("top_logprobs needs logprobs true", param="top_logprobs")
+        return request.top_logprobs or 0
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        raise ValidationError("echo with logprobs has no use in a beam search", param="echo")
+    return getattr(request, "logprobs", None) or 0
+
+
+def _refuse(request: GenerationRequest, neutral: dict[str, tuple[Any, ...]], why: str) -> None:
+    for name, values in neutral.items():
+        value = getattr(request, name, None)
+        if value is not None and value not in values:
+            raise ValidationError(f"{name} {why}; leave it out", param=name)

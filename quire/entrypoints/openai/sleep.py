@@ -1,0 +1,71 @@
+"""POST /sleep, POST /wake_up, GET /is_sleeping, for the admin key: memory for others while nobody asks for anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.sleep import LEVELS, MODES, TAGS
+from quire.entrypoints.openai.admin import admin_router
+from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.openapi.operation import Operation, describe
+from quire.entrypoints.openai.protocol.responses import SleepState
+from quire.entrypoints.openai.state import server_of
+from quire.errors import UnavailableError, ValidationError
+
+controls = admin_router()
+
+
+SLEEP_QUERY: dict[str, dict[str, Any]] = {"level": {"enum": [*LEVELS]}, "mode": {"enum": [*MODES]}}
+WAKE_QUERY = {"tags": {"type": "array", "items": {"enum": [*TAGS]}}}
+
+
+@controls.post("/sleep")
+@describe(Operation(reply=SleepState, errors=(409,), query=SLEEP_QUERY))
+async def sleep(request: Request) -> Response:
+    """Stop, and give memory back; the answer comes when it is done."""
+    server, options = server_of(request), _options(request, "level", "mode")
+    if server.draining:
+        raise UnavailableError("the server is shutting down")
+    await server.engine.sleep(_level(options.get("level", ["1"])), options.get("mode", ["abort"])[-1])
+    return _state(request)
+
+
+@controls.post("/wake_up")
+@describe(Operation(reply=SleepState, errors=(409,), query=WAKE_QUERY))
+async def wake_up(request: Request) -> Response:
+    """Have everything again, or what `tags` names."""
+    await server_of(request).engine.wake_up(_options(request, "tags").get("tags"))
+    return _state(request)
+
+
+@controls.get("/is_sleeping")
+@describe(Operation(reply=SleepState))
+async def is_sleeping(request: Request) -> Response:
+    """Whether anything sleeps, and what."""
+    _options(request)
+    return _state(request)
+
+
+def _state(request: Request) -> Response:
+    engine = server_of(request).engine
+    return json_response(SleepState(engine.is_sleeping, engine.asleep))
+
+
+def _options(request: Request, *names: str) -> dict[str, list[str]]:
+    """The query's parameters; an option that is not there is not ignored."""
+    for name in request.query_params:
+        if name not in names:
+            known = f"; it has {', '.join(names)}" if names else ""
+            raise ValidationError(f"this route has no option {name!r:.64}{known}", param=name[:64])
+    return {name: request.query_params.getlist(name) for name in request.query_params}
+
+
+def _level(values: list[str]) -> int:
+    """Raises ValidationError: it is no number."""
+    text = values[-1]
+    if not (text.isascii() and text.isdigit() and len(text) < 4):
+        raise ValidationError(f"level must be a number, got {text!r:.100}", param="level")
+    return int(text)

@@ -1,0 +1,169 @@
+"""Parts of `SamplingParams` that are structures of their own, and what they may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.errors import ValidationError
+
+MAX_BAD_WORDS = 128
+"""Sequences of tokens, after every word has been tokenized with and without a leading space."""
+MAX_BAD_WORD_CHARS = 4096
+MAX_BAD_WORD_TOKENS = 512
+"""Of all sequences together: they are looked at for every token."""
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_PATTERN_SIZE = 1024
+MAX_PATTERN_COUNT = 1024
+MAX_MARKER_TOKENS = 32
+_INT_RANGE = range(-(2**63), 2**64)
+"""What fits into the messages between processes."""
+
+
+class RepetitionDetectionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Ends a text that goes round in circles with finish_reason "repetition".
+
+    Args:
+        max_pattern_size: longest pattern, in tokens, that is looked for, up to 1,024; 0 turns the search off.
+        min_pattern_size: shortest pattern; 0 is 1.
+        min_count: how often in a row the pattern must stand at the end of the output, 2..1,024.
+
+    Raises:
+        ValidationError: a value is of the wrong type or out of range.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        lowest_count = 2 if self.max_pattern_size else 0
+        limits = (
+            ("max_pattern_size", 0, MAX_PATTERN_SIZE),
+            ("min_pattern_size", 0, self.max_pattern_size),
+            ("min_count", lowest_count, MAX_PATTERN_COUNT),
+        )
+        for name, low, high in limits:
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise ValidationError(
+                    f"repetition_detection: {name} must be an integer in [{low}, {high}], got {value!r}",
+                    param="repetition_detection",
+                )
+
+
+class ThinkingMarkers(msgspec.Struct, frozen=True, array_like=True):
+    """The token ids that open and close the section in which a model reasons.
+
+    Whether the output begins in one is for `starts_open` to say, or if it is None, for the prompt.
+    """
+
+    start_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    starts_open: bool | None = None
+
+    def __post_init__(self) -> None:
+        for ids in (self.start_ids, self.end_ids):
+            if not 1 <= len(ids) <= MAX_MARKER_TOKENS or any(type(i) is not int for i in ids):
+                raise ValidationError(
+                    f"thinking_markers must be 1 to {MAX_MARKER_TOKENS} token ids each, got {ids!r:.200}",
+                    param="thinking_markers",
+                )
+
+
+def checked_repetition_detection(value: Any) -> RepetitionDetectionParams | None:
+    """The structure, which may come as a mapping; None where it asks for nothing.
+
+    Raises:
+        ValidationError: it is neither, or a value is out of range.
+    """
+    if isinstance(value, dict):
+        unknown = [name for name in value if name not in RepetitionDetectionParams.__struct_fields__]
+        if unknown:
+            raise ValidationError(
+                f"repetition_detection has no field {unknown[0]!r:.100}", param="repetition_detection"
+            )
+        value = RepetitionDetectionParams(**value)
+    if value is not None and not isinstance(value, RepetitionDetectionParams):
+        raise ValidationError(
+            f"repetition_detection must be RepetitionDetectionParams, got {value!r:.200}",
+            param="repetition_detection",
+        )
+    return value if value is not None and value.max_pattern_size else None
+
+
+def check_bad_words(words: Sequence[str]) -> None:
+    """Bound the words themselves; how many token sequences they make, only a tokenizer knows.
+
+    Raises:
+        ValidationError: one is empty, or there are too many.
+    """
+    if any(not word.strip() for word in words):
+        raise ValidationError("bad_words must not contain an empty word", param="bad_words")
+    num_chars = sum(map(len, words))
+    if len(words) > MAX_BAD_WORDS or num_chars > MAX_BAD_WORD_CHARS:
+        raise ValidationError(
+            f"bad_words has {len(words)} words of {num_chars} characters in all; the limits are {MAX_BAD_WORDS} and "
+            f"{MAX_BAD_WORD_CHARS}",
+            param="bad_words",
+        )
+
+
+def checked_bad_words_token_ids(sequences: Any) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that must not be generated, as tuples without duplicates.
+
+    Raises:
+        ValidationError: one is empty or no list of ids, or there are too many.
+    """
+    if not isinstance(sequences, list | tuple):
+        raise ValidationError(
+            f"bad_words_token_ids must be a list of lists, got {sequences!r:.200}",
+            param="bad_words_token_ids",
+        )
+    for ids in sequences:
+        if not isinstance(ids, list | tuple) or not ids or any(type(i) is not int for i in ids):
+            raise ValidationError(
+                f"bad_words_token_ids must have lists of token ids, got {ids!r:.200}",
+                param="bad_words_token_ids",
+            )
+    distinct = tuple(dict.fromkeys(tuple(ids) for ids in sequences))
+    num_tokens = sum(map(len, distinct))
+    if len(distinct) > MAX_BAD_WORDS or num_tokens > MAX_BAD_WORD_TOKENS:
+        raise ValidationError(
+            f"bad_words make {len(distinct)} sequences of {num_tokens} tokens in all, with and without a leading "
+            f"space; the limits are {MAX_BAD_WORDS} and {MAX_BAD_WORD_TOKENS}",
+            param="bad_words",
+        )
+    return distinct
+
+
+def check_extra_args(extra: Any) -> None:
+    """Hold arguments for custom code to what crosses process borders: plain data with string keys.
+
+    Raises:
+        ValidationError: there is something else in it.
+    """
+    if not isinstance(extra, dict):
+        raise ValidationError(f"extra_args must be a dict, got {extra!r:.200}", param="extra_args")
+    stack: list[Any] = [extra]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            bad = next((key for key in value if not isinstance(key, str)), None)
+            if bad is not None:
+                raise ValidationError(
+                    f"extra_args has the key {bad!r:.100}, which is no text", param="extra_args"
+                )
+            stack += value.values()
+        elif isinstance(value, list | tuple):
+            stack += value
+        elif isinstance(value, int) and value not in _INT_RANGE:
+            raise ValidationError(
+                f"extra_args has {value}, which does not fit in 64 bits", param="extra_args"
+            )
+        elif value is not None and not isinstance(value, bool | int | float | str):
+            raise ValidationError(
+                f"extra_args has a {type(value).__name__}, which is no plain data", param="extra_args"
+            )
