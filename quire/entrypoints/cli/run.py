@@ -85,10 +85,8 @@ def _rendered(engine: LLMEngine, text: str, system_prompt: str | None, raw: bool
 def _sampling_params(engine: LLMEngine, params: dict[str, Any], asked: Asked) -> SamplingParams:
     given = {name: params[name] for name in SAMPLING if params[name] is not None}
     defaults = engine.input_processor.default_sampling_params
-    own: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
-    if asked.formats is not None:
-        own["shown_special_token_ids"] = asked.formats.shown_ids
-    return SamplingParams(**{**defaults, **given, **own})
+    sampling = SamplingParams(**{**defaults, **given, "output_kind": RequestOutputKind.DELTA})
+    return sampling if asked.formats is None else asked.formats.settled(sampling, asked.end)
 
 
 def _stream(engine: LLMEngine, asked: Asked, sampling_params: SamplingParams) -> None:
