@@ -16,6 +16,12 @@ from torch import Tensor
 from quire import LLM, plugins
 from quire.config import DeviceConfig, EngineConfig, ParallelConfig
 from quire.engine.startup import prepare
+from quire.entrypoints.chat.formats.choice import AnswerFormat, choose
+from quire.entrypoints.chat.formats.events import Reasoning, ToolCall
+from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
+from quire.entrypoints.chat.formats.reasoning import REASONING_FORMATS
+from quire.entrypoints.chat.formats.syntax import HeadedJson
+from quire.entrypoints.chat.formats.tools import TOOL_FORMATS
 from quire.errors import ConfigError
 from quire.executor.base import EXECUTORS, resolve_executor
 from quire.executor.null import NullExecutor
@@ -236,3 +242,32 @@ def test_without_the_plug_in_the_model_is_unknown(package: Path) -> None:
 def test_a_class_that_another_process_cannot_import_is_named(package: Path) -> None:
     done = run_program(package, "no_such_module:MyModel", QUIRE_PLUGINS="")
     assert "what serves MyArch, 'no_such_module:MyModel', cannot be imported by this process" in done.stderr
+
+
+SHOUTED = ToolFormat(
+    "shouted",
+    (HeadedJson("CALL ", r"(?P<name>\w+)", "{name} "),),
+    evidence=(("CALL ",),),
+)
+PONDERED = ReasoningFormat("pondered", ("(hm ",), (" so)",), evidence=(("(hm ",),))
+
+
+@pytest.mark.parametrize("name", ["shouted", "auto"])
+def test_a_format_of_a_package_is_named_like_any_other_and_chosen_by_its_evidence(
+    offer: Offer, name: str
+) -> None:
+    template = "answer with (hm ... so) and CALL name {}"
+    assert choose("auto", "auto", template) == AnswerFormat(None, None)
+    offer(TOOL_FORMATS.group, f"shouted={__name__}:SHOUTED")
+    offer(REASONING_FORMATS.group, f"pondered={__name__}:PONDERED")
+    formats = choose(name, "pondered" if name == "shouted" else "auto", template)
+    assert (formats.tools, formats.reasoning) == (SHOUTED, PONDERED)
+    reader = formats.reader("", {"f": {}})
+    found = [*reader.feed('(hm a call so)I CALL f {"a": 1}'), *reader.finish()]
+    assert found == [Reasoning("a call"), "I", ToolCall("f", '{"a": 1}')]
+
+
+def test_a_format_of_another_kind_is_refused(offer: Offer) -> None:
+    offer(TOOL_FORMATS.group, f"pondered={__name__}:PONDERED")
+    with pytest.raises(ConfigError, match="and no ToolFormat"):
+        choose("pondered", "none", None)

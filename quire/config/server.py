@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from quire.config.fields import Config, option
 
@@ -38,6 +39,18 @@ class ServerConfig(Config):
     chat_template: str | None = option(
         None,
         "File with the chat template, its text, or the name of one of the model's; default: the model's own.",
+    )
+    chat_template_content_format: str = option(
+        "auto",
+        "What the template gets as a message's content: string, openai (a list of parts), or auto: what it shows.",
+        choices=("auto", "string", "openai"),
+    )
+    default_chat_template_kwargs: dict[str, Any] = option(
+        {},
+        'JSON object of options for the chat template that requests may override, e.g. {"enable_thinking": false}.',
+    )
+    chat_template_timeout: float = option(
+        2.0, "Seconds that the chat template may take for a request; at start-up it has 30.", gt=0.0
     )
     tool_call_parser: str = option(
         "auto",

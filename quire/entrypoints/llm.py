@@ -18,7 +18,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.formats.choice import choose
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.chat.template import ChatTemplate
-from quire.entrypoints.chat.tool_schemas import tool_schemas
+from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
 from quire.errors import EngineError, ValidationError
 from quire.inputs import ChatMessage, PromptType
 from quire.logits_processors import place_of
@@ -113,6 +113,8 @@ class LLM:
         template = self._template(chat_template or self._chat_template)
         formats = ModelFormat(choose(*self._parsers, template.all_sources), tokenizer)
         schemas = None if tools is None else tool_schemas(tools)
+        if schemas and formats.formats.tools is not None:
+            check_names(schemas, formats.formats.tools)
         conversations = [list(conversation) for conversation in _as_conversations(messages)]
         chats = [
             template.compose(

@@ -67,6 +67,7 @@ def adapt(
         command = re.sub(r"http://localhost:800\d", demo_server.url, command)
         command = command.replace("--model-name mine", "--model-name quire-demo")
         command = command.replace("serve.yaml", str(config))
+        command = command.replace("weather.py", str(write_tool(config.parent / "weather.py")))
         command = command.replace("requests.jsonl", str(write_batch(config.parent / "requests.jsonl")))
         if command.startswith("quire trace"):
             command = command.replace("run.trace", str(record_run(config.parent / "run.trace")))
@@ -95,6 +96,13 @@ def write_batch(file: Path) -> Path:
     body = {"model": "quire-demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     file.write_text(json.dumps(line) + "\n")
+    return file
+
+
+def write_tool(file: Path) -> Path:
+    """The documented function for the command that lets a model call it."""
+    (block,) = [block for block in blocks("py") if block.startswith("def get_weather")]
+    file.write_text(block)
     return file
 
 

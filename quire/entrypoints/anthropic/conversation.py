@@ -14,7 +14,7 @@ from quire.entrypoints.anthropic.protocol import (
     CountTokensRequest,
     MessagesRequest,
 )
-from quire.entrypoints.openai.translation import given
+from quire.entrypoints.openai.translation import check_call_id, given
 from quire.errors import ValidationError
 
 SAME_NAME = (
@@ -26,6 +26,8 @@ CHAT_NAMES = {
     "response_format": "output_config",
     "enable_thinking": "thinking",
     "reasoning_effort": "output_config.effort",
+    "tools.*.function.parameters": "tools.*.input_schema",
+    "tools.*.function": "tools.*",
 }
 """Chat's names of fields, to Anthropic's."""
 Fields = dict[str, Any]
@@ -92,8 +94,10 @@ def _conversation(messages: list[dict[str, Any]]) -> list[Fields]:
         if isinstance(content, str):
             translated.append({"role": role, "content": content})
         elif isinstance(content, list):
-            read = _of_assistant if role == "assistant" else _of_user
-            translated += read(content, f"{where}.content")
+            if role == "assistant":
+                translated += _of_assistant(content, f"{where}.content")
+            else:
+                translated += _of_user(content, f"{where}.content", translated)
         else:
             raise ValidationError(
                 f"{where}.content must be text or a list of blocks", param=f"{where}.content"
@@ -117,13 +121,13 @@ def _of_assistant(blocks: list[Any], where: str) -> list[Fields]:
     return [{**message, "tool_calls": calls}] if calls else [message]
 
 
-def _of_user(blocks: list[Any], where: str) -> list[Fields]:
+def _of_user(blocks: list[Any], where: str, before: list[Fields]) -> list[Fields]:
     """Results of tools are messages of their own; the texts between two of them are one message."""
     messages: list[Fields] = []
     for index, block in enumerate(blocks):
         place = f"{where}.{index}"
         if _kind(block) == "tool_result":
-            messages.append(_result(block, place))
+            messages.append(_result(block, place, before))
             continue
         text = _texts([block], place, numbered=False)
         if messages and messages[-1]["role"] == "user":
@@ -155,10 +159,11 @@ def _call(block: Any, where: str) -> Fields:
     return {"id": block.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _result(block: Any, where: str) -> Fields:
+def _result(block: Any, where: str, before: list[Fields]) -> Fields:
     content = block.get("content", "")
     if not isinstance(block.get("tool_use_id"), str):
         raise ValidationError(f"{where}.tool_use_id must be text", param=f"{where}.tool_use_id")
+    check_call_id(before, block["tool_use_id"], f"{where}.tool_use_id")
     if isinstance(content, list):
         content = _texts(content, f"{where}.content")
     elif not isinstance(content, str):

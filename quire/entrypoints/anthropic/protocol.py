@@ -65,7 +65,7 @@ MESSAGES = array(
 )
 TOOLS = array(
     object_of(
-        {"name": shapes.FUNCTION["properties"]["name"], "input_schema": {"type": "object"}},
+        {"name": shapes.FUNCTION["properties"]["name"], "input_schema": shapes.PARAMETERS},
         {"type": enum("custom"), "description": shapes.TEXT},
     )
 )
@@ -152,7 +152,7 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: msgspec.Raw
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock

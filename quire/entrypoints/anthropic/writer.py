@@ -6,7 +6,6 @@ the whole message.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import msgspec
@@ -33,7 +32,7 @@ from quire.entrypoints.anthropic.protocol import (
 from quire.entrypoints.openai.errors import anthropic_body, body_of, status_of
 from quire.entrypoints.openai.protocol.responses import ChatChunk, ToolCallMessage, Usage
 from quire.entrypoints.openai.streaming import Wire
-from quire.entrypoints.openai.translation import Piece
+from quire.entrypoints.openai.translation import Piece, as_object
 from quire.outputs import RequestStateStats
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "timeout": "max_tokens"}
@@ -103,7 +102,7 @@ class MessageWriter:
         assert isinstance(call.index, int)
         if call.index != self._call_index:
             self._call_index = call.index
-            yield from self._start(ToolUseBlock(call.id, call.function.name, {}))
+            yield from self._start(ToolUseBlock(call.id, call.function.name, msgspec.Raw(b"{}")))
         self._pieces.append(call.function.arguments)
         yield BlockDelta(self._index, InputDelta(call.function.arguments))
 
@@ -123,7 +122,7 @@ class MessageWriter:
             block.thinking = whole
             yield BlockDelta(self._index, SignatureDelta())
         else:
-            block.input = json.loads(whole or "{}")
+            block.input = as_object(whole)
         self._pieces = []
         yield BlockStop(self._index)
 

@@ -5,29 +5,36 @@ Invariant: what leaves `checked_messages` holds only known fields, and every `co
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from typing import Any
 
+from quire.entrypoints.chat.call_arguments import parsed_arguments
+from quire.entrypoints.chat.function_messages import as_tool_messages
 from quire.errors import ValidationError
 from quire.inputs import ChatMessage, Conversation
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ALIASES = {"developer": "system"}
+"""For templates that do not know the one role."""
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 PASSED_FIELDS = frozenset({"name", "tool_call_id", "reasoning", "reasoning_content"})
 SILENT_FIELDS = frozenset({"refusal", "annotations", "id", "object"})
 """What servers put into assistant messages and clients send back; no template reads it."""
 
 
-def checked_messages(messages: Conversation) -> list[ChatMessage]:
+def checked_messages(messages: Conversation, aliases: Mapping[str, str] = ROLE_ALIASES) -> list[ChatMessage]:
     """Copies of `messages` in the one form that templates see.
+
+    Args:
+        aliases: roles, to those that the template has in their place.
 
     Raises:
         ValidationError: names the message and the field, for example `messages.2.content`.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise ValidationError("messages must be a list with at least one message", param="messages")
-    checked = [_checked(message, f"messages.{index}") for index, message in enumerate(messages)]
+    modern = as_tool_messages(messages)
+    checked = [_checked(message, f"messages.{index}", aliases) for index, message in enumerate(modern)]
     _check_results(checked)
     return checked
 
@@ -52,11 +59,12 @@ def _check_results(messages: list[ChatMessage]) -> None:
             )
 
 
-def _checked(message: Any, where: str) -> ChatMessage:
+def _checked(message: Any, where: str, aliases: Mapping[str, str]) -> ChatMessage:
     if not isinstance(message, dict):
         raise ValidationError(f"{where} must be an object with role and content", param=where)
     fields = {name: value for name, value in message.items() if value is not None}
     role = _checked_role(fields.pop("role", None), f"{where}.role")
+    role = aliases.get(role, role)
     tool_calls = _checked_tool_calls(fields.pop("tool_calls", []), role, f"{where}.tool_calls")
     content = fields.pop("content", "" if tool_calls or "content" in message else None)
     checked: ChatMessage = {"role": role, "content": _as_text(content, f"{where}.content")}
@@ -76,7 +84,6 @@ def _checked(message: Any, where: str) -> ChatMessage:
 
 
 def _checked_role(role: Any, where: str) -> str:
-    role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise ValidationError(f"{where} must be one of {', '.join(ROLES)}, got {role!r:.40}", param=where)
     return str(role)
@@ -119,20 +126,8 @@ def _checked_tool_call(call: Any, where: str) -> dict[str, Any]:
         raise ValidationError(f"{where}.type must be function", param=f"{where}.type")
     if not isinstance(call.get("id"), str | None):
         raise ValidationError(f"{where}.id must be text", param=f"{where}.id")
-    arguments = _parsed_arguments(function.get("arguments"), f"{where}.function.arguments")
+    arguments = parsed_arguments(function.get("arguments"), f"{where}.function.arguments")
     checked = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if isinstance(call.get("id"), str):
         checked["id"] = call["id"]
     return checked
-
-
-def _parsed_arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """OpenAI sends arguments as JSON text, templates want the object."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise ValidationError(f"{where} must be the text of a JSON object", param=where) from None
-    if arguments is not None and not isinstance(arguments, dict):
-        raise ValidationError(f"{where} must be a JSON object", param=where)
-    return arguments or {}

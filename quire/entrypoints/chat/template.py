@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from jinja2 import TemplateSyntaxError, meta
+from jinja2 import TemplateSyntaxError, meta, nodes
 
 from quire.entrypoints.chat.budget import TemplateRefusalError
 from quire.entrypoints.chat.environment import make_environment
@@ -83,6 +83,7 @@ class ChatTemplate:
         bos_token, eos_token: given to the template under these names.
         special_tokens: literals that user text must not turn into tokens.
         for_tools: the template for conversations with tools, if the model has one of its own for them.
+        content_format: "string" or "openai" (a list of parts) is how it gets a message's content; "auto" tries both.
 
     Raises:
         ConfigError: the text is no valid template.
@@ -96,6 +97,7 @@ class ChatTemplate:
         eos_token: str = "",
         special_tokens: Iterable[str] = (),
         for_tools: ChatTemplate | None = None,
+        content_format: str = "auto",
     ) -> None:
         environment = make_environment()
         try:
@@ -107,7 +109,9 @@ class ChatTemplate:
         except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
             raise ConfigError(f"the chat template cannot be compiled: {type(error).__name__}") from error
         self.source = source
-        undeclared = meta.find_undeclared_variables(environment.parse(source))
+        tree = environment.parse(source)
+        self._aliases = {} if _says(tree, "developer") else ROLE_ALIASES
+        undeclared = meta.find_undeclared_variables(tree)  # which changes the tree: it computes constants
         self.variables = frozenset(undeclared) - environment.globals.keys()
         self._for_tools = for_tools
         if for_tools is not None:
@@ -115,18 +119,24 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._special_tokens = frozenset(special_tokens)
         self._reads_name: dict[str, bool] = {}
-        self._wants_parts = not self._shows(PROBE) and self._shows([{"type": "text", "text": PROBE}])
+        self._wants_parts = content_format == "openai" or (
+            content_format == "auto"
+            and not self._shows(PROBE)
+            and self._shows([{"type": "text", "text": PROBE}])
+        )
 
     def reads_name(self, role: str) -> bool:
         """Whether the `name` of a message of this role may become part of a prompt; tried once for each role."""
-        role = ROLE_ALIASES.get(role, role)
+        role = self._aliases.get(role, role)
         if role in ROLES and role not in self._reads_name:
             message = {"role": role, "content": "x"}
             self._reads_name[role] = self._tells_apart(message, {**message, "name": PROBE})
         return self._reads_name.get(role, True)
 
     @staticmethod
-    def from_tokenizer(tokenizer: TemplateTokenizer, override: str | Path | None = None) -> ChatTemplate:
+    def from_tokenizer(
+        tokenizer: TemplateTokenizer, override: str | Path | None = None, content_format: str = "auto"
+    ) -> ChatTemplate:
         """The model's own template, or `override`: the name of one of the model's, a file, or the text of a template.
 
         Raises:
@@ -145,10 +155,20 @@ class ChatTemplate:
             "bos_token": tokenizer.bos_token or "",
             "eos_token": tokenizer.eos_token or "",
             "special_tokens": tokenizer.special_tokens,
+            "content_format": content_format,
         }
         with_tools = named.get(FOR_TOOLS) if override is None else None
         for_tools = None if with_tools is None else ChatTemplate(with_tools, **facts)
         return ChatTemplate(source, **facts, for_tools=for_tools)
+
+    def check_defaults(self, options: Mapping[str, Any]) -> None:
+        """Raise ConfigError unless the template reads all these options."""
+        unknown = sorted(options.keys() - (self.variables - OWN_VARIABLES))
+        if unknown:
+            known = ", ".join(sorted(self.variables - OWN_VARIABLES)) or "none"
+            raise ConfigError(
+                f"--default-chat-template-kwargs has {unknown[0]!r}, but the template's options are: {known}"
+            )
 
     @property
     def all_sources(self) -> str:
@@ -212,7 +232,7 @@ class ChatTemplate:
             return self._for_tools._render(messages, options, add_generation_prompt, continue_final)
         options = {name: value for name, value in options.items() if value is not None}
         self._check_options(options)
-        checked = checked_messages(messages)
+        checked = checked_messages(messages, self._aliases)
         plain = PlainText(self._special_tokens, [checked, options])
         conversation = [{**plain.protect(message), "role": message["role"]} for message in checked]
         if continue_final:
@@ -253,7 +273,7 @@ class ChatTemplate:
 
     def _tells_apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Whether a conversation in which one message stands for the other becomes another prompt, or none."""
-        before = [] if one["role"] in ("user", "system") else [{"role": "user", "content": "x"}]
+        before = [] if one["role"] in ("user", "system", "developer") else [{"role": "user", "content": "x"}]
         try:
             prompts = [self._run_bare([*before, message]) for message in (one, other)]
         except Exception:  # the template is foreign code and may refuse these; then there is no telling
@@ -272,6 +292,11 @@ class ChatTemplate:
         except Exception:  # the template is foreign code; that it fails on the probe is the answer
             return False
         return PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
+
+
+def _says(tree: nodes.Template, word: str) -> bool:
+    """Whether a template has this string among its own, as one has that knows a role."""
+    return any(constant.value == word for constant in tree.find_all(nodes.Const))
 
 
 def read_template(template: str | Path, names: Iterable[str] = ()) -> str:
@@ -317,7 +342,8 @@ def _bounded_join(pieces: Iterable[str]) -> str:
         num_chars += len(piece)
         if num_chars > MAX_RENDERED_CHARS:
             raise ValidationError(
-                f"the rendered chat is longer than {MAX_RENDERED_CHARS} characters", param="messages"
+                f"the chat template makes more than {MAX_RENDERED_CHARS} characters of these messages",
+                param="messages",
             )
     return "".join(kept)
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-from quire.entrypoints.chat.formats.events import Tools
+from quire.entrypoints.chat.formats.choice import AnswerFormat
+from quire.entrypoints.chat.formats.events import ToolCall, Tools
+from quire.entrypoints.chat.formats.format import ToolFormat
 from quire.errors import ValidationError
+
+PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""What every format can hold."""
 
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> Tools:
@@ -27,9 +34,41 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> Tools:
     return schemas
 
 
+def check_names(tools: Iterable[str], tool_format: ToolFormat) -> None:
+    """Names that a model cannot write in its format could never be called.
+
+    Raises:
+        ValidationError: names the first such tool.
+    """
+    for index, name in enumerate(tools):
+        if not PLAIN_NAME.fullmatch(name) and not _carries(tool_format, name):
+            where = f"tools.{index}.function.name"
+            raise ValidationError(
+                f"{where} {name!r:.80} has characters that a call in the format {tool_format.name} cannot hold",
+                param=where,
+            )
+
+
+@lru_cache(maxsize=1024)
+def _carries(tool_format: ToolFormat, name: str) -> bool:
+    """Whether a call that is written is read as the same call."""
+    reader = AnswerFormat(tool_format).reader("", {name: {}})
+    calls = [*reader.feed(tool_format.write([(name, {})])), *reader.finish()]
+    return [call.name for call in calls if isinstance(call, ToolCall)] == [name]
+
+
 def _schema(schema: Any, where: str) -> Mapping[str, Any]:
     if schema is None:
         return {}
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise ValidationError(f"{where} must be the JSON schema of an object", param=where)
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping):
+        raise ValidationError(f"{where}.properties must be an object", param=f"{where}.properties")
+    for name, value in properties.items():
+        if not isinstance(value, Mapping | bool):
+            place = f"{where}.properties.{name:.80}"
+            raise ValidationError(f"{place} must be a JSON schema", param=place)
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise ValidationError(f"{where}.required must be a list of names", param=f"{where}.required")
     return schema

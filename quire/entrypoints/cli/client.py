@@ -117,7 +117,7 @@ def carries_tokens(event: Event) -> bool:
 
 
 def _delta_has_tokens(delta: Mapping[str, Any]) -> bool:
-    return bool(delta.get("content") or delta.get("tool_calls")) or (
+    return any(delta.get(name) for name in ("content", "tool_calls", "reasoning", "reasoning_content")) or (
         "content" in delta and "role" not in delta
     )
 

@@ -11,9 +11,14 @@ from quire.entrypoints.cli.conversation import connect, each_line, server_option
 from quire.entrypoints.cli.values import HumanInt
 
 
-def choice_text(event: Event) -> str:
-    """The text that a completion chunk adds."""
-    return "".join(choice["text"] for choice in event.get("choices", []))
+class PrintedText:
+    """Prints the text that each chunk of a completion adds."""
+
+    def take(self, event: Event) -> None:
+        click.echo("".join(choice["text"] for choice in event.get("choices", [])), nl=False)
+
+    def end(self) -> None:
+        click.echo()
 
 
 @click.command()
@@ -25,7 +30,7 @@ def complete(quick: str | None, max_tokens: int | None, **server: Any) -> None:
     limits = {} if max_tokens is None else {"max_tokens": max_tokens}
 
     def answer(prompt: str) -> None:
-        conversation.say("/completions", {"prompt": prompt, **limits}, choice_text)
+        conversation.say("/completions", {"prompt": prompt, **limits}, PrintedText())
 
     if quick is not None:
         answer(quick)

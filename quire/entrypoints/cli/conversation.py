@@ -8,15 +8,22 @@ import time
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import click
 
 from quire.entrypoints.cli.client import Event, ServerClient, carries_tokens
 from quire.errors import NotFoundError, QuireError
 
-TextOf = Callable[[Event], str]
-"""The text that one event adds."""
+
+class Answer(Protocol):
+    """What shows an answer as it comes."""
+
+    def take(self, event: Event) -> None: ...
+
+    def end(self) -> None:
+        """It is complete."""
+        ...
 
 
 @dataclass
@@ -57,22 +64,20 @@ class Conversation:
         self.model = model or asyncio.run(first_model(client))
         self._stats = stats
 
-    def say(self, path: str, request: dict[str, Any], text_of: TextOf) -> str:
-        """Send a request, print its answer as it comes, and return it."""
-        return asyncio.run(self._say(path, request, text_of))
+    def say(self, path: str, request: dict[str, Any], answer: Answer) -> None:
+        """Send a request, and give the answer each event as it comes."""
+        asyncio.run(self._say(path, request, answer))
 
-    async def _say(self, path: str, request: dict[str, Any], text_of: TextOf) -> str:
+    async def _say(self, path: str, request: dict[str, Any], answer: Answer) -> None:
         request = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **request}
-        timings, texts = StreamTimings(), []
+        timings = StreamTimings()
         async with aclosing(self._client.stream(path, request)) as events:
             async for event in events:
                 timings.record(event)
-                texts.append(text_of(event))
-                click.echo(texts[-1], nl=False)
-        click.echo()
+                answer.take(event)
+        answer.end()
         if self._stats:
             click.echo(str(timings), err=True)
-        return "".join(texts)
 
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from quire.entrypoints.chat.formats.choice import PlainReader, choose
+from quire.entrypoints.chat.formats.events import Event, Reasoning
+from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
+from quire.entrypoints.cli.answer_printer import AnswerPrinter
 from quire.entrypoints.cli.options import EngineCommand, engine_config
 from quire.entrypoints.cli.values import HumanInt
 from quire.errors import ValidationError
@@ -46,33 +51,58 @@ def run(prompt: str, system_prompt: str | None, raw: bool, **params: Any) -> Non
 
     engine = LLMEngine(config)
     try:
-        _stream(engine, _rendered(engine, text, system_prompt, raw), _sampling_params(engine, params))
+        asked = _rendered(engine, text, system_prompt, raw)
+        _stream(engine, asked, _sampling_params(engine, params, asked))
     finally:
         engine.shutdown()
 
 
-def _rendered(engine: LLMEngine, text: str, system_prompt: str | None, raw: bool) -> PromptType:
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and how its answer is read; without a format it is text."""
+
+    prompt: PromptType
+    formats: ModelFormat | None = None
+    end: PromptEnd = field(default_factory=PromptEnd)
+
+
+def _rendered(engine: LLMEngine, text: str, system_prompt: str | None, raw: bool) -> Asked:
     if engine.tokenizer is None:
         raise ValidationError("quire run needs a tokenizer; drop --skip-tokenizer-init")
     if raw or (engine.tokenizer.chat_template is None and not system_prompt):
-        return text
+        return Asked(text)
 
     from quire.entrypoints.chat.template import ChatTemplate
 
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": text})
-    return ChatTemplate.from_tokenizer(engine.tokenizer).encode(engine.tokenizer, messages)
+    template = ChatTemplate.from_tokenizer(engine.tokenizer)
+    chat = template.compose(messages)
+    formats = ModelFormat(choose("none", "auto", template.all_sources), engine.tokenizer)
+    return Asked(chat.encode(engine.tokenizer), formats, PromptEnd.of(chat.text, messages, continues=False))
 
 
-def _sampling_params(engine: LLMEngine, params: dict[str, Any]) -> SamplingParams:
+def _sampling_params(engine: LLMEngine, params: dict[str, Any], asked: Asked) -> SamplingParams:
     given = {name: params[name] for name in SAMPLING if params[name] is not None}
     defaults = engine.input_processor.default_sampling_params
-    return SamplingParams(**{**defaults, **given, "output_kind": RequestOutputKind.DELTA})
+    sampling = SamplingParams(**{**defaults, **given, "output_kind": RequestOutputKind.DELTA})
+    return sampling if asked.formats is None else asked.formats.settled(sampling, asked.end)
 
 
-def _stream(engine: LLMEngine, prompt: PromptType, sampling_params: SamplingParams) -> None:
-    engine.add_request("0", prompt, sampling_params)
+def _stream(engine: LLMEngine, asked: Asked, sampling_params: SamplingParams) -> None:
+    reader = asked.formats.reader(asked.end, None) if asked.formats is not None else PlainReader()
+    printer = AnswerPrinter()
+    engine.add_request("0", asked.prompt, sampling_params)
     while engine.has_unfinished_requests():
         for output in engine.step():
-            click.echo("".join(completion.text for completion in output.outputs), nl=False)
-    click.echo()
+            _show(reader.feed("".join(completion.text for completion in output.outputs)), printer)
+    _show(reader.finish(), printer)
+    printer.end()
+
+
+def _show(found: list[Event], printer: AnswerPrinter) -> None:
+    for event in found:
+        if isinstance(event, Reasoning):
+            printer.thought(event.text)
+        elif isinstance(event, str):
+            printer.said(event)

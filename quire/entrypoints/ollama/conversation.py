@@ -80,6 +80,8 @@ def _message(message: Fields, where: str) -> Fields:
     }
     kept.setdefault("content", "")
     if message.get("thinking"):
+        if not isinstance(message["thinking"], str):
+            raise ValidationError(f"{where}.thinking must be text", param=f"{where}.thinking")
         kept["reasoning"] = message["thinking"]
     for name in ("name", "tool_name"):
         if message.get(name) is not None:

@@ -100,7 +100,7 @@ class ShowRequest(RequestModel):
 
 class CalledFunction(msgspec.Struct):
     name: str
-    arguments: dict[str, Any]
+    arguments: msgspec.Raw
 
 
 class Call(msgspec.Struct):

@@ -5,7 +5,6 @@ Invariant: the texts and calls of a stream's lines join to those of the whole re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
@@ -16,7 +15,7 @@ from quire.entrypoints.ollama.protocol import Call, CalledFunction, Line, TurnMe
 from quire.entrypoints.openai.errors import body_of, ollama_body, status_of
 from quire.entrypoints.openai.protocol.responses import ChatChunk, TokenLogprob, ToolCallMessage, Usage
 from quire.entrypoints.openai.streaming import Wire
-from quire.entrypoints.openai.translation import Piece
+from quire.entrypoints.openai.translation import Piece, as_object
 from quire.outputs import RequestStateStats
 
 DONE_REASONS = {"length": "length", "timeout": "length"}
@@ -106,7 +105,7 @@ class LineWriter:
 
 def _call(call: ToolCallMessage) -> Call:
     """Chat brings each call as a whole."""
-    return Call(call.id, CalledFunction(call.function.name, json.loads(call.function.arguments or "{}")))
+    return Call(call.id, CalledFunction(call.function.name, as_object(call.function.arguments)))
 
 
 def _ns(start: float, end: float) -> int:

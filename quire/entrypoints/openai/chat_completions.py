@@ -16,11 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.entrypoints.chat.formats.model import PromptEnd
+from quire.entrypoints.chat.tool_schemas import check_names
 from quire.entrypoints.openai.beam_search import beam_search_params
-from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder
+from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder, ChoicePart
 from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.generation import Outputs
+from quire.entrypoints.openai.legacy_functions import function_call, old_names, translate
 from quire.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs_json
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.openapi.streams import data_events
@@ -66,6 +68,7 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_request(request, ChatCompletionRequest)
     answer_id = f"chatcmpl-{request_id_of(request.scope)}"
+    translate(body)
     answer = ChatAnswer(server_of(request), body, answer_id, tenant_of(request, body))
     return await respond(request, body, answer)
 
@@ -82,10 +85,17 @@ class ChatAnswer:
         self._tenant = tenant
         self._model = server.check_model(request.model)
         self._created = int(time.time())
-        self._tools = tools_in_use(server, request)
+        with old_names(request):
+            self._tools = tools_in_use(server, request)
+            self._check_names()
         self._begin = PromptEnd()
         self._choices: dict[int, ChatChoiceBuilder] = {}
         self._text_frames: dict[int, TextFrame] = {}
+
+    def _check_names(self) -> None:
+        tool_format = self._server.answer_format.formats.tools if self._tools else None
+        if self._tools and tool_format is not None:
+            check_names(self._tools, tool_format)
 
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
@@ -94,7 +104,8 @@ class ChatAnswer:
         params = beam_search_params(request, room, answers.shown_ids) or chat_params(
             request, engine.input_processor.default_sampling_params
         )
-        chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
+        with old_names(request):
+            chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
         self._begin = chat.end
         if isinstance(params, SamplingParams):
             params = answers.settled(params, chat.end)
@@ -203,15 +214,15 @@ class ChatAnswer:
         message = ChatMessage(
             role=ROLE,
             content=None if part.tool_calls and not part.content else part.content,
-            tool_calls=part.tool_calls or UNSET,
             reasoning=part.reasoning or UNSET,
             reasoning_content=part.reasoning or UNSET,
+            **self._calls(part),
         )
         return ChatChoice(
             index=completion.index,
             message=message,
             logprobs=self._logprobs(completion),
-            finish_reason=part.finish_reason,
+            finish_reason=self._finish_reason(part),
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if self._request.return_token_ids else UNSET,
         )
@@ -236,16 +247,23 @@ class ChatAnswer:
             yield ChatChunkChoice(
                 index=completion.index,
                 delta=ChatDelta(
-                    content=content,
-                    tool_calls=part.tool_calls or UNSET,
-                    reasoning=reasoning,
-                    reasoning_content=reasoning,
+                    content=content, reasoning=reasoning, reasoning_content=reasoning, **self._calls(part)
                 ),
                 logprobs=self._logprobs(completion) if is_first else None,
-                finish_reason=part.finish_reason,
+                finish_reason=self._finish_reason(part),
                 stop_reason=completion.stop_reason if part.finish_reason else UNSET,
                 token_ids=completion.token_ids if is_first and self._request.return_token_ids else UNSET,
             )
+
+    def _calls(self, part: ChoicePart) -> dict[str, Any]:
+        """The calls of a part, by the name that the client knows."""
+        if self._request.functions:
+            return {"function_call": function_call(part.tool_calls)}
+        return {"tool_calls": part.tool_calls or UNSET}
+
+    def _finish_reason(self, part: ChoicePart) -> str | None:
+        is_old = part.finish_reason == "tool_calls" and bool(self._request.functions)
+        return "function_call" if is_old else part.finish_reason
 
     def _chunk(
         self, choices: list[ChatChunkChoice], more: dict[str, Any], prompt_token_ids: list[int] | None = None

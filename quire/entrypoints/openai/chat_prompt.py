@@ -46,7 +46,8 @@ async def chat_prompt(server: ServerState, fields: ChatFields, *, with_tools: bo
         "continue_final_message": fields.continue_final_message,
         "add_generation_prompt": _add_generation_prompt(fields),
     }
-    extra = _template_options(template, fields)
+    defaults = server.config.default_chat_template_kwargs
+    extra = {**defaults, **_template_options(template, fields)}
     _note_unread_names(template, fields)
     options["tools"] = options["tools"] or None
     try:

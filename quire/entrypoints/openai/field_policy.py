@@ -59,7 +59,7 @@ REFUSED: Mapping[str, Refused] = {
     "echo": unless(False),
     "extra_body": unless({}),
     "function_call": unless("none"),
-    "functions": Refused(([],), why="is not supported, but tools is"),
+    "functions": unless([]),
     "grammar": unless(""),
     "guided_choice": unless(),
     "guided_grammar": unless(),
@@ -94,28 +94,31 @@ REFUSED: Mapping[str, Refused] = {
 }
 """What a request of any kind may not ask for; a kind that honours one of these fields has it in its model."""
 
-TOOL_CALL = Place(
-    frozenset({"id", "type", "function"}), inner={"function": Place(frozenset({"name", "arguments"}))}
-)
+CALLED = Place(frozenset({"name", "arguments"}))
+TOOL_CALL = Place(frozenset({"id", "type", "function"}), inner={"function": CALLED})
 MEDIA = frozenset({"image_url", "input_image", "input_audio", "audio_url", "video_url", "file"})
 """Not honoured, but refused together with the part of the message that they are."""
 MESSAGE = Place(
-    frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}),
+    frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"})
+    | {"function_call"},
     refused={
         "audio": unless(),
-        "function_call": unless(),
         "images": unless([]),
         "prefix": Refused((False,), why="is not supported, but continue_final_message is"),
     },
-    inner={"content": Place(frozenset({"type", "text", "refusal"}) | MEDIA), "tool_calls": TOOL_CALL},
+    inner={
+        "content": Place(frozenset({"type", "text", "refusal"}) | MEDIA),
+        "tool_calls": TOOL_CALL,
+        "function_call": CALLED,
+    },
     empty=frozenset({"content"}),
 )
+FUNCTION = Place(frozenset(ToolFunction.model_fields))
 INNER: Mapping[str, Place] = {
+    "functions": FUNCTION,
     "messages": MESSAGE,
     "stream_options": Place(frozenset(StreamOptions.model_fields)),
-    "tools": Place(
-        frozenset(Tool.model_fields), inner={"function": Place(frozenset(ToolFunction.model_fields))}
-    ),
+    "tools": Place(frozenset(Tool.model_fields), inner={"function": FUNCTION}),
 }
 """Objects in requests; what is not named here (schemas, documents, bias) is the client's own."""
 

@@ -59,8 +59,14 @@ class ServerState:
     in_flight: InFlight
     questions: Mapping[str, Question] = field(default_factory=dict)
     siblings: Siblings | None = None
-    renders: BoundedThreads = field(default_factory=BoundedThreads)
+    renders: BoundedThreads = field(init=False)
+    """For the chat template of requests."""
+    preparation: BoundedThreads = field(default_factory=BoundedThreads)
+    """For the chat template at start-up, when the machine has much to do."""
     draining: bool = False
+
+    def __post_init__(self) -> None:
+        self.renders = BoundedThreads(self.config.chat_template_timeout)
 
     @property
     def unavailable(self) -> str | None:
@@ -89,7 +95,10 @@ class ServerState:
     @functools.cached_property
     def chat_template(self) -> ChatTemplate:
         """Raises ValidationError if the model has none, ConfigError if it is not valid."""
-        return ChatTemplate.from_tokenizer(self.tokenizer, self.config.chat_template)
+        config = self.config
+        return ChatTemplate.from_tokenizer(
+            self.tokenizer, config.chat_template, config.chat_template_content_format
+        )
 
     @functools.cached_property
     def fill_in(self) -> FillIn:
@@ -134,12 +143,15 @@ class ServerState:
             self.config.tool_call_parser, self.config.reasoning_parser, None
         )  # the names, whatever the model has
         if tokenizer is None or not (self.config.chat_template or tokenizer.chat_template):
+            if self.config.default_chat_template_kwargs:
+                raise ConfigError("--default-chat-template-kwargs needs a model with a chat template")
             return
         try:
-            await self.renders.run(lambda: self.chat_template)
+            template = await self.preparation.run(lambda: self.chat_template)
+            template.check_defaults(self.config.default_chat_template_kwargs)
             logger.info("%s", self.answer_format.formats.told())
         except TimeoutError:
-            limit = self.renders.limit_s
+            limit = self.preparation.limit_s
             raise ConfigError(
                 f"the chat template takes longer than {limit:g} s for one short message"
             ) from None

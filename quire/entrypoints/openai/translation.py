@@ -156,15 +156,28 @@ def as_chat(request: Request, fields: dict[str, Any]) -> ChatCompletionRequest:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename fields in errors from chat's names to those of `names`."""
+    """Rename fields in errors from chat's names to those of `names`, in which `*` is an index."""
     try:
         yield
     except ValidationError as error:
-        head, dot, rest = (error.param or "").partition(".")
-        if head not in names:
+        param = _renamed(error.param or "", names)
+        if param == error.param or not error.param:
             raise
-        param = names[head] + dot + rest
-        raise type(error)(error.message.replace(str(error.param), param, 1), param=param) from None
+        raise type(error)(error.message.replace(error.param, param, 1), param=param) from None
+
+
+def _renamed(path: str, names: Mapping[str, str]) -> str:
+    """The path with its beginning, the longest that has another name, replaced."""
+    steps = path.split(".")
+    for size in range(len(steps), 0, -1):
+        begin = steps[:size]
+        indices = [step for step in begin if step.isdigit()]
+        name = names.get(".".join("*" if step.isdigit() else step for step in begin))
+        if name is not None:
+            for index in indices:
+                name = name.replace("*", index, 1)
+            return ".".join([name, *steps[size:]])
+    return path
 
 
 def note_ignored(body: RequestModel, names: Iterable[str]) -> None:
@@ -176,6 +189,18 @@ def note_ignored(body: RequestModel, names: Iterable[str]) -> None:
 def given(body: Any, names: Iterable[str]) -> dict[str, Any]:
     """The fields of a request, of these names, that the client sent."""
     return {name: value for name in names if (value := getattr(body, name)) is not None}
+
+
+def check_call_id(messages: Iterable[Mapping[str, Any]], call_id: str, where: str) -> None:
+    """A result belongs to a call; told by its place in the client's own request."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    if all(call.get("id") != call_id for call in calls):
+        raise ValidationError(f"{where} {call_id!r:.80} is the id of no call before it", param=where)
+
+
+def as_object(arguments: str) -> msgspec.Raw:
+    """Arguments for clients that want the object: on one line, and with numbers as the model wrote them."""
+    return msgspec.Raw(msgspec.json.format(arguments.encode() or b"{}", indent=-1))
 
 
 def _piece(choice: ChatChunkChoice) -> Piece:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.entrypoints.cli.conversation import StreamTimings
+from quire.entrypoints.cli.local_tools import REFUSED
 from quire.entrypoints.cli.main import main
 from tests.fixtures.fake_server import FakeServer, chat_events, completion_events, event_stream, json_answer
 
@@ -156,3 +158,158 @@ def test_timings_of_an_empty_answer() -> None:
     assert (
         str(StreamTimings(clock=lambda: 1.0)) == "[0 tokens in 0.00 s: first after 0 ms, then 0.0 tokens/s]"
     )
+
+
+THOUGHTFUL = [
+    {"role": "assistant", "content": ""},
+    {"reasoning": "Let me ", "reasoning_content": "Let me "},
+    {"reasoning": "see.", "reasoning_content": "see."},
+    {"content": "It is "},
+    {"content": "4."},
+]
+
+
+def deltas(*pieces: dict[str, Any]) -> bytes:
+    return event_stream([{"choices": [{"delta": piece}]} for piece in pieces])
+
+
+def calls(*names: str, arguments: str = "{}") -> dict[str, Any]:
+    return {
+        "tool_calls": [
+            {
+                "index": index,
+                "id": f"id{index}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for index, name in enumerate(names)
+        ]
+    }
+
+
+def test_reasoning_stands_apart_and_stays_in_the_conversation(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answers["/v1/chat/completions"] = lambda _: deltas(*THOUGHTFUL)
+    typed(monkeypatch, "one", "two")
+    assert run(server, "chat") == 0
+    assert capsys.readouterr().out == "Let me see.\n\nIt is 4.\n" * 2 + "\n"
+    second = server.bodies("/v1/chat/completions")[1]["messages"]
+    assert second[1] == {"role": "assistant", "content": "It is 4.", "reasoning": "Let me see."}
+
+
+def test_reasoning_by_its_older_name_is_sent_back_by_it(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answers["/v1/chat/completions"] = lambda _: deltas({"reasoning_content": "So."}, {"content": "4"})
+    typed(monkeypatch, "one", "two")
+    assert run(server, "chat") == 0
+    assert server.bodies("/v1/chat/completions")[1]["messages"][1] == {
+        "role": "assistant",
+        "content": "4",
+        "reasoning_content": "So.",
+    }
+
+
+def test_reasoning_is_dimmed_on_a_terminal_only(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answers["/v1/chat/completions"] = lambda _: deltas(*THOUGHTFUL)
+    monkeypatch.setattr("click.utils.should_strip_ansi", lambda *_, **__: False)
+    assert run(server, "chat", "-q", "x") == 0
+    assert capsys.readouterr().out == "\x1b[2mLet me \x1b[0m\x1b[2msee.\x1b[0m\n\nIt is 4.\n"
+
+
+@pytest.fixture
+def tool_file(tmp_path: Path) -> str:
+    path = tmp_path / "clock.py"
+    path.write_text(
+        "def now(zone: str = 'UTC') -> str:\n    'Tell the time.'\n    return f'noon in {zone}'\n"
+    )
+    return str(path)
+
+
+def calling_server(server: FakeServer, call: dict[str, Any]) -> None:
+    """Calls a tool, and says its result."""
+
+    def answer(body: dict[str, Any]) -> bytes:
+        last = body["messages"][-1]
+        return deltas({"content": f"It is {last['content']}."} if last["role"] == "tool" else call)
+
+    server.answers["/v1/chat/completions"] = answer
+
+
+@pytest.mark.parametrize(("typed_answer", "said"), [("y", "noon in CET"), ("n", REFUSED), (None, REFUSED)])
+def test_a_tool_runs_when_the_user_says_so(
+    server: FakeServer,
+    tool_file: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    typed_answer: str | None,
+    said: str,
+) -> None:
+    questions: list[str] = []
+
+    def confirm(text: str) -> str:
+        questions.append(text)
+        if typed_answer is None:
+            raise EOFError
+        return typed_answer
+
+    monkeypatch.setattr("click.termui.visible_prompt_func", confirm)
+    calling_server(server, calls("now", arguments='{"zone": "CET"}'))
+    assert run(server, "chat", "-q", "time?", "--tool", tool_file) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"It is {said}.\n"
+    assert "The model wants to run now(zone='CET')" in captured.err + "".join(questions)
+    first, second = server.bodies("/v1/chat/completions")
+    assert first["tools"] == second["tools"]
+    assert first["tools"][0]["function"]["description"] == "Tell the time."
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool"]
+    assert second["messages"][1]["tool_calls"][0]["id"] == second["messages"][2]["tool_call_id"] == "id0"
+
+
+def test_yes_asks_nobody_and_every_call_gets_its_result(
+    server: FakeServer, tool_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calling_server(server, calls("now", "gone"))
+    assert run(server, "chat", "-q", "time?", "--tool", f"{tool_file}:now", "--yes") == 0
+    captured = capsys.readouterr()
+    assert "Running now()" in captured.err
+    results = [
+        message["content"]
+        for message in server.bodies("/v1/chat/completions")[1]["messages"]
+        if message["role"] == "tool"
+    ]
+    assert results == ["noon in UTC", "Error: there is no tool gone; there are: now"]
+
+
+def test_a_call_in_pieces_is_one(
+    server: FakeServer, tool_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin = calls("now", arguments='{"zo')
+    more = {"tool_calls": [{"index": 0, "function": {"arguments": 'ne": "CET"}'}}]}
+
+    def answer(body: dict[str, Any]) -> bytes:
+        last = body["messages"][-1]
+        return deltas({"content": last["content"]}) if last["role"] == "tool" else deltas(begin, more)
+
+    server.answers["/v1/chat/completions"] = answer
+    assert run(server, "chat", "-q", "time?", "--tool", tool_file, "--yes") == 0
+    assert capsys.readouterr().out == "noon in CET\n"
+
+
+def test_a_model_that_never_answers_is_stopped(
+    server: FakeServer, tool_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answers["/v1/chat/completions"] = lambda _: deltas(calls("now"))
+    assert run(server, "chat", "-q", "time?", "--tool", tool_file, "--yes") == 1
+    assert "still calls tools after 32 rounds" in capsys.readouterr().err
+
+
+def test_a_tool_that_is_none_is_told_before_anything_is_sent(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(server, "chat", "-q", "x", "--tool", "nothing") == 2
+    assert "--tool must be module:function" in capsys.readouterr().err
+    assert not server.requests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,26 @@ def test_a_chat_model_is_asked_as_a_user(model: str, llm: LLM, capsys: pytest.Ca
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
     (expected,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     assert capsys.readouterr().out == expected.outputs[0].text + "\n"
+
+
+def test_reasoning_is_told_apart_as_llm_chat_does(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thinker = tmp_path / "thinker"
+    shutil.copytree(model, thinker)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}<think>"
+    (thinker / "chat_template.jinja").write_text(template)
+    monkeypatch.setattr("click.utils.should_strip_ansi", lambda *_, **__: False)
+    assert main(["run", "hello", "--model", str(thinker), *ENGINE, *GREEDY]) == 0
+    params = SamplingParams(temperature=0, max_tokens=12)
+    chat = [{"role": "user", "content": "hello"}]
+    (output,) = LLM(str(thinker), cpu_threads=1).chat(chat, params, use_tqdm=False)
+    answer = output.outputs[0].answer
+    assert answer is not None
+    assert answer.reasoning.strip()
+    shown = capsys.readouterr().out
+    assert "\x1b[2m" in shown
+    assert shown.replace("\x1b[2m", "").replace("\x1b[0m", "") == answer.reasoning + "\n"
 
 
 def test_raw_text_from_standard_input(

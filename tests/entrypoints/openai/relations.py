@@ -31,10 +31,13 @@ RELATIONS = (
     r"allowed_token_ids has only tokens that end the generation",
     r"model is required",  # one of two names for it
     r"input must have at least one item",  # none but items that are left out
-    r"tools\.\d+\.function\.name .* is another tool's, too",
-    r"parameters must be the JSON schema of an object",
+    r"(tools|functions)\.\d+(\.function)?\.name .* is another tool's, too",
+    r"name .* has characters that a call in the format",
+    r"(parameters|input_schema) must be the JSON schema of an object",
+    r"functions cannot be sent together with tools",
+    r"name must be that of a function that a message before it calls",
     r"is the result of a tool, but no message before it calls one",
-    r"tool_call_id .* is the id of no call before it",
+    r"(call_id|tool_use_id) .* is the id of no call before it",
     # With the model: its context, its tokens as keys of an object, its template.
     r"maximum context length is \d+ tokens",
     r"logit_bias has \d+, but token ids are",

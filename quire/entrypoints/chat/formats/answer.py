@@ -70,7 +70,8 @@ class AnswerParser:
 
     @property
     def in_reasoning(self) -> bool:
-        return isinstance(self._region, ThoughtRegion)
+        region = self._region
+        return isinstance(region, ThoughtRegion) or (isinstance(region, SectionRegion) and region.is_thought)
 
     def feed(self, text: str) -> list[Event]:
         found: list[Event] = []
@@ -94,13 +95,14 @@ class Grammar:
         self.tools = tools
         self.tool_format = tool_format
         self.opens = frozenset(tool_format.opens if tool_format else ())
+        self.starts = frozenset(tool_format.starts if tool_format else ())
         self.thinks = frozenset(reasoning.opens if reasoning else ())
         silent = reasoning.silent if reasoning else ()
-        self.in_text = Markers([*self.opens, *self.thinks, *silent])
+        self.in_text = Markers.of(*self.opens, *self.starts, *self.thinks, *silent)
         ends = reasoning.closes if reasoning else ()
         calls = self.opens if reasoning and reasoning.ends_at_calls else ()
-        self.in_thought = Markers([*ends, *calls, *self.thinks])
-        self.between = Markers([*tool_format.closes, *tool_format.skips] if tool_format else ())
+        self.in_thought = Markers.of(*ends, *calls, *self.thinks)
+        self.between = Markers.of(*(tool_format.closes + tool_format.skips if tool_format else ()))
         self.bare = tool_format.bare if tool_format else ""
 
 
@@ -140,7 +142,8 @@ class TextRegion:
         marker, num_open = self._grammar.in_text.scan(text)
         if marker is not None:
             self._give_out(text[: marker.start()], found)
-            return self._after(marker.group()), text[marker.end() :]
+            begins_call = marker.group() in self._grammar.starts
+            return self._after(marker.group()), text[marker.start() if begins_call else marker.end() :]
         certain, self._opened = text[: len(text) - num_open], text[len(text) - num_open :]
         self._give_out(certain, found)
         return None
@@ -153,6 +156,8 @@ class TextRegion:
     def _after(self, marker: str) -> Region:
         if marker in self._grammar.opens:
             return SectionRegion(self._grammar, "".join([*self._space, marker]))
+        if marker in self._grammar.starts:
+            return SectionRegion(self._grammar, "".join(self._space))
         if marker in self._grammar.thinks:
             return ThoughtRegion(self._grammar)
         return TextRegion(self._grammar, at_start=self._at_start, hides_space=True)
@@ -186,7 +191,8 @@ class ThoughtRegion:
             self._give_out(text[: marker.start()], found)
             text = text[marker.end() :]
             if marker.group() in self._grammar.opens:
-                return SectionRegion(self._grammar, "".join([*self._space, marker.group()])), text
+                raw, self._space = "".join([*self._space, marker.group()]), []
+                return SectionRegion(self._grammar, raw, thought=self), text
             if marker.group() not in self._grammar.thinks:
                 return TextRegion(self._grammar, at_start=True, hides_space=True), text
             if self._has_begun:  # it is being thought about; at the beginning it says what is known
@@ -195,6 +201,10 @@ class ThoughtRegion:
         certain, self._opened = text[: len(text) - num_open], text[len(text) - num_open :]
         self._give_out(certain, found)
         return None
+
+    def take_back(self, text: str, found: list[Event]) -> None:
+        """What looked like the end of the reasoning is part of it."""
+        self._give_out(text, found)
 
     def end(self, found: list[Event]) -> None:
         self._give_out(self._opened, found)
@@ -215,12 +225,14 @@ class SectionRegion:
 
     Args:
         raw: the marker that began it with the white space before, which come back if the first thing is no call.
+        thought: the reasoning in which the marker stands; only a call ends it, since reasoning may mention markers.
     """
 
-    def __init__(self, grammar: Grammar, raw: str) -> None:
+    def __init__(self, grammar: Grammar, raw: str, *, thought: ThoughtRegion | None = None) -> None:
         assert grammar.tool_format is not None
         self._grammar = grammar
         self._format = grammar.tool_format
+        self._thought = thought
         self._raw = [raw]
         """All that came since the last call was given out, and is no part of one."""
         self._opened = ""
@@ -231,6 +243,11 @@ class SectionRegion:
         """The last thing was a call, so what separates it from the next is no text."""
         self._call: tuple[Syntax, End] | None = None
         self._pieces: list[str] = []
+
+    @property
+    def is_thought(self) -> bool:
+        """Whether it would be reasoning, if no call came."""
+        return self._thought is not None
 
     def take(self, text: str, found: list[Event]) -> tuple[Region, str] | None:
         while text:
@@ -288,29 +305,33 @@ class SectionRegion:
     def _in_call(self, text: str, found: list[Event], syntax: Syntax, end: End) -> str:
         """Take in a piece of a call; what follows its end."""
         index = end.take(text)
+        self._pieces.append(text)
         if index is None:
-            self._pieces.append(text)
             return ""
-        written = "".join([*self._pieces, text[:index]])
+        joined = "".join(self._pieces)
+        size = len(joined) - len(text) + index
+        written, rest = joined[:size], joined[size:]
         self._pieces, self._call = [], None
         call = syntax.parse(written, self._grammar.tools)
         if call is None or (self._format.only_known and call.name not in self._grammar.tools):
             self._raw.append(written)
             self._lose(found)
         else:
-            self._raw, self._has_call = [], True
+            self._raw, self._has_call, self._thought = [], True, None
             found.append(call)
-        return text[index:]
+        return rest
 
     def _after_section(self, found: list[Event]) -> Region:
         has_call = self._has_call
         if not has_call:
             self._lose(found)
-        return TextRegion(self._grammar, after_call=has_call)
+        return self._thought or TextRegion(self._grammar, after_call=has_call)
 
     def _lose(self, found: list[Event]) -> None:
         """What came is no call: it is text."""
         text = "".join(self._raw)
         self._raw, self._has_call = [], False
-        if text:
+        if self._thought is not None:
+            self._thought.take_back(text, found)
+        elif text:
             found.append(text)

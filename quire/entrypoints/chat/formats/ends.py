@@ -21,7 +21,10 @@ class End(Protocol):
     """Looks for the end of one call."""
 
     def take(self, text: str) -> int | None:
-        """The index in this piece behind the call's end, or where it is clear that there is none; None if neither."""
+        """The index in this piece behind the call's end, or where it is clear that there is none; None if neither.
+
+        It is negative for what came before the piece.
+        """
         ...
 
 
@@ -106,8 +109,8 @@ class QuotedEnd:
     """A marker outside of strings, whose quotes are literals without escapes."""
 
     def __init__(self, close: str, quote: str) -> None:
-        self._all = Markers([close, quote])
-        self._quote = Markers([quote])
+        self._all = Markers.of(close, quote)
+        self._quote = Markers.of(quote)
         self._quoted = False
         self._held = ""
 
@@ -129,18 +132,25 @@ class MarkerEnd:
     """A marker; in a call that has values, the one right behind a value's end, so that a value may hold the marker.
 
     Args:
+        head: matches what may stand before the first marker, and the beginning of anything else; a text with more is
+            no call, and is not waited for.
         close: ends the call.
         value_open: begins a value, or what is before it.
         value_close: ends one; only white space may be between the last one and `close`.
+        outer: ends what is around the call, and behind a value, before it, the call whose `close` was forgotten.
     """
 
-    def __init__(self, close: str, value_open: str, value_close: str) -> None:
+    def __init__(
+        self, head: re.Pattern[str], close: str, value_open: str, value_close: str, outer: str = ""
+    ) -> None:
+        self._head = head
         self._value_open = value_open
-        self._first = Markers([close, value_open])
-        self._value_close = Markers([value_close])
-        self._last = re.compile(rf"{re.escape(value_close)}\s{{0,{MAX_SPACE}}}{re.escape(close)}")
+        self._first = Markers.of(close, value_open)
+        self._value_close = Markers.of(value_close)
+        closes = "|".join([re.escape(close), *([f"(?={re.escape(outer)})"] if outer else [])])
+        self._last = re.compile(rf"{re.escape(value_close)}\s{{0,{MAX_SPACE}}}(?:{closes})")
         self._unfinished = re.compile(rf"{re.escape(value_close)}\s{{0,{MAX_SPACE}}}")
-        self._close = Markers([close])
+        self._close = Markers.of(close, outer)
         self._has_values = False
         self._held = ""
         """The end of what came before, if it may be the beginning of what is looked for."""
@@ -149,18 +159,30 @@ class MarkerEnd:
         joined, num_held = self._held + text, len(self._held)
         position = 0
         if not self._has_values:
-            found = self._first.find(joined)
-            if found is None:
-                self._hold(joined, self._first.num_open(joined))
+            position = self._head_end(joined)
+            marker = self._first.at(joined[position:])
+            if marker is None and self._may_go_on(joined, position):
+                self._held = joined
                 return None
-            if found.group() != self._value_open:
-                return found.end() - num_held
-            self._has_values, position = True, found.end()
+            position += len(marker or "")
+            if marker != self._value_open:
+                return position - num_held
+            self._has_values = True
         last = self._last.search(joined, position)
         if last is not None:
             return last.end() - num_held
         self._hold(joined, self._num_unfinished(joined))
         return None
+
+    def _head_end(self, text: str) -> int:
+        found = self._head.match(text)
+        return found.end() if found is not None else 0
+
+    def _may_go_on(self, text: str, position: int) -> bool:
+        """Whether the head, or the marker that ends it, may be incomplete."""
+        return len(text) <= MAX_HEAD_CHARS and (
+            position == len(text) or self._first.may_begin(text[position:])
+        )
 
     def _hold(self, text: str, num_chars: int) -> None:
         self._held = text[len(text) - num_chars :]

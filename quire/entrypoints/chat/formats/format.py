@@ -40,9 +40,16 @@ class ToolFormat:
     evidence: tuple[tuple[str, ...], ...] = ()
     aliases: tuple[str, ...] = ()
 
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """How a call may begin, so that it is one though the model forgot the section's marker."""
+        return tuple(call.before for call in self.calls if call.before and not call.needs_marker)
+
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         """The text of some calls, names with arguments, as a model of this format writes it."""
-        written = [self.calls[0].write(name, arguments) for name, arguments in calls]
+        written = [
+            self.calls[0].write(name, arguments, index) for index, (name, arguments) in enumerate(calls)
+        ]
         if self.each:
             return self.separator.join(f"{self.opening}{call}{self.closing}" for call in written)
         return f"{self.opening}{self.separator.join(written)}{self.closing}"

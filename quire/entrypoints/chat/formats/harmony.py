@@ -31,8 +31,8 @@ class HarmonyReader:
         self._has_tools = has_tools
         self._thinks = False
         self._recipient: str | None = None
-        self._in_message = Markers([*ENDS, START, CHANNEL])
-        self._in_head = Markers(MARKERS)
+        self._in_message = Markers.of(*ENDS, START, CHANNEL)
+        self._in_head = Markers.of(*MARKERS)
         _, _, begun = prompt.rstrip().rpartition(START)
         head, message, said = begun.partition(MESSAGE)
         self._head = head if CHANNEL in head else ""

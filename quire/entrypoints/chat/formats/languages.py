@@ -36,7 +36,7 @@ class GemmaCall:
             return None
         return ToolCall(name, arguments)
 
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
         return f"{self.before}{name}{_gemma(arguments)}{self.close}"
 
     def _as_json(self, text: str) -> str:

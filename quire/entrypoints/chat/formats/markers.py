@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 
 class Markers:
@@ -19,6 +20,12 @@ class Markers:
         firsts = "".join(sorted({marker[0] for marker in self.markers}))
         self._first = re.compile(f"[{re.escape(firsts)}]" if firsts else r"(?!)")
         self._longest = max(map(len, self.markers), default=0)
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(*markers: str) -> Markers:
+        """The same object for the same markers, which are compiled once: every call of an answer looks for some."""
+        return Markers(markers)
 
     def find(self, text: str) -> re.Match[str] | None:
         """The first marker that stands in the text, unless more text could make a longer one of it."""

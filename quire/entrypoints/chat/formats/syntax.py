@@ -1,17 +1,16 @@
 """How one call is written: where it ends, what it says, and how it would be written.
 
 Each syntax is data: the literals around name and arguments. What is no call of the syntax is None, whatever it is,
-since models write anything. Nothing here is stronger than a JSON parser: Python's own reads calls in Python, and only
-literals are taken from what it gives.
+since models write anything.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -22,15 +21,20 @@ from quire.entrypoints.chat.formats.ends import (
     HeadedEnd,
     MarkerEnd,
     json_end,
-    python_end,
 )
 from quire.entrypoints.chat.formats.events import ToolCall, Tools
 
-JSON_NAMES = {"true": True, "false": False, "null": None}
+CHECKER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=str)
+"""Says whether a text is JSON; numbers are not read, since the largest of JSON is beyond a float."""
 
 
 class Syntax(Protocol):
     """How one call is written."""
+
+    @property
+    def before(self) -> str:
+        """What every call begins with; "" if that is nothing by which to know it."""
+        ...
 
     @property
     def needs_marker(self) -> bool:
@@ -49,8 +53,8 @@ class Syntax(Protocol):
         """The call that a text is, which begins and ends as one."""
         ...
 
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text that a model would write."""
+    def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
+        """The text that a model would write; `index` counts the calls of an answer."""
         ...
 
 
@@ -61,6 +65,7 @@ class JsonCall:
     name_keys: tuple[str, ...] = ("name",)
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
     id_keys: tuple[str, ...] = ("id",)
+    before: ClassVar[str] = ""
     needs_marker: ClassVar[bool] = False
 
     def begins(self, text: str) -> bool | None:
@@ -71,6 +76,8 @@ class JsonCall:
 
     def parse(self, text: str, tools: Tools) -> ToolCall | None:
         fields = json_object(text)
+        if fields is not None and "function" in fields:  # as in the OpenAI API, around name and arguments
+            fields = json_object(bytes(fields["function"]).decode()) or fields
         if fields is None:
             return None
         name = _first(fields, self.name_keys)
@@ -82,7 +89,7 @@ class JsonCall:
         own_id = _first(fields, self.id_keys)
         return ToolCall(said, raw, _as_string(own_id) if own_id is not None else None)
 
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
         return f'{{"{self.name_keys[0]}": {to_json(name)}, "{self.arguments_keys[0]}": {to_json(arguments)}}}'
 
 
@@ -123,8 +130,8 @@ class HeadedJson:
             return None
         return ToolCall(found["name"], arguments, found.groupdict().get("id"))
 
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return f"{self.before}{self.written.format(name=name)}{to_json(arguments)}"
+    def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
+        return f"{self.before}{self.written.format(name=name, index=index)}{to_json(arguments)}"
 
 
 @dataclass(frozen=True)
@@ -143,6 +150,8 @@ class TaggedCall:
     close: str
     padding: str = "\n"
     """What a model writes around values, and between the parts of a call."""
+    outer: str = ""
+    """Ends the section, and so a call with values whose own end was forgotten."""
 
     @property
     def needs_marker(self) -> bool:
@@ -152,10 +161,13 @@ class TaggedCall:
         return _begins(text, self.before) if self.before else text[0].isalpha() or text[0] == "_"
 
     def end(self) -> End:
-        return MarkerEnd(self.close, self.key_open, self.value_close)
+        head = _head_of(self.before, self.name_close.strip())
+        return MarkerEnd(head, self.close, self.key_open, self.value_close, self.outer)
 
     def parse(self, text: str, tools: Tools) -> ToolCall | None:
-        body = text[len(self.before) : len(text) - len(self.close)]
+        if not text.endswith(self.close) and not (self.outer and text.rstrip().endswith(self.value_close)):
+            return None
+        body = text[len(self.before) :].removesuffix(self.close)
         start = body.find(self.key_open)
         head, values = (body, "") if start < 0 else (body[:start], body[start:])
         name = head.strip().removesuffix(self.name_close.strip()).strip()
@@ -166,7 +178,7 @@ class TaggedCall:
         fields = {key: typed_text(_property(schema, key), value) for key, value in pairs}
         return ToolCall(name, object_text(fields))
 
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
         pad = self.padding
         values = "".join(
             f"{self.key_open}{key}{self.key_close}{pad}{_plain(value)}{pad}{self.value_close}{pad}"
@@ -182,74 +194,17 @@ class TaggedCall:
             rf"\s*{key_open}([^<>]*?){key_close}(.*?){value_close}(?=\s*(?:{key_open}|\Z))", re.DOTALL
         )
         pairs, position = [], 0
-        while text[position:].strip():
-            found = one.match(text, position)
-            if found is None:
-                return None
+        while (found := one.match(text, position)) is not None:
             pairs.append((found[1].strip().strip('"'), _unpadded(found[2])))
             position = found.end()
-        return pairs
+        return pairs if not text[position:].strip() else None
 
 
-@dataclass(frozen=True)
-class PythonCall:
-    """`name(key=value, ...)`, values being Python's or JSON's literals."""
-
-    needs_marker: ClassVar[bool] = False
-
-    def begins(self, text: str) -> bool | None:
-        found = re.match(r"[A-Za-z_][\w.\-]*\s*", text)
-        if found is None:
-            return False
-        if found.end() < len(text):
-            return text[found.end()] == "("
-        return None if len(text) <= MAX_HEAD_CHARS else False
-
-    def end(self) -> End:
-        return python_end()
-
-    def parse(self, text: str, tools: Tools) -> ToolCall | None:
-        name, _, rest = text.partition("(")
-        try:
-            call = ast.parse(f"_({rest}", mode="eval").body
-            if not isinstance(call, ast.Call) or call.args:
-                return None
-            fields = {str(word.arg): literal(word.value) for word in call.keywords if word.arg is not None}
-            if len(fields) != len(call.keywords):
-                return None
-            return ToolCall(name.strip(), json.dumps(fields, ensure_ascii=False, allow_nan=False))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
-
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-
-
-def literal(node: ast.expr) -> Any:
-    """The value of a literal of Python or JSON.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    match node:
-        case ast.Constant(value=str() | int() | float() | None as value):
-            return value
-        case ast.Name(id=name) if name in JSON_NAMES:
-            return JSON_NAMES[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [literal(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            return {_key(key): literal(value) for key, value in zip(keys, values, strict=True)}
-    raise ValueError("no literal")
-
-
-def _key(node: ast.expr | None) -> str:
-    match node:
-        case ast.Constant(value=str() as key):
-            return key
-    raise ValueError("no string")
+@lru_cache(maxsize=64)
+def _head_of(before: str, name_close: str) -> re.Pattern[str]:
+    """What stands before a call's first value, or the beginning of it."""
+    name = rf"[^\s<>{{}}{re.escape(name_close[:1])}]*"
+    return re.compile(rf"{re.escape(before)}\s*{name}\s*{''.join(f'{re.escape(c)}?' for c in name_close)}\s*")
 
 
 def to_json(value: Any) -> str:
@@ -261,7 +216,7 @@ def json_object(text: str) -> dict[str, msgspec.Raw] | None:
     try:
         fields = msgspec.json.decode(text.encode(), type=dict[str, msgspec.Raw])
         for value in fields.values():
-            msgspec.json.decode(value)  # a raw value has been skipped, and not checked
+            CHECKER.decode(value)  # a raw value has been skipped, and not checked
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         return None
     return fields
@@ -302,7 +257,7 @@ def schema_kinds(schema: Mapping[str, Any]) -> set[str]:
 
 def is_json(text: str) -> bool:
     try:
-        msgspec.json.decode(text.encode())
+        CHECKER.decode(text.encode())
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         return False
     return True

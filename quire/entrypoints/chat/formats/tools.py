@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from quire.entrypoints.chat.formats.format import ToolFormat
 from quire.entrypoints.chat.formats.languages import GemmaCall
-from quire.entrypoints.chat.formats.syntax import HeadedJson, JsonCall, PythonCall, TaggedCall
+from quire.entrypoints.chat.formats.python_call import PythonCall
+from quire.entrypoints.chat.formats.syntax import HeadedJson, JsonCall, TaggedCall
 from quire.plugins import PluginTable, instance_of
 
 LIST = ("[", "]", ",")
 """What stands around and between the items of a list."""
-MISTRAL_HEAD = r"(?P<name>[\w.\-]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?"
-XML_CALL = TaggedCall("<function=", ">", "<parameter=", ">", "</parameter>", "</function>")
+MISTRAL_HEAD = r"(?P<name>[\w.\-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?"
+XML_CALL = TaggedCall(
+    "<function=", ">", "<parameter=", ">", "</parameter>", "</function>", outer="</tool_call>"
+)
 
 FORMATS = (
     ToolFormat(
@@ -45,8 +48,8 @@ FORMATS = (
         (
             HeadedJson(
                 "<|tool_call_begin|>",
-                r"(?P<id>(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
-                "functions.{name}:0<|tool_call_argument_begin|>",
+                r"(?P<id>(?:functions\.)?+(?P<name>[\w.\-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+                "functions.{name}:{index}<|tool_call_argument_begin|>",
             ),
         ),
         opens=("<|tool_calls_section_begin|>",),
@@ -103,7 +106,18 @@ FORMATS = (
     ),
     ToolFormat(
         "seed_oss",
-        (TaggedCall("<function=", ">", "<parameter=", ">", "</parameter>", "</function>", padding=""),),
+        (
+            TaggedCall(
+                "<function=",
+                ">",
+                "<parameter=",
+                ">",
+                "</parameter>",
+                "</function>",
+                "",
+                outer="</seed:tool_call>",
+            ),
+        ),
         opens=("<seed:tool_call>",),
         closes=("</seed:tool_call>",),
         opening="<seed:tool_call>\n",
@@ -115,7 +129,14 @@ FORMATS = (
         "minimax_m2",
         (
             TaggedCall(
-                '<invoke name="', '">', '<parameter name="', '">', "</parameter>", "</invoke>", padding=""
+                '<invoke name="',
+                '">',
+                '<parameter name="',
+                '">',
+                "</parameter>",
+                "</invoke>",
+                padding="",
+                outer="</minimax:tool_call>",
             ),
         ),
         opens=("<minimax:tool_call>",),

@@ -174,6 +174,8 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     top_logprobs: int | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool = True
+    functions: list[ToolFunction] | None = None
+    function_call: ToolChoice = None
     include_reasoning: bool = True
 
 

@@ -131,7 +131,10 @@ class ToolCallMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct):
-    """What the model reasoned has two names: `reasoning_content` is the older one, which many clients read."""
+    """What the model reasoned has two names: `reasoning_content` is the older one, which many clients read.
+
+    A call is a `function_call` if the request had functions.
+    """
 
     role: str
     content: str | None
@@ -139,6 +142,7 @@ class ChatMessage(msgspec.Struct):
     tool_calls: list[ToolCallMessage] | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -171,6 +175,7 @@ class ChatDelta(msgspec.Struct):
     tool_calls: list[ToolCallMessage] | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

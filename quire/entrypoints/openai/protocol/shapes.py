@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.entrypoints.chat.messages import PASSED_FIELDS, ROLE_ALIASES, ROLES, TEXT_PARTS
+from quire.entrypoints.chat.messages import PASSED_FIELDS, ROLES, TEXT_PARTS
 from quire.entrypoints.chat.template import OWN_VARIABLES
 
 Schema = dict[str, Any]
@@ -49,9 +49,18 @@ def text_parts(names: dict[str, str]) -> Schema:
     )
 
 
+PARAMETERS: Schema = {
+    "type": "object",
+    "patternProperties": {
+        "^type$": enum("object"),
+        "^properties$": {"type": "object", "additionalProperties": {"type": ["object", "boolean"]}},
+        "^required$": array(TEXT),
+    },
+}
+"""As `chat.tool_schemas` checks them; patterns, since all else in it is the client's own."""
 FUNCTION = object_of(
     {"name": {**TEXT, "minLength": 1, "maxLength": 256}},
-    {"description": TEXT, "parameters": {"type": "object"}},
+    {"description": TEXT, "parameters": PARAMETERS},
 )
 TOOL = object_of({"type": enum("function"), "function": FUNCTION})
 """As the model `Tool` checks it."""
@@ -65,18 +74,24 @@ TOOL_CALL = object_of({"function": CALLED}, {"id": TEXT, "type": enum("function"
 NAMES = dict.fromkeys(sorted(PASSED_FIELDS), TEXT)
 MESSAGE = any_of(
     object_of(
-        {"role": enum(*ROLES, *ROLE_ALIASES), "content": optional(CONTENT)},
-        {**NAMES, "tool_calls": array({}, maxItems=0)},
+        {"role": enum(*ROLES), "content": optional(CONTENT)},
+        {**NAMES, "tool_calls": array({}, maxItems=0), "function_call": NULL},
     ),
     object_of(
         {"role": enum("assistant"), "tool_calls": array(TOOL_CALL, minItems=1)},
-        {**NAMES, "content": CONTENT},
+        {**NAMES, "content": CONTENT, "function_call": NULL},
     ),
+    object_of(
+        {"role": enum("assistant"), "function_call": CALLED},
+        {**NAMES, "content": CONTENT, "tool_calls": array({}, maxItems=0)},
+    ),
+    object_of({"role": enum("function"), "name": TEXT, "content": CONTENT}, {**NAMES, "function_call": NULL}),
 )
 MESSAGES = array(MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
 
 # `tool_choice.tools_in_use`
 TOOL_CHOICE = enum("auto", "none", None)
+"""Also of `legacy_functions.translate`."""
 
 # `chat_prompt.chat_token_ids`
 TEMPLATE_OPTIONS: Schema = {

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.entrypoints.chat.call_arguments import parsed_arguments
 from quire.entrypoints.openai.responses.protocol import TEXT_PARTS, ResponsesRequest
-from quire.entrypoints.openai.translation import given
+from quire.entrypoints.openai.translation import check_call_id, given
 from quire.errors import ValidationError
 
 SAME_NAME = (
@@ -22,6 +23,7 @@ CHAT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "tools.*.function": "tools.*",
 }
 """Chat's names of fields, to those of the Responses API."""
 STATEFUL = ("store", "background", "previous_response_id", "conversation", "prompt")
@@ -90,7 +92,7 @@ def _add_item(messages: list[Fields], item: Fields, where: str) -> None:
     elif kind == "function_call":
         _add_call(messages, item, where)
     elif kind == "function_call_output":
-        messages.append(_call_output(item, where))
+        messages.append(_call_output(messages, item, where))
     elif kind == "reasoning":
         thought = _thought(item, where)
         if thought:
@@ -157,6 +159,7 @@ def _add_call(messages: list[Fields], item: Fields, where: str) -> None:
     for name in ("call_id", "name", "arguments"):
         if not isinstance(item.get(name), str):
             raise ValidationError(f"{where}.{name} must be text", param=f"{where}.{name}")
+    parsed_arguments(item["arguments"], f"{where}.arguments")
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     function = {"name": item["name"], "arguments": item["arguments"]}
@@ -164,9 +167,10 @@ def _add_call(messages: list[Fields], item: Fields, where: str) -> None:
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _call_output(item: Fields, where: str) -> Fields:
+def _call_output(messages: list[Fields], item: Fields, where: str) -> Fields:
     if not isinstance(item.get("call_id"), str):
         raise ValidationError(f"{where}.call_id must be text", param=f"{where}.call_id")
+    check_call_id(messages, item["call_id"], f"{where}.call_id")
     content = _content(item.get("output"), f"{where}.output")
     return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
 

@@ -9,7 +9,8 @@ import pytest
 
 from quire.entrypoints.chat.formats.format import ToolFormat
 from quire.entrypoints.chat.formats.tools import FORMATS
-from tests.entrypoints.chat.formats.test_tool_formats import CASES, IDS, read
+from tests.entrypoints.chat.formats.reading import read
+from tests.entrypoints.chat.formats.transcripts import WEATHER
 
 NUM_CHARS = 60_000
 """Of an answer of some 15,000 tokens."""
@@ -18,7 +19,7 @@ HANG_S = 15.0
 
 def monsters(row: ToolFormat) -> Iterator[str]:
     """Nothing but beginnings; a call whose arguments never end, nest for ever, or are one text."""
-    written = row.write(CASES[1])
+    written = row.write(WEATHER)
     before, _, after = written.partition("Paris")
     begun = [*row.opens, *row.closes, row.opening, written[: len(written) // 2], "<", "\\", '"']
     yield from (piece * (NUM_CHARS // len(piece)) for piece in begun if piece)
@@ -29,7 +30,7 @@ def monsters(row: ToolFormat) -> Iterator[str]:
 
 @pytest.mark.more
 @pytest.mark.item(18)
-@pytest.mark.parametrize("row", FORMATS, ids=IDS)
+@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
 def test_long_answers_take_linear_time_and_fail_nothing(row: ToolFormat) -> None:
     for number, monster in enumerate(monsters(row)):
         begun = time.process_time()

@@ -1,0 +1,168 @@
+"""Transcripts of every format: read as they should be, and however they are cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
+from quire.entrypoints.chat.formats.format import ToolFormat
+from quire.entrypoints.chat.formats.tools import FORMATS
+from tests.entrypoints.chat.formats.reading import (
+    Calls,
+    cut_by_chance,
+    cut_in_three,
+    cuts,
+    pieces_of,
+    read,
+    said,
+)
+from tests.entrypoints.chat.formats.transcripts import REASONING, TRANSCRIPTS, TWO, Transcript, lost
+
+IDS = [f"{transcript.format}: {transcript.what}" for transcript in TRANSCRIPTS]
+SHORT = 120
+"""Of these texts every way of cutting them in three is tried."""
+Malformation = Callable[[ToolFormat, str], str]
+
+
+def events_of(transcript: Transcript, pieces: Iterable[str]) -> list[Event]:
+    reasoning = REASONING[transcript.reasoning] if transcript.reasoning else None
+    return read(transcript.row, pieces, reasoning, transcript.prompt)
+
+
+def test_every_format_has_a_dozen_transcripts() -> None:
+    counts = Counter(transcript.row.name for transcript in TRANSCRIPTS)
+    assert min(counts[row.name] for row in FORMATS) >= 12
+    assert len(set(IDS)) == len(IDS)
+
+
+@pytest.mark.item(18)
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=IDS)
+def test_a_transcript_is_read_as_it_should_be_however_it_is_cut(transcript: Transcript) -> None:
+    text = transcript.text
+    whole = events_of(transcript, [text])
+    assert said(whole) == (transcript.content, transcript.calls)
+    assert "".join(event.text for event in whole if isinstance(event, Reasoning)) == transcript.thought
+    for pieces in (*cuts(text), *pieces_of(text, (2, 3, 5, 16)), *cut_by_chance(text, random.Random(1), 5)):
+        assert events_of(transcript, pieces) == whole, pieces
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "transcript",
+    [one for one in TRANSCRIPTS if len(one.text) <= SHORT],
+    ids=lambda one: f"{one.format}: {one.what}",
+)
+def test_a_short_transcript_may_be_cut_in_any_three(transcript: Transcript) -> None:
+    whole = events_of(transcript, [transcript.text])
+    for pieces in cut_in_three(transcript.text):
+        assert events_of(transcript, pieces) == whole, pieces
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=IDS)
+def test_a_transcript_may_be_cut_in_any_two_in_pieces_of_any_size_and_by_chance(
+    transcript: Transcript,
+) -> None:
+    text = transcript.text
+    whole = events_of(transcript, [text])
+    by_size = pieces_of(text, range(2, len(text)))
+    for pieces in (*cuts(text, len(text)), *by_size, *cut_by_chance(text, random.Random(2), 300)):
+        assert events_of(transcript, pieces) == whole, pieces
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=IDS)
+def test_an_answer_that_is_cut_off_has_no_call_but_those_that_are_complete(transcript: Transcript) -> None:
+    text = transcript.text
+    for end in range(0, len(text), max(1, len(text) // 40)):
+        whole = events_of(transcript, [text[:end]])
+        assert events_of(transcript, *pieces_of(text[:end], [3])) == whole
+        content, calls = said(whole)
+        assert calls == transcript.calls[: len(calls)]
+        if not calls and transcript.reasoning is None and transcript.format != "openai":
+            assert content == text[:end]
+
+
+def without_close(row: ToolFormat, text: str) -> str:
+    return text.removesuffix(row.closing)
+
+
+def doubled_opening(row: ToolFormat, text: str) -> str:
+    return row.opening + text
+
+
+def doubled_closing(row: ToolFormat, text: str) -> str:
+    return text + row.closing
+
+
+def inside_out(row: ToolFormat, text: str) -> str:
+    return row.closing + text.removeprefix(row.opening).removesuffix(row.closing) + row.opening
+
+
+def nested_in_itself(row: ToolFormat, text: str) -> str:
+    return row.write([("get_weather", {"city": text})]).replace("\\", "")
+
+
+def without_quotes(row: ToolFormat, text: str) -> str:
+    return text.replace('"', "").replace("'", "")
+
+
+def without_names(row: ToolFormat, text: str) -> str:
+    return text.replace("get_weather", "").replace("now", "")
+
+
+def half_a_call(row: ToolFormat, text: str) -> str:
+    return text[: len(text) // 3] + text[2 * len(text) // 3 :]
+
+
+MALFORMED = (
+    without_close, doubled_opening, doubled_closing, inside_out, nested_in_itself, without_quotes, without_names,
+    half_a_call,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
+@pytest.mark.parametrize("malform", MALFORMED, ids=lambda malform: malform.__name__)
+def test_a_malformed_answer_is_read_alike_however_it_is_cut_and_loses_nothing(
+    row: ToolFormat, malform: Malformation
+) -> None:
+    text = malform(row, row.write(TWO))
+    whole = read(row, [text])
+    for pieces in (*cuts(text), *pieces_of(text, (2, 3, 7))):
+        assert read(row, pieces) == whole, pieces
+    content, calls = said(whole)
+    if not calls and row.name != "openai":
+        assert content == text
+    told = content + json.dumps(calls)
+    words = ("Rome",) if row.name == "openai" else ("get_weather", "Rome")  # its heads are markers
+    assert all(word in told for word in words if word in text)
+
+
+@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
+def test_a_missing_close_marker_costs_no_call_that_is_complete(row: ToolFormat) -> None:
+    text = without_close(row, row.write(TWO))
+    expected: Calls = TWO[:-1] if row.calls[0].write("f", {}).endswith(row.closing) and row.closing else TWO
+    calls = said(read(row, [text]))[1]
+    assert calls in (TWO, expected)
+
+
+def test_a_call_without_a_name_comes_back_as_content() -> None:
+    for row in FORMATS:
+        text = row.write([("", {"city": "Paris"})])
+        if row.name != "openai":
+            assert said(read(row, [text])) == (lost(row.name, "no name", text).content, []), row.name
+
+
+def test_ids_of_the_model_are_kept() -> None:
+    by_name = {row.name: row for row in FORMATS}
+    (call,) = read(by_name["mistral"], ["[TOOL_CALLS]now[CALL_ID]abc[ARGS]{}"])
+    assert call == ToolCall("now", "{}", "abc")
+    calls = read(by_name["kimi_k2"], [by_name["kimi_k2"].write(TWO)])
+    assert [call.id for call in calls if isinstance(call, ToolCall)] == [
+        "functions.get_weather:0",
+        "functions.now:1",
+    ]

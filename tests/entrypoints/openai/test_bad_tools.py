@@ -1,0 +1,235 @@
+"""Everything that can be wrong about tools, on every API: a 400 that names the field and its index."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.entrypoints.chat.formats.syntax import JsonCall
+from quire.entrypoints.chat.formats.tools import FORMATS
+from quire.entrypoints.chat.tool_schemas import PLAIN_NAME, check_names
+from quire.errors import ValidationError
+from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
+from tests.entrypoints.openai.serving import client_for
+
+CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
+PATHS = (CHAT, RESPONSES, MESSAGES, OLLAMA)
+HI = {"role": "user", "content": "hi"}
+OBJECT: dict[str, Any] = {"type": "object", "properties": {}}
+LIMIT = 3
+
+
+def tool(path: str, name: Any = "f", schema: Any = OBJECT) -> dict[str, Any]:
+    if path == RESPONSES:
+        return {"type": "function", "name": name, "parameters": schema}
+    if path == MESSAGES:
+        return {"name": name, "input_schema": schema}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def body(path: str, **fields: Any) -> dict[str, Any]:
+    """A request that is good, but for these fields."""
+    conversation = {"input": "hi"} if path == RESPONSES else {"messages": [HI]}
+    more = {MESSAGES: {"max_tokens": 9}, OLLAMA: {"model": "fake-model", "stream": False}}.get(path, {})
+    return {**conversation, **more, **fields}
+
+
+def inner(path: str) -> str:
+    """What stands between a tool and its name."""
+    return "function." if path in (CHAT, OLLAMA) else ""
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with client_for(FakeEngine(), max_tools=LIMIT) as client:
+        yield client
+
+
+async def refused(client: httpx.AsyncClient, path: str, fields: dict[str, Any]) -> tuple[str, str]:
+    """The message and, where the API has one, the param."""
+    response = await client.post(path, json=body(path, **fields))
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    return (error, "") if isinstance(error, str) else (error["message"], error.get("param") or "")
+
+
+async def check(client: httpx.AsyncClient, path: str, fields: dict[str, Any], where: str) -> None:
+    message, param = await refused(client, path, fields)
+    assert where in message
+    assert param in ("", where)
+    assert (await client.post(path, json=body(path))).status_code == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_two_tools_of_one_name(client: httpx.AsyncClient, path: str) -> None:
+    tools = [tool(path), tool(path, "g"), tool(path)]
+    await check(client, path, {"tools": tools}, f"tools.2.{inner(path)}name")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_more_tools_than_the_limit(client: httpx.AsyncClient, path: str) -> None:
+    tools = [tool(path, f"f{index}") for index in range(LIMIT + 1)]
+    message, param = await refused(client, path, {"tools": tools})
+    assert (message, param in ("", "tools")) == ("tools has 4 tools, the limit is 3", True)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("schema", ["x", [], {"type": "array"}, {"type": 5}], ids=str)
+async def test_a_schema_that_is_none(client: httpx.AsyncClient, path: str, schema: Any) -> None:
+    message, param = await refused(client, path, {"tools": [tool(path, "g"), tool(path, "f", schema)]})
+    assert "tools.1" in message
+    assert not param or param.startswith("tools.1")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("schema", "where"),
+    [
+        ({"properties": []}, "properties"),
+        ({"properties": {"a": 5}}, "properties.a"),
+        ({"properties": {}, "required": "a"}, "required"),
+        ({"properties": {}, "required": [1]}, "required"),
+    ],
+    ids=str,
+)
+async def test_a_part_of_a_schema_that_is_none(
+    client: httpx.AsyncClient, path: str, schema: Any, where: str
+) -> None:
+    name = "input_schema" if path == MESSAGES else f"{inner(path)}parameters"
+    await check(client, path, {"tools": [tool(path, "f", schema)]}, f"tools.0.{name}.{where}")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", [None, 5, "", ["f"]], ids=str)
+async def test_a_name_that_is_none(client: httpx.AsyncClient, path: str, name: Any) -> None:
+    message, param = await refused(client, path, {"tools": [tool(path, name)]})
+    assert "tools.0" in message
+    assert not param or param.startswith("tools.0")
+
+
+@pytest.mark.parametrize(
+    ("path", "choice"),
+    [
+        (CHAT, {"type": "function", "function": {"name": "nobody"}}),
+        (RESPONSES, {"type": "function", "name": "nobody"}),
+        (MESSAGES, {"type": "tool", "name": "nobody"}),
+    ],
+)
+async def test_a_choice_of_a_tool_that_is_not_there(
+    client: httpx.AsyncClient, path: str, choice: dict[str, Any]
+) -> None:
+    await check(client, path, {"tools": [tool(path)], "tool_choice": choice}, "tool_choice")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "where"),
+    [
+        (CHAT, {"messages": [HI, {"role": "tool", "tool_call_id": "a", "content": "1"}]}, "messages.1"),
+        (
+            RESPONSES,
+            {
+                "instructions": "x",
+                "input": [HI, {"type": "function_call_output", "call_id": "a", "output": "1"}],
+            },
+            "input.1.call_id",
+        ),
+        (
+            MESSAGES,
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
+            "messages.0.content.0.tool_use_id",
+        ),
+        (OLLAMA, {"messages": [HI, {"role": "tool", "content": "1"}]}, "messages.1"),
+    ],
+)
+async def test_a_result_without_a_call(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any], where: str
+) -> None:
+    await check(client, path, fields, where)
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+    }
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "5", '"x"'])
+@pytest.mark.parametrize(
+    ("path", "where"),
+    [
+        (CHAT, "messages.1.tool_calls.0.function.arguments"),
+        (RESPONSES, "input.1.arguments"),
+        (OLLAMA, "messages.1.tool_calls.0.function.arguments"),
+    ],
+)
+async def test_earlier_arguments_that_are_no_object(
+    client: httpx.AsyncClient, path: str, where: str, arguments: str
+) -> None:
+    item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}
+    fields = (
+        {"input": [HI, item], "instructions": "x"}
+        if path == RESPONSES
+        else {"messages": [HI, called(arguments)]}
+    )
+    await check(client, path, fields, where)
+
+
+async def test_an_earlier_input_that_is_no_object(client: httpx.AsyncClient) -> None:
+    block = {"type": "tool_use", "id": "a", "name": "f", "input": "{}"}
+    fields = {"messages": [HI, {"role": "assistant", "content": [block]}]}
+    await check(client, MESSAGES, fields, "messages.1.content.0")
+
+
+@pytest.mark.parametrize("thought", [5, {"a": 1}, [1]], ids=str)
+@pytest.mark.parametrize(
+    ("path", "where"),
+    [
+        (CHAT, "messages.1.reasoning"),
+        (RESPONSES, "input.1.content"),
+        (MESSAGES, "messages.1.content.0.thinking"),
+        (OLLAMA, "messages.1.thinking"),
+    ],
+)
+async def test_earlier_reasoning_of_the_wrong_type(
+    client: httpx.AsyncClient, path: str, where: str, thought: Any
+) -> None:
+    turn: dict[str, Any] = {"role": "assistant", "content": "4"}
+    messages = {
+        CHAT: [HI, {**turn, "reasoning": thought}],
+        MESSAGES: [HI, {**turn, "content": [{"type": "thinking", "thinking": thought}]}],
+        OLLAMA: [HI, {**turn, "thinking": thought}],
+    }
+    items = [
+        HI,
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]},
+    ]
+    fields = {"input": items} if path == RESPONSES else {"messages": messages[path]}
+    message, param = await refused(client, path, fields)
+    assert where in message
+    assert not param or param.startswith(where)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_name_that_the_format_cannot_hold(path: str) -> None:
+    async with client_for(FakeEngine(FakeTokenizer()), tool_call_parser="qwen3_coder") as client:
+        tools = [tool(path), tool(path, "a b>")]
+        await check(client, path, {"tools": tools}, f"tools.1.{inner(path)}name")
+
+
+@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
+def test_every_format_holds_plain_names_and_says_what_else_it_holds(row: Any) -> None:
+    for name in ("f", "get_weather", "F2_", "_"):
+        assert PLAIN_NAME.fullmatch(name)
+    check_names(["get_weather", "F2_", "get-weather"], row)
+    odd = ["f", 'a"<|{}>\n(b']
+    if isinstance(row.calls[0], JsonCall):  # its names are strings
+        check_names(odd, row)
+        return
+    with pytest.raises(ValidationError, match=r"tools\.1\.function\.name") as refusal:
+        check_names(odd, row)
+    assert row.name in refusal.value.message
