@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import ValidationError
+from quire.structured_output.params import StructuredOutputsParams, structured_outputs_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         output_kind: cumulative, delta or final-only outputs.
         logit_bias: added to the logits of these token ids, each in [-100, 100].
         allowed_token_ids: only these tokens may be generated.
+        structured_outputs: what the text must be, as a schema, an expression or a grammar.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range; `param` names it.
@@ -94,6 +96,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -145,6 +148,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                 raise ValidationError("allowed_token_ids must not be empty", param="allowed_token_ids")
         if self.logit_bias is not None:
             self._set("logit_bias", _checked_logit_bias(self.logit_bias))
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            self._set("structured_outputs", structured_outputs_of(self.structured_outputs))
 
     def _check_relations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

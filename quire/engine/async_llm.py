@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +32,9 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.explain import Explanation
 
 logger = logging.getLogger(__name__)
+
+_CHECKS = ThreadPoolExecutor(8, thread_name_prefix="quire-constraints")
+"""Threads that wait for the checkers of constraints; those that find none free wait there."""
 
 
 class AsyncLLM:
@@ -127,6 +131,7 @@ class AsyncLLM:
         self.check_admission(sampling_params.n)
         tokenized = await self._tokenize(prompt)
         self.check_admission(sampling_params.n, sampling_params.n * len(tokenized.token_ids))
+        sampling_params = await self._constrained(sampling_params)
         stream = OutputStream(delta=sampling_params.output_kind is RequestOutputKind.DELTA)
         name, messages = self._front_end.submit(
             request_id,
@@ -207,11 +212,19 @@ class AsyncLLM:
             await asyncio.to_thread(client.close)
         for pump in list(self._pumps.values()):
             await asyncio.to_thread(pump.join)
+        self.input_processor.constraints.close()
 
     async def _tokenize(self, prompt: PromptType) -> TokenizedPrompt:
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         num_chars = len(text) if isinstance(text, str) else 0
         return await beside_loop(num_chars, self.input_processor.tokenize, prompt)
+
+    async def _constrained(self, params: SamplingParams) -> SamplingParams:
+        """Check a constraint off the event loop."""
+        constraints = self.input_processor.constraints
+        if constraints.is_known(params):
+            return constraints.settled(params)
+        return await asyncio.get_running_loop().run_in_executor(_CHECKS, constraints.settled, params)
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:
         self._ensure_pumps()

@@ -81,6 +81,7 @@ class LLMEngine:
             ValidationError: the prompt, a parameter or the id cannot be honoured; nothing was queued.
         """
         tokenized = self.input_processor.tokenize(prompt)
+        params = self.input_processor.constraints.settled(params)
         with self._one_thread, HeldInterrupts():
             if request_id in self._front_end:
                 raise ValidationError(f"request id {request_id!r} is already in use", param="request_id")
@@ -155,6 +156,7 @@ class LLMEngine:
         self._front_end.die(EngineDeadError("the engine was shut down"))
         for client in self._clients:
             client.close()
+        self.input_processor.constraints.close()
 
     def _call(self, core: int, method: str, *args: Any) -> Any:
         with self._one_thread, HeldInterrupts():

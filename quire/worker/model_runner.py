@@ -23,6 +23,7 @@ from quire.scheduler.output import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from quire.structured_output.store import GrammarStore
 from quire.worker.block_table import BlockTable
 from quire.worker.devices import Device
 from quire.worker.drafts import Drafter
@@ -43,6 +44,7 @@ class ModelRunner:
         config: prepared.
         kv_config: the cache that was allocated.
         device: where the model and its cache are.
+        grammars: where constraints are compiled; its own, if nobody prepares any.
         drafter: guesses tokens for later plans to verify, if there is one.
         is_rehearsal: its steps are run to see what memory steps take.
     """
@@ -54,6 +56,7 @@ class ModelRunner:
         kv_config: KVCacheConfig,
         device: Device,
         *,
+        grammars: GrammarStore | None = None,
         drafter: Drafter | None = None,
         is_rehearsal: bool = False,
     ) -> None:
@@ -76,7 +79,8 @@ class ModelRunner:
         self._slice_size = max(1, device.logits_elements // self._vocab_size)
         self.batch = InputBatch(max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back)
         self._pipeline = device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal)
-        self._sampler = Sampler(self.batch, self._vocab_size, device.transfers)
+        grammars = grammars or GrammarStore(config.structured_outputs.settings)
+        self._sampler = Sampler(self.batch, self._vocab_size, device.transfers, grammars)
         self._prompt_logprobs = PromptLogprobs(
             self.batch, model.compute_logits, self._slice_size, device.transfers
         )

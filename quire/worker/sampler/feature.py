@@ -9,7 +9,7 @@ uses costs one comparison.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -86,6 +86,10 @@ class LogitsFeature(Feature[Staged]):
     @abstractmethod
     def apply(self, logits: Tensor, staged: Staged) -> None:
         """Change logits [N, V] float32, contiguous, in place. Each sample's result depends on that sample alone."""
+
+    def failures(self, staged: Staged) -> Mapping[int, str]:
+        """Samples whose requests cannot go on, and why; nothing is to be chosen for them."""
+        return {}
 
 
 def flat_indices(users: NDArray[np.int64], ids: Sequence[NDArray[np.int64]], vocab_size: int) -> Tensor:

@@ -7,7 +7,7 @@ bit for bit; every feature works sample by sample. A new way to change logits is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +17,12 @@ from torch import Tensor
 from quire.kernels import ops
 from quire.plugins import FACTORY, PluginTable
 from quire.scheduler.output import NewRequestData, TokenLogprobs
+from quire.structured_output.store import GrammarStore
 from quire.worker.devices import Transfers, moved
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.draw import Draw, StagedDraw
 from quire.worker.sampler.feature import Feature, LogitsFeature
+from quire.worker.sampler.grammar import GrammarMask
 from quire.worker.sampler.logprobs import Logprobs, RawLogprobs, StagedLogprobs, token_logprobs
 from quire.worker.sampler.masks import AllowedTokenIds, LogitBias, MinTokens
 from quire.worker.sampler.penalties import Penalties
@@ -36,10 +38,11 @@ LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = 
     },
     FACTORY,
 )
-"""What may change the logits, in the order in which it does; those of plug-ins come last, by name."""
+"""What may change the logits, in the order in which it does; those of plug-ins come after ours, by name, and grammars
+last."""
 
 NON_FINITE = "the model produced non-finite logits"
-NO_TOKEN_LEFT = "no token is left to choose from: allowed_token_ids, min_tokens and stop tokens exclude all"
+NO_TOKEN_LEFT = "no token is left to choose from: allowed_token_ids, min_tokens, stop tokens and structured_outputs exclude all"
 
 _FAILURES = {-1: NO_TOKEN_LEFT, -2: NON_FINITE}
 """What a negative code in the place of a token id means; -1 is that of `ops.sample_tokens`."""
@@ -65,11 +68,13 @@ class Sampled(NamedTuple):
     logprobs: RawLogprobs | None
     wanting: NDArray[np.int64]
     """Rows that `logprobs` are about."""
+    failed: Mapping[int, str] = {}
+    """Rows of which the host knows that they cannot go on."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Sampled:
         """With its tensors moved, as by `Transfers.download`."""
         logprobs = None if self.logprobs is None else moved(self.logprobs, move)
-        return Sampled(move(self.codes), logprobs, self.wanting)
+        return Sampled(move(self.codes), logprobs, self.wanting, self.failed)
 
     def read(self) -> SamplerOutput:
         """What it says, once it is on the host."""
@@ -78,6 +83,7 @@ class Sampled(NamedTuple):
         if token_ids.min() < 0:
             failed = {row: _FAILURES[int(token_ids[row])] for row in (token_ids < 0).nonzero()[0].tolist()}
             token_ids = token_ids.clip(0)
+        failed |= self.failed
         entries = [] if self.logprobs is None else self.logprobs.entries()
         return SamplerOutput(token_ids, dict(zip(self.wanting.tolist(), entries, strict=True)), failed)
 
@@ -91,11 +97,16 @@ class StagedRows(NamedTuple):
 
 
 class Sampler:
-    """Samples for the rows of a batch, which it reads and does not change."""
+    """Samples for the rows of a batch, which it reads and does not change; grammars are where the core keeps them."""
 
-    def __init__(self, batch: InputBatch, vocab_size: int, transfers: Transfers) -> None:
+    def __init__(
+        self, batch: InputBatch, vocab_size: int, transfers: Transfers, grammars: GrammarStore
+    ) -> None:
         self._transfers = transfers
-        self._logits_features = [make(batch, vocab_size) for make in LOGITS_FEATURES.resolve_all()]
+        self._logits_features = [
+            *(make(batch, vocab_size) for make in LOGITS_FEATURES.resolve_all()),
+            GrammarMask(batch, vocab_size, grammars),
+        ]
         self._draw = Draw(batch, vocab_size, transfers.torch_device)
         self._logprobs = Logprobs(batch)
         self._features: list[Feature[Any]] = [*self._logits_features, self._draw, self._logprobs]
@@ -131,14 +142,17 @@ class Sampler:
         """Choose a token for each row; logits [N, V] float32, contiguous, may be changed in place."""
         is_bad = clear_unusable(logits)
         raw = None if staged.logprobs is None else _raw_logits(logits, staged, staged.logprobs)
+        failed: dict[int, str] = {}
         for feature, value in staged.features:
             feature.apply(logits, value)
+            failed.update(feature.failures(value))
         chosen = self._draw.choose(logits, staged.draw)
         codes = chosen.masked_fill(is_bad, _NON_FINITE_CODE)
         if raw is None or staged.logprobs is None:
-            return Sampled(codes, None, np.zeros(0, dtype=np.int64))
+            return Sampled(codes, None, np.zeros(0, dtype=np.int64), failed)
         about = chosen.clamp(min=0)[staged.logprobs.indices]
-        return Sampled(codes, token_logprobs(raw, about, staged.logprobs.num_logprobs), staged.logprobs.rows)
+        logprobs = token_logprobs(raw, about, staged.logprobs.num_logprobs)
+        return Sampled(codes, logprobs, staged.logprobs.rows, failed)
 
 
 def clear_unusable(logits: Tensor) -> Tensor:
