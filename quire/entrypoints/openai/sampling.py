@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from quire.entrypoints.openai.protocol.constraints import constraint_field, constraint_of
 from quire.entrypoints.openai.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -17,6 +18,7 @@ from quire.entrypoints.openai.protocol.requests import (
 )
 from quire.errors import ValidationError
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.structured_output.params import PARAM
 
 COMPLETION_MAX_TOKENS = 16
 SAME_NAME = (
@@ -91,6 +93,9 @@ def client_names(request: GenerationRequest) -> Iterator[None]:
 
 
 def _client_name(param: str | None, request: GenerationRequest) -> str | None:
+    if (param or "").startswith(PARAM):
+        field = constraint_field(request)
+        return None if field == PARAM else field
     if isinstance(request, CompletionRequest):
         return "best_of" if param == "n" and request.best_of is not None else None
     if not isinstance(request, ChatCompletionRequest):
@@ -112,7 +117,11 @@ def _build(
         values["top_k"] = int(values["top_k"])
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(
-        **{**values, **params}, logit_bias=_logit_bias(request), detokenize=detokenize, output_kind=kind
+        **{**values, **params},
+        logit_bias=_logit_bias(request),
+        structured_outputs=constraint_of(request),
+        detokenize=detokenize,
+        output_kind=kind,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
 from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.protocol.constraints import ConstraintFields
 
 INT64_MAX = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
@@ -58,7 +59,7 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(RequestModel):
+class GenerationRequest(RequestModel, ConstraintFields):
     """What completions and chat completions share; None is the model's or the field's default."""
 
     model: str | None = None

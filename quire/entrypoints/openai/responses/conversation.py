@@ -15,6 +15,7 @@ from quire.errors import ValidationError
 SAME_NAME = (
     "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "stop", "stop_token_ids", "priority", "cache_salt", "user", "chat_template_kwargs", "parallel_tool_calls",
+    "structured_outputs",
 )  # fmt: skip
 CHAT_NAMES = {
     "messages": "input",

@@ -67,6 +67,7 @@ class ResponsesRequest(RequestModel):
     priority: int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 class InputDetails(msgspec.Struct):
