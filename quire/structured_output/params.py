@@ -69,6 +69,14 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
         return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
 
     @property
+    def json_value(self) -> Any:
+        """The schema; raises ValidationError if its text is no JSON."""
+        try:
+            return json.loads(str(self.json))
+        except (ValueError, RecursionError) as error:
+            raise invalid("json", f"is no valid JSON: {error}") from None
+
+    @property
     def key(self) -> bytes:
         """Equal for equal parameters."""
         return msgspec.msgpack.encode(self)

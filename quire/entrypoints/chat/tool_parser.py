@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quire.entrypoints.chat.tag_scanner import TagScanner
+from quire.entrypoints.chat.tool_grammar import HERMES, CallFormat
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,9 @@ def parse_call(body: str) -> ToolCall | None:
 
 TOOL_PARSERS: dict[str, Callable[[], ToolParser]] = {"hermes": HermesParser}
 """Name, as in `--tool-call-parser`, to the class of the parser."""
+
+CALL_FORMATS: dict[Callable[[], ToolParser], CallFormat] = {HermesParser: HERMES}
+"""Of the parsers whose calls can be required: how these are written."""
 
 
 def resolve_tool_parser(name: str, chat_template: str | None) -> Callable[[], ToolParser] | None:

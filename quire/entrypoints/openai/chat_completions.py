@@ -40,7 +40,7 @@ from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import frame
 from quire.entrypoints.openai.tenant import tenant_of
-from quire.entrypoints.openai.tool_choice import tools_in_use
+from quire.entrypoints.openai.tool_choice import tool_constraint, tools_in_use
 from quire.entrypoints.openai.usage import UsageMeter
 from quire.entrypoints.openai.version import FINGERPRINT
 from quire.inputs import TokensPrompt
@@ -78,6 +78,8 @@ class ChatAnswer:
         engine, request = self._server.engine, self._request
         engine.check_admission()
         params = chat_params(request, engine.input_processor.default_sampling_params)
+        constraint = tool_constraint(self._server, request, uses_tools=self._uses_tools)
+        params = params.settled(structured_outputs=constraint)
         token_ids = await chat_token_ids(self._server, request, with_tools=self._uses_tools)
         prompt = with_options(TokensPrompt(prompt_token_ids=token_ids), request)
         note_max_tokens(request, params, [engine.input_processor.room(len(prompt["prompt_token_ids"]))])

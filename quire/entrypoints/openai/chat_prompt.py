@@ -14,6 +14,8 @@ from quire.entrypoints.openai.protocol.requests import ChatFields
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import ValidationError
 
+NOT_FOR_THE_MODEL = {"function": {"strict"}}
+"""Of a tool: what the server does, and the model is not told."""
 TEMPLATE_FIELDS = ("enable_thinking", "reasoning_effort")
 """Fields of a request that are options of the template, if it has them."""
 
@@ -31,7 +33,7 @@ async def chat_token_ids(server: ServerState, fields: ChatFields, *, with_tools:
         )
     template, tokenizer = server.chat_template, server.tokenizer
     options: dict[str, Any] = {
-        "tools": [tool.model_dump(exclude_none=True) for tool in fields.tools or []] if with_tools else None,
+        "tools": [tool.model_dump(exclude_none=True, exclude=NOT_FOR_THE_MODEL) for tool in fields.tools or []] if with_tools else None,
         "documents": fields.documents,
         "continue_final_message": fields.continue_final_message,
         "add_generation_prompt": _add_generation_prompt(fields),

@@ -43,11 +43,12 @@ def completion_params(
     params["logprobs"] = 0 if is_ranked(request) and request.logprobs is None else request.logprobs
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
         params["prompt_logprobs"] = request.logprobs
+    params["structured_outputs"] = constraint_of(request)
     return _build(request, defaults, detokenize, params)
 
 
 def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters of a chat completion; without a limit it may fill the context.
+    """Sampling parameters of a chat completion but for its constraint; without a limit it may fill the context.
 
     Raises:
         ValidationError: a value is out of range, or two do not go together.
@@ -94,7 +95,7 @@ def client_names(request: GenerationRequest) -> Iterator[None]:
 
 def _client_name(param: str | None, request: GenerationRequest) -> str | None:
     if (param or "").startswith(PARAM):
-        field = constraint_field(request)
+        field = constraint_field(request) or "tools"
         return None if field == PARAM else field
     if isinstance(request, CompletionRequest):
         return "best_of" if param == "n" and request.best_of is not None else None
@@ -119,7 +120,6 @@ def _build(
     return SamplingParams(
         **{**values, **params},
         logit_bias=_logit_bias(request),
-        structured_outputs=constraint_of(request),
         detokenize=detokenize,
         output_kind=kind,
     )

@@ -106,6 +106,7 @@ class ToolFunction(RequestModel):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(RequestModel):

@@ -26,6 +26,7 @@ CHAT_NAMES = {
 """Chat's names of fields, to those of the Responses API."""
 STATEFUL = ("store", "background", "previous_response_id", "conversation", "prompt")
 LOGPROBS = "message.output_text.logprobs"
+FUNCTION = ("name", "description", "parameters", "strict")
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 Fields = dict[str, Any]
 
@@ -148,7 +149,7 @@ def _tool(tool: Fields, where: str) -> Fields:
             f"{where}.type must be function, the only kind of tool that this server has",
             param=f"{where}.type",
         )
-    function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
+    function = {name: tool[name] for name in FUNCTION if name in tool}
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise ValidationError(f"{where}.name must be text", param=f"{where}.name")
     return {"type": "function", "function": function}

@@ -25,7 +25,7 @@ ITEM = Place(
     frozenset({"type", "role", "content", "call_id", "name", "arguments", "output"}),
     inner={"content": PART, "output": PART},
 )
-TOOL = Place(frozenset({"type", "name", "description", "parameters"}))
+TOOL = Place(frozenset({"type", "name", "description", "parameters", "strict"}))
 
 
 class ResponsesRequest(RequestModel):
