@@ -11,6 +11,7 @@ from quire.config.fields import Config, option
 from quire.errors import ConfigError
 from quire.structured_output.settings import StructuredOutputsSettings
 
+
 @dataclass(frozen=True)
 class StructuredOutputsConfig(Config):
     """Constraints on what is generated: JSON schemas, expressions, grammars (see structured_output.md)."""

@@ -91,7 +91,9 @@ class Constraints:
     def _find_out(self, wanted: StructuredOutputsParams) -> StructuredOutputsParams | ValidationError:
         assert self._tokenizer is not None
         try:
-            return self._checker.checked(settle(wanted, self._settings), sorted(self._tokenizer.special_tokens))
+            return self._checker.checked(
+                settle(wanted, self._settings), sorted(self._tokenizer.special_tokens)
+            )
         except ValidationError as error:
             return error
 

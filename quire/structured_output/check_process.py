@@ -82,7 +82,9 @@ def answer_in_fork(question: Question) -> Answer:
     if frame is None:
         return Answer(error=f"it takes longer to compile than {question.timeout_s:g} s")
     how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "an error"
-    return Answer(error=f"it needs more than {question.memory_mb} MiB to compile, or breaks the library ({how})")
+    return Answer(
+        error=f"it needs more than {question.memory_mb} MiB to compile, or breaks the library ({how})"
+    )
 
 
 def find_out(question: Question) -> Answer:

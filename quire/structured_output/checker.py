@@ -38,7 +38,9 @@ class Checker:
         self._idle: list[CheckProcess] = []
         self._is_closed = False
 
-    def checked(self, params: StructuredOutputsParams, special: Sequence[str] = ()) -> StructuredOutputsParams:
+    def checked(
+        self, params: StructuredOutputsParams, special: Sequence[str] = ()
+    ) -> StructuredOutputsParams:
         """The constraint as it is to be compiled, once it is known to be good.
 
         Args:
@@ -56,7 +58,9 @@ class Checker:
         finally:
             self._free.release()
         if answer.params is None:
-            raise invalid(params.kind, answer.error if answer.error.startswith("at ") else f"is refused: {answer.error}")
+            raise invalid(
+                params.kind, answer.error if answer.error.startswith("at ") else f"is refused: {answer.error}"
+            )
         return answer.params
 
     def close(self) -> None:

@@ -15,9 +15,7 @@ _FEBRUARY = "02-(?:0[1-9]|1[0-9]|2[0-8])"
 DATE = f"(?:{_YEAR}-(?:{_LONG_MONTH}|{_SHORT_MONTH}|{_FEBRUARY})|{_LEAP_YEAR}-02-29)"
 _HOUR_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _FRACTION = "(?:[.][0-9]+)?"
-TIME = (
-    f"(?:{_HOUR_MINUTE}:[0-5][0-9]{_FRACTION}(?:[Zz]|[-+]{_HOUR_MINUTE})|23:59:60{_FRACTION}(?:[Zz]|[-+]00:00))"
-)
+TIME = f"(?:{_HOUR_MINUTE}:[0-5][0-9]{_FRACTION}(?:[Zz]|[-+]{_HOUR_MINUTE})|23:59:60{_FRACTION}(?:[Zz]|[-+]00:00))"
 
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 IPV4 = f"(?:{_OCTET}[.]){{3}}{_OCTET}"

@@ -18,7 +18,9 @@ NO_FORCING = '%llguidance {"no_forcing": true}'
 Format = dict[str, Any]
 
 
-def lark_of(tag: Format, json_options: dict[str, Any], special: Collection[str], quote: Callable[[str], str]) -> str:
+def lark_of(
+    tag: Format, json_options: dict[str, Any], special: Collection[str], quote: Callable[[str], str]
+) -> str:
     """The grammar of a settled structural tag.
 
     Args:
@@ -74,17 +76,16 @@ class _Writer:
     def _literal(self, text: str) -> str:
         """A text, in which the names of special tokens are these tokens."""
         parts = self._special.split(text) if self._special else [text]
-        names = [
-            self._token(part) if place % 2 else _quoted(part)
-            for place, part in enumerate(parts)
-        ]
+        names = [self._token(part) if place % 2 else _quoted(part) for place, part in enumerate(parts)]
         return " ".join(name for name in names if name != '""') or '""'
 
     def _token(self, name: str) -> str:
         return name if name.startswith("<") and name.endswith(">") else f"<{name}>"
 
     def _schema(self, one: Format) -> str:
-        return "%json " + json.dumps({**one["json_schema"], "x-guidance": self._json_options}, ensure_ascii=False)
+        return "%json " + json.dumps(
+            {**one["json_schema"], "x-guidance": self._json_options}, ensure_ascii=False
+        )
 
     def _grammar(self, one: Format) -> str:
         name = f"g{len(self._grammars)}"
@@ -150,4 +151,5 @@ def format_of(params: StructuredOutputsParams) -> Format:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """A text between quotes; of the control characters JSON leaves one as it is, at which Lark stops."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -72,7 +72,9 @@ class _Settler:
         self._closed = closed
         self._root = root
         self._seen: set[int] = set()
-        self._anchors = {one["$anchor"] for one in _objects(self._document) if isinstance(one.get("$anchor"), str)}
+        self._anchors = {
+            one["$anchor"] for one in _objects(self._document) if isinstance(one.get("$anchor"), str)
+        }
         self._has_ids = any(isinstance(one.get("$id"), str) for one in _objects(self._document))
 
     def settled(self) -> Schema:

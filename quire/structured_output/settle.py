@@ -58,5 +58,3 @@ def _check_size(name: str, text: str | None) -> None:
         raise invalid(name, f"is not valid Unicode: lone surrogate at position {error.start}") from None
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise invalid(name, f"has {num_bytes} bytes, the limit is {MAX_GRAMMAR_BYTES}")
-
-

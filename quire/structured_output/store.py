@@ -99,7 +99,9 @@ class GrammarStore:
         try:
             return self._loaded_backend().compile(params)
         except GrammarError as error:
-            return GrammarError(str(error), exhausted=error.exhausted)  # without the traceback, which holds frames
+            return GrammarError(
+                str(error), exhausted=error.exhausted
+            )  # without the traceback, which holds frames
         except Exception:  # a tokenizer or a library that fails costs those who need it, and no core
             logger.exception("a grammar could not be compiled")
             return GrammarError("grammars cannot be compiled here; the server's log says why")

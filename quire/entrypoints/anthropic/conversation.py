@@ -152,6 +152,8 @@ def _tool(tool: Fields, where: str) -> Fields:
     function = {"name": tool["name"], "parameters": schema}
     if isinstance(tool.get("description"), str):
         function["description"] = tool["description"]
+    if isinstance(tool.get("strict"), bool):
+        function["strict"] = tool["strict"]
     return {"type": "function", "function": function}
 
 

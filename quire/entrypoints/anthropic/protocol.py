@@ -28,7 +28,7 @@ BLOCK = Place(
     frozenset({"type", "text", "id", "name", "input", "tool_use_id", "content"}), inner={"content": TEXT}
 )
 MESSAGE = Place(frozenset({"role", "content"}), inner={"content": BLOCK}, empty=frozenset({"content"}))
-TOOL = Place(frozenset({"type", "name", "description", "input_schema"}))
+TOOL = Place(frozenset({"type", "name", "description", "input_schema", "strict"}))
 
 
 class CountTokensRequest(RequestModel):

@@ -33,7 +33,11 @@ async def chat_token_ids(server: ServerState, fields: ChatFields, *, with_tools:
         )
     template, tokenizer = server.chat_template, server.tokenizer
     options: dict[str, Any] = {
-        "tools": [tool.model_dump(exclude_none=True, exclude=NOT_FOR_THE_MODEL) for tool in fields.tools or []] if with_tools else None,
+        "tools": [
+            tool.model_dump(exclude_none=True, exclude=NOT_FOR_THE_MODEL) for tool in fields.tools or []
+        ]
+        if with_tools
+        else None,
         "documents": fields.documents,
         "continue_final_message": fields.continue_final_message,
         "add_generation_prompt": _add_generation_prompt(fields),

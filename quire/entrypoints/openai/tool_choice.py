@@ -52,7 +52,11 @@ def tool_constraint(
 
 
 def _tag(
-    calls: CallFormat, request: ChatCompletionRequest, wanted: StructuredOutputsParams | None, *, must_call: bool
+    calls: CallFormat,
+    request: ChatCompletionRequest,
+    wanted: StructuredOutputsParams | None,
+    *,
+    must_call: bool,
 ) -> dict[str, Any]:
     is_named = isinstance(request.tool_choice, dict)
     at_most_one = is_named or not request.parallel_tool_calls
@@ -65,7 +69,10 @@ def _tag(
     ]
     if wanted is None:
         return calls_in_text(calls, functions, at_most_one=at_most_one)
-    return {"type": "or", "elements": [as_format(wanted), calls_only(calls, functions, at_most_one=at_most_one)]}
+    return {
+        "type": "or",
+        "elements": [as_format(wanted), calls_only(calls, functions, at_most_one=at_most_one)],
+    }
 
 
 def _arguments(function: ToolFunction) -> dict[str, Any]:
@@ -87,7 +94,9 @@ def _required_tools(request: ChatCompletionRequest) -> list[Tool]:
     name = function.get("name") if isinstance(function, dict) else None
     named = [tool for tool in tools if tool.function.name == name]
     if not named:
-        raise ValidationError(f"tool_choice names the function {name!r:.200}, and no tool does", param="tool_choice")
+        raise ValidationError(
+            f"tool_choice names the function {name!r:.200}, and no tool does", param="tool_choice"
+        )
     return named
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.kernels import ops
 from quire.plugins import FACTORY, PluginTable
 from quire.scheduler.output import NewRequestData, TokenLogprobs
+from quire.structured_output.settings import StructuredOutputsSettings
 from quire.structured_output.store import GrammarStore
 from quire.worker.devices import Transfers, moved
 from quire.worker.input_batch import InputBatch, Samples
@@ -100,12 +101,12 @@ class Sampler:
     """Samples for the rows of a batch, which it reads and does not change; grammars are where the core keeps them."""
 
     def __init__(
-        self, batch: InputBatch, vocab_size: int, transfers: Transfers, grammars: GrammarStore
+        self, batch: InputBatch, vocab_size: int, transfers: Transfers, grammars: GrammarStore | None = None
     ) -> None:
         self._transfers = transfers
         self._logits_features = [
             *(make(batch, vocab_size) for make in LOGITS_FEATURES.resolve_all()),
-            GrammarMask(batch, vocab_size, grammars),
+            GrammarMask(batch, vocab_size, grammars or GrammarStore(StructuredOutputsSettings())),
         ]
         self._draw = Draw(batch, vocab_size, transfers.torch_device)
         self._logprobs = Logprobs(batch)
