@@ -97,8 +97,6 @@ def find_out(question: Question) -> Answer:
         return Answer(params)
     except GrammarError as error:
         return Answer(error=_placed(question, str(error)))
-    except RecursionError:
-        return Answer(error="it is nested too deeply")
 
 
 def _try(backend: GrammarBackend, params: StructuredOutputsParams) -> None:
@@ -150,9 +148,10 @@ def _places(value: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _be_child(question: Question, writing: int) -> None:
     """Answer once, and end without coming back."""
     log = os.dup(2)
+    for number in (0, 1, 2):  # the parent's pipes end with the parent, and a library that breaks has much to say
+        os.dup2(os.open(os.devnull, os.O_RDWR), number)
     try:
         _limit(question)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that breaks has much to say
         with os.fdopen(writing, "wb") as out:
             out.write(msgspec.msgpack.encode(find_out(question)))
     except BaseException:

@@ -90,9 +90,10 @@ class Checker:
     def _take(self) -> CheckProcess:
         with self._lock:
             process = self._idle.pop() if self._idle else None
-        if process is None or not process.is_alive:
-            process = CheckProcess()
-        return process
+        if process is not None and not process.is_alive:
+            process.kill()
+            process = None
+        return process or CheckProcess()
 
     def _put_back(self, process: CheckProcess) -> None:
         with self._lock:

@@ -182,6 +182,8 @@ def of_library(error: BaseException) -> GrammarError:
     Raises:
         BaseException: it is not the library's.
     """
+    if isinstance(error, RecursionError):
+        return GrammarError("it is nested too deeply")
     if isinstance(error, Exception):
         return GrammarError(_reason(str(error)))
     if type(error).__name__ != "PanicException":

@@ -72,6 +72,7 @@ class _Settler:
         self._closed = closed
         self._root = root
         self._seen: set[int] = set()
+        self._referred: list[tuple[Any, Path]] = []
         self._anchors = {
             one["$anchor"] for one in _objects(self._document) if isinstance(one.get("$anchor"), str)
         }
@@ -83,6 +84,8 @@ class _Settler:
         if self._document is True:
             return {}
         self._walk(self._document, ())
+        while self._referred:
+            self._walk(*self._referred.pop())
         settled: Schema = self._document
         return settled
 
@@ -188,7 +191,7 @@ class _Settler:
                 target = find(self._document, place)
             except LookupError:
                 raise self._error(path, f"{reference!r:.200} names nothing") from None
-            self._walk(target, place)
+            self._referred.append((target, place))
         elif reference[1:] not in self._anchors:
             raise self._error(path, f"{reference!r:.200} is no $anchor of this schema")
 

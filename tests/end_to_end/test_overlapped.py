@@ -17,7 +17,7 @@ import torch
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.outputs import RequestOutput
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
 STEPS_IN_FLIGHT = (1, 2, 4)
@@ -33,6 +33,8 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"stop": list("stuvwxyz"), "temperature": 0.3, "logprobs": 1},
     {"max_tokens": 1},
     {"max_tokens": None},
+    {"structured_outputs": StructuredOutputsParams(regex=r"[a-z]{2,9}(?: [0-9a-f]+)*!"), "logprobs": 1},
+    {"structured_outputs": StructuredOutputsParams(choice=["one", "two", "twenty-two"]), "n": 2},
 )
 
 
