@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from quire.errors import ValidationError
-from quire.structured_output.params import StructuredOutputsParams, structured_outputs_of
+from quire.structured_output.params import StructuredOutputsParams as StructuredOutputsParams
+from quire.structured_output.params import checked_structured_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +149,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                 raise ValidationError("allowed_token_ids must not be empty", param="allowed_token_ids")
         if self.logit_bias is not None:
             self._set("logit_bias", _checked_logit_bias(self.logit_bias))
-        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
-            self._set("structured_outputs", structured_outputs_of(self.structured_outputs))
+        self._set("structured_outputs", checked_structured_outputs(self.structured_outputs))
 
     def _check_relations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -80,7 +80,7 @@ class Constraints:
             raise ValidationError(f"{PARAM} needs a tokenizer", param=PARAM)
         if not self._tokenizer.is_bytewise:
             raise ValidationError(
-                f"{PARAM} is not possible with this model: what a token of its tokenizer spells depends on its neighbours",
+                f"{PARAM} is not possible with this model: what a token spells depends on its neighbours",
                 param=PARAM,
             )
         if not self._ends:

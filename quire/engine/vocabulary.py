@@ -1,6 +1,7 @@
 """What grammars must know of a model's tokens, from its tokenizer.
 
-Invariant: a token's bytes are those of `token_bytes`, by which texts are made; so what a grammar allows is what comes out.
+Invariant: a token's bytes are those of `token_bytes`, by which texts are made, so what a grammar allows is what comes
+out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The interface to the libraries that turn grammars into masks of tokens.
 
-Invariant: a failure of the library, panics included, comes out as `GrammarError` and concerns one grammar or one matcher.
+Invariant: a failure of the library, panics included, comes out as `GrammarError`, and concerns one grammar or matcher.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Masks:
 
     def __init__(self, num_masks: int, vocab_size: int) -> None:
         self.words: NDArray[np.int32] = np.full((num_masks, -(-vocab_size // 32)), EVERYTHING, dtype=np.int32)
-        self.num_bytes = self.words.shape[1] * self.words.itemsize
-        self._address = self.words.ctypes.data
+        self.num_bytes: int = self.words.shape[1] * self.words.itemsize
+        self._address: int = int(self.words.ctypes.data)
 
     def address(self, place: int) -> int:
         """Where a mask begins, for libraries that write to memory: asking numpy takes longer than most masks do."""

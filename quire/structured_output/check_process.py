@@ -1,8 +1,8 @@
 """The process that finds out whether constraints compile: `python -m quire.structured_output.check_process`.
 
 Invariant: single-threaded, and it compiles nothing itself: a fork of it does, with a limit on its memory, and is killed
-when its time is over. It reads questions from its standard input, answers them on its standard output, and ends with the
-input.
+when its time is over. It reads questions from its standard input, answers them on its standard output, and ends with
+the input.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
 from quire.structured_output.backend import GrammarBackend, GrammarError, Masks, resolve_backend
 from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.pointer import Path, pointer
+from quire.structured_output.pointer import Path as Place
+from quire.structured_output.pointer import pointer
 from quire.structured_output.settle import FLEXIBLE_SPACE
 from quire.structured_output.vocabulary import Vocabulary
 
@@ -134,7 +136,7 @@ def _placed(question: Question, error: str) -> str:
     return error
 
 
-def _places(value: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _places(value: Any, path: Place) -> Iterator[tuple[Place, dict[str, Any]]]:
     """Every object in a document, which need not be a schema."""
     if isinstance(value, dict):
         yield path, value
@@ -148,7 +150,8 @@ def _places(value: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _be_child(question: Question, writing: int) -> None:
     """Answer once, and end without coming back."""
     log = os.dup(2)
-    for number in (0, 1, 2):  # the parent's pipes end with the parent, and a library that breaks has much to say
+    # The parent's pipes are not the child's, and a library that breaks has much to say.
+    for number in (0, 1, 2):
         os.dup2(os.open(os.devnull, os.O_RDWR), number)
     try:
         _limit(question)
@@ -167,7 +170,7 @@ def _limit(question: Question) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):  # no such file or limit on this system
-        pages = int(open("/proc/self/statm").read().split()[0])
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + question.memory_mb * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 

@@ -16,10 +16,10 @@ from typing import IO
 
 import msgspec
 
-from quire.structured_output.settings import StructuredOutputsSettings
 from quire.errors import UnavailableError
 from quire.structured_output.check_process import Answer, Question, read_frame, write_frame
 from quire.structured_output.params import StructuredOutputsParams, invalid
+from quire.structured_output.settings import StructuredOutputsSettings
 
 GRACE_S = 5.0
 """More than its deadline that a checker gets to start, and to answer."""

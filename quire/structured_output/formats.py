@@ -2,7 +2,7 @@
 
 Invariant: an expression matches what the format's RFC allows and nothing else, but for leap seconds, which are allowed
 where the time is written in UTC, and the year 0, which is not allowed. Formats that the standard defines and that are
-not here are refused; a format that it does not define says nothing about a value (JSON Schema 2020-12, validation, 7.2.3).
+not here are refused; one that it does not define says nothing about a value (JSON Schema 2020-12, validation, 7.2.3).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from quire.structured_output.lark import NO_FORCING, format_of, lark_of
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
 
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -34,7 +34,7 @@ LIMITS = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-"""A mask takes some ten milliseconds at most, and the states of a grammar some 60 MB (each has a row of 256 numbers)."""
+"""A mask takes some ten milliseconds at most, and the states of a grammar some 60 MB (each is a row of 256 numbers)."""
 MAX_REASON_CHARS = 300
 PLACE = re.compile(r"^at \d+\(\d+\): |^\d+\(\d+\): ")
 PARSE_ERROR = re.compile(r"regex parse error:.*error: ", re.DOTALL)
@@ -50,7 +50,8 @@ class GuidanceBackend(GrammarBackend):
         super().__init__(vocabulary)
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._tokens = _Tokens(vocabulary)
-        self._tokenizer = llguidance.LLTokenizer(self._tokens, eos_token=list(vocabulary.ends))
+        wrapper: Any = self._tokens
+        self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=list(vocabulary.ends))
 
     def prepare(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
         """A grammar of llama.cpp becomes one of Lark."""

@@ -107,7 +107,7 @@ VALUES: dict[str, Rule] = {
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """The schemas in a schema of which every keyword has a good value, with their places; names' are for `name_pattern`."""
+    """The schemas in a schema whose keywords have good values, with their places; of names, see `name_pattern`."""
     for word, value in schema.items():
         if word in _NAMED:
             yield from ((inner, (word, name)) for name, inner in value.items())
@@ -126,7 +126,7 @@ def asks_for_nothing(word: str, schema: dict[str, Any]) -> bool:
 
 
 def name_pattern(names: Any) -> str | None:
-    """An expression, in Rust's syntax but for a `pattern`, of names that `propertyNames` allows; None if none is simple."""
+    """An expression, as JSON Schema has it, of the names that `propertyNames` allows; None if none is simple."""
     if names is True or names == {}:
         return ""
     if not isinstance(names, dict) or names.get("type", "string") != "string":

@@ -119,6 +119,11 @@ def structured_outputs_of(value: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**{name: one for name, one in value.items() if one is not None})
 
 
+def checked_structured_outputs(value: Any) -> StructuredOutputsParams | None:
+    """The parameters, of which a program may also give the fields; None is none. Raises ValidationError."""
+    return value if isinstance(value, StructuredOutputsParams | None) else structured_outputs_of(value)
+
+
 def invalid(name: str, why: str) -> ValidationError:
     """An error about one of the fields."""
     field = f"{PARAM}.{name}"

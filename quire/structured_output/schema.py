@@ -1,7 +1,7 @@
 """A JSON schema as a client sends it, to one that the grammar library enforces as the standard means it.
 
 Invariant: what is returned accepts a value only if the client's schema (draft 2020-12) does; whatever cannot be kept to
-that is refused, with a JSON pointer to it. A keyword that the standard does not define says nothing, and is passed over.
+that is refused, with a JSON pointer to it. A keyword that the standard does not define says nothing.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ within the limits here; whether it compiles within time and memory is for `Check
 
 from __future__ import annotations
 
-from quire.structured_output.settings import StructuredOutputsSettings
 from quire.structured_output.params import StructuredOutputsParams, invalid
 from quire.structured_output.schema import MAX_SCHEMA_BYTES, dump_json, parse_json, settle_schema
+from quire.structured_output.settings import StructuredOutputsSettings
 from quire.structured_output.structural_tag import settle_tag
 
 MAX_GRAMMAR_BYTES = MAX_SCHEMA_BYTES

@@ -1,4 +1,4 @@
-"""Constraints on the model in the box: what is finished is what was asked for, whatever is drawn and whoever is near."""
+"""Constraints on the model in the box: what is finished is what was asked for, whoever is near."""
 
 from __future__ import annotations
 

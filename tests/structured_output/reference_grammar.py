@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Union
 
 from hypothesis import strategies as st
 
@@ -46,7 +45,7 @@ class Star:
     inner: Regex
 
 
-Regex = Union[Never, Empty, Byte, Then, Either, Star]
+Regex = Never | Empty | Byte | Then | Either | Star
 NEVER, EMPTY = Never(), Empty()
 
 

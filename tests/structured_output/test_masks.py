@@ -51,7 +51,7 @@ def expected(backend: GuidanceBackend, regex: Regex, so_far: bytes) -> set[int]:
 
 
 def check_walk(backend: GuidanceBackend, regex: Regex, matcher: Matcher, rng: random.Random) -> None:
-    """At every place of a random text the mask is what the slow engine says; every way back leads to where it came from."""
+    """At every place of a random text the mask is what the slow engine says, also after a step forth and back."""
     so_far: list[int] = []
     for _ in range(8):
         data = b"".join(backend.vocabulary.tokens[token_id] for token_id in so_far)

@@ -1,7 +1,7 @@
 """The JSON Schema Test Suite (draft 2020-12): a schema is refused with a reason, or kept to exactly.
 
-`suite/` has its cases as they are published. An instance that is valid may be written in several ways, of which a grammar
-takes one: keys in the schema's order, and 1 rather than 1.0.
+`suite/` has its cases as they are published. An instance that is valid may be written in several ways, of which a
+grammar takes one: keys in the schema's order, and 1 rather than 1.0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The grammar of tool calls: fixed text in the model's own format, and arguments of each function's schema.
 
-Invariant: what the grammar takes is what the parser of the same format finds. A format is data: how a call begins, how it
-ends, and what stands between two.
+Invariant: what the grammar takes is what the parser of the same format finds. A format is data: how a call begins, how
+it ends, and what stands between two.
 """
 
 from __future__ import annotations

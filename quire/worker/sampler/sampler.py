@@ -43,7 +43,10 @@ LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = 
 last."""
 
 NON_FINITE = "the model produced non-finite logits"
-NO_TOKEN_LEFT = "no token is left to choose from: allowed_token_ids, min_tokens, stop tokens and structured_outputs exclude all"
+NO_TOKEN_LEFT = (
+    "no token is left to choose from: allowed_token_ids, min_tokens, stop tokens and structured_outputs "
+    "exclude all"
+)
 
 _FAILURES = {-1: NO_TOKEN_LEFT, -2: NON_FINITE}
 """What a negative code in the place of a token id means; -1 is that of `ops.sample_tokens`."""

@@ -1,7 +1,7 @@
 """The fields by which a request asks its text to have a form: OpenAI's, vLLM's, and those of servers like it.
 
-Invariant: whatever a field is called, it means one of the constraints of `StructuredOutputsParams`, and a request has at
-most one.
+Invariant: whatever a field is called, it means one of the constraints of `StructuredOutputsParams`, and a request has
+at most one.
 """
 
 from __future__ import annotations
