@@ -33,6 +33,7 @@ from quire.scheduler.explain import Explanation
 
 logger = logging.getLogger(__name__)
 
+MAX_CHECKS = 64
 _CHECKS = ThreadPoolExecutor(8, thread_name_prefix="quire-constraints")
 """Threads that wait for the checkers of constraints; those that find none free wait there."""
 
@@ -59,6 +60,7 @@ class AsyncLLM:
         self._restarts: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
+        self._num_checks = 0
 
     @staticmethod
     def start(config: EngineConfig, *, in_process: bool = False) -> AsyncLLM:
@@ -224,7 +226,13 @@ class AsyncLLM:
         constraints = self.input_processor.constraints
         if constraints.is_known(params):
             return constraints.settled(params)
-        return await asyncio.get_running_loop().run_in_executor(_CHECKS, constraints.settled, params)
+        if self._num_checks >= MAX_CHECKS:
+            raise UnavailableError(f"{self._num_checks} constraints wait to be checked, the most that may")
+        self._num_checks += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_CHECKS, constraints.settled, params)
+        finally:
+            self._num_checks -= 1
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:
         self._ensure_pumps()

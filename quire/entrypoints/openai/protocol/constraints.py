@@ -88,7 +88,7 @@ def as_format(params: StructuredOutputsParams) -> Constraint:
         return {"type": "regex", "pattern": params.regex}
     if params.grammar is not None:
         return {"type": "grammar", "grammar": params.grammar}
-    raise ValidationError("a structural tag cannot be sent together with tools", param=PARAM)
+    raise ValidationError(f"{PARAM}: a structural tag cannot be sent together with tools", param=PARAM)
 
 
 def _is_given(name: str, value: Any) -> bool:
