@@ -64,8 +64,7 @@ def tokens_per_s(llm: LLM, args: argparse.Namespace, constraint: StructuredOutpu
             structured_outputs=constraint,
             seed=seed,
             max_tokens=args.num_tokens,
-            min_tokens=0,
-            ignore_eos=True,
+            ignore_eos=constraint is None,
         )
         for seed in range(args.batch_size)
     ]

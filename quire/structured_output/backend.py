@@ -41,6 +41,13 @@ class Masks:
         bits[[*token_ids]] = 1
         self.words[place] = np.packbits(bits, bitorder="little").view(np.int32)
 
+    def forbid(self, place: int, token_ids: Iterable[int]) -> bool:
+        """Take tokens out; returns whether any is left."""
+        words = self.words[place]
+        for token_id in token_ids:
+            words[token_id // 32] &= ~np.uint32(1 << token_id % 32).view(np.int32)
+        return bool(words.any())
+
     def allows(self, place: int, token_id: int) -> bool:
         return bool(self.words[place, token_id // 32] >> token_id % 32 & 1)
 

@@ -25,12 +25,17 @@ def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     count = rows.shape[0] if rows.dim() else 0
     check_index("mask_logits", "rows", rows, count)
     check_array("mask_logits", "words", words, torch.int32, (count, -(-vocab_size // 32)))
-    values, octets = logits.numpy(), words.numpy().view(np.uint8)
-    for row, bits in zip(rows.tolist(), octets, strict=True):
-        if not 0 <= row < num_rows:
-            raise IndexError(f"mask_logits: there is no row {row} of {num_rows}")
-        allowed = np.unpackbits(bits, count=vocab_size, bitorder="little").view(np.bool_)
-        np.copyto(values[row], -np.inf, where=~allowed)
+    if not count:
+        return
+    numbers, values = rows.numpy(), logits.numpy()
+    if not 0 <= numbers.min() <= numbers.max() < num_rows:
+        raise IndexError(f"mask_logits: rows {numbers.tolist()} of {num_rows}")
+    forbidden = np.unpackbits(~words.numpy().view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+    if count == num_rows and (numbers[:-1] < numbers[1:]).all():
+        np.copyto(values, -np.inf, where=forbidden.view(np.bool_))
+        return
+    for row, bits in zip(numbers.tolist(), forbidden.view(np.bool_), strict=True):
+        np.copyto(values[row], -np.inf, where=bits)
 
 
 def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor) -> None:

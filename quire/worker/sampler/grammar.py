@@ -53,6 +53,7 @@ class GrammarMask(LogitsFeature[StagedMask]):
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._texts: dict[int, ConstrainedText] = {}
+        self._no_endings = torch.empty(0, dtype=torch.int64)
 
     def wants(self, params: SamplingParams) -> bool:
         return params.structured_outputs is not None
@@ -70,10 +71,13 @@ class GrammarMask(LogitsFeature[StagedMask]):
         endings, failed = list[int](), dict[int, str]()
         rows, columns = samples.rows[users], samples.columns[users]
         num_known = self._batch.num_tokens[rows]
+        last = self._batch.token_ids[rows, num_known - 1].tolist()
         places = zip(users.tolist(), rows.tolist(), num_known.tolist(), columns.tolist(), strict=True)
         for place, (user, row, known, column) in enumerate(places):
             text = self._texts[row]
-            if text.end < known:
+            if text.end == known - 1:
+                text.read_one(last[place])
+            elif text.end < known:
                 text.read(self._tokens(row, text.end, known))
             drafts = self._tokens(row, known, column) if column > known else ()
             end = text.fill(masks, place, drafts)
@@ -81,12 +85,8 @@ class GrammarMask(LogitsFeature[StagedMask]):
                 endings.append(user * self._vocab_size + end)
             if text.failure is not None:
                 failed[user] = text.failure
-        return StagedMask(
-            torch.from_numpy(users),
-            torch.from_numpy(masks.words),
-            torch.tensor(endings, dtype=torch.int64),
-            failed,
-        )
+        ends = torch.tensor(endings, dtype=torch.int64) if endings else self._no_endings
+        return StagedMask(torch.from_numpy(users), torch.from_numpy(masks.words), ends, failed)
 
     def _tokens(self, row: int, start: int, end: int) -> list[int]:
         tokens: list[int] = self._batch.token_ids[row, start:end].tolist()
@@ -134,6 +134,13 @@ class ConstrainedText:
         self._tokens += token_ids
         self._advance(token_ids)
 
+    def read_one(self, token_id: int) -> None:
+        """The same for one token, which is the rule."""
+        self.end += 1
+        self._tokens.append(token_id)
+        if self.failure is None and not self._step(token_id):
+            self.failure = LEFT
+
     def fill(self, masks: Masks, place: int, drafts: Sequence[int] = ()) -> int | None:
         """Write what may follow these drafts; returns an end if the text is complete there.
 
@@ -142,7 +149,7 @@ class ConstrainedText:
         if self.failure is not None or self._matcher is None:
             return None
         try:
-            return self._fill_behind(masks, place, drafts)
+            return self._fill_behind(masks, place, drafts) if drafts else self._fill_here(masks, place)
         except GrammarError as error:
             masks.words[place] = EVERYTHING
             return self._fill_alone(masks, place, drafts, error)
@@ -162,8 +169,6 @@ class ConstrainedText:
         return None
 
     def _fill_behind(self, masks: Masks, place: int, drafts: Sequence[int]) -> int | None:
-        if not drafts:
-            return self._fill_here(masks, place)
         had_ended, num_read = self._has_ended, 0
         try:
             for draft in drafts:
@@ -177,13 +182,11 @@ class ConstrainedText:
                 self._matcher.rollback(num_read)
 
     def _fill_here(self, masks: Masks, place: int) -> int | None:
-        assert self._matcher is not None
-        if not self._has_ended and not self._matcher.is_complete:
-            self._matcher.fill(masks, place)
-            if not self._ignores_ends:
-                return None
-            masks.words[place] &= ~self._end_masks.words[0]
-            if masks.words[place].any():
+        matcher = self._matcher
+        assert matcher is not None
+        if not (self._has_ended or matcher.is_complete):
+            matcher.fill(masks, place)
+            if not self._ignores_ends or masks.forbid(place, self._end_ids):
                 return None
         masks.words[place] = self._end_masks.words[0]
         return self._end_ids[0] if self._end_ids else None
