@@ -9,6 +9,7 @@ import msgspec
 
 from quire.config.fields import Config, option
 from quire.errors import ConfigError
+from quire.structured_output.backend import BACKENDS
 from quire.structured_output.settings import StructuredOutputsSettings
 
 
@@ -28,6 +29,18 @@ class StructuredOutputsConfig(Config):
     def settings(self) -> StructuredOutputsSettings:
         """The keys with their types and defaults."""
         return _parse(self.structured_outputs_config)
+
+    def check(self) -> None:
+        """Refuse a backend that nobody offers, without importing one.
+
+        Raises:
+            ConfigError: names those that there are.
+        """
+        known = ("auto", *BACKENDS.names())
+        if self.settings.backend not in known:
+            raise ConfigError(
+                f"--structured-outputs-config: backend must be one of {', '.join(known)}, got {self.settings.backend!r}"
+            )
 
 
 def _parse(value: dict[str, Any]) -> StructuredOutputsSettings:

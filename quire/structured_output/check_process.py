@@ -15,6 +15,7 @@ import select
 import signal
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from quire.structured_output.vocabulary import Vocabulary
 
 SIZE = struct.Struct("<I")
 NICENESS = 10
+WATCH_S = 0.5
 MAX_PLACES = 200
 """Schemas within a schema that are looked at for the cause of an error."""
 WHITE_SPACE = r"[ \t\n\r]*"
@@ -154,6 +156,7 @@ def _be_child(question: Question, writing: int) -> None:
     for number in (0, 1, 2):
         os.dup2(os.open(os.devnull, os.O_RDWR), number)
     try:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         _limit(question)
         with os.fdopen(writing, "wb") as out:
             out.write(msgspec.msgpack.encode(find_out(question)))
@@ -162,6 +165,13 @@ def _be_child(question: Question, writing: int) -> None:
         traceback.print_exc()
     finally:
         os._exit(0)
+
+
+def _end_with(parent: int) -> None:
+    """End when there is nobody any more to kill this process."""
+    while os.getppid() == parent:
+        time.sleep(WATCH_S)
+    os._exit(1)
 
 
 def _limit(question: Question) -> None:

@@ -20,7 +20,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.engine.messages import AddRequest, EngineCoreRequest
 from quire.engine.startup import prepare
 from quire.engine.vocabulary import end_ids, vocabulary_of
-from quire.errors import ValidationError
+from quire.errors import ConfigError, ValidationError
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler.output import RequestUpdate
 from tests.engine.tokenizer_kinds import EOS, KINDS, Kind, write_model_dir
@@ -132,6 +132,22 @@ def test_a_prompt_without_text_is_refused_where_a_text_would_lose_its_first_spac
     else:
         with pytest.raises(ValidationError, match="some text in it"):
             checks.check_prompt(only_special)
+
+
+def test_a_backend_that_nobody_offers_is_refused_at_start(null_model_dir: Path) -> None:
+    config = EngineConfig.from_args(
+        model=str(null_model_dir), structured_outputs_config={"backend": "outlines"}
+    )
+    with pytest.raises(ConfigError, match="must be one of auto, guidance"):
+        prepare(config, "offline")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"backnd": "auto"}, {"compile_timeout_s": 0}, {"cache_mb": "much"}, {"num_checkers": 0}]
+)
+def test_a_wrong_key_or_value_of_the_option_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--structured-outputs-config: "):
+        EngineConfig.from_args(structured_outputs_config=wrong)
 
 
 def test_an_answer_is_remembered(null_model_dir: Path) -> None:

@@ -9,18 +9,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.errors import ValidationError
+from quire.structured_output import checker as checker_module
+from quire.structured_output.check_process import Question
 from quire.structured_output.checker import Checker, CheckProcess
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.settings import StructuredOutputsSettings
 from quire.structured_output.settle import settle
 
-SETTINGS = StructuredOutputsSettings(compile_timeout_s=4.0)
-HANG_S = 60.0
+SETTINGS = StructuredOutputsSettings(compile_timeout_s=60.0)
+SLOW = StructuredOutputsParams(json={"type": "integer", "multipleOf": 99_998_300})
+"""Takes minutes and gigabytes."""
+HANG_S = 120.0
 
 
 def chain(length: int) -> dict[str, Any]:
@@ -47,7 +52,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "64 KiB of an expression": ({"regex": "a" * 65_537}, "the limit is 65536"),
     "nested Lark": ({"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}, "too deeply nested"),
     "nested GBNF": ({"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000}, "nested too deeply"),
-    "multiples": ({"json": {"type": "integer", "multipleOf": 99_998_300}}, " to compile"),
     "products": (
         {"json": {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(12)]}},
         "schema too large",
@@ -106,7 +110,14 @@ def test_what_looks_bad_and_is_not_compiles(checker: Checker, name: str) -> None
 def test_time_is_limited() -> None:
     checker = Checker(StructuredOutputsSettings(compile_timeout_s=0.3, compile_memory_mb=4096))
     with pytest.raises(ValidationError, match=r"longer to compile than 0\.3 s"):
-        check(checker, {"json": {"type": "integer", "multipleOf": 999_983}})
+        checker.checked(SLOW)
+    checker.close()
+
+
+def test_memory_is_limited() -> None:
+    checker = Checker(StructuredOutputsSettings(compile_timeout_s=60.0, compile_memory_mb=16))
+    with pytest.raises(ValidationError, match="more than 16 MiB to compile"):
+        checker.checked(SLOW)
     check(checker, {"regex": "a"})
     checker.close()
 
@@ -128,21 +139,27 @@ def test_a_checker_that_is_killed_at_work_costs_its_own_request() -> None:
     killer = threading.Timer(0.3, os.kill, (process._process.pid, signal.SIGKILL))
     killer.start()
     with pytest.raises(ValidationError, match="failed on it"):
-        check(checker, {"json": {"type": "integer", "multipleOf": 999_983}})
+        checker.checked(SLOW)
     check(checker, {"regex": "b"})
     checker.close()
 
 
-def test_a_slow_constraint_does_not_keep_another_waiting() -> None:
-    checker = Checker(SETTINGS)
-    check(checker, {"regex": "a"})
-    slow = threading.Thread(
-        target=_swallow, args=(check, checker, {"json": {"type": "integer", "multipleOf": 999_983}})
-    )
+def test_a_slow_constraint_does_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[CheckProcess] = []
+
+    def recorded() -> CheckProcess:
+        made.append(CheckProcess())
+        return made[-1]
+
+    monkeypatch.setattr(checker_module, "CheckProcess", recorded)
+    checker = Checker(StructuredOutputsSettings(compile_timeout_s=HANG_S, compile_memory_mb=4096))
+    slow = threading.Thread(target=_swallow, args=(checker.checked, SLOW))
     slow.start()
-    time.sleep(0.2)
+    while not made:
+        time.sleep(0.01)
     check(checker, {"regex": "b"})
     assert slow.is_alive()
+    made[0]._process.kill()
     slow.join(HANG_S)
     checker.close()
 
@@ -157,6 +174,24 @@ def test_a_checker_ends_with_its_parent() -> None:
     process._to.close()
     assert process._process.wait(HANG_S) == 0
     process._from.close()
+
+
+def test_a_fork_ends_with_its_parent() -> None:
+    process = CheckProcess()
+    asking = threading.Thread(
+        target=process.ask, args=(Question(SLOW, (), "auto", HANG_S, 4096), HANG_S), daemon=True
+    )
+    asking.start()
+    children = Path(f"/proc/{process._process.pid}/task/{process._process.pid}/children")
+    while not children.read_text().split():
+        time.sleep(0.01)
+    (fork,) = children.read_text().split()
+    process.kill()
+    asking.join(HANG_S)
+    deadline = time.monotonic() + HANG_S
+    while Path(f"/proc/{fork}").exists() and "Z" not in Path(f"/proc/{fork}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_grammar_of_llama_cpp_comes_back_as_one_of_lark(checker: Checker) -> None:

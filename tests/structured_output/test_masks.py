@@ -68,7 +68,7 @@ def check_walk(backend: GuidanceBackend, regex: Regex, matcher: Matcher, rng: ra
 
 
 @pytest.mark.parametrize("name", BYTEWISE)
-@settings(derandomize=True, max_examples=40, deadline=None)
+@settings(derandomize=True, max_examples=20, deadline=None)
 @given(written=expressions(ALPHABET), seed=st.integers(0, 2**32))
 def test_a_mask_has_the_tokens_with_which_some_match_begins(name: str, written: Written, seed: int) -> None:
     backend = BACKENDS[name]
@@ -77,7 +77,7 @@ def test_a_mask_has_the_tokens_with_which_some_match_begins(name: str, written: 
     check_walk(backend, regex, matcher, random.Random(seed))
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(derandomize=True, max_examples=40, deadline=None)
 @given(choices=st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=5), seed=st.integers(0, 2**32))
 def test_a_choice_allows_the_beginnings_of_its_texts(choices: list[str], seed: int) -> None:
     backend = BACKENDS["byte_level"]
@@ -88,7 +88,7 @@ def test_a_choice_allows_the_beginnings_of_its_texts(choices: list[str], seed: i
     check_walk(backend, regex, matcher, random.Random(seed))
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
+@settings(derandomize=True, max_examples=60, deadline=None)
 @given(written=expressions(ALPHABET), data=st.lists(st.integers(0, 255), max_size=6))
 def test_a_token_that_is_not_allowed_leaves_the_matcher_as_it_was(written: Written, data: list[int]) -> None:
     backend = GuidanceBackend(Vocabulary.of_bytes())
