@@ -9,7 +9,7 @@ import msgspec
 
 from quire.config.fields import Config, option
 from quire.errors import ConfigError
-from quire.structured_output.backend import BACKENDS
+from quire.structured_output.backends import AUTO, BACKENDS
 from quire.structured_output.settings import StructuredOutputsSettings
 
 
@@ -36,7 +36,7 @@ class StructuredOutputsConfig(Config):
         Raises:
             ConfigError: names those that there are.
         """
-        known = ("auto", *BACKENDS.names())
+        known = (AUTO, *BACKENDS.names())
         if self.settings.backend not in known:
             raise ConfigError(
                 f"--structured-outputs-config: backend must be one of {', '.join(known)}, got {self.settings.backend!r}"

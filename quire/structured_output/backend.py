@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.plugins import PluginTable, subclass_of
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
 
@@ -134,22 +133,3 @@ class GrammarBackend(ABC):
     @abstractmethod
     def matches_beyond(self, pattern: str, bound: str) -> bool:
         """Whether an expression matches a text that another one does not; both are good expressions."""
-
-
-BACKENDS: PluginTable[type[GrammarBackend]] = PluginTable(
-    "quire.grammar_backends",
-    "the backend of --structured-outputs-config",
-    {"guidance": "quire.structured_output.guidance:GuidanceBackend"},
-    subclass_of(GrammarBackend),
-    words=("auto",),
-)
-"""A backend's library is imported when it is asked for."""
-
-
-def resolve_backend(name: str) -> type[GrammarBackend]:
-    """The backend of a name; "auto" is the one that comes with quire.
-
-    Raises:
-        ConfigError: there is none of that name, or its library is not installed.
-    """
-    return BACKENDS.resolve("guidance" if name == "auto" else name)

@@ -13,7 +13,6 @@ import os
 import resource
 import select
 import signal
-import struct
 import sys
 import threading
 import time
@@ -24,47 +23,20 @@ from typing import IO, Any
 
 import msgspec
 
-from quire.structured_output.backend import GrammarBackend, GrammarError, Masks, resolve_backend
+from quire.structured_output.backend import GrammarBackend, GrammarError, Masks
+from quire.structured_output.backends import resolve_backend
+from quire.structured_output.check_messages import Answer, Question, read_frame, write_frame
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.pointer import Path as Place
 from quire.structured_output.pointer import pointer
 from quire.structured_output.settle import FLEXIBLE_SPACE
 from quire.structured_output.vocabulary import Vocabulary
 
-SIZE = struct.Struct("<I")
 NICENESS = 10
 WATCH_S = 0.5
 MAX_PLACES = 200
 """Schemas within a schema that are looked at for the cause of an error."""
 WHITE_SPACE = r"[ \t\n\r]*"
-
-
-class Question(msgspec.Struct, array_like=True, frozen=True):
-    """Whether a settled constraint compiles."""
-
-    params: StructuredOutputsParams
-    special: tuple[str, ...]
-    backend: str
-    timeout_s: float
-    memory_mb: int
-
-
-class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """The constraint as it is to be compiled; None, and why not."""
-
-    params: StructuredOutputsParams | None = None
-    error: str = ""
-
-
-def read_frame(stream: IO[bytes]) -> bytes | None:
-    """The next frame; None at the end of the stream."""
-    head = stream.read(SIZE.size)
-    return stream.read(SIZE.unpack(head)[0]) if len(head) == SIZE.size else None
-
-
-def write_frame(stream: IO[bytes], frame: bytes) -> None:
-    stream.write(SIZE.pack(len(frame)) + frame)
-    stream.flush()
 
 
 def answer_in_fork(question: Question) -> Answer:

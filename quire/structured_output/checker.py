@@ -17,7 +17,7 @@ from typing import IO
 import msgspec
 
 from quire.errors import UnavailableError
-from quire.structured_output.check_process import Answer, Question, read_frame, write_frame
+from quire.structured_output.check_messages import Answer, Question, read_frame, write_frame
 from quire.structured_output.params import StructuredOutputsParams, invalid
 from quire.structured_output.settings import StructuredOutputsSettings
 

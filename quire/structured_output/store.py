@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Matcher, resolve_backend
+from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Matcher
+from quire.structured_output.backends import resolve_backend
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.settings import MiB, StructuredOutputsSettings
 from quire.structured_output.vocabulary import Vocabulary

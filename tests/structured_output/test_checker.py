@@ -16,7 +16,7 @@ import pytest
 
 from quire.errors import ValidationError
 from quire.structured_output import checker as checker_module
-from quire.structured_output.check_process import Question
+from quire.structured_output.check_messages import Question
 from quire.structured_output.checker import Checker, CheckProcess
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.settings import StructuredOutputsSettings

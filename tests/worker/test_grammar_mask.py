@@ -11,7 +11,7 @@ import torch
 from quire.plugins import FACTORY, PluginTable
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler.output import NewRequestData
-from quire.structured_output import backend as backends
+from quire.structured_output import backends
 from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Masks, Matcher
 from quire.structured_output.settings import StructuredOutputsSettings
 from quire.structured_output.store import GrammarStore
