@@ -15,6 +15,7 @@ from quire.errors import ValidationError
 from quire.structured_output.backend import Grammar, GrammarError
 from quire.structured_output.ecma_regex import RegexError, to_rust
 from quire.structured_output.guidance import GuidanceBackend
+from quire.structured_output.keywords import NOT_ENFORCED, VALUES
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.settings import StructuredOutputsSettings
 from quire.structured_output.settle import settle
@@ -190,6 +191,25 @@ def test_what_has_no_equal_is_refused(pattern: str) -> None:
 def test_no_expression_breaks_the_reader(pattern: str) -> None:
     with contextlib.suppress(RegexError, GrammarError):
         backend.compile(StructuredOutputsParams(regex=to_rust(pattern)))
+
+
+WORDS = [*VALUES, *NOT_ENFORCED, "const", "title", "unheard of"]
+json_values = st.recursive(
+    st.sampled_from(
+        [None, True, 0, -1, 2.5, 3, "", "a", "#/$defs/a", "#", "date", "object", "string", ["a"], {}, []]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from([*WORDS, "a"]), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(WORDS), json_values, max_size=4))
+def test_whatever_is_sent_as_a_schema_is_refused_or_compiled(schema: dict[str, Any]) -> None:
+    with contextlib.suppress(ValidationError, GrammarError):
+        takes(compiled(json=schema), '{"a":[1]}')
 
 
 TAGS: list[tuple[Any, str]] = [

@@ -132,6 +132,8 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "("}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_choice": ["a"], "regex": "a"}, "regex"),
+    ({"guided_json": {}, "guided_whitespace_pattern": "x"}, "guided_json"),
+    ({"guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern"),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ({"structured_outputs": {"regexp": "a"}}, "structured_outputs"),

@@ -15,10 +15,11 @@ from quire.errors import ValidationError
 from quire.structured_output.params import PARAM, StructuredOutputsParams, structured_outputs_of
 
 Constraint = dict[str, Any]
+SPACES = "guided_whitespace_pattern"
 
 
 class ConstraintFields(BaseModel):
-    """At most one of these. Their values are read here, and not by pydantic, whose errors say less."""
+    """At most one of these, the last apart. Their values are read here, and not by pydantic, whose errors say less."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -32,6 +33,7 @@ class ConstraintFields(BaseModel):
     regex: str | None = None
     ebnf: str | None = None
     grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
 
 OTHER_NAMES: Mapping[str, str] = {
@@ -53,7 +55,8 @@ def constraint_field(request: ConstraintFields) -> str | None:
     Raises:
         ValidationError: two have one.
     """
-    given = [name for name in ConstraintFields.model_fields if _is_given(name, getattr(request, name))]
+    names = ("response_format", PARAM, *OTHER_NAMES)
+    given = [name for name in names if _is_given(name, getattr(request, name))]
     if len(given) > 1:
         raise ValidationError(f"{given[1]} cannot be sent together with {given[0]}", param=given[1])
     return given[0] if given else None
@@ -66,6 +69,8 @@ def constraint_of(request: ConstraintFields) -> StructuredOutputsParams | None:
         ValidationError: the constraint has no valid form, or there are several.
     """
     name = constraint_field(request)
+    if request.guided_whitespace_pattern is not None and name not in OTHER_NAMES:
+        raise ValidationError(f"{SPACES} needs guided_json", param=SPACES)
     if name is None:
         return None
     value = getattr(request, name)
@@ -73,7 +78,8 @@ def constraint_of(request: ConstraintFields) -> StructuredOutputsParams | None:
         return structured_outputs_of(value)
     if name == "response_format":
         return StructuredOutputsParams(**_format(value))
-    return StructuredOutputsParams(**{OTHER_NAMES[name]: value})
+    spaces = request.guided_whitespace_pattern
+    return StructuredOutputsParams(**{OTHER_NAMES[name]: value, "whitespace_pattern": spaces})
 
 
 def as_format(params: StructuredOutputsParams) -> Constraint:
