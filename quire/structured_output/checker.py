@@ -7,6 +7,7 @@ on the constraint and hardly on the vocabulary.
 
 from __future__ import annotations
 
+import os
 import select
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from quire.structured_output.check_messages import Answer, Question, read_frame,
 from quire.structured_output.params import StructuredOutputsParams, invalid
 from quire.structured_output.settings import StructuredOutputsSettings
 
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""A process that forks has no threads of libraries, which a fork has not."""
 GRACE_S = 5.0
 """More than its deadline that a checker gets to start, and to answer."""
 
@@ -36,6 +39,7 @@ class Checker:
         self._free = threading.Semaphore(settings.num_checkers)
         self._lock = threading.Lock()
         self._idle: list[CheckProcess] = []
+        self._busy: set[CheckProcess] = set()
         self._is_closed = False
 
     def checked(
@@ -68,6 +72,8 @@ class Checker:
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
+            for process in self._busy:
+                process.stop()  # and who waits for its answer does the rest
         for process in idle:
             process.kill()
 
@@ -81,11 +87,8 @@ class Checker:
             self._settings.compile_memory_mb,
         )
         answer = process.ask(question, self._settings.compile_timeout_s + GRACE_S)
-        if answer is None:
-            process.kill()
-            return Answer(error="the process that checks constraints failed on it")
-        self._put_back(process)
-        return answer
+        self._put_back(process, is_well=answer is not None)
+        return answer or Answer(error="the process that checks constraints failed on it")
 
     def _take(self) -> CheckProcess:
         with self._lock:
@@ -93,11 +96,17 @@ class Checker:
         if process is not None and not process.is_alive:
             process.kill()
             process = None
-        return process or CheckProcess()
-
-    def _put_back(self, process: CheckProcess) -> None:
+        process = process or CheckProcess()
         with self._lock:
-            if not self._is_closed:
+            self._busy.add(process)
+            if self._is_closed:
+                process.stop()
+        return process
+
+    def _put_back(self, process: CheckProcess, *, is_well: bool) -> None:
+        with self._lock:
+            self._busy.discard(process)
+            if is_well and not self._is_closed:
                 self._idle.append(process)
                 return
         process.kill()
@@ -111,6 +120,7 @@ class CheckProcess:
             [sys.executable, "-m", "quire.structured_output.check_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env=os.environ | ONE_THREAD,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -134,7 +144,12 @@ class CheckProcess:
         except (OSError, msgspec.DecodeError):
             return None
 
+    def stop(self) -> None:
+        """End the process; whoever waits for an answer learns that there is none."""
+        self._process.kill()
+
     def kill(self) -> None:
+        """End the process, and let go of what led to it; nobody may wait for an answer."""
         self._process.kill()
         self._process.wait()
         self._to.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.structured_output.params import StructuredOutputsParams
@@ -19,13 +19,13 @@ Format = dict[str, Any]
 
 
 def lark_of(
-    tag: Format, json_options: dict[str, Any], special: Collection[str], quote: Callable[[str], str]
+    tag: Format, json_options: dict[str, Any], special: Mapping[str, int], quote: Callable[[str], str]
 ) -> str:
     """The grammar of a settled structural tag.
 
     Args:
         json_options: of the schemas in it ("x-guidance").
-        special: literals of special tokens, which stand in texts for the tokens.
+        special: literals of special tokens, which stand in texts for the tokens -> ids.
         quote: makes of an expression what stands between slashes.
     """
     return _Writer(json_options, special, quote).grammar(tag)
@@ -35,10 +35,11 @@ class _Writer:
     """Gives each format a rule."""
 
     def __init__(
-        self, json_options: dict[str, Any], special: Collection[str], quote: Callable[[str], str]
+        self, json_options: dict[str, Any], special: Mapping[str, int], quote: Callable[[str], str]
     ) -> None:
         self._json_options = json_options
         self._quote = quote
+        self._ids = special
         longest_first = sorted(special, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if special else None
         self._rules: list[str] = []
@@ -80,7 +81,7 @@ class _Writer:
         return " ".join(name for name in names if name != '""') or '""'
 
     def _token(self, name: str) -> str:
-        return name if name.startswith("<") and name.endswith(">") else f"<{name}>"
+        return f"<[{self._ids[name]}]>"
 
     def _schema(self, one: Format) -> str:
         return "%json " + json.dumps(

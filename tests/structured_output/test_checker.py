@@ -159,9 +159,11 @@ def test_a_slow_constraint_does_not_keep_another_waiting(monkeypatch: pytest.Mon
         time.sleep(0.01)
     check(checker, {"regex": "b"})
     assert slow.is_alive()
-    made[0]._process.kill()
-    slow.join(HANG_S)
     checker.close()
+    slow.join(HANG_S)
+    assert not slow.is_alive()
+    with pytest.raises(ValidationError, match="failed on it"):
+        check(checker, {"regex": "c"})
 
 
 def _swallow(work: Callable[..., Any], *args: Any) -> None:
@@ -186,8 +188,9 @@ def test_a_fork_ends_with_its_parent() -> None:
     while not children.read_text().split():
         time.sleep(0.01)
     (fork,) = children.read_text().split()
-    process.kill()
+    process.stop()
     asking.join(HANG_S)
+    process.kill()
     deadline = time.monotonic() + HANG_S
     while Path(f"/proc/{fork}").exists() and "Z" not in Path(f"/proc/{fork}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline

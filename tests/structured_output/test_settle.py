@@ -266,11 +266,25 @@ def test_a_tag_takes_its_texts_and_no_others(wanted: dict[str, Any], good: list[
     assert [text for text in bad if takes(grammar, text)] == []
 
 
-def test_a_special_token_in_a_tag_is_that_token() -> None:
-    special = GuidanceBackend(Vocabulary.of_bytes(("<|call|>",)))
-    wanted = settle(StructuredOutputsParams(structural_tag=tag("<|call|>x")), DEFAULT)
+@pytest.mark.parametrize("name", ["<|call|>", "[CALLS]", "</s >", "a b"])
+def test_a_special_token_in_a_tag_is_that_token(name: str) -> None:
+    special = GuidanceBackend(Vocabulary.of_bytes((name,)))
+    wanted = settle(StructuredOutputsParams(structural_tag=tag(f"{name}x")), DEFAULT)
     matcher = special.compile(wanted).new_matcher()
-    assert not matcher.advance(ord("<"))
-    assert matcher.advance(special.vocabulary.special["<|call|>"])
+    assert not matcher.advance(ord(name[0]))
+    assert matcher.advance(special.vocabulary.special[name])
     assert all(map(matcher.advance, b"x1"))
     assert matcher.is_complete
+
+
+def test_a_special_token_can_be_a_trigger() -> None:
+    special = GuidanceBackend(Vocabulary.of_bytes(("[CALLS]",)))
+    fields = {"type": "triggered_tags", "triggers": ["[CALLS]"], "tags": [tag("[CALLS]x")]}
+    matcher = special.compile(settle(StructuredOutputsParams(structural_tag=fields), DEFAULT)).new_matcher()
+    assert all(map(matcher.advance, b"free [CALLS]"))
+    assert matcher.may_end
+    assert matcher.advance(special.vocabulary.special["[CALLS]"])
+    assert not matcher.may_end
+    assert not matcher.advance(ord("y"))
+    assert all(map(matcher.advance, b"x1"))
+    assert matcher.may_end
