@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.engine.async_llm import AsyncLLM
+from quire.engine.async_llm import MAX_CHECKS, AsyncLLM
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.messages import AddRequest, EngineCoreRequest
 from quire.engine.startup import prepare
 from quire.engine.vocabulary import end_ids, vocabulary_of
-from quire.errors import ConfigError, ValidationError
+from quire.errors import ConfigError, UnavailableError, ValidationError
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler.output import RequestUpdate
 from tests.engine.tokenizer_kinds import EOS, KINDS, Kind, write_model_dir
@@ -197,6 +197,15 @@ async def test_the_event_loop_goes_on_while_a_constraint_is_checked(null_model_d
     goes_on.set()
     assert (await waiting).request_id == "slow"
     await constrained.aclose()
+    await engine.shutdown()
+
+
+async def test_no_more_constraints_wait_to_be_checked_than_may(null_model_dir: Path) -> None:
+    engine = AsyncLLM(EngineConfig.from_args(model=str(null_model_dir), **NULL), in_process=True)
+    engine._num_checks = MAX_CHECKS
+    with pytest.raises(UnavailableError, match="wait to be checked"):
+        await anext(engine.generate([1, 2], params("a"), "one too many"))
+    assert (await anext(engine.generate([1, 2], params(None), "free"))).request_id == "free"
     await engine.shutdown()
 
 
