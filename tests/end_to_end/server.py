@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 START_TIMEOUT_S = 120.0
+CORE = "quire.engine.core_process"
+"""The module that is the engine core, as its command line has it; a server may have other children."""
 QUIRE = (sys.executable, "-m", "quire.entrypoints.cli.main")
 
 
@@ -32,6 +34,14 @@ def children_of(pid: int) -> list[int]:
         with contextlib.suppress(OSError):  # the thread has ended meanwhile
             pids += map(int, file.read_text().split())
     return pids
+
+
+def command_of(pid: int) -> list[str]:
+    """The command line of a process; nothing of one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
 
 
 class Server:
@@ -79,8 +89,7 @@ class Server:
 
     def core_pid(self) -> int | None:
         """Of the engine core's process, None while there is none."""
-        pids = children_of(self.process.pid)
-        return pids[0] if pids else None
+        return next((pid for pid in children_of(self.process.pid) if CORE in command_of(pid)), None)
 
     def health(self, path: str = "/health") -> int | None:
         """Status of a probe, None while nobody listens."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quire.entrypoints.cli.form import form_options, structured_outputs
 from quire.entrypoints.cli.options import EngineCommand, engine_config
 from quire.entrypoints.cli.values import HumanInt
 from quire.errors import ValidationError
@@ -16,11 +17,12 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
 
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos")
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos", "structured_outputs")
 
 
 @click.command(cls=EngineCommand)
 @click.argument("prompt")
+@form_options
 @click.option(
     "--max-tokens", type=HumanInt(), default=256, show_default=True, help="Most tokens to generate."
 )
@@ -39,6 +41,7 @@ def run(prompt: str, system_prompt: str | None, raw: bool, **params: Any) -> Non
     """
     if raw and system_prompt:
         raise click.UsageError("--system-prompt needs a chat template; drop --raw")
+    form = structured_outputs(params)
     config = engine_config(params)
     text = sys.stdin.read() if prompt == "-" else prompt
 
@@ -46,7 +49,11 @@ def run(prompt: str, system_prompt: str | None, raw: bool, **params: Any) -> Non
 
     engine = LLMEngine(config)
     try:
-        _stream(engine, _rendered(engine, text, system_prompt, raw), _sampling_params(engine, params))
+        _stream(
+            engine,
+            _rendered(engine, text, system_prompt, raw),
+            _sampling_params(engine, {**params, "structured_outputs": form}),
+        )
     finally:
         engine.shutdown()
 

@@ -42,7 +42,7 @@ from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import TextFrame, frame
 from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
-from quire.entrypoints.openai.tool_choice import tools_in_use
+from quire.entrypoints.openai.tool_choice import tool_constraint, tools_in_use
 from quire.entrypoints.openai.usage import UsageMeter
 from quire.inputs import TokensPrompt
 from quire.outputs import CompletionOutput, RequestOutput
@@ -94,10 +94,11 @@ class ChatAnswer:
         params = beam_search_params(request, room, answers.shown_ids) or chat_params(
             request, engine.input_processor.default_sampling_params
         )
+        constraint = tool_constraint(self._server, request, self._tools)
         chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
         self._begin = chat.end
         if isinstance(params, SamplingParams):
-            params = answers.settled(params, chat.end)
+            params = answers.settled(params.settled(structured_outputs=constraint), chat.end)
         prompt = with_options(TokensPrompt(prompt_token_ids=chat.token_ids), request)
         note_max_tokens(request, params, [engine.input_processor.room(len(prompt["prompt_token_ids"]))])
         interval = engine.config.scheduler.stream_interval
