@@ -27,12 +27,14 @@ from quire.sampling_extras import (
     checked_bad_words_token_ids,
     checked_repetition_detection,
 )
+from quire.structured_output.params import StructuredOutputsParams, checked_structured_outputs
 
 __all__ = [
     "BeamSearchParams",
     "RepetitionDetectionParams",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "ThinkingMarkers",
 ]
 
@@ -101,6 +103,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         thinking_markers: what opens and closes the reasoning; None is what the engine knows of the model.
         logits_processors: callables (prompt_ids, output_ids, logits [V]) -> logits or None (changed in place), for an
             engine whose core is in the caller's process.
+        structured_outputs: what the text must be, as a schema, an expression or a grammar.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range; `param` names it.
@@ -141,6 +144,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     thinking_markers: ThinkingMarkers | None = None
     logits_processors: Any = ()
     shown_special_token_ids: Sequence[int] = ()
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -199,6 +203,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                 raise ValidationError("allowed_token_ids must not be empty", param="allowed_token_ids")
         if self.logit_bias is not None:
             self._set("logit_bias", _checked_logit_bias(self.logit_bias))
+        self._set("structured_outputs", checked_structured_outputs(self.structured_outputs))
 
     def _check_extras(self) -> None:
         self._set("bad_words", _as_tuple("bad_words", self.bad_words, str))

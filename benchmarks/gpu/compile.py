@@ -240,6 +240,8 @@ def _sampling(shape: Shape) -> Iterator[Launch]:
     numbers, settings = empty(4, dtype=torch.float64), empty(4, 4, dtype=torch.float64)
     yield "unusable_rows", lambda: tail.unusable_rows(logits)
     yield "clear_rows", lambda: tail.clear_rows(logits, empty(4, dtype=torch.bool))
+    words = empty(4, -(-shape.vocab // 32), dtype=torch.int32)
+    yield "mask_logits", lambda: tail.mask_logits(logits, ids, words)
     yield "apply_penalties", lambda: tail.apply_penalties(logits, ids, numbers, numbers)
     limits = {"none": NO_LIMITS, "min_p": Limits(top_k=False, top_p=False), "all": ANY_LIMITS}
     for name, used in limits.items():

@@ -10,6 +10,7 @@ from quire.config.observability import ObservabilityConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig
+from quire.config.structured_outputs import StructuredOutputsConfig
 
 __all__ = [
     "DEMO_MODEL",
@@ -28,6 +29,7 @@ __all__ = [
     "RopeScaling",
     "SchedulerConfig",
     "ServerConfig",
+    "StructuredOutputsConfig",
     "child_configs",
     "engine_fields",
 ]

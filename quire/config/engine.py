@@ -17,6 +17,7 @@ from quire.config.model import LoadConfig, ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.config.supervision import SupervisionConfig
 
 
@@ -38,6 +39,7 @@ class EngineConfig:
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
+    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     model_dir: str = ""
     model_class: str = ""
@@ -91,6 +93,7 @@ _CHILDREN: dict[str, type[Config]] = {
     "quantization": QuantizationConfig,
     "observability": ObservabilityConfig,
     "kv_events": KVEventsConfig,
+    "structured_outputs": StructuredOutputsConfig,
     "supervision": SupervisionConfig,
 }
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -40,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.02
 """How often who waits for all requests to end looks whether they have."""
+MAX_CHECKS = 64
+_CHECKS = ThreadPoolExecutor(8, thread_name_prefix="quire-constraints")
+"""Threads that wait for the checkers of constraints; those that find none free wait there."""
 
 
 class AsyncLLM:
@@ -81,6 +85,7 @@ class AsyncLLM:
         self._timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
         self._bedtime = asyncio.Lock()
+        self._num_checks = 0
 
     @staticmethod
     def start(config: EngineConfig) -> AsyncLLM:
@@ -158,6 +163,8 @@ class AsyncLLM:
         self.check_admission(sampling_params.n, sampling_params.n * len(tokenized.token_ids))
         # A beam search has one output, at the end.
         kind = None if isinstance(sampling_params, BeamSearchParams) else sampling_params.output_kind
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = await self._constrained(sampling_params)
         stream = OutputStream(delta=kind is RequestOutputKind.DELTA)
         name, messages = self._front_end.submit(
             request_id,
@@ -325,11 +332,25 @@ class AsyncLLM:
         for pump in list(self._pumps.values()):
             await asyncio.to_thread(pump.join)
         await asyncio.to_thread(self._front_end.stat_loggers.close)
+        self.input_processor.constraints.close()
 
     async def _tokenize(self, prompt: PromptType) -> TokenizedPrompt:
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         num_chars = len(text) if isinstance(text, str) else 0
         return await beside_loop(num_chars, self.input_processor.tokenize, prompt)
+
+    async def _constrained(self, params: SamplingParams) -> SamplingParams:
+        """Check a constraint off the event loop."""
+        constraints = self.input_processor.constraints
+        if constraints.is_known(params):
+            return constraints.settled(params)
+        if self._num_checks >= MAX_CHECKS:
+            raise UnavailableError(f"{self._num_checks} constraints wait to be checked, the most that may")
+        self._num_checks += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_CHECKS, constraints.settled, params)
+        finally:
+            self._num_checks -= 1
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:
         self._ensure_pumps()

@@ -68,7 +68,7 @@ class InProcessClient(CoreClient):
                 self._answers.append(self._core.ready)
             while not self._answers and not self._closed:
                 if not self._core.has_work():
-                    self._sent.wait()
+                    self._sent.wait(self._core.patience_s)
                 with HeldInterrupts():
                     self._turn(self._core)
             answers, self._answers = self._answers, []

@@ -11,11 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from quire.config import EngineConfig
+from quire.engine.grammar_holds import GrammarHolds
 from quire.engine.kv_events import create_publisher
 from quire.engine.messages import (
     AbortRequests,
@@ -34,6 +36,7 @@ from quire.engine.recorder import recorded
 from quire.engine.sleeper import Sleeper
 from quire.engine.step_loop import Clock, make_loop
 from quire.engine.trace import create_trace
+from quire.engine.vocabulary import load_vocabulary
 from quire.errors import ClientError, EngineDeadError, StartupError
 from quire.executor.base import Executor, resolve_executor
 from quire.kv_cache.sizing import settle_max_model_len, size_kv_cache
@@ -76,6 +79,8 @@ class EngineCore:
         self._trace = create_trace(config, kv_config)
         if self._trace is not None:
             self.scheduler = recorded(self.scheduler, self._trace)
+        self.executor.use_vocabulary(partial(load_vocabulary, config))
+        self._grammars = GrammarHolds(self.executor, self.scheduler)
         executor = self.executor if progress is None else followed(self.executor, progress)
         self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
         sleeper = Sleeper(self.scheduler, self.executor, self._loop, clock, self._tell, progress)
@@ -98,7 +103,13 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """True while a step would do something, be it to say that the core is dead."""
-        return bool(self._untold) or self.scheduler.has_work() or self._failure is not None
+        has_news = bool(self._untold) or self._grammars.any_ready or self._failure is not None
+        return has_news or self.scheduler.has_work()
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long a core without work may be left alone; None: until there is a message for it."""
+        return self._grammars.patience_s
 
     def step(self) -> EngineCoreOutputs:
         """One turn of the loop; returns every request's news.
@@ -107,6 +118,7 @@ class EngineCore:
             EngineDeadError: the core failed before.
         """
         with self._all_or_dead():
+            self._grammars.release_ready(self._clock())
             updates, self._untold = self._untold + self._loop.step(), []
             self._publish_events()
             return EngineCoreOutputs(updates, self.scheduler.stats(), self._clock())
@@ -130,7 +142,8 @@ class EngineCore:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request; one that can never run ends with an error at the next step, and costs only itself."""
         try:
-            self.scheduler.add_request(request_of(message), self._clock())
+            holds = self._grammars.of(message.sampling_params)
+            self.scheduler.add_request(request_of(message), self._clock(), holds)
         except ClientError as error:
             refusal = RequestUpdate(message.request_id, [], finish_reason="error", error=str(error))
             self._tell([refusal])

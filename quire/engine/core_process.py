@@ -89,7 +89,7 @@ class CoreProcess:
 
     def _handle_messages(self, core: EngineCore) -> bool:
         """Handle all waiting messages, waiting for one if idle; False when it is time to end."""
-        while self._inbox.poll(0 if core.has_work() else IDLE_POLL_MS):
+        while self._inbox.poll(_wait_ms(core)):
             message = self._receive()
             if isinstance(message, Shutdown):
                 return False
@@ -135,6 +135,13 @@ class CoreProcess:
     def report_crash(self) -> None:
         """Tell the parent that a bug of ours ends the core; the traceback is in the log."""
         self._outboxes.send(CoreFailed("the engine core failed; see its log for the traceback"))
+
+
+def _wait_ms(core: EngineCore) -> int:
+    """How long to wait for a message."""
+    if core.has_work():
+        return 0
+    return IDLE_POLL_MS if core.patience_s is None else max(1, int(core.patience_s * 1000))
 
 
 def main() -> int:

@@ -16,9 +16,11 @@ import msgspec
 
 from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineConfig
+from quire.engine.constraints import Constraints
 from quire.engine.listed_tokens import bad_words_token_ids, find_thinking_markers, indexed_ids
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
 from quire.engine.tokenizer import Tokenizer
+from quire.engine.vocabulary import end_ids
 from quire.errors import ContextLengthError, ValidationError
 from quire.inputs import PromptType
 from quire.plugins import plugin_names
@@ -67,7 +69,8 @@ class InputProcessor:
         self._thinking_markers = find_thinking_markers(config, tokenizer)
         self._clock = clock
         self._seeds = random.Random(config.model.seed)
-        self._eos_token_ids = _eos_token_ids(config, tokenizer)
+        self._eos_token_ids = end_ids(config, tokenizer)
+        self.constraints = Constraints(config, tokenizer, self._eos_token_ids)
 
     def tokenize(self, prompt: PromptType) -> TokenizedPrompt:
         """Bring any form of prompt to token ids; safe to call from several threads.
@@ -143,6 +146,8 @@ class InputProcessor:
             raise ValidationError(f"tenant must be at most {MAX_TENANT_CHARS} characters", param="tenant")
         params = self._settle(params, len(prompt.token_ids))
         self._check_params(params)
+        if params.structured_outputs is not None:
+            self.constraints.check_prompt(prompt.token_ids)
         first = EngineCoreRequest(
             request_id=f"{request_id}.0" if params.n > 1 else request_id,
             prompt_token_ids=prompt.token_ids,
@@ -347,11 +352,3 @@ def _nth_seed(params: SamplingParams, index: int) -> int | None:
         return None
     seed = params.seed + index
     return seed if seed in INT64_RANGE else seed - 2**64
-
-
-def _eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> list[int]:
-    ids = list(config.arch.eos_token_ids)
-    own = tokenizer.eos_token_id if tokenizer else None
-    if own is not None and own not in ids and own < config.arch.vocab_size:
-        ids.append(own)
-    return ids

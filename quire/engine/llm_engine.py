@@ -87,6 +87,8 @@ class LLMEngine:
         """
         arrived = self._front_end.clock()
         tokenized = self.input_processor.tokenize(prompt)
+        if isinstance(params, SamplingParams):
+            params = self.input_processor.constraints.settled(params)
         with self._one_thread, HeldInterrupts():
             if request_id in self._front_end:
                 raise ValidationError(f"request id {request_id!r} is already in use", param="request_id")
@@ -198,6 +200,7 @@ class LLMEngine:
         for client in self._clients:
             client.close()
         self._front_end.stat_loggers.close()
+        self.input_processor.constraints.close()
 
     def _call(self, core: int, method: str, *args: Any) -> Any:
         with self._one_thread, HeldInterrupts():

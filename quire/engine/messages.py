@@ -16,7 +16,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):

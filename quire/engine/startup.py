@@ -80,6 +80,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.scheduler.check()
     config.cache.check()
     config.observability.check()
+    config.structured_outputs.check()
     config.quantization.check(config.device.device)
     config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
     _check_batch_invariant(config)

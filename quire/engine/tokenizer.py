@@ -147,6 +147,30 @@ class Tokenizer:
         return TextPlace(self._table, ids, skipped.difference(shown) if shown else skipped)
 
     @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens, which are in no text unless it is asked for them."""
+        return self._table.special_ids
+
+    def literal(self, token_id: int) -> str:
+        """How a token is written in the tokenizer's file; nothing for an id without a token."""
+        return self._backend.id_to_token(token_id) or ""
+
+    @property
+    def is_bytewise(self) -> bool:
+        """Whether a token adds the same bytes wherever it stands behind other text."""
+        return self._table.ignores_neighbours
+
+    @functools.cached_property
+    def begins_bytewise(self) -> bool:
+        """Whether that holds at the start of a text, too."""
+        start = TextPlace(self._table, [], frozenset())
+        return all(start.bytes_of(i) == self._table.inside(i) for i in range(self.vocab_size))
+
+    def has_text(self, ids: Sequence[int]) -> bool:
+        """Whether any of these tokens is text."""
+        return any(i not in self.special_ids and self._table.inside(i) for i in ids)
+
+    @functools.cached_property
     def _table(self) -> TokenBytes:
         return TokenBytes(self._backend)
 

@@ -8,12 +8,15 @@ flight and no row left it may call `sleep`, and then steps come after `wake_up` 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
 from quire.config import EngineConfig
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.plugins import PluginTable, subclass_of
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_output.vocabulary import Vocabulary
 
 
 class Executor(ABC):
@@ -76,6 +79,19 @@ class Executor(ABC):
         Raises:
             StartupError: they cannot be loaded, or memory does not suffice; they sleep on.
         """
+
+    def use_vocabulary(self, source: Callable[[], Vocabulary]) -> None:
+        """Where to find the model's tokens, in case that a request is constrained to a grammar."""
+        return None
+
+    def prepare_grammar(self, params: StructuredOutputsParams) -> Future[None]:
+        """Compile a constraint in the background; done when a step with it would not wait. It may be done at once.
+
+        A constraint that cannot be compiled is done as well, and fails the requests that have it.
+        """
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def shutdown(self) -> None:
         """Release what the executor holds; calling it twice is fine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 
 from quire.config import EngineConfig
@@ -12,6 +13,8 @@ from quire.executor.base import Executor
 from quire.executor.lane import CallerLane, EagerLane, Lane, ThreadLane
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_output.vocabulary import Vocabulary
 from quire.worker.devices import make_device
 from quire.worker.worker import Worker
 
@@ -56,6 +59,12 @@ class UniprocExecutor(Executor):
         failure = self._lane.start(partial(_startup_error, partial(self._worker.wake_up, tag)))()
         if failure is not None:
             raise failure
+
+    def use_vocabulary(self, source: Callable[[], Vocabulary]) -> None:
+        self._worker.grammars.use_vocabulary(source)
+
+    def prepare_grammar(self, params: StructuredOutputsParams) -> Future[None]:
+        return self._worker.grammars.prepare(params)
 
     def shutdown(self) -> None:
         self._lane.close()

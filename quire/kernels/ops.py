@@ -457,6 +457,16 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
     reference_sampling.apply_penalties(logits, indices, repetition, subtracted)
 
 
+@op(_cpu("sampling.mask_logits"), _triton("logits.mask_logits"))
+def mask_logits(logits: Tensor, rows: Tensor, words: Tensor, /) -> None:
+    """Forbid tokens in some rows, in place: logits [N, V] become -inf where a row's mask has no bit.
+
+    rows [U] int64, all different; words [U, ceil(V / 32)] int32: bit v % 32 of word v // 32 is of token v. No logit
+    is NaN.
+    """
+    reference_sampling.mask_logits(logits, rows, words)
+
+
 @op(_cpu("sampling.sample_tokens"), _triton("sampling.sample_tokens"))
 def sample_tokens(
     logits: Tensor,

@@ -35,6 +35,12 @@ def clear_rows(logits: Tensor, cleared: Tensor) -> None:
         logits[cleared] = 0.0
 
 
+def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+
+
 def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor) -> None:
     flat = logits.view(-1)
     # In float64, and brought back into range: a tiny or huge factor must not make an infinity or a NaN.

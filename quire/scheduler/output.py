@@ -11,7 +11,7 @@ import msgspec
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
-WAIST_VERSION = 5
+WAIST_VERSION = 6
 
 BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""

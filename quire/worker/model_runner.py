@@ -24,6 +24,7 @@ from quire.scheduler.output import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from quire.structured_output.store import GrammarStore
 from quire.worker.block_table import BlockTable
 from quire.worker.devices import Device
 from quire.worker.drafts import Drafter
@@ -45,6 +46,7 @@ class ModelRunner:
         config: prepared.
         kv_config: the cache that was allocated.
         device: where the model and its cache are.
+        grammars: where constraints are compiled; its own, if nobody prepares any.
         drafter: guesses tokens for later plans to verify, if there is one.
         is_rehearsal: its steps are run to see what memory steps take.
     """
@@ -56,6 +58,7 @@ class ModelRunner:
         kv_config: KVCacheConfig,
         device: Device,
         *,
+        grammars: GrammarStore | None = None,
         drafter: Drafter | None = None,
         is_rehearsal: bool = False,
     ) -> None:
@@ -85,6 +88,7 @@ class ModelRunner:
             device.transfers,
             logprobs_mode=mode,
             processors=() if is_rehearsal else make_logits_processors(config),
+            grammars=grammars or GrammarStore(config.structured_outputs.settings),
         )
         self._prompt_logprobs = PromptLogprobs(
             self.batch, model.compute_logits, self._slice_size, device.transfers, mode

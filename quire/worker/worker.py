@@ -22,6 +22,7 @@ from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_spe
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from quire.structured_output.store import GrammarStore
 from quire.worker.block_copies import BlockCopier
 from quire.worker.devices import Device
 from quire.worker.model_runner import ModelRunner
@@ -50,6 +51,7 @@ class Worker:
         self._tokens_per_s = 0.0
         self._kv_config: KVCacheConfig | None = None
         self._parked: ParkedWeights | None = None
+        self.grammars = GrammarStore(config.structured_outputs.settings)
 
     def load(self) -> None:
         """Load the weights and run the model once.
@@ -91,7 +93,9 @@ class Worker:
             shapes = [(kv_config.num_host_blocks + 1, tensor.shape[1]) for tensor in tensors]
             host_tier = [transfers.host_memory(shape) for shape in shapes]
         self._copier = BlockCopier(tensors, host_tier, transfers.copy_blocks)
-        self._runner = ModelRunner(self._loaded(), self._config, kv_config, self._device)
+        self._runner = ModelRunner(
+            self._loaded(), self._config, kv_config, self._device, grammars=self.grammars
+        )
         self._runner.prepare()
 
     def submit(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
@@ -138,6 +142,7 @@ class Worker:
     def shutdown(self) -> None:
         """Let go of the model and the cache."""
         self._model = self._runner = self._copier = None
+        self.grammars.close()
 
     def _loaded(self) -> CausalLM:
         assert self._model is not None, "load() comes first"

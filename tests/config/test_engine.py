@@ -28,7 +28,17 @@ KV_EVENTS_KEYS: dict[str, st.SearchStrategy[Any]] = {
     "buffer_steps": st.integers(1, 1000),
     "topic": st.text(),
 }
-KEYS = {"quantization_config": QUANTIZATION_KEYS, "kv_events_config": KV_EVENTS_KEYS}
+STRUCTURED_OUTPUTS_KEYS: dict[str, st.SearchStrategy[Any]] = {
+    "backend": st.sampled_from(["auto", "guidance"]),
+    "disable_any_whitespace": st.booleans(),
+    "compile_timeout_s": st.floats(0.1, 60),
+    "cache_mb": st.integers(1, 1000),
+}
+KEYS = {
+    "quantization_config": QUANTIZATION_KEYS,
+    "kv_events_config": KV_EVENTS_KEYS,
+    "structured_outputs_config": STRUCTURED_OUTPUTS_KEYS,
+}
 
 
 def values_of(name: str) -> st.SearchStrategy[Any]:

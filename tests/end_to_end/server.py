@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 START_TIMEOUT_S = 120.0
+CORE = "quire.engine.core_process"
+"""The module that is the engine core, as its command line has it; a server may have other children."""
 QUIRE = (sys.executable, "-m", "quire.entrypoints.cli.main")
 
 
@@ -87,13 +89,12 @@ class Server:
 
     def core_pid(self) -> int | None:
         """Of the engine core's process, None while there is none."""
-        pids = self.children("quire.engine.core_process")
+        pids = self.children(CORE)
         return pids[0] if pids else None
 
     def children(self, module: str) -> list[int]:
         """Processes that run this module, or one whose name begins so."""
-        files = Path(f"/proc/{self.process.pid}/task").glob("*/children")  # each is a thread's child
-        pids = [int(child) for file in files for child in file.read_text().split()]
+        pids = children_of(self.process.pid)
         return [pid for pid in pids if any(word.startswith(module) for word in command_of(pid))]
 
     def health(self, path: str = "/health") -> int | None:

@@ -17,7 +17,7 @@ import torch
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.outputs import RequestOutput
-from quire.sampling_params import SamplingParams, ThinkingMarkers
+from quire.sampling_params import SamplingParams, StructuredOutputsParams, ThinkingMarkers
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
 STEPS_IN_FLIGHT = (1, 2, 4)
@@ -49,6 +49,8 @@ FEATURES: tuple[dict[str, Any], ...] = (
     },
     {"logprob_token_ids": [5, 6, 7], "flat_logprobs": True, "prompt_logprobs": 1, "stream_interval": 4},
     {"skip_reading_prefix_cache": True, "n": 2, "stream_interval": 3, "logprobs": 1},
+    {"structured_outputs": StructuredOutputsParams(regex=r"[a-z]{2,9}(?: [0-9a-f]+)*!"), "logprobs": 1},
+    {"structured_outputs": StructuredOutputsParams(choice=["one", "two", "twenty-two"]), "n": 2},
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from quire.engine.core import EngineCore
 from quire.scheduler.holds import Hold
@@ -34,9 +34,9 @@ class Holder:
         self._awaited.pop(key, None)
         self._scheduler.release(key, time.monotonic())
 
-    def _add_held(self, request: Request, now: float) -> None:
+    def _add_held(self, request: Request, now: float, holds: Iterable[Hold] = ()) -> None:
         needs = self._needs.get(request.request_id.rpartition("-")[0], ())
-        self._add_request(request, now, [Hold(key, detail=key) for key in needs])
+        self._add_request(request, now, [*holds, *(Hold(key, detail=key) for key in needs)])
         self._awaited.update(dict.fromkeys(needs))
         self.num_held += bool(needs)
 

@@ -257,6 +257,15 @@ def clear_rows(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 @cases
+def mask_logits(dtype: torch.dtype) -> Iterator[Arguments]:
+    for rows, vocab_size in (([], 9), ([1], 1), ([2, 0], 32), ([0, 1, 2], 33), ([2, 1], 1003)):
+        words = torch.randint(-(2**31), 2**31, (len(rows), -(-vocab_size // 32)), dtype=torch.int32)
+        yield (randn(3, vocab_size), torch.tensor(rows, dtype=torch.int64), words), {}
+    for word in (0, -1):
+        yield (randn(3, 70), torch.tensor([0, 2]), torch.full((2, 3), word, dtype=torch.int32)), {}
+
+
+@cases
 def apply_penalties(dtype: torch.dtype) -> Iterator[Arguments]:
     for count in (0, 1, 30):
         logits, indices = 3 * randn(4, 23), torch.randperm(4 * 23)[:count]

@@ -188,6 +188,10 @@ def test_equal_huge_logits_still_draw() -> None:
     assert 15 < int(chosen.sum()) < 45
 
 
+def test_masks() -> None:
+    compare(ops.mask_logits, logits_kernels.mask_logits, torch.float32, "cpu")
+
+
 def test_penalties() -> None:
     compare(ops.apply_penalties, logits_kernels.apply_penalties, torch.float32, "cpu")
 

@@ -198,6 +198,8 @@ def _tool(tool: Fields, where: str) -> Fields:
     function = {"name": tool["name"], "parameters": schema}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
+    if isinstance(tool.get("strict"), bool):
+        function["strict"] = tool["strict"]
     return {"type": "function", "function": function}
 
 

@@ -35,7 +35,7 @@ BLOCK = Place(
 )
 MESSAGE = Place(frozenset({"role", "content"}), inner={"content": BLOCK}, empty=frozenset({"content"}))
 OUTPUT = Place(frozenset({"format", "effort"}), inner={"format": Place(frozenset({"type", "schema"}))})
-TOOL = Place(frozenset({"type", "name", "description", "input_schema"}))
+TOOL = Place(frozenset({"type", "name", "description", "input_schema", "strict"}))
 
 
 # `conversation.prompt_fields` reads these.
@@ -66,10 +66,14 @@ MESSAGES = array(
 TOOLS = array(
     object_of(
         {"name": shapes.FUNCTION["properties"]["name"], "input_schema": shapes.PARAMETERS},
-        {"type": enum("custom"), "description": shapes.TEXT},
+        {"type": enum("custom"), "description": shapes.TEXT, "strict": {"type": "boolean"}},
     )
 )
-TOOL_CHOICE = object_of({"type": enum("auto", "none")}, {"disable_parallel_tool_use": {"type": "boolean"}})
+PARALLEL = {"disable_parallel_tool_use": {"type": "boolean"}}
+TOOL_CHOICE = any_of(
+    object_of({"type": enum("auto", "any", "none")}, PARALLEL),
+    object_of({"type": enum("tool"), "name": shapes.TEXT}, PARALLEL),
+)
 FORMAT = object_of({"type": enum("json_schema"), "schema": {"type": "object"}})
 OUTPUT_CONFIG = object_of({}, {"format": FORMAT, "effort": shapes.TEXT})
 METADATA = object_of({}, {"user_id": {**shapes.TEXT, "maxLength": MAX_USER_CHARS}})

@@ -8,6 +8,7 @@ import click
 
 from quire.entrypoints.cli.chat_message import ChatMessage
 from quire.entrypoints.cli.conversation import Conversation, connect, each_line, server_options
+from quire.entrypoints.cli.form import form_options, structured_outputs
 from quire.entrypoints.cli.local_tools import LocalTools, find_functions
 from quire.errors import EngineError
 
@@ -18,9 +19,16 @@ MAX_ROUNDS = 32
 class ChatLog:
     """The messages so far; a turn that fails leaves them as they were."""
 
-    def __init__(self, conversation: Conversation, system_prompt: str | None, tools: LocalTools) -> None:
+    def __init__(
+        self,
+        conversation: Conversation,
+        system_prompt: str | None,
+        tools: LocalTools,
+        form: dict[str, Any] | None = None,
+    ) -> None:
         self._conversation = conversation
         self._tools = tools
+        self._form = {} if form is None else {"structured_outputs": form}
         self.messages: list[dict[str, Any]] = (
             [{"role": "system", "content": system_prompt}] if system_prompt else []
         )
@@ -40,7 +48,7 @@ class ChatLog:
     def _answer(self, messages: list[dict[str, Any]]) -> ChatMessage:
         answer = ChatMessage()
         tools = {"tools": self._tools.described} if self._tools.described else {}
-        self._conversation.say("/chat/completions", {"messages": messages, **tools}, answer)
+        self._conversation.say("/chat/completions", {"messages": messages, **tools, **self._form}, answer)
         return answer
 
 
@@ -60,6 +68,7 @@ def announce(call: str) -> bool:
 
 @click.command()
 @server_options
+@form_options
 @click.option("--system-prompt", help="System message that starts the conversation.")
 @click.option(
     "--tool",
@@ -73,8 +82,9 @@ def chat(
     quick: str | None, system_prompt: str | None, tools: tuple[str, ...], yes: bool, **server: Any
 ) -> None:
     """Chat with a model of a running server."""
+    form = structured_outputs(server)
     functions = LocalTools(find_functions(tools), announce if yes else allow)
-    log = ChatLog(connect(**server), system_prompt, functions)
+    log = ChatLog(connect(**server), system_prompt, functions, form)
     if quick is not None:
         log.turn(quick)
         return

@@ -8,6 +8,7 @@ import click
 
 from quire.entrypoints.cli.client import Event
 from quire.entrypoints.cli.conversation import connect, each_line, server_options
+from quire.entrypoints.cli.form import form_options, structured_outputs
 from quire.entrypoints.cli.values import HumanInt
 
 
@@ -23,11 +24,15 @@ class PrintedText:
 
 @click.command()
 @server_options
+@form_options
 @click.option("--max-tokens", type=HumanInt(), help="Most tokens to generate; default: the server's.")
 def complete(quick: str | None, max_tokens: int | None, **server: Any) -> None:
     """Continue texts with a model of a running server."""
+    form = structured_outputs(server)
     conversation = connect(**server)
-    limits = {} if max_tokens is None else {"max_tokens": max_tokens}
+    limits: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
+    if form is not None:
+        limits["structured_outputs"] = form
 
     def answer(prompt: str) -> None:
         conversation.say("/completions", {"prompt": prompt, **limits}, PrintedText())

@@ -12,6 +12,7 @@ from quire.entrypoints.chat.formats.choice import PlainReader, choose
 from quire.entrypoints.chat.formats.events import Event, Reasoning
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.cli.answer_printer import AnswerPrinter
+from quire.entrypoints.cli.form import form_options, structured_outputs
 from quire.entrypoints.cli.options import EngineCommand, engine_config
 from quire.entrypoints.cli.values import HumanInt
 from quire.errors import ValidationError
@@ -21,11 +22,12 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
 
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos")
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos", "structured_outputs")
 
 
 @click.command(cls=EngineCommand)
 @click.argument("prompt")
+@form_options
 @click.option(
     "--max-tokens", type=HumanInt(), default=256, show_default=True, help="Most tokens to generate."
 )
@@ -44,6 +46,7 @@ def run(prompt: str, system_prompt: str | None, raw: bool, **params: Any) -> Non
     """
     if raw and system_prompt:
         raise click.UsageError("--system-prompt needs a chat template; drop --raw")
+    form = structured_outputs(params)
     config = engine_config(params)
     text = sys.stdin.read() if prompt == "-" else prompt
 
@@ -52,7 +55,7 @@ def run(prompt: str, system_prompt: str | None, raw: bool, **params: Any) -> Non
     engine = LLMEngine(config)
     try:
         asked = _rendered(engine, text, system_prompt, raw)
-        _stream(engine, asked, _sampling_params(engine, params, asked))
+        _stream(engine, asked, _sampling_params(engine, {**params, "structured_outputs": form}, asked))
     finally:
         engine.shutdown()
 

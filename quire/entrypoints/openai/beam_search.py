@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.beam_search_params import BeamSearchParams
+from quire.entrypoints.openai.protocol.constraints import constraint_field
 from quire.entrypoints.openai.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -58,6 +59,11 @@ def beam_search_params(
         _refuse(request, ONLY_SEARCHES, "needs use_beam_search true")
         return None
     _refuse(request, NEUTRAL, "has no use in a beam search")
+    constraint = constraint_field(request)
+    if constraint is not None:
+        raise ValidationError(f"{constraint} has no use in a beam search; leave it out", param=constraint)
+    if any(tool.function.strict for tool in getattr(request, "tools", None) or ()):
+        raise ValidationError("strict of a tool has no use in a beam search; leave it out", param="tools")
     if getattr(request, "tools", None) and getattr(request, "tool_choice", None) not in (
         None,
         "auto",

@@ -44,8 +44,9 @@ from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import TextFrame, frame
 from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
-from quire.entrypoints.openai.tool_choice import tools_in_use
+from quire.entrypoints.openai.tool_choice import tool_constraint, tools_in_use
 from quire.entrypoints.openai.usage import UsageMeter
+from quire.errors import ValidationError
 from quire.inputs import TokensPrompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -105,10 +106,13 @@ class ChatAnswer:
             request, engine.input_processor.default_sampling_params
         )
         with old_names(request):
+            constraint = tool_constraint(self._server, request, self._tools)
             chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
         self._begin = chat.end
         if isinstance(params, SamplingParams):
-            params = answers.settled(params, chat.end)
+            params = answers.settled(params.settled(structured_outputs=constraint), chat.end)
+        elif constraint is not None:
+            raise ValidationError("a beam search cannot be held to a form", param="use_beam_search")
         prompt = with_options(TokensPrompt(prompt_token_ids=chat.token_ids), request)
         note_max_tokens(request, params, [engine.input_processor.room(len(prompt["prompt_token_ids"]))])
         interval = engine.config.scheduler.stream_interval

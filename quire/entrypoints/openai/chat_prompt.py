@@ -16,6 +16,8 @@ from quire.entrypoints.openai.protocol.requests import ChatFields
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import ValidationError
 
+NOT_FOR_THE_MODEL = {"function": {"strict"}}
+"""Of a tool: what the server does, and the model is not told."""
 TEMPLATE_FIELDS = ("enable_thinking",)
 """Fields of a request that are options of the template, if it has them."""
 
@@ -41,7 +43,11 @@ async def chat_prompt(server: ServerState, fields: ChatFields, *, with_tools: bo
         )
     template, tokenizer = server.chat_template, server.tokenizer
     options: dict[str, Any] = {
-        "tools": [tool.model_dump(exclude_none=True) for tool in fields.tools or []] if with_tools else None,
+        "tools": [
+            tool.model_dump(exclude_none=True, exclude=NOT_FOR_THE_MODEL) for tool in fields.tools or []
+        ]
+        if with_tools
+        else None,
         "documents": fields.documents,
         "continue_final_message": fields.continue_final_message,
         "add_generation_prompt": _add_generation_prompt(fields),

@@ -119,7 +119,8 @@ def _raise_failure(output: RequestOutput) -> None:
     for completion in output.outputs:
         if completion.finish_reason in ("error", "abort"):
             how = "failed" if completion.finish_reason == "error" else "was aborted"
-            raise EngineError(f"the request {how} in the engine before it was complete")
+            why = f": {completion.stop_reason}" if isinstance(completion.stop_reason, str) else ""
+            raise EngineError(f"the request {how} in the engine before it was complete{why}")
 
 
 def _settle_timeout(output: RequestOutput, *, is_first: bool) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quire.beam_search_params import BeamSearchParams
+from quire.entrypoints.openai.protocol.constraints import constraint_field, constraint_of
 from quire.entrypoints.openai.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -18,6 +19,7 @@ from quire.entrypoints.openai.protocol.requests import (
 )
 from quire.errors import ValidationError
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.structured_output.params import PARAM
 
 COMPLETION_MAX_TOKENS = 16
 SAME_NAME = (
@@ -52,11 +54,12 @@ def completion_params(
         )
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
         params["prompt_logprobs"] = request.logprobs
+    params["structured_outputs"] = constraint_of(request)
     return _build(request, defaults, detokenize, params)
 
 
 def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters of a chat completion; without a limit it may fill the context.
+    """Sampling parameters of a chat completion but for its constraint; without a limit it may fill the context.
 
     Raises:
         ValidationError: a value is out of range, or two do not go together.
@@ -118,6 +121,9 @@ def client_names(request: GenerationRequest) -> Iterator[None]:
 def _client_name(param: str | None, request: GenerationRequest) -> str | None:
     if param in ENGINE_NAMES:
         return ENGINE_NAMES[param]
+    if (param or "").startswith(PARAM):
+        field = constraint_field(request) or "tools"
+        return None if field == PARAM else field
     if isinstance(request, CompletionRequest):
         return "best_of" if param == "n" and request.best_of is not None else None
     if not isinstance(request, ChatCompletionRequest):
@@ -143,7 +149,10 @@ def _build(
         values["extra_args"] = request.vllm_xargs
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(
-        **{**values, **params}, logit_bias=_logit_bias(request), detokenize=detokenize, output_kind=kind
+        **{**values, **params},
+        logit_bias=_logit_bias(request),
+        detokenize=detokenize,
+        output_kind=kind,
     )
 
 

@@ -39,6 +39,17 @@ def _clear(logits, cleared, n, TILE: tl.constexpr):
 
 
 @triton.jit
+def _mask(logits, rows, words, n, num_words, TILE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < n
+    word = tl.load(words + place * num_words + column // 32, mask=inside, other=-1)
+    is_forbidden = ((word >> (column % 32)) & 1) == 0
+    row = tl.load(rows + place)
+    tl.store(logits + row * n + column, float("-inf"), mask=inside & is_forbidden)
+
+
+@triton.jit
 def _penalise(logits, indices, repetition, subtracted, count, TILE: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = entry < count
@@ -64,6 +75,14 @@ def clear_rows(logits: Tensor, cleared: Tensor) -> None:
     num_rows, n = logits.shape
     if num_rows:
         _clear[(num_rows, triton.cdiv(n, 2 * TILE))](logits, cleared, n, TILE=2 * TILE, num_warps=8)
+
+
+def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """See `ops.mask_logits`."""
+    n = logits.shape[1]
+    if len(rows):
+        grid = (len(rows), triton.cdiv(n, TILE))
+        _mask[grid](logits, rows, words, n, words.shape[1], TILE=TILE, num_warps=8)
 
 
 def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor) -> None:

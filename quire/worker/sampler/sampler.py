@@ -18,12 +18,15 @@ from quire.kernels import ops
 from quire.logits_processors import LogitsProcessor
 from quire.plugins import FACTORY, PluginTable
 from quire.scheduler.output import NewRequestData, TokenLogprobs
+from quire.structured_output.settings import StructuredOutputsSettings
+from quire.structured_output.store import GrammarStore
 from quire.worker.devices import Transfers, moved
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.bad_words import BadWords
 from quire.worker.sampler.custom import CustomProcessors
 from quire.worker.sampler.draw import Draw, StagedDraw
 from quire.worker.sampler.feature import Failures, Feature, LogitsFeature
+from quire.worker.sampler.grammar import GrammarMask
 from quire.worker.sampler.logprobs import Logprobs, LogprobsMode, RawLogprobs, StagedLogprobs
 from quire.worker.sampler.masks import AllowedTokenIds, LogitBias, MinTokens
 from quire.worker.sampler.penalties import Penalties
@@ -43,11 +46,13 @@ LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = 
     },
     FACTORY,
 )
-"""What may change the logits, in the order in which it does; those of plug-ins come last, by name."""
+"""What may change the logits, in the order in which it does; those of plug-ins come after ours, by name, and grammars
+last."""
 
 NON_FINITE = "the model produced non-finite logits"
 NO_TOKEN_LEFT = (
-    "no token is left to choose from: allowed_token_ids, bad_words, min_tokens or stop tokens exclude all"
+    "no token is left to choose from: allowed_token_ids, bad_words, min_tokens, stop tokens or "
+    "structured_outputs exclude all"
 )
 
 _FAILURES = {-1: NO_TOKEN_LEFT, -2: NON_FINITE}
@@ -108,6 +113,7 @@ class Sampler:
     Args:
         logprobs_mode: what is reported where logprobs are wanted.
         processors: logits processors of the whole engine.
+        grammars: where the core keeps them.
     """
 
     def __init__(
@@ -118,10 +124,15 @@ class Sampler:
         *,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
         processors: Sequence[LogitsProcessor] = (),
+        grammars: GrammarStore | None = None,
     ) -> None:
         self._transfers = transfers
         self._mode = logprobs_mode
-        self._logits_features = list(_logits_features(batch, vocab_size, processors))
+        grammars = grammars or GrammarStore(StructuredOutputsSettings())
+        self._logits_features = [
+            *_logits_features(batch, vocab_size, processors),
+            GrammarMask(batch, vocab_size, grammars),
+        ]
         self._draw = Draw(batch, vocab_size, transfers.torch_device)
         self._logprobs = Logprobs(batch)
         self._features: list[Feature[Any]] = [*self._logits_features, self._draw, self._logprobs]

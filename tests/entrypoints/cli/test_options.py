@@ -52,6 +52,8 @@ def values(owner: type[Config], field: dataclasses.Field[Any]) -> st.SearchStrat
         return st.fixed_dictionaries(
             {"group_size": st.sampled_from([32, 64, 128]), "symmetric": st.booleans()}
         )
+    if field.name == "structured_outputs_config":
+        return st.fixed_dictionaries({"cache_mb": st.integers(1), "disable_any_whitespace": st.booleans()})
     if field.name == "kv_events_config":
         return st.fixed_dictionaries({"buffer_steps": st.integers(1), "topic": TEXT})
     if info.choices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -90,3 +91,31 @@ def test_mistakes_are_one_sentence(
     captured = capsys.readouterr()
     assert message in captured.err.splitlines()[-1]
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        (["--regex", "[0-9]{3}"], r"\d{3}"),
+        (["--choice", "yes", "--choice", "no"], "yes|no"),
+        (["--json-schema", '{"enum": [1, "a"]}'], '1|"a"'),
+        (["--json-schema", "@SCHEMA"], "true|false"),
+    ],
+    ids=["regex", "choice", "schema", "file"],
+)
+def test_an_answer_has_the_form_that_it_is_given(
+    model: str, options: list[str], pattern: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "boolean"}')
+    options = [option.replace("SCHEMA", str(tmp_path / "schema.json")) for option in options]
+    assert main(["run", "hello", "--model", model, *ENGINE, "--max-tokens", "20", *options]) == 0
+    assert re.fullmatch(pattern, capsys.readouterr().out.strip())
+
+
+@pytest.mark.parametrize(
+    "options", [["--regex", "a", "--choice", "b"], ["--json-schema", "{"], ["--json-schema", "@no"]]
+)
+def test_a_form_that_is_none_is_a_mistake(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["run", "hello"], ["complete"], ["chat"]):
+        assert main([*command, *options]) == 2
+        assert "--json-schema" in capsys.readouterr().err

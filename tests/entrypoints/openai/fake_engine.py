@@ -40,10 +40,14 @@ class FakeTokenizer:
     eos_token = "<|im_end|>"
     eos_token_id = 257
     special_tokens = frozenset(SPECIAL)
+    is_bytewise = begins_bytewise = True
 
     def __init__(self, chat_template: str | None = TEMPLATE) -> None:
         self.chat_template = chat_template
         self.chat_templates = {} if chat_template is None else {"default": chat_template}
+
+    def has_text(self, ids: list[int]) -> bool:
+        return any(i < 256 for i in ids)
 
     def min_num_tokens(self, text: str) -> int:
         return 0
@@ -172,6 +176,7 @@ class FakeEngine:
         tokenized = self.input_processor.tokenize(prompt)
         if isinstance(sampling_params, BeamSearchParams):
             sampling_params = self._recited(tokenized, sampling_params)
+        sampling_params = self.input_processor.constraints.settled(sampling_params)
         children = self.input_processor.process(
             request_id, tokenized, sampling_params, priority=priority, tenant=tenant
         )

@@ -9,6 +9,7 @@ RELATIONS = (
     # Between fields.
     r"top_logprobs needs logprobs true",
     r"stream_options needs stream true",
+    r"a beam search cannot be held to a form",
     r"prompt_logprobs cannot be streamed",
     r"logprobs are not supported together with tools",
     r"min_tokens \(\d+\) is greater than max_",
@@ -49,8 +50,15 @@ RELATIONS = (
     # With the template or the server, where fields without effect are refused.
     r"unknown field '(messages\[\]\.name|enable_thinking|chat_template_kwargs\.|options\.|think(ing)?')",
     r"unknown field '(reasoning|output_config)[._]effort'",
-    # What is described as its API has it, and not there yet.
-    r"(format|output_config) is not supported",
+    # Constraints: whether one can be enforced, and how many there are.
+    r"(format|json|schema|structural_tag|tools) at /[^:]*: ",
+    r"is refused: ",
+    r"(is no valid JSON|must be a JSON object or its text)",
+    r"must not hold the character NUL",
+    r"has \d+ bytes, the limit is",
+    r"cannot be sent together with",
+    r"guided_whitespace_pattern needs guided_json",
+    r"tool_choice (needs tools|names the function)",
     # JSON within text.
     r"arguments must be (the text of )?a JSON object",
     # Of JSON itself: what a double or 64 bits cannot hold, and half a character.

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol import shapes
+from quire.entrypoints.openai.protocol.constraints import ConstraintFields
 from quire.errors import DeadlineError
 from quire.sampling_extras import MAX_PATTERN_COUNT, MAX_PATTERN_SIZE
 
@@ -66,7 +67,7 @@ class RepetitionDetection(RequestModel):
     min_count: int = Field(0, ge=0, le=MAX_PATTERN_COUNT)
 
 
-class GenerationRequest(RequestModel):
+class GenerationRequest(RequestModel, ConstraintFields):
     """What completions and chat completions share; None is the model's or the field's default."""
 
     model: str | None = None
@@ -146,6 +147,7 @@ class ToolFunction(RequestModel):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(RequestModel):
@@ -175,7 +177,7 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool = True
     functions: list[ToolFunction] | None = None
-    function_call: ToolChoice = None
+    function_call: Annotated[str | dict[str, Any] | None, WithJsonSchema(shapes.FUNCTION_CALL)] = None
     include_reasoning: bool = True
 
 

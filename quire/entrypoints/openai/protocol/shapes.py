@@ -60,7 +60,7 @@ PARAMETERS: Schema = {
 """As `chat.tool_schemas` checks them; patterns, since all else in it is the client's own."""
 FUNCTION = object_of(
     {"name": {**TEXT, "minLength": 1, "maxLength": 256}},
-    {"description": TEXT, "parameters": PARAMETERS},
+    {"description": TEXT, "parameters": PARAMETERS, "strict": {"type": "boolean"}},
 )
 TOOL = object_of({"type": enum("function"), "function": FUNCTION})
 """As the model `Tool` checks it."""
@@ -90,8 +90,48 @@ MESSAGE = any_of(
 MESSAGES = array(MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
 
 # `tool_choice.tools_in_use`
-TOOL_CHOICE = enum("auto", "none", None)
-"""Also of `legacy_functions.translate`."""
+TOOL_CHOICE = any_of(
+    enum("auto", "none", "required", None),
+    object_of({"function": object_of({"name": TEXT})}, {"type": enum("function")}),
+)
+FUNCTION_CALL = any_of(enum("auto", "none", None), object_of({"name": TEXT}))
+"""As `legacy_functions.translate` reads it."""
+
+# `constraints.constraint_of`
+JSON_SCHEMA: Schema = {"type": ["object", "boolean"]}
+GRAMMAR: Schema = {**TEXT, "minLength": 1}
+SCHEMA_OR_TEXT = any_of({"type": "object"}, JSON_OBJECT_TEXT)
+_NAMED_SCHEMA = object_of(
+    {"schema": JSON_SCHEMA}, {"name": TEXT, "description": TEXT, "strict": {"type": "boolean"}}
+)
+RESPONSE_FORMAT = any_of(
+    object_of({"type": enum("text")}),
+    object_of({"type": enum("json_object")}, {"schema": JSON_SCHEMA}),
+    object_of({"type": enum("json_schema"), "json_schema": _NAMED_SCHEMA}),
+    object_of({"type": enum("structural_tag"), "format": {"type": "object"}}),
+    object_of({"type": enum("grammar"), "grammar": GRAMMAR}),
+    object_of({"type": enum("regex"), "pattern": TEXT}),
+)
+_FLAGS = {
+    "disable_any_whitespace": {"type": "boolean"},
+    "disable_additional_properties": {"type": "boolean"},
+    "whitespace_pattern": TEXT,
+}
+CHOICE = array({**TEXT, "minLength": 1}, minItems=1)
+STRUCTURED_OUTPUTS = any_of(
+    *(
+        {**object_of({name: schema}, _FLAGS), "additionalProperties": False}
+        for name, schema in {
+            "json": any_of(JSON_SCHEMA, JSON_OBJECT_TEXT),
+            "regex": TEXT,
+            "choice": CHOICE,
+            "grammar": GRAMMAR,
+            "json_object": enum(True),
+            "structural_tag": SCHEMA_OR_TEXT,
+        }.items()
+    )
+)
+"""A constraint, and how it is read; whether it can be enforced is known when it has been compiled."""
 
 # `chat_prompt.chat_token_ids`
 TEMPLATE_OPTIONS: Schema = {

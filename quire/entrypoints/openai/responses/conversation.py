@@ -16,6 +16,7 @@ from quire.errors import ValidationError
 SAME_NAME = (
     "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "stop", "stop_token_ids", "priority", "cache_salt", "user", "chat_template_kwargs", "parallel_tool_calls",
+    "structured_outputs",
 )  # fmt: skip
 CHAT_NAMES = {
     "messages": "input",
@@ -30,6 +31,7 @@ STATEFUL = ("store", "background", "previous_response_id", "conversation", "prom
 NEUTRAL = {"store": (None, False), "background": (None, False), "previous_response_id": (None, "")}
 """Values of these fields that ask for nothing, besides null."""
 LOGPROBS = "message.output_text.logprobs"
+FUNCTION = ("name", "description", "parameters", "strict")
 Fields = dict[str, Any]
 
 
@@ -181,7 +183,7 @@ def _tool(tool: Fields, where: str) -> Fields:
             f"{where}.type must be function, the only kind of tool that this server has",
             param=f"{where}.type",
         )
-    function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
+    function = {name: tool[name] for name in FUNCTION if name in tool}
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise ValidationError(f"{where}.name must be text", param=f"{where}.name")
     return {"type": "function", "function": function}

@@ -14,7 +14,8 @@ from pydantic import Field, WithJsonSchema
 
 from quire.entrypoints.openai.field_policy import Place, unless
 from quire.entrypoints.openai.protocol import shapes
-from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, TemplateOptions, ToolChoice
+from quire.entrypoints.openai.protocol.constraints import StructuredOutputs
+from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, TemplateOptions
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of, text_parts
 
@@ -29,7 +30,7 @@ ITEM = Place(
     frozenset({"type", "role", "content", "call_id", "name", "arguments", "output"}),
     inner={"content": PART, "output": PART},
 )
-TOOL = Place(frozenset({"type", "name", "description", "parameters"}))
+TOOL = Place(frozenset({"type", "name", "description", "parameters", "strict"}))
 TEXT = Place(
     frozenset({"format"}),
     refused={"verbosity": unless("medium")},
@@ -75,6 +76,7 @@ FORMAT = any_of(
         {"description": shapes.TEXT, "strict": {"type": "boolean"}},
     ),
 )
+TOOL_CHOICE = any_of(shapes.TOOL_CHOICE, object_of({"type": enum("function"), "name": shapes.TEXT}))
 TEXT_CONFIG = object_of({}, {"format": FORMAT, "verbosity": enum("medium")})
 REASONING = object_of({}, {"effort": shapes.TEXT})
 Stateless = Annotated[bool | None, WithJsonSchema(enum(False, None))]
@@ -100,7 +102,7 @@ class ResponsesRequest(RequestModel):
     temperature: float | None = None
     top_p: float | None = None
     tools: Annotated[Objects | None, WithJsonSchema(shapes.optional(TOOLS))] = None
-    tool_choice: ToolChoice = None
+    tool_choice: Annotated[str | dict[str, Any] | None, WithJsonSchema(TOOL_CHOICE)] = None
     parallel_tool_calls: bool = True
     text: Annotated[dict[str, Any] | None, WithJsonSchema(shapes.optional(TEXT_CONFIG))] = None
     top_logprobs: int | None = None
@@ -125,6 +127,7 @@ class ResponsesRequest(RequestModel):
     priority: int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: TemplateOptions = None
+    structured_outputs: StructuredOutputs = None
 
 
 class InputDetails(msgspec.Struct):

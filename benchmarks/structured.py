@@ -1,0 +1,108 @@
+"""What a constraint costs: tokens per second with and without a JSON schema, in turns, on one engine.
+
+    python benchmarks/structured.py [MODEL] [--batch-size 16] [--num-tokens 200] [--num-rounds 8] [--json FILE]
+
+Every request generates the same number of tokens either way. The schema is such that its texts never end before: a list
+of objects without a bound. Printed are the medians over the rounds, and of each round's ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quire import LLM, SamplingParams
+from quire.config import DEMO_MODEL
+from quire.sampling_params import StructuredOutputsParams
+
+SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 4, "maxLength": 40},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+            "address": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+        "required": ["name", "age", "tags", "address"],
+        "additionalProperties": False,
+    },
+}
+PROMPT = "A list of people, as JSON: "
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one model and batch size."""
+
+    model: str
+    batch_size: int
+    num_tokens: int
+    free_tokens_per_s: float
+    constrained_tokens_per_s: float
+    loss: float
+    """1 - constrained / free, the median over the rounds."""
+
+    def line(self) -> str:
+        return (
+            f"{self.model}, batch {self.batch_size}: {self.free_tokens_per_s:.0f} tokens/s free, "
+            f"{self.constrained_tokens_per_s:.0f} with a schema, {self.loss:.1%} less"
+        )
+
+
+def tokens_per_s(llm: LLM, args: argparse.Namespace, constraint: StructuredOutputsParams | None) -> float:
+    """Of one round."""
+    params = [
+        SamplingParams(
+            structured_outputs=constraint,
+            seed=seed,
+            max_tokens=args.num_tokens,
+            ignore_eos=constraint is None,
+        )
+        for seed in range(args.batch_size)
+    ]
+    started = time.perf_counter()
+    outputs = llm.generate([PROMPT] * args.batch_size, params, use_tqdm=False)
+    duration = time.perf_counter() - started
+    return sum(len(output.outputs[0].token_ids) for output in outputs) / duration
+
+
+def measure(args: argparse.Namespace) -> Cost:
+    llm = LLM(args.model, max_num_seqs=args.batch_size, enable_prefix_caching=False)
+    constraint = StructuredOutputsParams(json=SCHEMA)
+    for warm_up in (None, constraint):
+        tokens_per_s(llm, args, warm_up)
+    rounds = [
+        (tokens_per_s(llm, args, None), tokens_per_s(llm, args, constraint)) for _ in range(args.num_rounds)
+    ]
+    free, constrained = zip(*rounds, strict=True)
+    loss = statistics.median(1 - slow / fast for fast, slow in rounds)
+    medians = statistics.median(free), statistics.median(constrained)
+    return Cost(args.model, args.batch_size, args.num_tokens, *medians, loss)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default=DEMO_MODEL)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--num-tokens", type=int, default=200)
+    parser.add_argument("--num-rounds", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    cost = measure(args)
+    print(cost.line())
+    if args.json:
+        args.json.write_text(json.dumps(asdict(cost)))
+
+
+if __name__ == "__main__":
+    main()

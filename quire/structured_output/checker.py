@@ -1,0 +1,160 @@
+"""Whether a constraint compiles within limits of time and memory, found out in processes that can be killed.
+
+Invariant: whatever a constraint does to the library (no end, all memory, a crash), it does it in a process of its own,
+and the answer is an error with a reason. Such a process knows the 256 bytes as its tokens: what compiling takes depends
+on the constraint and hardly on the vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import IO
+
+import msgspec
+
+from quire.errors import UnavailableError
+from quire.structured_output.check_messages import Answer, Question, read_frame, write_frame
+from quire.structured_output.params import StructuredOutputsParams, invalid
+from quire.structured_output.settings import StructuredOutputsSettings
+
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""A process that forks has no threads of libraries, which a fork has not."""
+GRACE_S = 5.0
+"""More than its deadline that a checker gets to start, and to answer."""
+
+
+class Checker:
+    """Up to `num_checkers` processes, started when they are first needed.
+
+    Threads may share one.
+    """
+
+    def __init__(self, settings: StructuredOutputsSettings) -> None:
+        self._settings = settings
+        self._free = threading.Semaphore(settings.num_checkers)
+        self._lock = threading.Lock()
+        self._idle: list[CheckProcess] = []
+        self._busy: set[CheckProcess] = set()
+        self._is_closed = False
+
+    def checked(
+        self, params: StructuredOutputsParams, special: Sequence[str] = ()
+    ) -> StructuredOutputsParams:
+        """The constraint as it is to be compiled, once it is known to be good.
+
+        Args:
+            params: settled.
+            special: literals of special tokens.
+
+        Raises:
+            ValidationError: it cannot be compiled within the limits, or at all.
+            UnavailableError: no checker was free in all the time that one may take.
+        """
+        if not self._free.acquire(timeout=self._settings.compile_timeout_s + GRACE_S):
+            raise UnavailableError("constraints of other requests are being checked; try again")
+        try:
+            answer = self._ask(params, special)
+        finally:
+            self._free.release()
+        if answer.params is None:
+            raise invalid(
+                params.kind, answer.error if answer.error.startswith("at ") else f"is refused: {answer.error}"
+            )
+        return answer.params
+
+    def close(self) -> None:
+        """End the processes; calling it twice is fine."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            for process in self._busy:
+                process.stop()  # and who waits for its answer does the rest
+        for process in idle:
+            process.kill()
+
+    def _ask(self, params: StructuredOutputsParams, special: Sequence[str]) -> Answer:
+        process = self._take()
+        question = Question(
+            params,
+            tuple(special),
+            self._settings.backend,
+            self._settings.compile_timeout_s,
+            self._settings.compile_memory_mb,
+        )
+        answer = process.ask(question, self._settings.compile_timeout_s + GRACE_S)
+        self._put_back(process, is_well=answer is not None)
+        return answer or Answer(error="the process that checks constraints failed on it")
+
+    def _take(self) -> CheckProcess:
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is not None and not process.is_alive:
+            process.kill()
+            process = None
+        process = process or CheckProcess()
+        with self._lock:
+            self._busy.add(process)
+            if self._is_closed:
+                process.stop()
+        return process
+
+    def _put_back(self, process: CheckProcess, *, is_well: bool) -> None:
+        with self._lock:
+            self._busy.discard(process)
+            if is_well and not self._is_closed:
+                self._idle.append(process)
+                return
+        process.kill()
+
+
+class CheckProcess:
+    """The parent's end of a process of `check_process`, which ends when this end does."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "quire.structured_output.check_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | ONE_THREAD,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._to: IO[bytes] = self._process.stdin
+        self._from: IO[bytes] = self._process.stdout
+        self._poll = select.poll()
+        self._poll.register(self._from, select.POLLIN)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, question: Question, timeout_s: float) -> Answer | None:
+        """The answer; None if there is none in time, or the process has ended."""
+        try:
+            write_frame(self._to, msgspec.msgpack.encode(question))
+            if not self._poll.poll(timeout_s * 1000):
+                return None
+            frame = read_frame(self._from)
+            return None if frame is None else msgspec.msgpack.decode(frame, type=Answer)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def stop(self) -> None:
+        """End the process; whoever waits for an answer learns that there is none."""
+        self._process.kill()
+
+    def kill(self) -> None:
+        """End the process, and let go of what led to it; nobody may wait for an answer."""
+        self._process.kill()
+        self._process.wait()
+        self._to.close()
+        self._from.close()
+
+    def __del__(self) -> None:
+        if self._process.poll() is None:
+            self.kill()

@@ -1,0 +1,173 @@
+"""Regular expressions of JSON Schema (ECMA-262, with the flag u) in the syntax of the grammar library (Rust's regex).
+
+Invariant: what is returned matches what the original matches, or it is refused: an escape or a group that the two read
+differently is never passed on as it stands. Anchors, quantifiers and alternatives are the same in both.
+
+Source: ECMA-262 (2024), 22.2.1 and 22.2.2; syntax of the Rust crate `regex` 1.11.
+"""
+
+from __future__ import annotations
+
+import re
+
+WHITE_SPACE = r"\t-\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
+ANY = r"[\s\S]"
+ANY_BUT_LINE_ENDS = r"[^\n\r\u{2028}\u{2029}]"
+NEGATED = frozenset("DWSP")
+_QUANTIFIER = re.compile(r"\{\d+(,\d*)?\}")
+_CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\})")
+_PROPERTY = re.compile(r"\\([pP])\{[A-Za-z_=0-9]+\}")
+_NAME = re.compile(r"<[A-Za-z_][A-Za-z0-9_]*>")
+_CONTROLS = {"t": r"\t", "n": r"\n", "r": r"\r", "v": r"\u{b}", "f": r"\u{c}", "0": r"\u{0}"}
+
+
+class RegexError(ValueError):
+    """The expression has no equal; the message says which part of it."""
+
+
+def to_rust(pattern: str) -> str:
+    """The same expression in Rust's syntax.
+
+    Raises:
+        RegexError: it has a lookaround, a back reference, a word boundary, or what is no expression at all.
+    """
+    return _Reader(pattern).read()
+
+
+class _Reader:
+    """Walks over an expression once."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._place = 0
+
+    def read(self) -> str:
+        parts: list[str] = []
+        while self._place < len(self._pattern):
+            parts.append(self._item())
+        return "".join(parts)
+
+    def _item(self) -> str:
+        char = self._pattern[self._place]
+        if char == "\\":
+            return self._escape(in_class=False)[0]
+        if char == "[":
+            return self._class()
+        if char == "(":
+            return self._group()
+        if char == "{":
+            return self._quantifier()
+        self._place += 1
+        if char == ".":
+            return ANY_BUT_LINE_ENDS
+        return char if char in "^$*+?)|" else _literal(char)
+
+    def _group(self) -> str:
+        self._place += 1
+        if not self._pattern.startswith("?", self._place):
+            return "(?:"
+        if self._pattern.startswith("?:", self._place):
+            self._place += 2
+            return "(?:"
+        name = _NAME.match(self._pattern, self._place + 1)
+        if name is None:
+            raise RegexError(f"(?{self._pattern[self._place + 1 : self._place + 3]} is not supported")
+        self._place = name.end()
+        return "(?:"
+
+    def _quantifier(self) -> str:
+        found = _QUANTIFIER.match(self._pattern, self._place)
+        if found is None:
+            raise RegexError("a { that stands for itself must be written \\{")
+        self._place = found.end()
+        return found[0]
+
+    def _escape(self, *, in_class: bool) -> tuple[str, bool]:
+        """What an escape stands for, and whether that is one character."""
+        code = _CODE.match(self._pattern, self._place)
+        if code is not None:
+            self._place = code.end()
+            return _literal(self._code_point(int(next(filter(None, code.groups())), 16))), True
+        name = _PROPERTY.match(self._pattern, self._place)
+        if name is not None:
+            self._place = name.end()
+            return name[0], False
+        char = self._pattern[self._place + 1 : self._place + 2]
+        self._place += 2
+        return self._short_escape(char, in_class)
+
+    def _short_escape(self, char: str, in_class: bool) -> tuple[str, bool]:
+        if char in ("d", "D", "w", "W"):
+            return f"\\{char}", False
+        if char in ("s", "S"):
+            return f"[{'^' if char == 'S' else ''}{WHITE_SPACE}]", False
+        if char == "b" and in_class:
+            return r"\u{8}", True
+        if char == "c" and self._place < len(self._pattern) and self._pattern[self._place].isascii():
+            return self._control(), True
+        if char == "0" and self._pattern[self._place : self._place + 1].isdigit():
+            raise RegexError("octal escapes are not supported")
+        if char in _CONTROLS:
+            return _CONTROLS[char], True
+        if char and char.isascii() and not char.isalnum() and char != "_":
+            return _literal(char), True
+        raise RegexError(f"\\{char} is not supported" if char else "it ends with a backslash")
+
+    def _control(self) -> str:
+        letter = self._pattern[self._place]
+        if not letter.isalpha():
+            raise RegexError(f"\\c{letter} is not supported")
+        self._place += 1
+        return f"\\u{{{ord(letter) % 32:x}}}"
+
+    def _code_point(self, first: int) -> str:
+        """A character, which may be written as two surrogates."""
+        if not 0xD800 <= first < 0xE000:
+            if first > 0x10FFFF:
+                raise RegexError(f"there is no character {first:#x}")
+            return chr(first)
+        second = _CODE.match(self._pattern, self._place)
+        low = int(second[2], 16) if second is not None and second[2] else 0
+        if first >= 0xDC00 or not 0xDC00 <= low < 0xE000 or second is None:
+            raise RegexError("half of a surrogate pair is no character")
+        self._place = second.end()
+        return chr(0x10000 + ((first - 0xD800) << 10) + (low - 0xDC00))
+
+    def _class(self) -> str:
+        self._place += 1
+        start = "[^" if self._pattern.startswith("^", self._place) else "["
+        self._place += len(start) - 1
+        if self._pattern.startswith("]", self._place):
+            self._place += 1
+            if start == "[":
+                raise RegexError("[] matches nothing")
+            return ANY
+        parts: list[str] = []
+        while not self._pattern.startswith("]", self._place):
+            parts.append(self._class_item())
+        self._place += 1
+        return f"{start}{''.join(parts)}]"
+
+    def _class_item(self) -> str:
+        """A character, a range or an escape that stands for several characters."""
+        first, is_char = self._class_atom()
+        is_range = self._pattern.startswith("-", self._place) and self._pattern[self._place + 1 :][:1] != "]"
+        if not is_range or not is_char:
+            return first
+        self._place += 1
+        last, is_char = self._class_atom()
+        return f"{first}-{last}" if is_char else f"{first}\\-{last}"
+
+    def _class_atom(self) -> tuple[str, bool]:
+        if self._place >= len(self._pattern):
+            raise RegexError("a [ is not closed")
+        char = self._pattern[self._place]
+        if char == "\\":
+            return self._escape(in_class=True)
+        self._place += 1
+        return _literal(char), True
+
+
+def _literal(char: str) -> str:
+    """A character that stands for itself, inside and outside of brackets."""
+    return char if char.isalnum() and char.isascii() else f"\\u{{{ord(char):x}}}"

@@ -1,0 +1,60 @@
+"""From a constraint as a client sends it to one that a backend compiles as it stands.
+
+Invariant: settling is pure, and bounded by the size of its input; it is done once, by the front end. What is settled is
+within the limits here; whether it compiles within time and memory is for `Checker` to find out.
+"""
+
+from __future__ import annotations
+
+from quire.structured_output.params import StructuredOutputsParams, invalid
+from quire.structured_output.schema import MAX_SCHEMA_BYTES, dump_json, parse_json, settle_schema
+from quire.structured_output.settings import StructuredOutputsSettings
+from quire.structured_output.structural_tag import settle_tag
+
+MAX_GRAMMAR_BYTES = MAX_SCHEMA_BYTES
+FLEXIBLE_SPACE = r"( |\n[ \t]{0,32})?"
+"""What may stand between the tokens of JSON, if nothing else is said: nothing, a space, or a line break with an
+indentation. Whoever may put any number of spaces in a place may never come to an end."""
+NO_SPACE = ""
+
+
+def settle(params: StructuredOutputsParams, settings: StructuredOutputsSettings) -> StructuredOutputsParams:
+    """The same constraint in a form that depends on no setting.
+
+    Raises:
+        ValidationError: it is beyond a limit, or cannot be enforced; says which part of it, and why.
+    """
+    closed = params.disable_additional_properties or settings.disable_additional_properties
+    space = params.whitespace_pattern
+    if params.disable_any_whitespace or (space is None and settings.disable_any_whitespace):
+        space = NO_SPACE
+    elif space is None:
+        space = FLEXIBLE_SPACE
+    for name in ("regex", "grammar", "whitespace_pattern"):
+        _check_size(name, getattr(params, name))
+    if params.json is not None:
+        schema = settle_schema("json", parse_json("json", _text(params.json)), closed=closed)
+        return StructuredOutputsParams(json=dump_json(schema), whitespace_pattern=space)
+    if params.json_object:
+        return StructuredOutputsParams(json='{"type":"object"}', whitespace_pattern=space)
+    if params.structural_tag is not None:
+        tag = settle_tag(parse_json("structural_tag", _text(params.structural_tag)), closed=closed)
+        return StructuredOutputsParams(structural_tag=dump_json(tag), whitespace_pattern=space)
+    if params.choice is not None:
+        _check_size("choice", "".join(params.choice))
+        return StructuredOutputsParams(choice=params.choice)
+    return StructuredOutputsParams(regex=params.regex, grammar=params.grammar)
+
+
+def _text(value: object) -> str:
+    assert isinstance(value, str), "StructuredOutputsParams keeps JSON as text"
+    return value
+
+
+def _check_size(name: str, text: str | None) -> None:
+    try:
+        num_bytes = len((text or "").encode())
+    except UnicodeEncodeError as error:
+        raise invalid(name, f"is not valid Unicode: lone surrogate at position {error.start}") from None
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise invalid(name, f"has {num_bytes} bytes, the limit is {MAX_GRAMMAR_BYTES}")

@@ -1,0 +1,147 @@
+"""Compiled grammars, kept by what they were compiled from.
+
+Invariant: what is kept stays within a number of bytes, and what is compiled again is the same. Compiling happens in one
+thread, beside whoever asks; a constraint that cannot be compiled is remembered like one that can.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Matcher
+from quire.structured_output.backends import resolve_backend
+from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_output.settings import MiB, StructuredOutputsSettings
+from quire.structured_output.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+BASE_BYTES = 192 * 1024
+BYTES_PER_BYTE = 64
+"""What a compiled grammar takes in memory, roughly and from above: so much, and so much for each byte of its text."""
+COMPILE_NICENESS = 10
+
+
+class GrammarStore:
+    """The grammars of one model.
+
+    Args:
+        settings: names the backend and how much is kept.
+    """
+
+    def __init__(self, settings: StructuredOutputsSettings) -> None:
+        self._settings = settings
+        self._source: Callable[[], Vocabulary] | None = None
+        self._backend: GrammarBackend | None = None
+        self._kept: OrderedDict[bytes, Grammar | GrammarError] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        self._making_backend = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def use_vocabulary(self, source: Callable[[], Vocabulary]) -> None:
+        """Where to find the model's tokens, when the first grammar needs them."""
+        self._source = source
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is kept, as it is counted."""
+        return self._num_bytes
+
+    def prepare(self, params: StructuredOutputsParams) -> Future[None]:
+        """Compile in the background; done when `matcher` will not take long, which may be at once."""
+        done: Future[None] = Future()
+        if self._find(params.key) is not None:
+            done.set_result(None)
+            return done
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "quire-grammars", initializer=_be_modest)
+        return self._thread.submit(self._prepare, params)
+
+    def matcher(self, params: StructuredOutputsParams, *, shared: bool = True) -> Matcher:
+        """A matcher at the start of a text.
+
+        Raises:
+            GrammarError: the constraint cannot be compiled.
+        """
+        return self._compiled(params).new_matcher(shared=shared)
+
+    def renew(self, params: StructuredOutputsParams) -> None:
+        """Forget a grammar whose shared states have become too many; those who use it go on."""
+        with self._lock:
+            self._drop(params.key)
+
+    def close(self) -> None:
+        """Compile nothing more in the background; calling it twice is fine."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(self, params: StructuredOutputsParams) -> None:
+        try:
+            self._compiled(params)
+        except GrammarError as error:
+            logger.info("a grammar cannot be compiled: %s", error)
+
+    def _compiled(self, params: StructuredOutputsParams) -> Grammar:
+        found = self._find(params.key)
+        if found is None:
+            found = self._compile(params)
+            self._keep(params.key, found)
+        if isinstance(found, GrammarError):
+            raise found
+        return found
+
+    def _compile(self, params: StructuredOutputsParams) -> Grammar | GrammarError:
+        try:
+            return self._loaded_backend().compile(params)
+        except GrammarError as error:
+            return GrammarError(
+                str(error), exhausted=error.exhausted
+            )  # without the traceback, which holds frames
+        except Exception:  # a tokenizer or a library that fails costs those who need it, and no core
+            logger.exception("a grammar could not be compiled")
+            return GrammarError("grammars cannot be compiled here; the server's log says why")
+
+    def _loaded_backend(self) -> GrammarBackend:
+        with self._making_backend:
+            if self._backend is None:
+                assert self._source is not None, "use_vocabulary comes first"
+                self._backend = resolve_backend(self._settings.backend)(self._source())
+            return self._backend
+
+    def _find(self, key: bytes) -> Grammar | GrammarError | None:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def _keep(self, key: bytes, found: Grammar | GrammarError) -> None:
+        """The newest is always kept, whatever it takes."""
+        with self._lock:
+            self._drop(key)
+            self._kept[key] = found
+            self._num_bytes += _cost(key)
+            while self._num_bytes > self._settings.cache_mb * MiB and len(self._kept) > 1:
+                self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: bytes) -> None:
+        if self._kept.pop(key, None) is not None:
+            self._num_bytes -= _cost(key)
+
+
+def _cost(key: bytes) -> int:
+    return BASE_BYTES + BYTES_PER_BYTE * len(key)
+
+
+def _be_modest() -> None:
+    """Let the model go first, where the system has priorities of threads."""
+    if hasattr(os, "setpriority"):
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICENESS)
+        except OSError as error:
+            logger.debug("compiling has the priority of everything else: %s", error)

@@ -1,0 +1,151 @@
+"""Structural tags: constraints made of pieces, some fixed, some free, some of a schema.
+
+Invariant: after `settle_tag` a tag is one tree of the formats below, every schema in it is settled, and nothing is left
+to look up. Two spellings come in, both vLLM's: `{"type": "structural_tag", "format": FORMAT}`, and the older one of
+`structures` and `triggers`. `{"type": "sequence", ...}` and its like are also how a program says "this text, then a
+value of that schema".
+
+| format | text that it takes |
+|---|---|
+| `const_string` `value` | that text |
+| `json_schema` `json_schema` | a JSON value of the schema |
+| `regex` `pattern` | what matches as a whole |
+| `grammar` `grammar` | what a Lark grammar takes |
+| `any_text` | anything |
+| `sequence` `elements` | one after the other |
+| `or` `elements` | one of them |
+| `tag` `begin` `content` `end` | the content between two texts |
+| `triggered_tags` `triggers` `tags` `at_least_one` `stop_after_first` | free text, in which a trigger begins a tag |
+| `tags_with_separator` `tags` `separator` `at_least_one` `stop_after_first` | tags, and that text between them |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from quire.errors import ValidationError
+from quire.structured_output.params import invalid
+from quire.structured_output.pointer import Path, pointer
+from quire.structured_output.schema import settle_schema
+
+NAME = "structural_tag"
+Format = dict[str, Any]
+
+
+def settle_tag(tag: Any, *, closed: bool) -> Format:
+    """The tree of formats of a structural tag.
+
+    Raises:
+        ValidationError: it has another shape, or a schema in it cannot be enforced; the message has the JSON pointer.
+    """
+    reader = _Reader(closed)
+    if isinstance(tag, dict) and tag.get("type") == "structural_tag":
+        if "format" in tag:
+            return reader.format(tag["format"], ("format",))
+        return reader.old_form(tag)
+    return reader.format(tag, ())
+
+
+def _error(path: Path, why: str) -> ValidationError:
+    return invalid(NAME, f"at {pointer(path)}: {why}")
+
+
+class _Reader:
+    """Checks formats, and settles the schemas in them."""
+
+    def __init__(self, closed: bool) -> None:
+        self._closed = closed
+        self._readers: dict[str, Callable[[Format, Path], Format]] = {
+            "const_string": lambda one, path: {"value": self._text(one, "value", path)},
+            "regex": lambda one, path: {"pattern": self._text(one, "pattern", path)},
+            "grammar": lambda one, path: {"grammar": self._text(one, "grammar", path)},
+            "json_schema": lambda one, path: {"json_schema": self._schema(one, "json_schema", path)},
+            "any_text": lambda one, path: {},
+            "sequence": self._elements,
+            "or": self._elements,
+            "tag": self._tag,
+            "triggered_tags": self._triggered,
+            "tags_with_separator": self._separated,
+        }
+
+    def format(self, one: Any, path: Path) -> Format:
+        """One format in its one form."""
+        if not isinstance(one, dict) or one.get("type") not in self._readers:
+            known = ", ".join(self._readers)
+            raise _error(path, f"a format must be an object whose type is one of {known}")
+        return {"type": one["type"], **self._readers[one["type"]](one, path)}
+
+    def old_form(self, tag: Format) -> Format:
+        """{"structures": [{begin, schema, end}], "triggers": [...]}"""
+        structures = self._list(tag, "structures", ())
+        tags = []
+        for index, structure in enumerate(structures):
+            path: Path = ("structures", str(index))
+            if not isinstance(structure, dict):
+                raise _error(path, "must be an object of begin, schema and end")
+            content = {"type": "json_schema", "json_schema": self._schema(structure, "schema", path)}
+            tags.append({"type": "tag", **self._ends(structure, path), "content": content})
+        return self._with_triggers(tags, self._texts(tag, "triggers", ()), tag, ())
+
+    def _elements(self, one: Format, path: Path) -> Format:
+        elements = self._list(one, "elements", path)
+        return {
+            "elements": [
+                self.format(inner, (*path, "elements", str(index))) for index, inner in enumerate(elements)
+            ]
+        }
+
+    def _tag(self, one: Format, path: Path) -> Format:
+        return {**self._ends(one, path), "content": self.format(one.get("content"), (*path, "content"))}
+
+    def _tags(self, one: Format, path: Path) -> list[Format]:
+        tags = []
+        for index, inner in enumerate(self._list(one, "tags", path)):
+            if not isinstance(inner, dict):
+                raise _error((*path, "tags", str(index)), "must be a tag")
+            tags.append(self.format({**inner, "type": "tag"}, (*path, "tags", str(index))))
+        return tags
+
+    def _triggered(self, one: Format, path: Path) -> Format:
+        return self._with_triggers(self._tags(one, path), self._texts(one, "triggers", path), one, path)
+
+    def _with_triggers(self, tags: list[Format], triggers: list[str], one: Format, path: Path) -> Format:
+        for index, tag in enumerate(tags):
+            if not any(tag["begin"].startswith(trigger) for trigger in triggers):
+                raise _error(path, f"tag {index} begins with {tag['begin']!r:.100}, and no trigger does")
+        return {"type": "triggered_tags", "tags": tags, "triggers": triggers, **self._flags(one, path)}
+
+    def _separated(self, one: Format, path: Path) -> Format:
+        separator = self._text(one, "separator", path)
+        return {"tags": self._tags(one, path), "separator": separator, **self._flags(one, path)}
+
+    def _flags(self, one: Format, path: Path) -> dict[str, bool]:
+        flags = {name: one.get(name, False) for name in ("at_least_one", "stop_after_first")}
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise _error((*path, name), "must be true or false")
+        return flags
+
+    def _ends(self, one: Format, path: Path) -> dict[str, str]:
+        return {name: self._text(one, name, path) for name in ("begin", "end")}
+
+    def _schema(self, one: Format, key: str, path: Path) -> Format:
+        return settle_schema(NAME, one.get(key, True), closed=self._closed, root=(*path, key))
+
+    def _text(self, one: Format, key: str, path: Path) -> str:
+        if not isinstance(one.get(key), str):
+            raise _error((*path, key), "must be text")
+        return str(one[key])
+
+    def _texts(self, one: Format, key: str, path: Path) -> list[str]:
+        texts = self._list(one, key, path)
+        if not all(isinstance(text, str) and text for text in texts):
+            raise _error((*path, key), "must be a list of texts that are not empty")
+        return texts
+
+    def _list(self, one: Format, key: str, path: Path) -> list[Any]:
+        found = one.get(key)
+        if not isinstance(found, list) or not found:
+            raise _error((*path, key), "must be a list that is not empty")
+        return found

@@ -1,0 +1,223 @@
+"""What the engine does about constraints: it refuses some, and lets nobody wait for those that take long."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.engine.async_llm import MAX_CHECKS, AsyncLLM
+from quire.engine.constraints import Constraints
+from quire.engine.core import EngineCore
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.messages import AddRequest, EngineCoreRequest
+from quire.engine.startup import prepare
+from quire.engine.vocabulary import end_ids, vocabulary_of
+from quire.errors import ConfigError, UnavailableError, ValidationError
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.scheduler.output import RequestUpdate
+from tests.engine.tokenizer_kinds import EOS, KINDS, Kind, write_model_dir
+
+WAIT_S = 60.0
+NULL: dict[str, Any] = {"distributed_executor_backend": "null"}
+
+
+def params(regex: str | None) -> SamplingParams:
+    wanted = None if regex is None else StructuredOutputsParams(regex=regex)
+    return SamplingParams(structured_outputs=wanted, temperature=0.0, max_tokens=3, ignore_eos=True)
+
+
+class SlowExecutor:
+    """Stands in for an executor's `prepare_grammar`: grammars are ready when a test says so."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.futures: list[Future[None]] = []
+        core.executor.prepare_grammar = self.prepare  # type: ignore[method-assign]
+
+    def prepare(self, wanted: StructuredOutputsParams) -> Future[None]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+@pytest.fixture
+def core(null_model_dir: Path) -> Iterator[EngineCore]:
+    made = EngineCore(prepare(EngineConfig.from_args(model=str(null_model_dir), **NULL), "offline"))
+    yield made
+    made.shutdown()
+
+
+def add(core: EngineCore, name: str, regex: str | None) -> None:
+    core.handle(AddRequest(EngineCoreRequest(name, [1, 2, 3], params(regex), 0.0)))
+
+
+def run(core: EngineCore) -> list[RequestUpdate]:
+    updates: list[RequestUpdate] = []
+    while core.has_work():
+        updates += core.step().updates
+        core.scheduler.check_integrity()
+    return updates
+
+
+def test_nobody_waits_for_the_grammar_of_another(core: EngineCore) -> None:
+    slow = SlowExecutor(core)
+    add(core, "held", "a+")
+    add(core, "free", None)
+    assert {update.request_id for update in run(core)} == {"free"}
+    assert core.patience_s is not None
+    explained = core.explain("held")
+    assert explained is not None
+    assert "for its grammar to be ready" in str(explained)
+    slow.futures[0].set_result(None)
+    assert {update.request_id for update in run(core)} == {"held"}
+    assert core.patience_s is None
+
+
+def test_requests_with_the_same_grammar_wait_for_it_together(core: EngineCore) -> None:
+    slow = SlowExecutor(core)
+    for name, regex in [("1", "a+"), ("2", "a+"), ("3", "b+")]:
+        add(core, name, regex)
+    assert len(slow.futures) == 2
+    slow.futures[0].set_result(None)
+    assert {update.request_id for update in run(core)} == {"1", "2"}
+    slow.futures[1].set_result(None)
+    assert {update.request_id for update in run(core)} == {"3"}
+
+
+def test_a_held_request_can_be_aborted(core: EngineCore) -> None:
+    slow = SlowExecutor(core)
+    add(core, "held", "a+")
+    core.scheduler.finish_requests(["held"], "abort", 0.0)
+    slow.futures[0].set_result(None)
+    run(core)
+    assert not core.scheduler.has_unfinished_requests()
+    assert core.patience_s is None
+
+
+def constraints(kind: Kind, directory: Path) -> Constraints:
+    config = prepare(EngineConfig.from_args(model=str(write_model_dir(kind, directory)), **NULL), "offline")
+    return Constraints(config, kind.tokenizer, end_ids(config, kind.tokenizer))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_tokenizer_is_fit_for_grammars_or_the_request_is_refused(name: str, tmp_path: Path) -> None:
+    kind = Kind(name)
+    checks = constraints(kind, tmp_path)
+    if kind.tokenizer.is_bytewise:
+        assert checks.settled(params("a+")).structured_outputs == StructuredOutputsParams(regex="a+")
+        vocabulary = vocabulary_of(kind.tokenizer, kind.num_ids, [kind.backend.token_to_id(EOS)])
+        assert all(not vocabulary.tokens[token_id] for token_id in kind.special_ids)
+    else:
+        with pytest.raises(ValidationError, match="depends on its neighbours"):
+            checks.settled(params("a+"))
+    checks.close()
+
+
+@pytest.mark.parametrize("name", ["llama_2", "greedy_strip", "unigram", "byte_level", "gemma"])
+def test_a_prompt_without_text_is_refused_where_a_text_would_lose_its_first_space(
+    name: str, tmp_path: Path
+) -> None:
+    kind = Kind(name)
+    checks = constraints(kind, tmp_path)
+    checks.check_prompt([kind.whole_ids[0]])
+    only_special = [kind.backend.token_to_id("<s>")]
+    if name in ("byte_level", "gemma"):
+        checks.check_prompt(only_special)
+    else:
+        with pytest.raises(ValidationError, match="some text in it"):
+            checks.check_prompt(only_special)
+
+
+def test_a_backend_that_nobody_offers_is_refused_at_start(null_model_dir: Path) -> None:
+    config = EngineConfig.from_args(
+        model=str(null_model_dir), structured_outputs_config={"backend": "outlines"}
+    )
+    with pytest.raises(ConfigError, match="must be one of auto, guidance"):
+        prepare(config, "offline")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"backnd": "auto"}, {"compile_timeout_s": 0}, {"cache_mb": "much"}, {"num_checkers": 0}]
+)
+def test_a_wrong_key_or_value_of_the_option_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--structured-outputs-config: "):
+        EngineConfig.from_args(structured_outputs_config=wrong)
+
+
+def test_an_answer_is_remembered(null_model_dir: Path) -> None:
+    engine = LLMEngine(EngineConfig.from_args(model=str(null_model_dir), **NULL))
+    checks, asked = engine.input_processor.constraints, list[StructuredOutputsParams]()
+    check = checks._checker.checked
+
+    def counted(wanted: StructuredOutputsParams, special: Sequence[str] = ()) -> StructuredOutputsParams:
+        asked.append(wanted)
+        return check(wanted, special)
+
+    checks._checker.checked = counted  # type: ignore[method-assign]
+    for _ in range(3):
+        assert not checks.is_known(params("b")) or asked
+        checks.settled(params("b"))
+        with pytest.raises(ValidationError, match="unclosed group"):
+            checks.settled(params("("))
+    assert [wanted.regex for wanted in asked] == ["b", "("]
+    assert checks.is_known(params("b"))
+    engine.shutdown()
+
+
+def test_a_model_without_an_end_cannot_be_constrained(null_model_dir: Path) -> None:
+    config = prepare(EngineConfig.from_args(model=str(null_model_dir), **NULL), "offline")
+    with pytest.raises(ValidationError, match="end-of-sequence token"):
+        Constraints(config, Kind("byte_level").tokenizer, []).settled(params("a"))
+    with pytest.raises(ValidationError, match="needs a tokenizer"):
+        Constraints(config, None, []).settled(params("a"))
+
+
+async def test_the_event_loop_goes_on_while_a_constraint_is_checked(null_model_dir: Path) -> None:
+    engine = AsyncLLM(EngineConfig.from_args(model=str(null_model_dir), **NULL), in_process=True)
+    checks, goes_on = engine.input_processor.constraints, threading.Event()
+    settled = checks.settled
+
+    def slow(given: SamplingParams) -> SamplingParams:
+        if given.structured_outputs is not None:
+            assert goes_on.wait(WAIT_S)
+        return settled(given)
+
+    checks.settled = slow  # type: ignore[method-assign]
+    constrained = engine.generate([1, 2], params("a"), "slow")
+    waiting = asyncio.ensure_future(anext(constrained))
+    async for output in engine.generate([1, 2], params(None), "fast"):
+        assert output.request_id == "fast"
+    assert not waiting.done()
+    goes_on.set()
+    assert (await waiting).request_id == "slow"
+    await constrained.aclose()
+    await engine.shutdown()
+
+
+async def test_no_more_constraints_wait_to_be_checked_than_may(null_model_dir: Path) -> None:
+    engine = AsyncLLM(EngineConfig.from_args(model=str(null_model_dir), **NULL), in_process=True)
+    engine._num_checks = MAX_CHECKS
+    with pytest.raises(UnavailableError, match="wait to be checked"):
+        await anext(engine.generate([1, 2], params("a"), "one too many"))
+    assert (await anext(engine.generate([1, 2], params(None), "free"))).request_id == "free"
+    await engine.shutdown()
+
+
+def test_a_core_process_goes_on_with_a_grammar_that_took_its_time(null_model_dir: Path) -> None:
+    """The null executor has its grammars at once; what is asked for survives both wires."""
+    config = EngineConfig.from_args(model=str(null_model_dir), **NULL)
+    engine = LLMEngine(dataclasses.replace(config), in_process=False)
+    engine.add_request("a", [1, 2], params("a+"))
+    last = None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            last = output
+    assert last is not None
+    assert last.outputs[0].finish_reason == "length"
+    engine.shutdown()

@@ -1,0 +1,204 @@
+"""Whatever is asked for, it compiles within the limits, or is refused with a reason; nobody else is harmed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.errors import ValidationError
+from quire.structured_output import checker as checker_module
+from quire.structured_output.check_messages import Question
+from quire.structured_output.checker import Checker, CheckProcess
+from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_output.settings import StructuredOutputsSettings
+from quire.structured_output.settle import settle
+
+SETTINGS = StructuredOutputsSettings(compile_timeout_s=60.0)
+SLOW = StructuredOutputsParams(json={"type": "integer", "multipleOf": 99_998_300})
+"""Takes minutes and gigabytes."""
+HANG_S = 120.0
+
+
+def chain(length: int) -> dict[str, Any]:
+    """References one behind the other."""
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{length}": {"type": "null"}}}
+
+
+def doubled(depth: int, word: str) -> dict[str, Any]:
+    """A schema that is small as a text and 2 ** depth when it is written out."""
+    links = {f"d{i}": {word: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(depth)}
+    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{depth}": {"type": "object"}}}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "too long": ({"json": {"enum": [f"value {i}" for i in range(10**5)]}}, "the limit is 65536"),
+    "too deep": ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "more than 64 levels deep"),
+    "far too deep": ({"json": "[" * 60_000}, "more than 64 levels deep"),
+    "reference loop": ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "goes on from here"),
+    "remote reference": ({"json": {"properties": {"a": {"$ref": "http://x.y/z"}}}}, "at /properties/a/$ref: "),
+    "file": ({"json": {"$ref": "file:///etc/passwd"}}, "nothing is fetched"),
+    "30k parentheses": ({"regex": "(" * 30_000 + "a" + ")" * 30_000}, "nested parentheses"),
+    "30k open parentheses": ({"regex": "(" * 30_000}, "the expression is not supported"),
+    "64 KiB of an expression": ({"regex": "a" * 65_537}, "the limit is 65536"),
+    "nested Lark": ({"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}, "too deeply nested"),
+    "nested GBNF": ({"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000}, "nested too deeply"),
+    "products": (
+        {"json": {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(12)]}},
+        "schema too large",
+    ),
+    "overlap": ({"json": {"properties": {"a": {"oneOf": [{}, {"type": "null"}]}}}}, "at /properties/a: oneOf"),
+    "nothing": ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "at /: "),
+    "no white space": ({"json": {}, "whitespace_pattern": "x?"}, "must match spaces"),
+    "broken white space": ({"json": {}, "whitespace_pattern": "("}, "whitespace_pattern: "),
+}  # fmt: skip
+
+COMPILED: dict[str, dict[str, Any]] = {
+    "backtracking": {"regex": "(a+)+$"},
+    "many times": {"regex": "a{1,100000}"},
+    "many times of many": {"regex": "((a{1,1000}){1,1000}){1,1000}"},
+    "states": {"regex": "(.*a.{12}b){50}"},
+    "64 KiB": {"regex": "|".join(f"ab{i}" for i in range(8000))[:65_536]},
+    "references": {"json": chain(1500)},
+    "doubled any": {"json": doubled(40, "anyOf")},
+    "doubled all": {"json": doubled(20, "allOf")},
+    "recursion": {"json": {"type": "array", "items": {"$ref": "#"}}},
+    "long texts": {"json": {"type": "string", "minLength": 10**6, "maxLength": 10**9}},
+    "long lists": {"json": {"type": "array", "minItems": 10**6}},
+    "ambiguous": {"grammar": 'start: start start | "a"'},
+    "2000 properties": {"json": {"properties": {f"p{i}": {} for i in range(2000)}}},
+}
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[Checker]:
+    made = Checker(SETTINGS)
+    yield made
+    made.close()
+
+
+def check(checker: Checker, fields: dict[str, Any]) -> StructuredOutputsParams:
+    return checker.checked(settle(StructuredOutputsParams(**fields), SETTINGS))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_had_is_refused_with_a_reason(checker: Checker, name: str) -> None:
+    fields, reason = REFUSED[name]
+    started = time.monotonic()
+    with pytest.raises(ValidationError) as error:
+        check(checker, fields)
+    assert reason in error.value.message
+    assert len(error.value.message) < 600
+    assert error.value.param in [f"structured_outputs.{field}" for field in fields]
+    assert time.monotonic() - started < HANG_S
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_looks_bad_and_is_not_compiles(checker: Checker, name: str) -> None:
+    check(checker, COMPILED[name])
+
+
+def test_time_is_limited() -> None:
+    checker = Checker(StructuredOutputsSettings(compile_timeout_s=0.3, compile_memory_mb=4096))
+    with pytest.raises(ValidationError, match=r"longer to compile than 0\.3 s"):
+        checker.checked(SLOW)
+    checker.close()
+
+
+def test_memory_is_limited() -> None:
+    checker = Checker(StructuredOutputsSettings(compile_timeout_s=60.0, compile_memory_mb=16))
+    with pytest.raises(ValidationError, match="more than 16 MiB to compile"):
+        checker.checked(SLOW)
+    check(checker, {"regex": "a"})
+    checker.close()
+
+
+def test_a_checker_that_is_killed_is_replaced() -> None:
+    checker = Checker(SETTINGS)
+    check(checker, {"regex": "a"})
+    (process,) = checker._idle
+    os.kill(process._process.pid, signal.SIGKILL)
+    process._process.wait()
+    check(checker, {"regex": "b"})
+    checker.close()
+
+
+def test_a_checker_that_is_killed_at_work_costs_its_own_request() -> None:
+    checker = Checker(SETTINGS)
+    check(checker, {"regex": "a"})
+    (process,) = checker._idle
+    killer = threading.Timer(0.3, os.kill, (process._process.pid, signal.SIGKILL))
+    killer.start()
+    with pytest.raises(ValidationError, match="failed on it"):
+        checker.checked(SLOW)
+    check(checker, {"regex": "b"})
+    checker.close()
+
+
+def test_a_slow_constraint_does_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[CheckProcess] = []
+
+    def recorded() -> CheckProcess:
+        made.append(CheckProcess())
+        return made[-1]
+
+    monkeypatch.setattr(checker_module, "CheckProcess", recorded)
+    checker = Checker(StructuredOutputsSettings(compile_timeout_s=HANG_S, compile_memory_mb=4096))
+    slow = threading.Thread(target=_swallow, args=(checker.checked, SLOW))
+    slow.start()
+    while not made:
+        time.sleep(0.01)
+    check(checker, {"regex": "b"})
+    assert slow.is_alive()
+    checker.close()
+    slow.join(HANG_S)
+    assert not slow.is_alive()
+    with pytest.raises(ValidationError, match="failed on it"):
+        check(checker, {"regex": "c"})
+
+
+def _swallow(work: Callable[..., Any], *args: Any) -> None:
+    with contextlib.suppress(ValidationError):
+        work(*args)
+
+
+def test_a_checker_ends_with_its_parent() -> None:
+    process = CheckProcess()
+    process._to.close()
+    assert process._process.wait(HANG_S) == 0
+    process._from.close()
+
+
+def test_a_fork_ends_with_its_parent() -> None:
+    process = CheckProcess()
+    asking = threading.Thread(
+        target=process.ask, args=(Question(SLOW, (), "auto", HANG_S, 4096), HANG_S), daemon=True
+    )
+    asking.start()
+    children = Path(f"/proc/{process._process.pid}/task/{process._process.pid}/children")
+    while not children.read_text().split():
+        time.sleep(0.01)
+    (fork,) = children.read_text().split()
+    process.stop()
+    asking.join(HANG_S)
+    process.kill()
+    deadline = time.monotonic() + HANG_S
+    while Path(f"/proc/{fork}").exists() and "Z" not in Path(f"/proc/{fork}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_grammar_of_llama_cpp_comes_back_as_one_of_lark(checker: Checker) -> None:
+    found = check(checker, {"grammar": 'root ::= "a" [0-9]+'})
+    assert found.grammar is not None
+    assert "start:" in found.grammar
+    assert json.loads(json.dumps(found.grammar)) == found.grammar

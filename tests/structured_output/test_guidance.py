@@ -1,0 +1,67 @@
+"""What the library does wrong is an error of ours, and of one grammar."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from quire.structured_output.backend import GrammarError, Masks, Matcher
+from quire.structured_output.guidance import LIMITS, GuidanceBackend, of_library
+from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_output.vocabulary import Vocabulary
+
+
+class PanicException(BaseException):
+    """What a panic of a library in Rust looks like."""
+
+
+class BrokenMatcher:
+    """Everything about it raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error", [PanicException("index out of bounds"), ValueError("bad"), RecursionError()]
+)
+def test_a_failure_of_the_library_is_a_grammar_error(error: BaseException) -> None:
+    matcher = GuidanceBackend(Vocabulary.of_bytes()).compile(StructuredOutputsParams(regex="a")).new_matcher()
+    matcher._matcher = BrokenMatcher(error)  # type: ignore[attr-defined]
+    for use in (
+        lambda: matcher.fill(Masks(1, 257), 0),
+        lambda: matcher.advance(1),
+        lambda: matcher.rollback(1),
+    ):
+        with pytest.raises(GrammarError):
+            use()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)])
+def test_what_is_not_the_librarys_goes_on_as_it_is(error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        of_library(error)
+
+
+def write(matcher: Matcher, text: list[int]) -> None:
+    for byte in text:
+        matcher.fill(Masks(1, 257), 0)
+        assert matcher.advance(byte)
+
+
+def test_a_lexer_of_too_many_states_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a matcher of its own may have fewer."""
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 1000)
+    backend = GuidanceBackend(Vocabulary.of_bytes())
+    grammar = backend.compile(StructuredOutputsParams(regex=".*a.{25}"))
+    rng, matcher = random.Random(1), grammar.new_matcher()
+    with pytest.raises(GrammarError) as error:
+        write(matcher, rng.choices(b"ab", k=100_000))
+    assert error.value.exhausted
+    alone = grammar.new_matcher(shared=False)
+    alone.fill(Masks(1, 257), 0)

@@ -1,0 +1,205 @@
+"""The feature that keeps texts to grammars: a text's masks depend on its own tokens, and its failures are its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.plugins import FACTORY, PluginTable
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.scheduler.output import NewRequestData
+from quire.structured_output import backends
+from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Masks, Matcher
+from quire.structured_output.settings import StructuredOutputsSettings
+from quire.structured_output.store import GrammarStore
+from quire.structured_output.vocabulary import Vocabulary
+from quire.worker.cpu import HostTransfers
+from quire.worker.input_batch import Samples
+from quire.worker.sampler import Sampler, SamplerOutput
+from tests.worker.harness import append_tokens, input_batch, next_samples, request, rows_of
+
+END = 256
+VOCAB = 300
+"""More logits than tokens, as checkpoints have them."""
+VOCABULARY = Vocabulary(
+    [*(bytes([byte]) for byte in range(256)), *[b""] * (VOCAB - 256)], {"<end>": END}, (END,)
+)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
+
+
+def store(**settings: Any) -> GrammarStore:
+    made = GrammarStore(StructuredOutputsSettings(**settings))
+    made.use_vocabulary(lambda: VOCABULARY)
+    return made
+
+
+def member(regex: str | None, output: str = "", **options: Any) -> NewRequestData:
+    wanted = None if regex is None else StructuredOutputsParams(regex=regex)
+    params = GREEDY.clone(structured_outputs=wanted, **options)
+    return request([1, 2], params, output=output.encode(), eos_token_ids=[END])
+
+
+class Bench:
+    """A sampler with some requests, of which every logit is 0 but that of one favourite token."""
+
+    def __init__(self, members: list[NewRequestData], grammars: GrammarStore | None = None) -> None:
+        self.batch = input_batch()
+        self.sampler = Sampler(self.batch, VOCAB, HostTransfers(), grammars or store())
+        self.rows = rows_of(*(self._add(index, one) for index, one in enumerate(members)))
+
+    def _add(self, index: int, one: NewRequestData) -> int:
+        fields = {name: getattr(one, name) for name in one.__struct_fields__}
+        row = self.batch.add(NewRequestData(**fields | {"request_id": str(index)}))
+        self.sampler.add_request(row, one)
+        return row
+
+    def sample(self, favourite: str | int, samples: Samples | None = None) -> SamplerOutput:
+        samples = samples or next_samples(self.batch, self.rows)
+        logits = torch.zeros(len(samples.rows), VOCAB)
+        logits[:, ord(favourite) if isinstance(favourite, str) else favourite] = 1.0
+        return self.sampler.sample(logits, self.sampler.stage(samples)).read()
+
+    def step(self, favourite: str | int) -> SamplerOutput:
+        """Sample, and go on with what was sampled."""
+        output = self.sample(favourite)
+        append_tokens(self.batch, self.rows, output.token_ids)
+        return output
+
+
+def test_only_what_the_grammar_allows_is_chosen() -> None:
+    bench = Bench([member("ab*"), member(None), member("[0-9]+")])
+    assert bench.step("b").token_ids.tolist() == [ord("a"), ord("b"), ord("0")]
+    assert bench.step("b").token_ids.tolist() == [ord("b"), ord("b"), ord("0")]
+    assert bench.step(END).token_ids.tolist() == [END, END, END]
+
+
+def test_what_was_generated_before_a_preemption_is_read_again() -> None:
+    assert Bench([member("abc", "ab")]).sample("x").token_ids.tolist() == [ord("c")]
+    assert Bench([member("abc", "abc")]).sample("x").token_ids.tolist() == [END]
+
+
+def test_a_whole_text_ends_whatever_else_is_asked_for() -> None:
+    members = [
+        member("a", "a", min_tokens=5, max_tokens=9),
+        member("a", "a", allowed_token_ids=[7]),
+        member("a", "a", logit_bias={END: -100.0}),
+        member("a", "a", ignore_eos=True),
+    ]
+    assert Bench(members).sample("b").token_ids.tolist() == [END] * 4
+
+
+def test_with_ignore_eos_there_is_no_end_while_the_text_may_go_on() -> None:
+    bench = Bench([member("ab{0,2}", ignore_eos=True)])
+    taken = [bench.step(END).token_ids.tolist()[0] for _ in range(5)]
+    assert bytes(taken[:3]) == b"abb"
+    assert taken[3:] == [END, END]
+
+
+def test_drafts_have_masks_of_their_own_and_leave_nothing_behind() -> None:
+    bench = Bench([member("ab[cd]e")])
+    (row,) = bench.rows.tolist()
+    for drafts, favourite, wanted in [(b"ab", "d", b"abd"), (b"abce", "x", b"abce"), (b"ax", "b", b"ab")]:
+        bench.batch.token_ids[row, 2 : 2 + len(drafts)] = list(drafts)
+        columns = np.arange(2, 3 + len(drafts))
+        output = bench.sample(favourite, Samples(np.full(len(columns), row), columns))
+        assert output.failed == {}
+        assert bytes(output.token_ids[: len(wanted)].tolist()) == wanted
+        assert bench.sample("x").token_ids.tolist() == [ord("a")]
+
+
+def test_an_end_among_drafts_is_the_end() -> None:
+    bench = Bench([member("ab*")])
+    (row,) = bench.rows.tolist()
+    bench.batch.token_ids[row, 2:4] = [ord("a"), END]
+    output = bench.sample("b", Samples(np.full(3, row), np.arange(2, 5)))
+    assert output.token_ids.tolist() == [ord("a"), ord("b"), END]
+    assert bench.sample("b").token_ids.tolist() == [ord("a")]
+
+
+def test_a_request_whose_grammar_cannot_be_compiled_fails_alone() -> None:
+    bench = Bench([member("("), member("a"), member(None)])
+    output = bench.sample("b")
+    assert list(output.failed) == [0]
+    assert "unclosed group" in output.failed[0]
+    assert output.token_ids.tolist()[1:] == [ord("a"), ord("b")]
+
+
+def test_a_text_that_has_left_its_grammar_fails() -> None:
+    output = Bench([member("abc", "ax"), member("abc", "ab")]).sample("b")
+    assert list(output.failed) == [0]
+    assert "left its grammar" in output.failed[0]
+
+
+def test_a_vocabulary_that_cannot_be_read_costs_only_those_who_need_it() -> None:
+    grammars = GrammarStore(StructuredOutputsSettings())
+    grammars.use_vocabulary(_broken)
+    output = Bench([member("a"), member(None)], grammars).sample("b")
+    assert list(output.failed) == [0]
+    assert "cannot be compiled here" in output.failed[0]
+    assert output.token_ids.tolist()[1] == ord("b")
+
+
+def _broken() -> Vocabulary:
+    raise OSError("no such file")
+
+
+class FailingBackend(GrammarBackend):
+    """Its matchers allow `a` until they fail, as their expression says: at which token, in which way."""
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        return FailingGrammar(str(params.regex))
+
+    def matches_beyond(self, pattern: str, bound: str) -> bool:
+        return False
+
+
+class FailingGrammar(Grammar):
+    def __init__(self, plan: str) -> None:
+        self._plan = plan
+
+    def new_matcher(self, *, shared: bool = True) -> Matcher:
+        return FailingMatcher(self._plan, shared=shared)
+
+
+class FailingMatcher(Matcher):
+    def __init__(self, plan: str, *, shared: bool) -> None:
+        way, number = plan.split(":")
+        self._way, self._left, self._shared = way, int(number), shared
+
+    def fill(self, masks: Masks, place: int) -> None:
+        masks.set_only(place, [ord("a")])
+        if self._left == 0 and (self._shared or self._way == "always"):
+            raise GrammarError("too many states", exhausted=self._way != "once")
+
+    def advance(self, token_id: int) -> bool:
+        self._left -= 1
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        self._left += num_tokens
+
+    is_complete = False
+    may_end = False
+
+    def forced_tokens(self) -> list[int]:
+        return []
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> GrammarStore:
+    table: PluginTable[type[GrammarBackend]] = PluginTable("none", "", {"failing": FailingBackend}, FACTORY)
+    monkeypatch.setattr(backends, "BACKENDS", table)
+    return store(backend="failing")
+
+
+def test_limits_of_what_texts_share_do_not_end_one_that_keeps_within_them_alone(
+    failing: GrammarStore,
+) -> None:
+    bench = Bench([member("shared:2"), member("always:2"), member("once:1")], failing)
+    assert bench.step("b").failed == {}
+    assert list(bench.step("b").failed) == [2]
+    assert list(bench.sample("b").failed) == [1, 2]
+    assert bench.sample("b").token_ids.tolist()[0] == ord("a")
