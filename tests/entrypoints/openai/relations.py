@@ -9,6 +9,8 @@ RELATIONS = (
     # Between fields.
     r"top_logprobs needs logprobs true",
     r"stream_options needs stream true",
+    r"function_call needs functions",
+    r"function_call must be auto, none or an object with a name",
     r"a beam search cannot be held to a form",
     r"prompt_logprobs cannot be streamed",
     r"logprobs are not supported together with tools",
