@@ -58,7 +58,8 @@ INPUT = {
 LOAD = {
     28: Item("of more requests than the queue takes exactly so many are served, the rest 503 at once", "#58192"),
     29: Item("the queue is bounded by tokens, too", "#49445"),
-    30: Item("a tenant that floods meets its own limit (429), and the next is served", "#31909, llm-d#1182"),
+    30: Item("a tenant that floods meets its own limit (429), and the next has its first token in < 3x the steps",
+             "#31909, llm-d#1182"),
     31: Item("low priority waits no longer than its age", ""),
     32: Item("a client that leaves, at whatever moment, takes its request along", "#54947, #29906, #46283"),
     33: Item("an abort that comes twice, late or for nobody is no error, and a request ends once", "#26400"),
@@ -127,7 +128,6 @@ UNMARKED = {
 }
 """Tests that hold an item and have no mark; they count where they are."""
 PARTLY = {
-    30: "429 and order of service are tested; the ratio of waiting times is not, because times are not asserted",
     50: "there are no helper processes: templates run in bounded threads, and tokenizing in a few of their own",
     52: "no shedding in stages: the cache is sized by the free memory, the queue bounded by tokens, and a step that "
         "gets no memory costs a restart of the core",
