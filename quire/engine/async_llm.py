@@ -17,6 +17,7 @@ import msgspec
 
 from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
+from quire.engine.admission import Admission
 from quire.engine.client import closed_on_error
 from quire.engine.core_client import CoreClient
 from quire.engine.cores import Cores, CoreWatcher, OwnCores
@@ -72,6 +73,7 @@ class AsyncLLM:
                 num_cores=len(self._clients),
                 number=cores.front_end,
             )
+        self._admission = Admission(self._front_end)
         self.tokenizer = self._front_end.tokenizer
         self.input_processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
@@ -153,9 +155,9 @@ class AsyncLLM:
         arrived = self._front_end.clock()
         self._ensure_pumps()
         await self.check_health()
-        self.check_admission(sampling_params.n)
+        self._admission.check_queue(sampling_params.n, 0)
         tokenized = await self._tokenize(prompt)
-        self.check_admission(sampling_params.n, sampling_params.n * len(tokenized.token_ids))
+        self._admission.check_queue(sampling_params.n, sampling_params.n * len(tokenized.token_ids))
         # A beam search has one output, at the end.
         kind = None if isinstance(sampling_params, BeamSearchParams) else sampling_params.output_kind
         stream = OutputStream(delta=kind is RequestOutputKind.DELTA)
@@ -272,12 +274,12 @@ class AsyncLLM:
         return explained([await self._call(core, "explain", name) for core, name in asked], request_id)
 
     def check_admission(self, num_sequences: int = 1, num_prompt_tokens: int = 0) -> None:
-        """Whether so much may join the queue, of which nothing is kept; cheap enough to ask before tokenizing.
+        """Whether a new request may come in, of which nothing is kept; cheap enough to ask before tokenizing.
 
         Raises:
-            UnavailableError: not now; says what waits and which limit it meets.
+            UnavailableError: not now; says what is short and which limit it meets.
         """
-        self._front_end.check_admission(num_sequences, num_prompt_tokens)
+        self._admission.check(num_sequences, num_prompt_tokens)
 
     async def call_core(self, method: str, *args: Any) -> Any:
         """Call a utility of the first core and wait for its result.

@@ -33,11 +33,10 @@ from quire.engine.messages import (
     add_message,
 )
 from quire.engine.output_processor import OutputProcessor, Sink
-from quire.engine.queue_limits import check_queue
 from quire.engine.sleep import Rest
 from quire.engine.startup import load_tokenizer
 from quire.engine.utility_calls import UtilityCalls
-from quire.errors import NotFoundError, QueueFullError, QuireError, UnavailableError, ValidationError
+from quire.errors import NotFoundError, QuireError, UnavailableError, ValidationError
 from quire.metrics.stats import STAT_LOGGERS
 from quire.metrics.told import StatLoggers
 from quire.metrics.tracing import make_tracers
@@ -166,21 +165,10 @@ class FrontEnd:
         self._rest = rest
         self.stat_loggers.rested(rest.state)
 
-    def check_admission(self, num_sequences: int, num_prompt_tokens: int) -> None:
-        """Whether so much may join the queue, of which nothing is kept.
-
-        Raises:
-            QueueFullError: not now; says what waits and which limit it meets.
-            UnavailableError: the engine sleeps.
-        """
-        self._check_awake()
-        try:
-            check_queue(
-                self.config.scheduler, self.output_processor.waiting, num_sequences, num_prompt_tokens
-            )
-        except QueueFullError as error:
-            self.stat_loggers.refused(error.limit)
-            raise
+    def check_awake(self) -> None:
+        """Raises UnavailableError: the engine sleeps."""
+        if self.rest or self.dozes:
+            raise UnavailableError("the engine sleeps and takes no requests until it is woken", retry_after=2)
 
     # Requests
 
@@ -208,7 +196,7 @@ class FrontEnd:
             QuireError: the engine is dead; also if it died while the prompt was tokenized.
         """
         self.check_health()
-        self._check_awake()
+        self.check_awake()
         _check_timeout(timeout_s)
         name = self._core_ids.new(label)
         watched, terms = self._watched(name, sink), Terms(priority=priority, tenant=tenant)
@@ -356,10 +344,6 @@ class FrontEnd:
             sink(output)
 
         return deliver
-
-    def _check_awake(self) -> None:
-        if self.rest or self.dozes:
-            raise UnavailableError("the engine sleeps and takes no requests until it is woken", retry_after=2)
 
     def _take_off(self, name: str, flight: _Flight) -> None:
         self._flights[name] = flight
