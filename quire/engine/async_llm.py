@@ -1,7 +1,7 @@
 """`AsyncLLM`: many concurrent async generators over one engine.
 
-Invariant: torch-free (unless the cores are asked to run in this process). One pump thread per core waits for its
-messages and hands them to the event loop; all other state belongs to the loop's thread. A core that dies after it was
+Invariant: torch-free (unless the cores are asked to run in this process). One pump thread per core (see `pumps`)
+hands its messages to the event loop; all other state belongs to the loop's thread. A core that dies after it was
 ready, in a process of its own, is replaced, and requests go on in the new one: see `quire.engine.cores`.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from typing import Any
 
@@ -18,18 +17,18 @@ import msgspec
 from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.admission import Admission
+from quire.engine.bedtime import Bedtime
 from quire.engine.client import closed_on_error
-from quire.engine.core_client import CoreClient
 from quire.engine.cores import Cores, CoreWatcher, OwnCores
 from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.messages import CoreMessage, Detach
 from quire.engine.output_stream import OutputStream
+from quire.engine.pumps import Pumps
 from quire.engine.queue_limits import WaitingSequences
-from quire.engine.sleep import check_level, check_mode, check_tags
 from quire.engine.startup import prepare
 from quire.engine.tokenizer import beside_loop
-from quire.errors import ConflictError, EngineDeadError, EngineError, QuireError, UnavailableError
+from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableError
 from quire.inputs import PromptType
 from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
@@ -38,9 +37,6 @@ from quire.scheduler.explain import Explanation
 from quire.scheduler.output import SchedulerStats
 
 logger = logging.getLogger(__name__)
-
-IDLE_POLL_S = 0.02
-"""How often who waits for all requests to end looks whether they have."""
 
 
 class AsyncLLM:
@@ -78,11 +74,11 @@ class AsyncLLM:
         self.input_processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
         self._settled = asyncio.Event()
-        self._pumps: dict[int, threading.Thread] = {}
+        self._pumps = Pumps(self._clients, self._take_in, self._lose)
         self._restarts: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
-        self._bedtime = asyncio.Lock()
+        self._bedtime = Bedtime(self._front_end, self._send)
 
     @staticmethod
     def start(config: EngineConfig) -> AsyncLLM:
@@ -120,7 +116,7 @@ class AsyncLLM:
         Raises:
             QuireError: a core could not start (a StartupError with the reason) or died.
         """
-        self._ensure_pumps()
+        self._pumps.ensure()
         await self._settled.wait()
         await self.check_health()
 
@@ -153,7 +149,7 @@ class AsyncLLM:
                 in another.
         """
         arrived = self._front_end.clock()
-        self._ensure_pumps()
+        self._pumps.ensure()
         await self.check_health()
         self._admission.check_queue(sampling_params.n, 0)
         tokenized = await self._tokenize(prompt)
@@ -211,7 +207,7 @@ class AsyncLLM:
     @property
     def is_sleeping(self) -> bool:
         """Whether anything of the engine sleeps, or is about to, so that it takes no requests."""
-        return bool(self._front_end.rest) or self._front_end.dozes
+        return self._bedtime.is_sleeping
 
     @property
     def asleep(self) -> list[str]:
@@ -229,21 +225,8 @@ class AsyncLLM:
             UnavailableError: a core is loading.
             ConflictError: the engine was woken while it waited for requests.
         """
-        level, mode = check_level(level), check_mode(mode)
-        self._ensure_pumps()
-        self._front_end.check_can_sleep()
-        self._front_end.dozes = True
-        try:
-            if mode == "abort":
-                await self.abort(self.labels())
-            elif mode == "wait":
-                await self._until_idle()
-            async with self._bedtime:
-                answers, messages = self._front_end.sleep(level)
-                self._send(messages)
-                await asyncio.gather(*map(asyncio.wrap_future, answers))
-        finally:
-            self._front_end.dozes = False
+        self._pumps.ensure()
+        await self._bedtime.sleep(level, mode)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Have everything again, or of "weights", "kv_cache" and "scheduling" these; without effect while awake.
@@ -255,13 +238,8 @@ class AsyncLLM:
             ConflictError: one of them needs what would still sleep.
             EngineError: the weights cannot be loaded, or memory is short; what could not wake sleeps on.
         """
-        wanted = check_tags(tags)
-        self._ensure_pumps()
-        async with self._bedtime:
-            rest, answers, messages = self._front_end.wake_up(wanted)
-            self._send(messages)
-            await asyncio.gather(*map(asyncio.wrap_future, answers))
-            self._front_end.rest = rest
+        self._pumps.ensure()
+        await self._bedtime.wake_up(tags)
 
     async def explain(self, request_id: str) -> list[Explanation]:
         """Why the requests of this label wait or waited, for each of their sequences.
@@ -324,8 +302,7 @@ class AsyncLLM:
         await asyncio.gather(*self._restarts)
         for client in self._clients:
             await asyncio.to_thread(client.close)
-        for pump in list(self._pumps.values()):
-            await asyncio.to_thread(pump.join)
+        await self._pumps.join()
         await asyncio.to_thread(self._front_end.stat_loggers.close)
 
     async def _tokenize(self, prompt: PromptType) -> TokenizedPrompt:
@@ -334,7 +311,7 @@ class AsyncLLM:
         return await beside_loop(num_chars, self.input_processor.tokenize, prompt)
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:
-        self._ensure_pumps()
+        self._pumps.ensure()
         answer, messages = self._front_end.call(core, method, *args)
         self._send(messages)
         return await asyncio.wrap_future(answer)
@@ -342,14 +319,6 @@ class AsyncLLM:
     def _send(self, messages: list[Outgoing]) -> None:
         for core, message in messages:
             self._clients[core].send(message)
-
-    async def _until_idle(self) -> None:
-        """Wait until no request is in flight."""
-        while self._front_end.num_unfinished:
-            await asyncio.sleep(IDLE_POLL_S)
-            await self.check_health()
-            if not (self._front_end.dozes or self._front_end.rest):
-                raise ConflictError("the engine was woken before its requests had ended")
 
     def _set_timer(self) -> None:
         """One timer, for the deadline that comes first."""
@@ -364,28 +333,6 @@ class AsyncLLM:
     def _expire(self) -> None:
         self._send(self._front_end.expire(self._front_end.clock()))
         self._set_timer()
-
-    def _ensure_pumps(self) -> None:
-        if not self._pumps:
-            for core in range(len(self._clients)):
-                self._start_pump(core)
-
-    def _start_pump(self, core: int) -> None:
-        where = core, self._clients[core], asyncio.get_running_loop()
-        pump = threading.Thread(target=self._pump, args=where, name=f"quire-pump-{core}", daemon=True)
-        self._pumps[core] = pump
-        pump.start()
-
-    def _pump(self, core: int, client: CoreClient, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs in its own thread: blocks on the core, hands messages to the loop, and last that it is dead."""
-        try:
-            while messages := client.receive():
-                loop.call_soon_threadsafe(self._take_in, core, messages)
-        except QuireError as error:
-            loop.call_soon_threadsafe(self._lose, core, error)
-        except Exception:  # an in-process core's own bug: the thread must not end silently
-            logger.exception("the engine core failed")
-            loop.call_soon_threadsafe(self._lose, core, EngineDeadError("the engine core has failed"))
 
     def _take_in(self, core: int, messages: list[CoreMessage]) -> None:
         try:
@@ -434,7 +381,7 @@ class AsyncLLM:
             return
         if is_there:
             self._send(self._front_end.unfinished(core))
-            self._start_pump(core)
+            self._pumps.start(core)
 
     def _die(self, error: QuireError) -> None:
         self._front_end.die(error)
