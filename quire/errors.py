@@ -11,7 +11,9 @@
     │   ├── UnsupportedMediaTypeError 415
     │   └── HeadersTooLargeError    431
     ├── UnavailableError            503  loading, draining or full: try again later
-    │   ├── QueueFullError          503  too much waits already
+    │   ├── NoRoomError             503  a limit of the whole server is met
+    │   │   ├── QueueFullError      503  too much waits already
+    │   │   └── MemoryShortError    503  memory is nearly all used
     │   └── RateLimitError          429  this client has used up what it may use
     ├── DeadlineError               504  the request's time was over before it had a token
     ├── EngineError                 500  the engine failed, not the request
@@ -103,12 +105,23 @@ class UnavailableError(QuireError):
         self.retry_after = retry_after
 
 
-class QueueFullError(UnavailableError):
-    """Too much waits already; `limit` is the name of the option that says so."""
+class NoRoomError(UnavailableError):
+    """The server has no room for more now; `limit` is the name of the option that says so."""
 
     def __init__(self, message: str, limit: str) -> None:
         super().__init__(message)
         self.limit = limit
+
+
+class QueueFullError(NoRoomError):
+    """Too much waits already."""
+
+
+class MemoryShortError(NoRoomError):
+    """So little memory is left that more work might end all of it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "min_free_memory")
 
 
 class RateLimitError(UnavailableError):

@@ -92,7 +92,15 @@ class Host:
 
     def available_bytes(self) -> int:
         """Memory that this process can still take without pushing anyone out, nor its own mapped weights."""
-        return max(0, min([self._host_available(), *self._group_available()]) - self._mapped())
+        return max(0, self.left_bytes() - self._mapped())
+
+    def left_bytes(self) -> int:
+        """Memory that anyone here can still take before the machine or a control group is out of it."""
+        return min([self._meminfo("MemAvailable:"), *(left for left, _ in self._groups_of_memory())])
+
+    def total_bytes(self) -> int:
+        """Memory that there is, or that a control group grants."""
+        return min([self._meminfo("MemTotal:"), *(limit for _, limit in self._groups_of_memory())])
 
     def processors(self) -> list[int]:
         """One processor of each physical core that this process may use."""
@@ -130,17 +138,18 @@ class Host:
                 quotas.append(int(limit) / int(period))
         return min(quotas)
 
-    def _host_available(self) -> int:
-        fields = _fields((self._root / "proc/meminfo").read_text())
-        return fields["MemAvailable:"] * 1024
+    def _meminfo(self, field: str) -> int:
+        return _fields((self._root / "proc/meminfo").read_text())[field] * 1024
 
     def _mapped(self) -> int:
         """Bytes of files in this process's memory: available as the kernel sees it, but in use."""
         _, _, pages, *_ = (_read(self._root / "proc/self/statm") or "0 0 0").split()
         return int(pages) * mmap.PAGESIZE
 
-    def _group_available(self) -> Iterator[int]:
-        """What is left under each memory limit; cached file pages, which the kernel drops first, do not count."""
+    def _groups_of_memory(self) -> Iterator[tuple[int, int]]:
+        """What is left under each memory limit, and the limit; cached file pages, which the kernel drops first, do not
+        count as used.
+        """
         for controller, limit_file, usage_file, cache_field in (
             ("", "memory.max", "memory.current", "inactive_file"),
             ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -150,7 +159,7 @@ class Host:
                 if limit is None or usage is None or limit == "max":
                     continue
                 cached = _fields(_read(folder / "memory.stat") or "").get(cache_field, 0)
-                yield max(0, int(limit) - int(usage) + cached)
+                yield max(0, int(limit) - int(usage) + cached), int(limit)
 
     def _groups(self, controller: str) -> Iterator[Path]:
         """Folders of this process's control group and its parents: version 2 for "", else a version 1

@@ -52,6 +52,13 @@ class SchedulerConfig(Config):
     max_num_queued_tokens: int = option(
         0, "Most prompt tokens of these sequences before a server answers 503; 0: no limit.", ge=0
     )
+    min_free_memory: int | None = option(
+        None,
+        "MiB of memory below which a server with requests in flight refuses more (503); default: 3 %, at most 256; "
+        "0: never.",
+        ge=0,
+        metavar="MIB",
+    )
     stream_interval: int = option(1, "Tokens that a stream gathers before it sends a chunk.", ge=1)
     async_scheduling: bool | None = option(
         None, "Plan and publish steps while others are computed; default: on a GPU."

@@ -1,7 +1,7 @@
 """`AsyncLLM`: many concurrent async generators over one engine.
 
-Invariant: torch-free (unless the cores are asked to run in this process). One pump thread per core waits for its
-messages and hands them to the event loop; all other state belongs to the loop's thread. A core that dies after it was
+Invariant: torch-free (unless the cores are asked to run in this process). One pump thread per core (see `pumps`)
+hands its messages to the event loop; all other state belongs to the loop's thread. A core that dies after it was
 ready, in a process of its own, is replaced, and requests go on in the new one: see `quire.engine.cores`.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,18 +17,19 @@ import msgspec
 
 from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
+from quire.engine.admission import Admission
+from quire.engine.bedtime import Bedtime
 from quire.engine.client import closed_on_error
-from quire.engine.core_client import CoreClient
 from quire.engine.cores import Cores, CoreWatcher, OwnCores
 from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.messages import CoreMessage, Detach
 from quire.engine.output_stream import OutputStream
+from quire.engine.pumps import Pumps
 from quire.engine.queue_limits import WaitingSequences
-from quire.engine.sleep import check_level, check_mode, check_tags
 from quire.engine.startup import prepare
 from quire.engine.tokenizer import beside_loop
-from quire.errors import ConflictError, EngineDeadError, EngineError, QuireError, UnavailableError
+from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableError
 from quire.inputs import PromptType
 from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
@@ -39,8 +39,6 @@ from quire.scheduler.output import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
-IDLE_POLL_S = 0.02
-"""How often who waits for all requests to end looks whether they have."""
 MAX_CHECKS = 64
 _CHECKS = ThreadPoolExecutor(8, thread_name_prefix="quire-constraints")
 """Threads that wait for the checkers of constraints; those that find none free wait there."""
@@ -76,16 +74,17 @@ class AsyncLLM:
                 num_cores=len(self._clients),
                 number=cores.front_end,
             )
+        self._admission = Admission(self._front_end)
         self.tokenizer = self._front_end.tokenizer
         self.input_processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
         self._settled = asyncio.Event()
-        self._pumps: dict[int, threading.Thread] = {}
+        self._pumps = Pumps(self._clients, self._take_in, self._lose)
         self._restarts: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
-        self._bedtime = asyncio.Lock()
         self._num_checks = 0
+        self._bedtime = Bedtime(self._front_end, self._send)
 
     @staticmethod
     def start(config: EngineConfig) -> AsyncLLM:
@@ -123,7 +122,7 @@ class AsyncLLM:
         Raises:
             QuireError: a core could not start (a StartupError with the reason) or died.
         """
-        self._ensure_pumps()
+        self._pumps.ensure()
         await self._settled.wait()
         await self.check_health()
 
@@ -156,11 +155,11 @@ class AsyncLLM:
                 in another.
         """
         arrived = self._front_end.clock()
-        self._ensure_pumps()
+        self._pumps.ensure()
         await self.check_health()
-        self.check_admission(sampling_params.n)
+        self._admission.check_queue(sampling_params.n, 0)
         tokenized = await self._tokenize(prompt)
-        self.check_admission(sampling_params.n, sampling_params.n * len(tokenized.token_ids))
+        self._admission.check_queue(sampling_params.n, sampling_params.n * len(tokenized.token_ids))
         # A beam search has one output, at the end.
         kind = None if isinstance(sampling_params, BeamSearchParams) else sampling_params.output_kind
         if isinstance(sampling_params, SamplingParams):
@@ -216,7 +215,7 @@ class AsyncLLM:
     @property
     def is_sleeping(self) -> bool:
         """Whether anything of the engine sleeps, or is about to, so that it takes no requests."""
-        return bool(self._front_end.rest) or self._front_end.dozes
+        return self._bedtime.is_sleeping
 
     @property
     def asleep(self) -> list[str]:
@@ -234,21 +233,8 @@ class AsyncLLM:
             UnavailableError: a core is loading.
             ConflictError: the engine was woken while it waited for requests.
         """
-        level, mode = check_level(level), check_mode(mode)
-        self._ensure_pumps()
-        self._front_end.check_can_sleep()
-        self._front_end.dozes = True
-        try:
-            if mode == "abort":
-                await self.abort(self.labels())
-            elif mode == "wait":
-                await self._until_idle()
-            async with self._bedtime:
-                answers, messages = self._front_end.sleep(level)
-                self._send(messages)
-                await asyncio.gather(*map(asyncio.wrap_future, answers))
-        finally:
-            self._front_end.dozes = False
+        self._pumps.ensure()
+        await self._bedtime.sleep(level, mode)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Have everything again, or of "weights", "kv_cache" and "scheduling" these; without effect while awake.
@@ -260,13 +246,8 @@ class AsyncLLM:
             ConflictError: one of them needs what would still sleep.
             EngineError: the weights cannot be loaded, or memory is short; what could not wake sleeps on.
         """
-        wanted = check_tags(tags)
-        self._ensure_pumps()
-        async with self._bedtime:
-            rest, answers, messages = self._front_end.wake_up(wanted)
-            self._send(messages)
-            await asyncio.gather(*map(asyncio.wrap_future, answers))
-            self._front_end.rest = rest
+        self._pumps.ensure()
+        await self._bedtime.wake_up(tags)
 
     async def explain(self, request_id: str) -> list[Explanation]:
         """Why the requests of this label wait or waited, for each of their sequences.
@@ -279,12 +260,12 @@ class AsyncLLM:
         return explained([await self._call(core, "explain", name) for core, name in asked], request_id)
 
     def check_admission(self, num_sequences: int = 1, num_prompt_tokens: int = 0) -> None:
-        """Whether so much may join the queue, of which nothing is kept; cheap enough to ask before tokenizing.
+        """Whether a new request may come in, of which nothing is kept; cheap enough to ask before tokenizing.
 
         Raises:
-            UnavailableError: not now; says what waits and which limit it meets.
+            UnavailableError: not now; says what is short and which limit it meets.
         """
-        self._front_end.check_admission(num_sequences, num_prompt_tokens)
+        self._admission.check(num_sequences, num_prompt_tokens)
 
     async def call_core(self, method: str, *args: Any) -> Any:
         """Call a utility of the first core and wait for its result.
@@ -329,8 +310,7 @@ class AsyncLLM:
         await asyncio.gather(*self._restarts)
         for client in self._clients:
             await asyncio.to_thread(client.close)
-        for pump in list(self._pumps.values()):
-            await asyncio.to_thread(pump.join)
+        await self._pumps.join()
         await asyncio.to_thread(self._front_end.stat_loggers.close)
         self.input_processor.constraints.close()
 
@@ -353,7 +333,7 @@ class AsyncLLM:
             self._num_checks -= 1
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:
-        self._ensure_pumps()
+        self._pumps.ensure()
         answer, messages = self._front_end.call(core, method, *args)
         self._send(messages)
         return await asyncio.wrap_future(answer)
@@ -361,14 +341,6 @@ class AsyncLLM:
     def _send(self, messages: list[Outgoing]) -> None:
         for core, message in messages:
             self._clients[core].send(message)
-
-    async def _until_idle(self) -> None:
-        """Wait until no request is in flight."""
-        while self._front_end.num_unfinished:
-            await asyncio.sleep(IDLE_POLL_S)
-            await self.check_health()
-            if not (self._front_end.dozes or self._front_end.rest):
-                raise ConflictError("the engine was woken before its requests had ended")
 
     def _set_timer(self) -> None:
         """One timer, for the deadline that comes first."""
@@ -383,28 +355,6 @@ class AsyncLLM:
     def _expire(self) -> None:
         self._send(self._front_end.expire(self._front_end.clock()))
         self._set_timer()
-
-    def _ensure_pumps(self) -> None:
-        if not self._pumps:
-            for core in range(len(self._clients)):
-                self._start_pump(core)
-
-    def _start_pump(self, core: int) -> None:
-        where = core, self._clients[core], asyncio.get_running_loop()
-        pump = threading.Thread(target=self._pump, args=where, name=f"quire-pump-{core}", daemon=True)
-        self._pumps[core] = pump
-        pump.start()
-
-    def _pump(self, core: int, client: CoreClient, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs in its own thread: blocks on the core, hands messages to the loop, and last that it is dead."""
-        try:
-            while messages := client.receive():
-                loop.call_soon_threadsafe(self._take_in, core, messages)
-        except QuireError as error:
-            loop.call_soon_threadsafe(self._lose, core, error)
-        except Exception:  # an in-process core's own bug: the thread must not end silently
-            logger.exception("the engine core failed")
-            loop.call_soon_threadsafe(self._lose, core, EngineDeadError("the engine core has failed"))
 
     def _take_in(self, core: int, messages: list[CoreMessage]) -> None:
         try:
@@ -453,7 +403,7 @@ class AsyncLLM:
             return
         if is_there:
             self._send(self._front_end.unfinished(core))
-            self._start_pump(core)
+            self._pumps.start(core)
 
     def _die(self, error: QuireError) -> None:
         self._front_end.die(error)

@@ -8,12 +8,10 @@ the error that ended the engine) has gone to its sink.
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import msgspec
@@ -21,7 +19,7 @@ import msgspec
 from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.beam_searches import BeamSearches
-from quire.engine.core_ids import CoreIds
+from quire.engine.flights import Flight, Flights
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
 from quire.engine.messages import (
     AbortRequests,
@@ -33,11 +31,10 @@ from quire.engine.messages import (
     add_message,
 )
 from quire.engine.output_processor import OutputProcessor, Sink
-from quire.engine.queue_limits import check_queue
 from quire.engine.sleep import Rest
 from quire.engine.startup import load_tokenizer
 from quire.engine.utility_calls import UtilityCalls
-from quire.errors import NotFoundError, QueueFullError, QuireError, UnavailableError, ValidationError
+from quire.errors import NotFoundError, QuireError, UnavailableError, ValidationError
 from quire.metrics.stats import STAT_LOGGERS
 from quire.metrics.told import StatLoggers
 from quire.metrics.tracing import make_tracers
@@ -54,15 +51,6 @@ class Terms(TypedDict):
 
     priority: int
     tenant: str
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A request on its way: what its caller calls it, which core has it, and under which names."""
-
-    label: str
-    core: int
-    core_ids: list[str]
 
 
 class FrontEnd:
@@ -112,22 +100,18 @@ class FrontEnd:
         self._rest = Rest()
         self.dozes = False
         self._ready: list[CoreReady | None] = [None] * num_cores
-        self._num_unfinished = [0] * num_cores
-        self._core_ids = CoreIds(number)
-        self._flights: dict[str, _Flight] = {}
-        self._names: dict[str, str] = {}  # of the requests, by core id
-        self._deadlines: list[tuple[float, str]] = []
+        self._flights = Flights(num_cores, number)
         self._calls = UtilityCalls(number)
 
     # Questions
 
     def __contains__(self, label: str) -> bool:
         """Whether a request of this label is unfinished."""
-        return label in self._core_ids
+        return label in self._flights
 
     def __len__(self) -> int:
         """Labels of unfinished requests."""
-        return len(self._core_ids)
+        return len(self._flights)
 
     @property
     def num_unfinished(self) -> int:
@@ -141,15 +125,15 @@ class FrontEnd:
 
     def expects(self, core: int) -> bool:
         """Whether there must be more messages of this core: it is awake and has requests, or owes an answer."""
-        return bool((self._num_unfinished[core] and not self.rest) or self._calls.owed_by(core))
+        return bool((self._flights.num_on(core) and not self.rest) or self._calls.owed_by(core))
 
     def labels(self) -> list[str]:
         """Of unfinished requests, oldest first."""
-        return self._core_ids.labels()
+        return self._flights.labels()
 
     def known(self, label: str) -> list[str]:
         """Core ids of a label's requests in flight, else of its last one that ended."""
-        return self._core_ids.known(label)
+        return self._flights.known(label)
 
     def check_health(self) -> None:
         """Raise the error that ended the engine, if it ended."""
@@ -166,21 +150,10 @@ class FrontEnd:
         self._rest = rest
         self.stat_loggers.rested(rest.state)
 
-    def check_admission(self, num_sequences: int, num_prompt_tokens: int) -> None:
-        """Whether so much may join the queue, of which nothing is kept.
-
-        Raises:
-            QueueFullError: not now; says what waits and which limit it meets.
-            UnavailableError: the engine sleeps.
-        """
-        self._check_awake()
-        try:
-            check_queue(
-                self.config.scheduler, self.output_processor.waiting, num_sequences, num_prompt_tokens
-            )
-        except QueueFullError as error:
-            self.stat_loggers.refused(error.limit)
-            raise
+    def check_awake(self) -> None:
+        """Raises UnavailableError: the engine sleeps."""
+        if self.rest or self.dozes:
+            raise UnavailableError("the engine sleeps and takes no requests until it is woken", retry_after=2)
 
     # Requests
 
@@ -208,9 +181,9 @@ class FrontEnd:
             QuireError: the engine is dead; also if it died while the prompt was tokenized.
         """
         self.check_health()
-        self._check_awake()
+        self.check_awake()
         _check_timeout(timeout_s)
-        name = self._core_ids.new(label)
+        name = self._flights.new_name(label)
         watched, terms = self._watched(name, sink), Terms(priority=priority, tenant=tenant)
         if isinstance(params, BeamSearchParams):
             first, params = self.input_processor.process_beam_search(name, prompt, params, **terms)
@@ -219,34 +192,30 @@ class FrontEnd:
             requests = self.input_processor.process(name, prompt, params, **terms)
             self.output_processor.add_request(label, prompt, requests, watched, trace_headers)
             core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
-        core = min(range(len(self._num_unfinished)), key=self._num_unfinished.__getitem__)
-        self._take_off(name, _Flight(label, core, core_ids))
-        if timeout_s is not None:
-            came = self.clock() if arrived is None else arrived
-            heapq.heappush(self._deadlines, (came + timeout_s, name))
+        core = self._flights.emptiest_core()
+        came = self.clock() if arrived is None else arrived
+        deadline = None if timeout_s is None else came + timeout_s
+        self._flights.take_off(name, Flight(label, core, core_ids), deadline)
         return name, [(core, message) for message in messages]
 
     def abort(self, labels: str | Iterable[str]) -> list[Outgoing]:
         """End all requests of these labels with finish_reason "abort"; unknown labels are ignored."""
-        return self._end(self._core_ids.in_flight(labels), "abort")
+        return self._end(self._flights.labelled(labels), "abort")
 
     def release(self, name: str) -> list[Outgoing]:
         """Nobody wants more of this request; one that has ended is fine."""
-        return self._end(self._flights[name].core_ids, "abort") if name in self._flights else []
+        return self._end(self._flights.named(name), "abort")
 
     @property
     def next_deadline(self) -> float | None:
         """When `expire` has something to do; None if no request has a deadline."""
-        while self._deadlines and self._deadlines[0][1] not in self._flights:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._flights.next_deadline
 
     def expire(self, now: float) -> list[Outgoing]:
         """End the requests whose deadline has come with finish_reason "timeout"."""
         messages: list[Outgoing] = []
-        while (deadline := self.next_deadline) is not None and deadline <= now:
-            _, name = heapq.heappop(self._deadlines)
-            messages += self._end(self._flights[name].core_ids, "timeout")
+        for core_ids in self._flights.take_due(now):
+            messages += self._end(core_ids, "timeout")
         return messages
 
     # Cores
@@ -310,13 +279,13 @@ class FrontEnd:
 
     def in_flight(self, core: int) -> dict[str, list[str]]:
         """Name of each request that this core has -> core ids of its sequences."""
-        return {name: flight.core_ids for name, flight in self._flights.items() if flight.core == core}
+        return self._flights.on(core)
 
     def lose(self, core: int, failed: Iterable[str], error: QuireError) -> None:
         """A core is gone and another will take its place; these of its requests, by name, end with this error."""
         self._ready[core] = None
         failed = list(failed)
-        self._fail(core, [core_id for name in failed for core_id in self._flights[name].core_ids], error)
+        self._fail(core, [core_id for name in failed for core_id in self._flights.named(name)], error)
         self.stat_loggers.core_died(core, len(self.in_flight(core)), len(failed))
 
     def unfinished(self, core: int) -> list[Outgoing]:
@@ -352,35 +321,15 @@ class FrontEnd:
 
         def deliver(output: RequestOutput | Exception) -> None:
             if isinstance(output, Exception) or output.finished:
-                self._land(name)
+                self._flights.land(name)
             sink(output)
 
         return deliver
 
-    def _check_awake(self) -> None:
-        if self.rest or self.dozes:
-            raise UnavailableError("the engine sleeps and takes no requests until it is woken", retry_after=2)
-
-    def _take_off(self, name: str, flight: _Flight) -> None:
-        self._flights[name] = flight
-        self._names.update(dict.fromkeys(flight.core_ids, name))
-        self._core_ids.add(flight.label, flight.core_ids)
-        self._num_unfinished[flight.core] += len(flight.core_ids)
-
-    def _land(self, name: str) -> None:
-        flight = self._flights.pop(name)
-        for core_id in flight.core_ids:
-            del self._names[core_id]
-        self._core_ids.end(flight.label, flight.core_ids)
-        self._num_unfinished[flight.core] -= len(flight.core_ids)
-
     def _end(self, core_ids: Sequence[str], reason: str) -> list[Outgoing]:
         """End these sequences, which are in flight, and tell their cores."""
-        by_core: dict[int, list[str]] = {}
-        for core_id in core_ids:
-            by_core.setdefault(self._flights[self._names[core_id]].core, []).append(core_id)
         messages: list[Outgoing] = []
-        for core, theirs in by_core.items():
+        for core, theirs in self._flights.by_core(core_ids).items():
             now = self.clock()
             ends, stats = self.output_processor.end(theirs, reason, now)
             if beams := self._beam_searches.end(theirs, reason, now, stats):

@@ -89,7 +89,7 @@ class StatLogger(ABC):
         """The cores fell asleep or woke: "awake", "weights_offloaded" or "discard_all"."""
 
     def refused(self, limit: str) -> None:  # noqa: B027
-        """A request did not join the queue, which is full; `limit` is the name of the option that says so."""
+        """A request was refused: the queue was full or memory short; `limit` is the option that says so."""
 
     def close(self) -> None:  # noqa: B027
         """The engine has ended; may take a second or two."""

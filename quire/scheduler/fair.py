@@ -1,6 +1,7 @@
 """`Fair`: tenants are given equal shares, or shares by weight, of what is computed.
 
-Invariant: a tenant's counter never falls, and a tenant that does not wait earns nothing by it.
+Invariant: a tenant's counter never falls, and a tenant that does not wait earns nothing by it. A tenant that runs
+nothing, when it is its turn, waits for first places only.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Tenant:
     def __init__(self, weight: float) -> None:
         self.counter = 0.0
         self.num_unfinished = 0
+        self.num_running = 0
         self.waiting = RankedRequests()
         self._weight = weight
 
@@ -35,14 +37,19 @@ class Fair(Policy):
 
     Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. A counter grows by the prompt
     tokens to compute when a request starts, and by each generated token; what is computed again after a preemption is
-    free. A tenant that begins to wait is lifted to the least counter of those who wait. Beyond the paper, which does
-    not preempt: a started request's rank is the counter it started at, so of those running the one whose tenant had
-    been given most is preempted first.
+    free. A tenant that begins to wait is lifted to the least counter of those who wait.
+
+    Beyond the paper, which does not preempt: a request that starts while its tenant runs nothing has a *first place*,
+    and ranks behind the first places before it but ahead of all others; any other has the counter that it started at
+    for a rank. When it is the turn of a tenant that runs nothing, its request may take the row and the blocks of those
+    that it outranks, the last first. So one tenant can fill all rows while it is alone, and keeps nobody waiting for
+    their end; and who runs one request only does not lose it to a newcomer, if it has a first place.
 
     Bound (theorem 4.4 there): while two tenants wait, their counters differ by at most the larger of the longest
     prompt and of the tokens that fit the cache, as weighted. A start looks at each waiting tenant once.
     """
 
+    preempts = True
     overtaken = Cause.FAIRNESS_DEBT
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -52,6 +59,8 @@ class Fair(Policy):
         self._last_active: Tenant | None = None
         self._num_waiting = 0
         self._num_kept = 0
+        self._num_first_places = 0
+        self._next: Request | None = None  # what `peek` has found, until something changes
 
     def counter(self, tenant: str) -> float:
         """What a tenant was given so far, in weighted tokens."""
@@ -72,11 +81,20 @@ class Fair(Policy):
             self._forget_idle()
         tenant.waiting.add(request)
         self._num_waiting += 1
+        self._next = None
 
     def peek(self) -> Request:
-        return min((tenant.waiting.first for tenant in self._active.values()), key=self._turn)
+        if self._next is None:
+            self._next = min((tenant.waiting.first for tenant in self._active.values()), key=self._turn)
+        return self._next
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        if self._tenants[waiting.tenant].num_running:
+            return False
+        return self._rank_to_start(waiting) < running.rank
 
     def remove(self, request: Request) -> None:
+        self._next = None
         tenant = self._tenants[request.tenant]
         tenant.waiting.remove(request)
         self._num_waiting -= 1
@@ -85,14 +103,21 @@ class Fair(Policy):
 
     def start(self, request: Request, num_cached_tokens: int) -> None:
         self.remove(request)
+        tenant = self._tenants[request.tenant]
         if request.status is RequestStatus.WAITING:
-            tenant = self._tenants[request.tenant]
-            request.rank = (tenant.counter, request.number)
+            request.rank = self._rank_to_start(request)
+            self._num_first_places += tenant.num_running == 0
             tenant.charge(
                 self.config.fair_input_token_weight * max(request.num_prompt_tokens - num_cached_tokens, 0)
             )
+        tenant.num_running += 1
+
+    def vacate(self, request: Request) -> None:
+        self._tenants[request.tenant].num_running -= 1
+        self._next = None
 
     def charge(self, chunks: Sequence[Chunk]) -> None:
+        self._next = None
         cost = self.config.fair_output_token_weight
         for chunk in chunks:
             if chunk.num_samples:  # a draft costs what a token costs, right or wrong
@@ -108,11 +133,19 @@ class Fair(Policy):
         waiting = (request for tenant in self._active.values() for request in tenant.waiting)
         return iter(sorted(waiting, key=self._turn))
 
-    def _turn(self, request: Request) -> Rank:
-        """Who has the least is next: a preempted request by its rank, another by its tenant's counter."""
+    def _turn(self, request: Request) -> tuple[float, bool, Rank]:
+        """Who has the least is next, and of those who have the same, one that runs nothing."""
+        tenant = self._tenants[request.tenant]
+        return tenant.counter, tenant.num_running > 0, request.rank
+
+    def _rank_to_start(self, request: Request) -> Rank:
+        """The rank that a waiting request has, or would have if it started now."""
         if request.status is RequestStatus.PREEMPTED:
             return request.rank
-        return self._tenants[request.tenant].counter, request.number
+        tenant = self._tenants[request.tenant]
+        if tenant.num_running == 0:
+            return -math.inf, self._num_first_places
+        return tenant.counter, request.number
 
     def _level(self) -> float:
         """Least counter of those who wait; while nobody does, the counter of the last who did."""

@@ -29,6 +29,7 @@ class Planner:
         """The next step, as `Scheduler.schedule` describes it."""
         step = StepPlan(step_id, self._limits.max_num_batched_tokens, self._prompt_cap())
         self._plan_running(step, now)
+        step.next_running = None
         self._start_waiting(step, now)
         return step
 
@@ -45,7 +46,8 @@ class Planner:
         preempts = self._queues.policy.preempts
         for request in list(self._queues.running):
             if preempts and request.status is RequestStatus.RUNNING:
-                self._start_waiting(step, now, before=request)
+                step.next_running = request
+                self._start_waiting(step, now)
             if step.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
             num_missing = room = num_new_tokens = request.num_missing_tokens(self._max_model_len)
@@ -100,14 +102,14 @@ class Planner:
             return block_ids, []
         return [own + new for own, new in zip(block_ids, draft_block_ids, strict=True)], drafts
 
-    def _start_waiting(self, step: StepPlan, now: float, before: Request | None = None) -> None:
+    def _start_waiting(self, step: StepPlan, now: float) -> None:
         """Start waiting requests, strictly in the policy's order, until one does not fit.
 
-        With `before`, only those that outrank this running request, which is planned next.
+        While running ones are yet to be planned, only those that outrank the next of them.
         """
         while step.blocked is None and len(self._queues.policy):
             first = self._queues.policy.peek()
-            if before is not None and first.rank >= before.rank:
+            if step.next_running and not self._queues.policy.outranks(first, step.next_running):
                 break
             step.blocked = self._start(first, step, now)
 
@@ -121,7 +123,7 @@ class Planner:
             return Blocked(request, Cause.NEXT_STEP)
         if self._budget_to_start(step) <= 0:
             return Blocked(request, Cause.TOKEN_BUDGET)
-        if len(self._queues.running) >= self._limits.max_num_seqs and not self._outranks_last(request):
+        if len(self._queues.running) >= self._limits.max_num_seqs and not self._outranks_last(request, step):
             return Blocked(request, Cause.SEQUENCE_CAP)
         hit = self._find_prefix(request, step)
         if self._first_chunk(request, hit, step) == 0:
@@ -151,12 +153,12 @@ class Planner:
         if blocked is not None and blocked.num_blocks and self._queues.kept.drop_blocks():
             hit = self._find_prefix(request, step)
             blocked = self._lack(request, hit, step)
-        if blocked is None or not self._outranks_last(request):
+        if blocked is None or not self._outranks_last(request, step):
             return hit, blocked
-        outranked = [other for other in self._queues.running if other.rank > request.rank]
+        outranked = [other for other in self._queues.running if self._outranks(request, other, step)]
         if blocked.num_blocks > sum(map(self._kv.num_held_blocks, outranked)):
             return hit, blocked
-        while blocked is not None and self._outranks_last(request):
+        while blocked is not None and self._outranks_last(request, step):
             self._queues.preempt_last(request, now)
             hit = self._find_prefix(request, step)
             blocked = self._lack(request, hit, step)
@@ -171,12 +173,16 @@ class Planner:
             return Blocked(request, Cause.SEQUENCE_CAP)
         return None
 
-    def _outranks_last(self, request: Request) -> bool:
+    def _outranks_last(self, request: Request, step: StepPlan) -> bool:
         """Whether the policy lets a waiting request take the place of the last running one."""
+        return len(self._queues.running) > 0 and self._outranks(request, self._queues.running.last, step)
+
+    def _outranks(self, request: Request, running: Request, step: StepPlan) -> bool:
+        """Whether the policy lets a waiting request take the place of a running one, which has none in the step yet."""
         return (
-            self._queues.policy.preempts
-            and len(self._queues.running) > 0
-            and request.rank < self._queues.running.last.rank
+            step.next_running is not None
+            and running.rank >= step.next_running.rank
+            and self._queues.policy.outranks(request, running)
         )
 
     def _leave_rest(self, request: Request, step: StepPlan, *, is_capped: bool) -> None:

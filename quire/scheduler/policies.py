@@ -57,7 +57,7 @@ class Policy(ABC):
     """Owns the requests in line, and ranks all: the lower rank is served first.
 
     Attributes:
-        preempts: whether a waiting request may take the place of a running one that it outranks.
+        preempts: whether a waiting request may outrank a running one, and so take its place.
         overtaken: why a request waits while a later one has started.
     """
 
@@ -91,11 +91,18 @@ class Policy(ABC):
     def __iter__(self) -> Iterator[Request]:
         """Waiting requests in the order in which they would start if nothing else happened."""
 
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        """Whether a waiting request may start at the cost of a running one, over which it then ranks for good."""
+        return False
+
     def start(self, request: Request, num_cached_tokens: int) -> None:
         """Take out a waiting request, which is about to run with so many tokens computed already."""
         self.remove(request)
 
-    def charge(self, chunks: Sequence[Chunk]) -> None:  # noqa: B027 - a policy may take no note
+    def vacate(self, request: Request) -> None:  # noqa: B027 - a policy may take no note
+        """Take note that a running request has lost its row: it was preempted, or is about to end."""
+
+    def charge(self, chunks: Sequence[Chunk]) -> None:  # noqa: B027
         """Take note of what a step computes."""
 
     def finish(self, request: Request) -> None:  # noqa: B027
@@ -118,6 +125,9 @@ class FixedOrder(Policy):
 
     def add(self, request: Request) -> None:
         self._waiting.add(request)
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        return self.preempts and waiting.rank < running.rank
 
     def peek(self) -> Request:
         return self._waiting.first

@@ -148,6 +148,7 @@ class RequestQueues:
 
     def _vacate(self, request: Request) -> None:
         self.running.remove(request)
+        self.policy.vacate(request)
         self._vacated.append(request.request_id)
 
     # The step

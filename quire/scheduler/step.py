@@ -47,6 +47,7 @@ class StepPlan:
         prompt_cap: most tokens of one prompt.
         promised_blocks: free blocks that planned requests need for known tokens which later steps compute.
         num_satisfied: running requests that need nothing, because all that they may still have is in flight.
+        next_running: the running request that is planned next; None once all of them have their tokens.
         blocked: the first waiting request and why it cannot start; nothing else starts then.
         capped: requests of which `prompt_cap` alone kept tokens out.
     """
@@ -57,6 +58,7 @@ class StepPlan:
         self.prompt_cap = prompt_cap
         self.promised_blocks = 0
         self.num_satisfied = 0
+        self.next_running: Request | None = None
         self.blocked: Blocked | None = None
         self.capped: set[Request] = set()
         self.chunks: list[Chunk] = []

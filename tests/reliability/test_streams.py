@@ -352,6 +352,31 @@ def test_what_is_beyond_the_queue_is_told_at_once_and_its_place_comes_back(tmp_p
 
 
 @pytest.mark.more
+@pytest.mark.item(52)
+def test_where_memory_is_short_requests_in_flight_go_on_and_others_are_told_to_come_again(
+    tmp_path: Path,
+) -> None:
+    """The limit is beyond what any machine has, so memory is always short."""
+    body = {"prompt": "Count", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with serving(tmp_path, "--min-free-memory", str(10**9)) as limited:
+        for _ in range(2):
+            with limited.client.stream("POST", "/v1/completions", json=body) as first:
+                lines = first.iter_lines()
+                next(lines)
+                refused = [limited.complete(), limited.chat()]
+                assert {reply.status_code for reply in refused} == {503}
+                for reply in refused:
+                    assert int(reply.headers["retry-after"]) > 0
+                    assert "memory is short" in reply.json()["error"]["message"]
+                assert limited.process.health() == 200
+                assert list(lines)[-2:] == ["data: [DONE]", ""]
+            assert limited.complete().status_code == 200
+        name = 'quire:admission_rejections_total{model_name="quire-demo",reason="min_free_memory"}'
+        assert limited.metrics(name) == 4
+        limited.baseline.check()
+
+
+@pytest.mark.more
 @pytest.mark.item(35)
 def test_connections_beyond_the_open_files_are_told_and_the_server_goes_on(tmp_path: Path) -> None:
     with serving(tmp_path, "--max-connections", "20", "--read-timeout", "3") as limited:

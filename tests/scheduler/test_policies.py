@@ -172,6 +172,34 @@ def test_the_tenant_that_was_given_most_is_preempted_first():
     assert_all_as_alone(engine)
 
 
+def test_a_newcomer_takes_the_last_place_of_many_but_nobodys_only_one():
+    engine = fair_engine(max_num_seqs=3)
+    for name in ("a0", "a1", "b0"):
+        engine.add(name, prompt(name[0]), max_tokens=20, tenant=name[0])
+        engine.step()
+    engine.add("c0", prompt("c"), max_tokens=20, tenant="c")
+    plan = engine.step()
+    assert (plan.removed_request_ids, starts(engine)[-1]) == (["a1"], "c0")
+    engine.add("d0", prompt("d"), max_tokens=20, tenant="d")
+    for _ in range(5):
+        assert not engine.step().removed_request_ids
+    assert engine.scheduler.explain("d0", 0.0).cause == "sequence_cap"
+    engine.drain()
+    assert_all_as_alone(engine)
+
+
+def test_a_newcomer_that_would_not_fit_all_the_same_costs_nobody_anything():
+    engine = fair_engine(max_num_seqs=4, num_gpu_blocks_override=17, enable_prefix_caching=False)
+    engine.add("a0", prompt("a", 15), max_tokens=30, tenant="a")
+    engine.add("a1", prompt("b", 3), max_tokens=30, tenant="a")
+    engine.step()
+    engine.step()
+    engine.add("c0", prompt("c", 54), max_tokens=2, tenant="c")
+    assert not engine.step().removed_request_ids
+    engine.drain()
+    assert_all_as_alone(engine)
+
+
 @pytest.mark.parametrize("num_steps", [3, 6, 9])
 def test_tenants_of_the_past_are_forgotten_without_a_trace(monkeypatch, num_steps):
     """`num_steps` between requests: the queue is long, short, empty."""

@@ -124,6 +124,53 @@ def test_fair_a_flood_cannot_hold_up_another_tenant():
         assert sum(name in new for name in ahead) <= 1
 
 
+def steps_to_first_token(engine: Engine, name: str, prompt: list[int], tenant: str) -> int:
+    engine.add(name, prompt, max_tokens=3, tenant=tenant)
+    for num_steps in itertools.count(1):
+        engine.step()
+        if engine.tokens(name):
+            return num_steps
+    raise AssertionError
+
+
+@pytest.mark.item(30)
+@pytest.mark.parametrize("max_num_seqs", [2, 4, 8])
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(
+    flood=st.lists(st.tuples(st.integers(1, 16), st.integers(1, 24)), min_size=1, max_size=12),
+    num_steps=st.integers(1, 80),
+    length=st.integers(1, 24),
+    num_blocks=st.integers(17, 40),
+)
+def test_fair_in_a_flood_the_first_token_comes_nearly_as_soon_as_on_an_idle_engine(
+    max_num_seqs, flood, num_steps, length, num_blocks
+):
+    """All rows and all blocks may be the flood's: 500 requests, each prompt within a step's budget."""
+    limits = {"max_num_seqs": max_num_seqs, "num_gpu_blocks_override": num_blocks}
+    prompt = list(range(length))
+    idle = steps_to_first_token(engine_of("fair", **limits), "b", prompt, "other")
+    engine = engine_of("fair", **limits)
+    for number, (num_prompt, max_tokens) in zip(range(500), itertools.cycle(flood), strict=False):
+        engine.add(f"a{number}", [number % 40] * num_prompt, max_tokens=max_tokens, tenant="flood")
+    for _ in range(num_steps):
+        engine.step()
+    assert steps_to_first_token(engine, "b", prompt, "other") < 3 * idle
+
+
+@pytest.mark.item(30)
+def test_fair_those_who_make_room_lose_no_token_and_all_of_a_flood_ends():
+    engine = engine_of("fair")
+    for number in range(100):
+        engine.add(f"a{number}", [number % 40, 1, 2], max_tokens=1 + number % 24, tenant="flood")
+    for number in range(20):
+        engine.step()
+        assert steps_to_first_token(engine, f"b{number}", [number, 7], f"newcomer {number}") == 1
+    assert engine.scheduler.stats().num_preemptions
+    engine.drain()
+    for request in engine.requests.values():
+        assert engine.tokens(request.request_id) == run_alone(request, engine.config).new_token_ids
+
+
 def test_fair_within_a_tenant_and_between_tenants_nobody_is_forgotten():
     engine = engine_of("fair", fair_weights={"c": 5})
     traffic = Traffic(engine, *({"tenant": tenant} for tenant in "abcd"))

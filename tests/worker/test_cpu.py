@@ -85,6 +85,20 @@ def test_available_memory(tmp_path: Path, files: dict[str, str], gib: int) -> No
     assert Host(write(tmp_path, files)).available_bytes() == gib * GIB
 
 
+def test_all_memory_is_what_the_tightest_group_grants_and_mapped_files_are_not_taken(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/a\n",
+        "proc/self/statm": f"9 9 {GIB // mmap.PAGESIZE} 1 0 1 0",
+        "sys/fs/cgroup/memory.max": f"{8 * GIB}",
+        "sys/fs/cgroup/memory.current": f"{7 * GIB}",
+        "sys/fs/cgroup/a/memory.max": f"{5 * GIB}",
+        "sys/fs/cgroup/a/memory.current": f"{2 * GIB}",
+    }
+    assert Host(write(tmp_path / "bare", {})).total_bytes() == 32 * GIB
+    host = Host(write(tmp_path / "container", files))
+    assert (host.total_bytes(), host.left_bytes()) == (5 * GIB, GIB)
+
+
 def topology(cores: list[int]) -> dict[str, str]:
     """CPU i is on core `cores[i]` of one package."""
     folder = "sys/devices/system/cpu/cpu{}/topology/"

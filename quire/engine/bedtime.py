@@ -1,0 +1,64 @@
+"""`Bedtime`: the asynchronous engine falls asleep and wakes.
+
+Invariant: one of the two at a time; while it is about to sleep no request comes in, also if falling asleep fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from quire.engine.front_end import FrontEnd, Outgoing
+from quire.engine.sleep import check_level, check_mode, check_tags
+from quire.errors import ConflictError
+
+IDLE_POLL_S = 0.02
+"""How often who waits for all requests to end looks whether they have."""
+
+
+class Bedtime:
+    """The verbs, as `AsyncLLM` describes them, for one front end that sends by `send`."""
+
+    def __init__(self, front_end: FrontEnd, send: Callable[[list[Outgoing]], None]) -> None:
+        self._front_end = front_end
+        self._send = send
+        self._lock = asyncio.Lock()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether anything sleeps, or is about to."""
+        return bool(self._front_end.rest) or self._front_end.dozes
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """Deal with the requests in flight, then put the cores to sleep."""
+        level, mode = check_level(level), check_mode(mode)
+        self._front_end.check_can_sleep()
+        self._front_end.dozes = True
+        try:
+            if mode == "abort":
+                self._send(self._front_end.abort(self._front_end.labels()))
+            elif mode == "wait":
+                await self._until_idle()
+            async with self._lock:
+                answers, messages = self._front_end.sleep(level)
+                self._send(messages)
+                await asyncio.gather(*map(asyncio.wrap_future, answers))
+        finally:
+            self._front_end.dozes = False
+
+    async def wake_up(self, tags: Collection[str] | None) -> None:
+        """Wake what these tags name, or all."""
+        wanted = check_tags(tags)
+        async with self._lock:
+            rest, answers, messages = self._front_end.wake_up(wanted)
+            self._send(messages)
+            await asyncio.gather(*map(asyncio.wrap_future, answers))
+            self._front_end.rest = rest
+
+    async def _until_idle(self) -> None:
+        """Wait until no request is in flight."""
+        while self._front_end.num_unfinished:
+            await asyncio.sleep(IDLE_POLL_S)
+            self._front_end.check_health()
+            if not self.is_sleeping:
+                raise ConflictError("the engine was woken before its requests had ended")
