@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from quire.errors import EngineError
+from quire.scheduler.output import WAIST_VERSION
 from tests.scheduler.harness import VOCAB_SIZE, make_config, run_alone
 from tests.scheduler.test_in_flight import Pipeline, tokens_alone
 
