@@ -160,7 +160,7 @@ def test_results_of_another_version_are_refused():
     engine = Pipeline()
     engine.add("a", PROMPT)
     engine.launch()
-    with pytest.raises(EngineError, match="version 3, not 5"):
+    with pytest.raises(EngineError, match="version 3, not 6"):
         engine.land(version=3)
 
 
