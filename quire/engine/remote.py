@@ -33,7 +33,7 @@ PROGRESS = "progress"
 
 def messages_of(front_end: int) -> str:
     """The socket that a front end binds in the directory."""
-    return f"messages.{front_end}"
+    return f"told.{front_end}"
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,9 @@ class GuidanceBackend(GrammarBackend):
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         options = {"whitespace_pattern": params.whitespace_pattern, "lenient": False, "coerce_one_of": False}
-        text = lark_of(format_of(params), options, self.vocabulary.special, llguidance.regex_to_lark)
+        special, quote = self.vocabulary.special, llguidance.regex_to_lark
+        with library_errors():
+            text = lark_of(format_of(params), options, special, quote, any_to_lark)
         return _GuidanceGrammar(self._tokens, self._tokenizer, text, self._limits)
 
     def matches_beyond(self, pattern: str, bound: str) -> bool:

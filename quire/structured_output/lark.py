@@ -12,14 +12,17 @@ from typing import Any
 
 from quire.structured_output.params import StructuredOutputsParams
 
-ANY_TEXT = r"/(?s:.)*/"
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Where a text is forced, every way to spell it in tokens is allowed, and not one that the library prefers."""
 Format = dict[str, Any]
 
 
 def lark_of(
-    tag: Format, json_options: dict[str, Any], special: Mapping[str, int], quote: Callable[[str], str]
+    tag: Format,
+    json_options: dict[str, Any],
+    special: Mapping[str, int],
+    quote: Callable[[str], str],
+    as_lark: Callable[[str], str],
 ) -> str:
     """The grammar of a settled structural tag.
 
@@ -27,16 +30,22 @@ def lark_of(
         json_options: of the schemas in it ("x-guidance").
         special: literals of special tokens, which stand in texts for the tokens -> ids.
         quote: makes of an expression what stands between slashes.
+        as_lark: makes of a grammar one of Lark's.
     """
-    return _Writer(json_options, special, quote).grammar(tag)
+    return _Writer(json_options, special, quote, as_lark).grammar(tag)
 
 
 class _Writer:
     """Gives each format a rule."""
 
     def __init__(
-        self, json_options: dict[str, Any], special: Mapping[str, int], quote: Callable[[str], str]
+        self,
+        json_options: dict[str, Any],
+        special: Mapping[str, int],
+        quote: Callable[[str], str],
+        as_lark: Callable[[str], str],
     ) -> None:
+        self._as_lark = as_lark
         self._json_options = json_options
         self._quote = quote
         self._ids = special
@@ -50,12 +59,15 @@ class _Writer:
             "json_schema": self._schema,
             "regex": lambda one: f"/{self._quote(one['pattern'])}/",
             "grammar": self._grammar,
-            "any_text": lambda one: ANY_TEXT,
+            "any_text": lambda one: self._free(one.get("excludes", []), one.get("not_first", "")),
             "sequence": lambda one: " ".join(map(self._rule, one["elements"])),
             "or": lambda one: " | ".join(map(self._rule, one["elements"])),
             "tag": self._tag,
             "triggered_tags": self._triggered,
             "tags_with_separator": self._separated,
+            "until": self._until,
+            "fields": self._fields,
+            "list": self._list,
         }
 
     def grammar(self, tag: Format) -> str:
@@ -90,7 +102,7 @@ class _Writer:
 
     def _grammar(self, one: Format) -> str:
         name = f"g{len(self._grammars)}"
-        self._grammars.append({"name": name, "lark_grammar": one["grammar"]})
+        self._grammars.append({"name": name, "lark_grammar": self._as_lark(one["grammar"])})
         return f"@{name}"
 
     def _tag(self, one: Format) -> str:
@@ -98,36 +110,86 @@ class _Writer:
 
     def _triggered(self, one: Format) -> str:
         """Free text runs up to the first trigger, and from there on a tag goes on as its trigger began."""
-        turns = " | ".join(self._turn(trigger, one["tags"]) for trigger in one["triggers"])
-        turn = self._named(turns)
-        many = turn if one["stop_after_first"] else f"{turn}+"
-        tail = "" if one["stop_after_first"] else f" {self._free(one['triggers'])}"
-        return f"{many}{tail}" if one["at_least_one"] else f"{many}{tail} | {self._free(one['triggers'])}"
+        excluded = [*one["triggers"], *one.get("excludes", [])]
+        free = self._free(excluded, one.get("not_first", ""))
+        first = later = self._turns(one, excluded, one.get("not_first", ""))
+        tail = free
+        if one.get("not_first"):
+            later, tail = self._turns(one, excluded), self._free(excluded)
+        many = first if one["stop_after_first"] else f"{first} {later}* {tail}"
+        return many if one["at_least_one"] else f"{many} | {free}"
 
-    def _turn(self, trigger: str, tags: list[Format]) -> str:
-        begun = self._begun(trigger)
+    def _turns(self, one: Format, excluded: list[str], not_first: str = "") -> str:
+        turns = [self._turn(trigger, one["tags"], excluded, not_first) for trigger in one["triggers"]]
+        return self._named(" | ".join(turns))
+
+    def _turn(self, trigger: str, tags: list[Format], excluded: list[str], not_first: str) -> str:
         rests = [
             f"{self._literal(tag['begin'][len(trigger) :])} {self._rule(tag['content'])} {self._literal(tag['end'])}"
             for tag in tags
             if tag["begin"].startswith(trigger)
         ]
-        return f"{begun} {self._named(' | '.join(rests))}" if rests else self._named("/[^\\s\\S]/")
+        if not rests:
+            return self._named("/[^\\s\\S]/")
+        return f"{self._begun(trigger, excluded, not_first)} {self._named(' | '.join(rests))}"
 
-    def _begun(self, trigger: str) -> str:
+    def _begun(self, trigger: str, excluded: list[str], not_first: str) -> str:
         """Free text and the trigger."""
-        if self._special and self._special.fullmatch(trigger):
-            return f"{self._named(ANY_TEXT)} {self._token(trigger)}"
-        return self._named(f"/(?s:.)*/ {_quoted(trigger)}", "[lazy]")
+        head = self._special.split(trigger)[0] if self._special else trigger
+        if not head:
+            return f"{self._free(excluded, not_first)} {self._literal(trigger)}"
+        others = [text for text in excluded if text != trigger]
+        text = self._terminal(f"(?s:.)*{_escaped(head)}", others, not_first)
+        return f"{self._named(text, '[lazy]')} {self._literal(trigger[len(head) :])}"
 
-    def _free(self, triggers: list[str]) -> str:
-        """Text without a trigger."""
-        texts = [trigger for trigger in triggers if not (self._special and self._special.fullmatch(trigger))]
-        if not texts:
-            return self._named(ANY_TEXT)
-        number = len(self._rules)
-        bad = "|".join(re.escape(text) for text in texts)
-        self._rules.append(f"T{number}: {ANY_TEXT} & ~/(?s:.)*({self._quote(bad)})(?s:.)*/")
-        return f"T{number}"
+    def _free(self, excluded: list[str], not_first: str = "") -> str:
+        """Text that holds none of these."""
+        return self._terminal("(?s:.)*", excluded, not_first)
+
+    def _terminal(self, pattern: str, excluded: list[str], not_first: str = "") -> str:
+        """What matches, holds none of these texts, and does not begin with one of those characters."""
+        bad = [f"(?s:.)*(?:{'|'.join(map(_escaped, excluded))})(?s:.)*"] if excluded else []
+        if not_first:
+            bad.append(rf"\s*[{_escaped(not_first)}](?s:.)*")
+        name = f"T{len(self._rules)}"
+        self._rules.append(
+            f"{name}: /{self._quote(pattern)}/" + "".join(f" & ~/{self._quote(one)}/" for one in bad)
+        )
+        return name
+
+    def _until(self, one: Format) -> str:
+        """One token of the grammar, so that nobody has to know where the text ends before its end is there."""
+        head = self._special.split(one["end"])[0] if self._special else one["end"]
+        if not head:
+            return f"{self._terminal(one['pattern'], [one['end']])} {self._literal(one['end'])}"
+        name = f"T{len(self._rules)}"
+        whole, early = f"(?:{one['pattern']}){_escaped(head)}", f"(?s:.)*{_escaped(head)}(?s:.)+"
+        self._rules.append(f"{name}: /{self._quote(whole)}/ & ~/{self._quote(early)}/")
+        return f"{self._named(name, '[lazy]')} {self._literal(one['end'][len(head) :])}"
+
+    def _fields(self, one: Format) -> str:
+        """From behind: what may follow when something came before, and when nothing did."""
+        separator = self._named(self._literal(one["separator"]))
+        begun = fresh = self._named('""')
+        for element, is_required in reversed(list(zip(one["elements"], one["required"], strict=True))):
+            rule = self._rule(element)
+            with_it = f"{rule} {begun}"
+            fresh = self._named(with_it if is_required else f"{with_it} | {fresh}")
+            begun = self._named(
+                f"{separator} {with_it}" if is_required else f"{separator} {with_it} | {begun}"
+            )
+        return fresh
+
+    def _list(self, one: Format) -> str:
+        rule, least, most = self._rule(one["element"]), one["min_items"], one["max_items"]
+        if most == 0:
+            return '""'
+        if most == 1:
+            many = rule
+        else:
+            more = self._named(f"{self._literal(one['separator'])} {rule}")
+            many = f"{rule} {more}{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        return many if least else f'{self._named(many)} | ""'
 
     def _separated(self, one: Format) -> str:
         tag = self._named(" | ".join(self._rule(tag) for tag in one["tags"]))
@@ -149,6 +211,11 @@ def format_of(params: StructuredOutputsParams) -> Format:
         return {"type": "grammar", "grammar": params.grammar}
     tag: Format = json.loads(str(params.structural_tag))
     return tag
+
+
+def _escaped(text: str) -> str:
+    """A text as an expression that it matches."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\u{{{ord(char):x}}}" for char in text)
 
 
 def _quoted(text: str) -> str:

@@ -17,6 +17,12 @@ value of that schema".
 | `tag` `begin` `content` `end` | the content between two texts |
 | `triggered_tags` `triggers` `tags` `at_least_one` `stop_after_first` | free text, in which a trigger begins a tag |
 | `tags_with_separator` `tags` `separator` `at_least_one` `stop_after_first` | tags, and that text between them |
+| `until` `end` `pattern` | text that matches, if an expression is given, up to and with the first `end` |
+| `fields` `elements` `required` `separator` | these in this order, without some that are not required |
+| `list` `element` `separator` `min_items` `max_items` | so many of them |
+
+`any_text` and `triggered_tags` may have `excludes`, texts that no free text holds, and `not_first`, characters with
+which the text does not begin as long as it is free, white space aside.
 """
 
 from __future__ import annotations
@@ -25,11 +31,15 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.errors import ValidationError
-from quire.structured_output.params import invalid
+from quire.structured_output.params import StructuredOutputsParams, invalid
 from quire.structured_output.pointer import Path, pointer
-from quire.structured_output.schema import settle_schema
+from quire.structured_output.schema import parse_json, settle_schema
 
 NAME = "structural_tag"
+ANY = "(?s:.)*"
+"""The expression of any text."""
+MAX_ITEMS = 1024
+"""Of a list, where their number is given."""
 Format = dict[str, Any]
 
 
@@ -47,6 +57,38 @@ def settle_tag(tag: Any, *, closed: bool) -> Format:
     return reader.format(tag, ())
 
 
+def as_format(params: StructuredOutputsParams) -> Format:
+    """A constraint as it came, as a part of a structural tag; its flags are for the tag.
+
+    Raises:
+        ValidationError: its text is no JSON.
+    """
+    if params.json is not None:
+        return {"type": "json_schema", "json_schema": params.json_value}
+    if params.json_object:
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    if params.choice is not None:
+        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in params.choice]}
+    if params.regex is not None:
+        return {"type": "regex", "pattern": params.regex}
+    if params.grammar is not None:
+        return {"type": "grammar", "grammar": params.grammar}
+    tag: Format = parse_json(NAME, str(params.structural_tag))
+    return tag
+
+
+def as_tag(tag: Format, wanted: StructuredOutputsParams | None = None) -> StructuredOutputsParams:
+    """A structural tag as a constraint, with the flags of one that is a part of it."""
+    if wanted is None:
+        return StructuredOutputsParams(structural_tag=tag)
+    return StructuredOutputsParams(
+        structural_tag=tag,
+        disable_any_whitespace=wanted.disable_any_whitespace,
+        disable_additional_properties=wanted.disable_additional_properties,
+        whitespace_pattern=wanted.whitespace_pattern,
+    )
+
+
 def _error(path: Path, why: str) -> ValidationError:
     return invalid(NAME, f"at {pointer(path)}: {why}")
 
@@ -61,18 +103,22 @@ class _Reader:
             "regex": lambda one, path: {"pattern": self._text(one, "pattern", path)},
             "grammar": lambda one, path: {"grammar": self._text(one, "grammar", path)},
             "json_schema": lambda one, path: {"json_schema": self._schema(one, "json_schema", path)},
-            "any_text": lambda one, path: {},
+            "any_text": self._free,
             "sequence": self._elements,
             "or": self._elements,
             "tag": self._tag,
             "triggered_tags": self._triggered,
             "tags_with_separator": self._separated,
+            "until": self._until,
+            "fields": self._fields,
+            "list": self._list_of,
+            NAME: self._nested,
         }
 
     def format(self, one: Any, path: Path) -> Format:
         """One format in its one form."""
         if not isinstance(one, dict) or one.get("type") not in self._readers:
-            known = ", ".join(self._readers)
+            known = ", ".join(kind for kind in self._readers if kind != NAME)
             raise _error(path, f"a format must be an object whose type is one of {known}")
         return {"type": one["type"], **self._readers[one["type"]](one, path)}
 
@@ -114,11 +160,48 @@ class _Reader:
         for index, tag in enumerate(tags):
             if not any(tag["begin"].startswith(trigger) for trigger in triggers):
                 raise _error(path, f"tag {index} begins with {tag['begin']!r:.100}, and no trigger does")
-        return {"type": "triggered_tags", "tags": tags, "triggers": triggers, **self._flags(one, path)}
+        more = {**self._free(one, path), **self._flags(one, path)}
+        return {"type": "triggered_tags", "tags": tags, "triggers": triggers, **more}
 
     def _separated(self, one: Format, path: Path) -> Format:
         separator = self._text(one, "separator", path)
         return {"tags": self._tags(one, path), "separator": separator, **self._flags(one, path)}
+
+    def _nested(self, one: Format, path: Path) -> Format:
+        return self.format(one["format"], (*path, "format")) if "format" in one else self.old_form(one)
+
+    def _until(self, one: Format, path: Path) -> Format:
+        end, pattern = self._text(one, "end", path), one.get("pattern", ANY)
+        if not end:
+            raise _error((*path, "end"), "must not be empty")
+        return {"end": end, "pattern": self._text({"pattern": pattern}, "pattern", path)}
+
+    def _fields(self, one: Format, path: Path) -> Format:
+        elements = self._elements(one, path) if one.get("elements") != [] else {"elements": []}
+        required, num_elements = one.get("required"), len(elements["elements"])
+        if not isinstance(required, list) or [type(flag) for flag in required] != [bool] * num_elements:
+            raise _error((*path, "required"), "must hold true or false for each element")
+        return {**elements, "required": required, "separator": self._text(one, "separator", path)}
+
+    def _list_of(self, one: Format, path: Path) -> Format:
+        least, most = one.get("min_items", 0), one.get("max_items")
+        counts = [least] if most is None else [least, most]
+        if (
+            any(type(count) is not int or not 0 <= count <= MAX_ITEMS for count in counts)
+            or counts[-1] < least
+        ):
+            raise _error(path, f"min_items and max_items must be integers from 0 to {MAX_ITEMS}, in order")
+        element = self.format(one.get("element"), (*path, "element"))
+        separator = self._text(one, "separator", path)
+        return {"element": element, "separator": separator, "min_items": least, "max_items": most}
+
+    def _free(self, one: Format, path: Path) -> Format:
+        free: Format = {}
+        if one.get("excludes"):
+            free["excludes"] = self._texts(one, "excludes", path)
+        if one.get("not_first"):
+            free["not_first"] = self._text(one, "not_first", path)
+        return free
 
     def _flags(self, one: Format, path: Path) -> dict[str, bool]:
         flags = {name: one.get(name, False) for name in ("at_least_one", "stop_after_first")}

@@ -47,7 +47,7 @@ class Bench:
 
     def __init__(self, members: list[NewRequestData], grammars: GrammarStore | None = None) -> None:
         self.batch = input_batch()
-        self.sampler = Sampler(self.batch, VOCAB, HostTransfers(), grammars or store())
+        self.sampler = Sampler(self.batch, VOCAB, HostTransfers(), grammars=grammars or store())
         self.rows = rows_of(*(self._add(index, one) for index, one in enumerate(members)))
 
     def _add(self, index: int, one: NewRequestData) -> int:

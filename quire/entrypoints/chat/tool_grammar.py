@@ -1,72 +1,145 @@
-"""The grammar of tool calls: fixed text in the model's own format, and arguments of each function's schema.
+"""Tool calls, and what follows a model's reasoning, as constraints: made of the same rows by which answers are read.
 
-Invariant: what the grammar takes is what the parser of the same format finds. A format is data: how a call begins, how
-it ends, and what stands between two.
+Invariant: what a constraint allows is read as calls of these functions, with arguments that their schemas allow.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-Schema = Mapping[str, Any]
-Tag = dict[str, Any]
-
-
-class CallFormat(NamedTuple):
-    """How a model writes calls.
-
-    `begin` holds "{name}", which stands for the function's name as JSON.
-    """
-
-    trigger: str
-    begin: str
-    end: str
-    separator: str
-
-
-HERMES = CallFormat(
-    trigger="<tool_call>",
-    begin='<tool_call>\n{"name": {name}, "arguments": ',
-    end="}\n</tool_call>",
-    separator="\n",
+from quire.entrypoints.chat.formats.constraint import (
+    NOTHING,
+    Form,
+    Schema,
+    UnsayableError,
+    either,
+    fixed,
+    listed,
+    matching,
+    row,
 )
+from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
+from quire.errors import ValidationError
+
+GAP = r"[ \n]{0,4}"
+"""What may stand between a marker and what it belongs to."""
 
 
-def calls_only(calls: CallFormat, functions: Iterable[tuple[str, Schema]], *, at_most_one: bool) -> Tag:
-    """A text that is one or more calls of these functions (name, schema of the arguments), and nothing else."""
-    return {
-        "type": "tags_with_separator",
-        "tags": _tags(calls, functions),
-        "separator": calls.separator,
-        "at_least_one": True,
-        "stop_after_first": at_most_one,
-    }
+class Function(NamedTuple):
+    """What may be called; unless `strict`, the arguments may be any."""
+
+    name: str
+    schema: Schema
+    strict: bool
 
 
-def calls_in_text(calls: CallFormat, functions: Iterable[tuple[str, Schema]], *, at_most_one: bool) -> Tag:
-    """Any text, in which what begins like a call is one of these."""
+def calls_only(tools: ToolFormat, functions: Iterable[Function], *, at_most_one: bool) -> Form:
+    """A text that is one or more calls of these functions, and nothing else.
+
+    Raises:
+        ValidationError: they cannot be enforced in this format.
+    """
+    call = either([_call(tools, function) for function in functions])
+    most = 1 if at_most_one else None
+    if tools.each:
+        return listed(row(fixed(tools.opening), call, fixed(tools.closing)), tools.separator, 1, most)
+    content, end = _section(tools, call, most)
+    return row(fixed(tools.opening), content, fixed(end))
+
+
+def calls_in_text(tools: ToolFormat, functions: Iterable[Function], *, at_most_one: bool) -> Form:
+    """Any text, in which what begins like a call is one of these.
+
+    Raises:
+        ValidationError: they cannot be enforced in this format.
+    """
+    calls = list(functions)
+    marker = next((opens for opens in tools.opens if tools.opening.startswith(opens)), None)
+    if marker is None:
+        text = free_text(tools.opens, not_first=tools.bare)
+        return either([calls_only(tools, calls, at_most_one=at_most_one), text])
+    call = either([_call(tools, function) for function in calls])
+    content, end = (call, tools.closing) if tools.each else _section(tools, call, 1 if at_most_one else None)
+    tag = {"type": "tag", "begin": tools.opening, "content": content, "end": end}
+    others = [opens for opens in tools.opens if opens != marker]
     return {
         "type": "triggered_tags",
-        "triggers": [calls.trigger],
-        "tags": _tags(calls, functions),
+        "triggers": [marker],
+        "tags": [tag],
+        "excludes": others,
+        "not_first": tools.bare,
         "at_least_one": False,
         "stop_after_first": at_most_one,
     }
 
 
-def _tags(calls: CallFormat, functions: Iterable[tuple[str, Schema]]) -> list[Tag]:
-    return [
-        {
-            "type": "tag",
-            "begin": calls.begin.replace("{name}", json.dumps(name, ensure_ascii=False)),
-            "content": {"type": "json_schema", "json_schema": dict(schema)},
-            "end": calls.end,
-        }
-        for name, schema in functions
-    ]
+def free_text(excludes: Sequence[str], *, not_first: str = "") -> Form:
+    """Text without these, which does not begin with one of those characters."""
+    if not excludes and not not_first:
+        return {"type": "any_text"}
+    return {"type": "any_text", "excludes": list(excludes), "not_first": not_first}
 
 
-CALL_FORMATS = {"hermes": HERMES}
-"""Of the formats whose calls can be required: how these are written."""
+def after_reasoning(
+    wanted: Form, reasoning: ReasoningFormat, tools: ToolFormat | None, *, is_open: bool, may_open: bool
+) -> Form:
+    """What is wanted of an answer, behind its reasoning.
+
+    Args:
+        is_open: the answer begins inside of the reasoning.
+        may_open: it may begin with reasoning.
+    """
+    thought: Form = {
+        "type": "triggered_tags",
+        "triggers": list(reasoning.closes),
+        "tags": [
+            {"type": "tag", "begin": close, "content": matching(GAP), "end": ""} for close in reasoning.closes
+        ],
+        "excludes": list(tools.opens) if tools is not None and reasoning.ends_at_calls else [],
+        "at_least_one": True,
+        "stop_after_first": True,
+    }
+    if is_open:
+        return row(thought, wanted)
+    if not may_open:
+        return wanted
+    opened = [row(matching(GAP), fixed(marker), thought) for marker in reasoning.opens]
+    return row(either([*opened, NOTHING]), wanted)
+
+
+def _section(tools: ToolFormat, call: Form, most: int | None) -> tuple[Form, str]:
+    """The calls of one section, and its end.
+
+    Where the text between two calls begins as the end does, it belongs to each call: a grammar does not look ahead.
+    """
+    separator, closing = tools.separator, tools.closing
+    shared = next(
+        (text for text, other in ((separator, closing), (closing, separator)) if other.startswith(text)), ""
+    )
+    if shared:
+        call = row(call, fixed(shared))
+    return listed(call, separator.removeprefix(shared), 1, most), closing.removeprefix(shared)
+
+
+def _call(tools: ToolFormat, function: Function) -> Form:
+    syntax = tools.calls[0]
+    try:
+        _check_names(tools, function)
+        return syntax.constraint(function.name, function.schema, strict=function.strict)
+    except UnsayableError as error:
+        raise ValidationError(
+            f"--tool-call-parser {tools.name} cannot be enforced for the function {function.name!r:.80}: {error}",
+            param="tools",
+        ) from None
+
+
+def _check_names(tools: ToolFormat, function: Function) -> None:
+    """Whether a call with these names is read as such."""
+    properties = function.schema.get("properties")
+    names = list(properties) if isinstance(properties, Mapping) else []
+    syntax, written = tools.calls[0], dict.fromkeys(names, 0)
+    call = syntax.parse(syntax.write(function.name, written), {})
+    if call is None or call.name != function.name or set(json.loads(call.arguments)) != set(names):
+        raise UnsayableError("its name, or that of an argument, would be read as another")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.entrypoints.chat.formats.constraint import either
 from quire.entrypoints.chat.formats.events import Tools
-from quire.entrypoints.chat.tool_grammar import CALL_FORMATS, CallFormat, calls_in_text, calls_only
+from quire.entrypoints.chat.formats.format import ToolFormat
+from quire.entrypoints.chat.tool_grammar import Function, calls_in_text, calls_only
 from quire.entrypoints.chat.tool_schemas import tool_schemas
-from quire.entrypoints.openai.protocol.constraints import as_format, constraint_of
-from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, Tool, ToolFunction
+from quire.entrypoints.openai.protocol.constraints import constraint_of
+from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, Tool
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import ValidationError
 from quire.structured_output.params import StructuredOutputsParams
-
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
+from quire.structured_output.structural_tag import as_format, as_tag
 
 
 def tools_in_use(server: ServerState, request: ChatCompletionRequest) -> Tools | None:
@@ -54,38 +55,30 @@ def tool_constraint(
     must_call = request.tool_choice not in (None, "auto")
     if not must_call and wanted is None and not any(tool.function.strict for tool in request.tools or []):
         return None
-    return StructuredOutputsParams(structural_tag=_tag(_format(server), request, wanted, must_call=must_call))
+    return as_tag(_tag(_format(server), request, wanted, must_call=must_call), wanted)
 
 
 def _tag(
-    calls: CallFormat,
+    calls: ToolFormat,
     request: ChatCompletionRequest,
     wanted: StructuredOutputsParams | None,
     *,
     must_call: bool,
 ) -> dict[str, Any]:
-    is_named = isinstance(request.tool_choice, dict)
-    at_most_one = is_named or not request.parallel_tool_calls
+    at_most_one = isinstance(request.tool_choice, dict) or not request.parallel_tool_calls
     if must_call:
-        functions = [(tool.function.name, _arguments(tool.function)) for tool in _required_tools(request)]
+        functions = [
+            _function(tool, strict=tool.function.strict is not False) for tool in _required_tools(request)
+        ]
         return calls_only(calls, functions, at_most_one=at_most_one)
-    functions = [
-        (tool.function.name, _arguments(tool.function) if tool.function.strict else ANY_OBJECT)
-        for tool in request.tools or []
-    ]
+    functions = [_function(tool, strict=tool.function.strict is True) for tool in request.tools or []]
     if wanted is None:
         return calls_in_text(calls, functions, at_most_one=at_most_one)
-    return {
-        "type": "or",
-        "elements": [as_format(wanted), calls_only(calls, functions, at_most_one=at_most_one)],
-    }
+    return either([as_format(wanted), calls_only(calls, functions, at_most_one=at_most_one)])
 
 
-def _arguments(function: ToolFunction) -> dict[str, Any]:
-    """The schema of a call's arguments; `strict: false` asks for no more than an object."""
-    if function.strict is False or function.parameters is None:
-        return ANY_OBJECT
-    return {"type": "object", **function.parameters}
+def _function(tool: Tool, *, strict: bool) -> Function:
+    return Function(tool.function.name, tool.function.parameters or {}, strict)
 
 
 def _required_tools(request: ChatCompletionRequest) -> list[Tool]:
@@ -106,11 +99,13 @@ def _required_tools(request: ChatCompletionRequest) -> list[Tool]:
     return named
 
 
-def _format(server: ServerState) -> CallFormat:
-    formats = server.answer_format.formats.tools
-    if formats is None or formats.name not in CALL_FORMATS:
+def _format(server: ServerState) -> ToolFormat:
+    formats = server.answer_format.formats
+    assert formats.tools is not None
+    if formats.is_harmony:
         raise ValidationError(
-            "the format of this model's tool calls has no grammar, so calls cannot be required; send tool_choice auto",
+            f"--tool-call-parser {formats.tools.name} cannot be enforced, so calls cannot be required; send "
+            "tool_choice auto, and no strict tools",
             param="tool_choice",
         )
-    return CALL_FORMATS[formats.name]
+    return formats.tools

@@ -11,6 +11,7 @@ import pytest
 
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.async_llm import AsyncLLM
+from tests.engine.test_restart import Slow
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
 
@@ -72,7 +73,8 @@ async def test_one_or_all_are_aborted(admin: httpx.AsyncClient, engine: FakeEngi
 
 
 async def test_an_abort_reaches_the_core() -> None:
-    args = {"distributed_executor_backend": "null", "num_gpu_blocks_override": 200}
+    slow = f"{Slow.__module__}:{Slow.__name__}"  # so that it comes before the end
+    args = {"distributed_executor_backend": "null", "num_gpu_blocks_override": 200, "scheduler_cls": slow}
     engine = AsyncLLM(EngineConfig.from_args(model=DEMO_MODEL, **args), in_process=True)
     async with client_for(engine, admin_api_key="admin") as client:  # type: ignore[arg-type]
         await engine.wait_ready()

@@ -7,11 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from quire.entrypoints.chat.formats.constraint import (
+    Form,
+    Schema,
+    arguments_of,
+    fields,
+    fixed,
+    row,
+    verbatim,
+)
 from quire.entrypoints.chat.formats.ends import End, QuotedEnd
 from quire.entrypoints.chat.formats.events import ToolCall, Tools
-from quire.entrypoints.chat.formats.syntax import json_object, to_json
-
-QUOTE = "<escape>"
+from quire.entrypoints.chat.formats.literals import ESCAPE, GemmaLiterals
+from quire.entrypoints.chat.formats.syntax import json_object
+from quire.entrypoints.chat.formats.typed import to_json
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,7 @@ class GemmaCall:
 
     before: str = "call:"
     close: str = "<end_function_call>"
-    quote: str = QUOTE
+    quote: str = ESCAPE
     needs_marker: ClassVar[bool] = True
 
     def begins(self, text: str) -> bool | None:
@@ -37,21 +46,26 @@ class GemmaCall:
         return ToolCall(name, arguments)
 
     def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
-        return f"{self.before}{name}{_gemma(arguments)}{self.close}"
+        return f"{self.before}{name}{self._write(arguments)}{self.close}"
+
+    def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
+        arguments, values = arguments_of(schema, strict=strict), GemmaLiterals(schema, self.quote)
+        items = [row(values.key(one.name), values.form(one.schema)) for one in arguments]
+        body = fields(items, [one.is_required for one in arguments], ",")
+        return row(fixed(self.before), verbatim(name + "{"), body, fixed("}" + self.close))
 
     def _as_json(self, text: str) -> str:
         """Strings and what is between them take turns."""
-        parts = text.split(QUOTE)
+        parts = text.split(self.quote)
         parts[0::2] = [re.sub(r"([{,]\s*)([\w.\-]+)\s*:", r'\1"\2":', part) for part in parts[0::2]]
         parts[1::2] = [to_json(part) for part in parts[1::2]]
         return "".join(parts)
 
-
-def _gemma(value: Any) -> str:
-    if isinstance(value, str):
-        return f"{QUOTE}{value}{QUOTE}"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_gemma(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_gemma, value)) + "]"
-    return to_json(value)
+    def _write(self, value: Any) -> str:
+        if isinstance(value, str):
+            return f"{self.quote}{value}{self.quote}"
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{key}:{self._write(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list | tuple):
+            return "[" + ",".join(map(self._write, value)) + "]"
+        return to_json(value)

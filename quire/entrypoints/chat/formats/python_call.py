@@ -9,8 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from quire.entrypoints.chat.formats.constraint import (
+    Form,
+    Schema,
+    arguments_of,
+    fields,
+    fixed,
+    row,
+    verbatim,
+)
 from quire.entrypoints.chat.formats.ends import MAX_HEAD_CHARS, End, python_end
 from quire.entrypoints.chat.formats.events import ToolCall, Tools
+from quire.entrypoints.chat.formats.literals import PythonLiterals
 
 JSON_NAMES = {"true": True, "false": False, "null": None}
 ODD_ESCAPE = re.compile(r"\\(?:[\\'\"abfnrtvxuUN\n]|[0-3]?[0-7]{1,2}|(?P<odd>.))", re.DOTALL)
@@ -41,10 +51,10 @@ class PythonCall:
             call = ast.parse(f"_({ODD_ESCAPE.sub(_doubled, rest)}", mode="eval").body
             if not isinstance(call, ast.Call) or call.args:
                 return None
-            fields = {str(word.arg): literal(word.value) for word in call.keywords if word.arg is not None}
-            if len(fields) != len(call.keywords):
+            said = {str(word.arg): literal(word.value) for word in call.keywords if word.arg is not None}
+            if len(said) != len(call.keywords):
                 return None
-            arguments = json.dumps(fields, ensure_ascii=False, allow_nan=False)
+            arguments = json.dumps(said, ensure_ascii=False, allow_nan=False)
             arguments.encode()  # half of a character can be written in Python, and not be sent
             return ToolCall(name.strip(), arguments)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -52,6 +62,12 @@ class PythonCall:
 
     def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+    def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
+        arguments, values = arguments_of(schema, strict=strict), PythonLiterals(schema)
+        words = [row(verbatim(f"{one.name}="), values.form(one.schema)) for one in arguments]
+        body = fields(words, [one.is_required for one in arguments], ", ")
+        return row(verbatim(f"{name}("), body, fixed(")"))
 
 
 def _doubled(escape: re.Match[str]) -> str:

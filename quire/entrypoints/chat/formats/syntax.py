@@ -6,7 +6,6 @@ since models write anything.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,20 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
+from quire.entrypoints.chat.formats.constraint import (
+    ANY_OBJECT,
+    Form,
+    Schema,
+    UnsayableError,
+    arguments_of,
+    fields,
+    fixed,
+    json_of,
+    matching,
+    resolved,
+    row,
+    verbatim,
+)
 from quire.entrypoints.chat.formats.ends import (
     MAX_HEAD_CHARS,
     End,
@@ -23,9 +36,8 @@ from quire.entrypoints.chat.formats.ends import (
     json_end,
 )
 from quire.entrypoints.chat.formats.events import ToolCall, Tools
-
-CHECKER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=str)
-"""Says whether a text is JSON; numbers are not read, since the largest of JSON is beyond a float."""
+from quire.entrypoints.chat.formats.tagged import tagged_value
+from quire.entrypoints.chat.formats.typed import VALUES, object_text, plain, to_json, typed_text, unpadded
 
 
 class Syntax(Protocol):
@@ -55,6 +67,17 @@ class Syntax(Protocol):
 
     def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
         """The text that a model would write; `index` counts the calls of an answer."""
+        ...
+
+    def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
+        """The calls of a function that can be read, as a piece of a structural tag; `write` makes such texts.
+
+        Args:
+            schema: of the arguments; unless `strict`, they are only named by it.
+
+        Raises:
+            UnsayableError: what the schema asks for cannot be enforced here.
+        """
         ...
 
 
@@ -91,6 +114,11 @@ class JsonCall:
 
     def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
         return f'{{"{self.name_keys[0]}": {to_json(name)}, "{self.arguments_keys[0]}": {to_json(arguments)}}}'
+
+    def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
+        begin, middle = fixed(f'{{"{self.name_keys[0]}": '), fixed(f', "{self.arguments_keys[0]}": ')
+        arguments = json_of({**ANY_OBJECT, **schema} if strict else ANY_OBJECT)
+        return row(begin, verbatim(to_json(name)), middle, arguments, fixed("}"))
 
 
 @dataclass(frozen=True)
@@ -132,6 +160,15 @@ class HeadedJson:
 
     def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
         return f"{self.before}{self.written.format(name=name, index=index)}{to_json(arguments)}"
+
+    def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
+        before, _, behind = self.written.partition("{name}")
+        arguments = json_of({**ANY_OBJECT, **schema} if strict else ANY_OBJECT)
+        behind, counts, rest = behind.partition("{index}")
+        number = [matching("[0-9]{1,4}")] if counts else []
+        return row(
+            fixed(self.before + before), verbatim(name), fixed(behind), *number, fixed(rest), arguments
+        )
 
 
 @dataclass(frozen=True)
@@ -181,10 +218,26 @@ class TaggedCall:
     def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
         pad = self.padding
         values = "".join(
-            f"{self.key_open}{key}{self.key_close}{pad}{_plain(value)}{pad}{self.value_close}{pad}"
+            f"{self.key_open}{key}{self.key_close}{pad}{plain(value)}{pad}{self.value_close}{pad}"
             for key, value in arguments.items()
         )
         return f"{self.before}{name}{self.name_close}{pad}{values}{self.close}"
+
+    def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
+        pad, arguments = self.padding, arguments_of(schema, strict=strict)
+        values = [
+            row(
+                fixed(self.key_open),
+                verbatim(argument.name),
+                fixed(self.key_close + pad),
+                tagged_value(argument.schema, schema, pad, self.value_close),
+                fixed(pad),
+            )
+            for argument in arguments
+        ]
+        body = fields(values, [argument.is_required for argument in arguments])
+        begin = row(fixed(self.before), verbatim(name), fixed(self.name_close + pad))
+        return row(begin, body, fixed(self.close))
 
     def _pairs(self, text: str) -> list[tuple[str, str]] | None:
         """Key and value of each argument; None if something else stands between them."""
@@ -195,7 +248,7 @@ class TaggedCall:
         )
         pairs, position = [], 0
         while (found := one.match(text, position)) is not None:
-            pairs.append((found[1].strip().strip('"'), _unpadded(found[2])))
+            pairs.append((found[1].strip().strip('"'), unpadded(found[2])))
             position = found.end()
         return pairs if not text[position:].strip() else None
 
@@ -207,66 +260,26 @@ def _head_of(before: str, name_close: str) -> re.Pattern[str]:
     return re.compile(rf"{re.escape(before)}\s*{name}\s*{''.join(f'{re.escape(c)}?' for c in name_close)}\s*")
 
 
-def to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def json_object(text: str) -> dict[str, msgspec.Raw] | None:
     """The fields of a JSON object, each as the model wrote it; None if it is none."""
     try:
         fields = msgspec.json.decode(text.encode(), type=dict[str, msgspec.Raw])
         for value in fields.values():
-            CHECKER.decode(value)  # a raw value has been skipped, and not checked
+            VALUES.decode(value)  # a raw value has been skipped, and not checked
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         return None
     return fields
 
 
-def object_text(fields: Mapping[str, str]) -> str:
-    """The JSON object of keys and the JSON texts of their values."""
-    return "{" + ", ".join(f"{to_json(key)}: {value}" for key, value in fields.items()) + "}"
-
-
-def typed_text(schema: Mapping[str, Any], value: str) -> str:
-    """The JSON text of a value that was written as text: itself if it is JSON, unless the schema wants a string."""
-    kinds = schema_kinds(schema)
-    if value == "null" and "null" in kinds:
-        return value
-    if "string" in kinds:
-        return to_json(value)
-    stripped = value.strip()
-    if stripped in ("True", "False", "None"):  # of models that think in Python
-        stripped = {"True": "true", "False": "false", "None": "null"}[stripped]
-    return stripped if is_json(stripped) else to_json(value)
-
-
-def schema_kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a JSON schema names, alternatives included."""
-    kinds: set[str] = set()
-    said = schema.get("type")
-    kinds.update([said] if isinstance(said, str) else [kind for kind in said or () if isinstance(kind, str)])
-    if isinstance(schema.get("enum"), list) and all(isinstance(value, str) for value in schema["enum"]):
-        kinds.add("string")
-    for key in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(key)
-        for option in options if isinstance(options, list) else ():
-            if isinstance(option, dict):
-                kinds |= schema_kinds(option)
-    return kinds
-
-
-def is_json(text: str) -> bool:
-    try:
-        CHECKER.decode(text.encode())
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        return False
-    return True
-
-
-def _property(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _property(schema: Schema, key: str) -> Schema:
+    """What a schema says of one argument; nothing if it says it in a way that nobody can follow."""
     properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, dict) else None
-    return found if isinstance(found, dict) else {}
+    try:
+        return (
+            resolved(properties[key], schema) if isinstance(properties, Mapping) and key in properties else {}
+        )
+    except UnsayableError:
+        return {}
 
 
 def _first(fields: Mapping[str, msgspec.Raw], keys: tuple[str, ...]) -> msgspec.Raw | None:
@@ -291,11 +304,3 @@ def _begins(text: str, literal_text: str) -> bool | None:
     if text.startswith(literal_text):
         return True
     return None if literal_text.startswith(text) else False
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else to_json(value)
-
-
-def _unpadded(value: str) -> str:
-    return value.removeprefix("\n").removesuffix("\n")

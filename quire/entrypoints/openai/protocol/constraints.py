@@ -90,21 +90,6 @@ def constraint_of(request: ConstraintFields) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**{OTHER_NAMES[name]: value, "whitespace_pattern": spaces})
 
 
-def as_format(params: StructuredOutputsParams) -> Constraint:
-    """A constraint as a part of a structural tag."""
-    if params.json is not None:
-        return {"type": "json_schema", "json_schema": params.json_value}
-    if params.json_object:
-        return {"type": "json_schema", "json_schema": {"type": "object"}}
-    if params.choice is not None:
-        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in params.choice]}
-    if params.regex is not None:
-        return {"type": "regex", "pattern": params.regex}
-    if params.grammar is not None:
-        return {"type": "grammar", "grammar": params.grammar}
-    raise ValidationError(f"{PARAM}: a structural tag cannot be sent together with tools", param=PARAM)
-
-
 def _is_given(name: str, value: Any) -> bool:
     """Whether a value asks for anything: no grammar, and free text, are what happens anyway."""
     if name == "grammar" and value == "":

@@ -1,0 +1,144 @@
+"""Calls as constraints: the pieces of a structural tag (`quire.structured_output.structural_tag`) that a syntax needs.
+
+Invariant: what a client named, a function or an argument, is matched letter by letter and never read as a marker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+Form = dict[str, Any]
+"""A piece of a structural tag."""
+Schema = Mapping[str, Any]
+ANY_OBJECT: Schema = {"type": "object"}
+NOTHING: Form = {"type": "const_string", "value": ""}
+ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id",
+     "$defs", "definitions", "strict", "nullable"}
+)  # fmt: skip
+"""Keywords that say nothing about a value, or nothing alone."""
+OF_ARGUMENTS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
+MAX_REFERENCES = 16
+
+
+class UnsayableError(Exception):
+    """A schema cannot be enforced in a syntax; the message says what of it."""
+
+
+class Argument(NamedTuple):
+    """One of a function's."""
+
+    name: str
+    schema: Schema
+    is_required: bool
+
+
+def fixed(text: str) -> Form:
+    """Text of the format; names of special tokens in it are these tokens."""
+    return {"type": "const_string", "value": text}
+
+
+def verbatim(text: str) -> Form:
+    """Text of a client."""
+    if not text:
+        return NOTHING
+    return matching(
+        "".join(char if char.isascii() and char.isalnum() else f"\\u{{{ord(char):x}}}" for char in text)
+    )
+
+
+def matching(pattern: str) -> Form:
+    return {"type": "regex", "pattern": pattern}
+
+
+def json_of(schema: Schema) -> Form:
+    return {"type": "json_schema", "json_schema": dict(schema)}
+
+
+def row(*forms: Form) -> Form:
+    return {"type": "sequence", "elements": list(forms)}
+
+
+def either(forms: Sequence[Form]) -> Form:
+    return forms[0] if len(forms) == 1 else {"type": "or", "elements": list(forms)}
+
+
+def fields(forms: Sequence[Form], required: Sequence[bool], separator: str = "") -> Form:
+    """These in order, without some that are not required."""
+    return {"type": "fields", "elements": list(forms), "required": list(required), "separator": separator}
+
+
+def listed(element: Form, separator: str, least: int = 0, most: int | None = None) -> Form:
+    return {"type": "list", "element": element, "separator": separator, "min_items": least, "max_items": most}
+
+
+def until(end: str, pattern: str | None = None) -> Form:
+    """Text, up to and with the first `end`; `pattern` is what the text before it matches."""
+    return {"type": "until", "end": end, **({} if pattern is None else {"pattern": pattern})}
+
+
+def arguments_of(schema: Schema, *, strict: bool) -> list[Argument]:
+    """A function's arguments, where a syntax writes them one by one: those that the schema names.
+
+    Raises:
+        UnsayableError: the schema says of them what cannot be said of each alone.
+    """
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
+        raise UnsayableError("properties must be an object, and required a list")
+    if not strict:
+        return [Argument(name, {}, False) for name in properties]
+    others = sorted(keyword for keyword in schema if keyword not in OF_ARGUMENTS)
+    if others:
+        raise UnsayableError(f"the keyword {others[0]} beside the arguments")
+    if isinstance(schema.get("additionalProperties"), Mapping):
+        raise UnsayableError("arguments without names (additionalProperties)")
+    unnamed = [name for name in required if name not in properties]
+    if unnamed:
+        raise UnsayableError(f"the argument {unnamed[0]!r:.80}, which is required and not described")
+    return [Argument(name, resolved(one, schema), name in required) for name, one in properties.items()]
+
+
+def resolved(schema: Any, root: Schema) -> Schema:
+    """A schema without a reference at its top, nor at the top of its alternatives.
+
+    Raises:
+        UnsayableError: a reference leads elsewhere than to the definitions of the root, or round in a circle.
+    """
+    return _resolved(schema, root, MAX_REFERENCES)
+
+
+def _resolved(schema: Any, root: Schema, left: int) -> Schema:
+    if isinstance(schema, bool):
+        if not schema:
+            raise UnsayableError("a schema that no value fits")
+        return {}
+    if not isinstance(schema, Mapping):
+        raise UnsayableError("a schema that is no object")
+    if not left:
+        raise UnsayableError("references that lead too far")
+    if "$ref" in schema:
+        target = _definition(schema["$ref"], root)
+        return _resolved(
+            {**target, **{key: value for key, value in schema.items() if key != "$ref"}}, root, left - 1
+        )
+    found = dict(schema)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(found.get(key), list):
+            found[key] = [_resolved(option, root, left - 1) for option in found[key]]
+    return found
+
+
+def _definition(reference: Any, root: Schema) -> Schema:
+    place, _, name = str(reference).rpartition("/")
+    definitions = root.get(place.removeprefix("#/")) if place in ("#/$defs", "#/definitions") else None
+    target = definitions.get(name) if isinstance(definitions, Mapping) else None
+    if not isinstance(target, Mapping):
+        raise UnsayableError(f"the reference {reference!r:.80}")
+    return target
+
+
+def with_definitions(schema: Schema, root: Schema) -> Schema:
+    """A part of a schema, with what its references lead to."""
+    return {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
