@@ -178,6 +178,8 @@ def test_an_answer_has_the_format(route: dict[str, Any], form: Any, streamed: bo
     assert Person.model_validate_json(message.content) == PERSON
 
 
+# Ollama's API has no tool_choice.
+@pytest.mark.parametrize("route", [name for name in ROUTES if name != "ollama_chat"], indirect=True)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Person"}}])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_call_is_forced(route: dict[str, Any], choice: Any, streamed: bool) -> None:
