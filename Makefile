@@ -93,7 +93,7 @@ $(CLIENT_VENVS)/%/.installed: tests/clients/%/requirements.txt tests/clients/%/l
 
 clients: install $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed)
 	@for clients in $(CLIENTS); do \
-	  $(CLIENT_VENVS)/$$clients/bin/python -m pytest -q --durations=5 tests/clients/test_openai.py tests/clients/$$clients $(ARGS) \
+	  $(CLIENT_VENVS)/$$clients/bin/python -m pytest -q --durations=5 tests/clients/test_openai*.py tests/clients/$$clients $(ARGS) \
 	    || exit 1; \
 	done
 

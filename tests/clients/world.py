@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic import BaseModel
+
 MODEL = "quire-demo"
 MISSING = "no-such-model"
 QUESTION, ANSWER = "What is the capital of France?", "Paris"
@@ -40,3 +42,18 @@ def said_by(role: str, text: str) -> Any:
 def asked(text: str) -> Any:
     """The conversation that begins with this question."""
     return [said_by("user", text)]
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+    city: str
+
+
+PERSON_QUESTION = (
+    "Extract name, age and city from this sentence as JSON: My friend Peter lives in Paris and is 36."
+)
+PERSON = Person(name="Peter", age=36, city="Paris")
+STRICT_PERSON: dict[str, Any] = Person.model_json_schema() | {"additionalProperties": False}

@@ -18,10 +18,14 @@ from tests.clients.world import (
     MODEL,
     NAME,
     PARAMETERS,
+    PERSON,
+    PERSON_QUESTION,
     QUESTION,
+    STRICT_PERSON,
     TOO_LONG,
     TOOL_ANSWER,
     TOOL_QUESTION,
+    Person,
     asked,
     get_weather,
 )
@@ -163,3 +167,24 @@ class TestResponses:
             litellm.responses(**missing(request_fields), input=QUESTION)
         with pytest.raises(litellm.ContextWindowExceededError):
             litellm.responses(**request_fields, input=TOO_LONG)
+
+
+@pytest.mark.parametrize("form", [Person, {"type": "json_object"}], ids=["schema", "json_object"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_has_the_format(route: dict[str, Any], form: Any, streamed: bool) -> None:
+    request = route | {"messages": asked(PERSON_QUESTION), "response_format": form}
+    done = litellm.completion(**request, stream=streamed)
+    message = (rebuilt(list(done)) if streamed else done).choices[0].message
+    assert Person.model_validate_json(message.content) == PERSON
+
+
+# Ollama's API has no tool_choice.
+@pytest.mark.parametrize("route", [name for name in ROUTES if name != "ollama_chat"], indirect=True)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Person"}}])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_call_is_forced(route: dict[str, Any], choice: Any, streamed: bool) -> None:
+    tool = {"type": "function", "function": {"name": "Person", "parameters": STRICT_PERSON, "strict": True}}
+    request = route | {"messages": asked(PERSON_QUESTION), "tools": [tool], "tool_choice": choice}
+    done = litellm.completion(**request, stream=streamed)
+    (call,) = (rebuilt(list(done)) if streamed else done).choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("Person", PERSON.model_dump())

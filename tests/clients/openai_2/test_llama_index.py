@@ -10,7 +10,9 @@ import pytest
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
+from llama_index.core.types import PydanticProgramMode
 from llama_index.llms.openai import OpenAIResponses
 from llama_index.llms.openai_like import OpenAILike
 
@@ -21,10 +23,13 @@ from tests.clients.world import (
     MISSING,
     MODEL,
     NAME,
+    PERSON,
+    PERSON_QUESTION,
     QUESTION,
     TOO_LONG,
     TOOL_ANSWER,
     TOOL_QUESTION,
+    Person,
     get_weather,
 )
 
@@ -113,3 +118,25 @@ def test_errors_are_the_clients_own(make: Make) -> None:
     with pytest.raises(openai.BadRequestError) as too_long:
         make().complete(TOO_LONG)
     assert too_long.value.code == "context_length_exceeded"
+
+
+FORMS = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_response_is_parsed_into_a_model(options: dict[str, Any], form: PydanticProgramMode) -> None:
+    model = responses(**options, pydantic_program_mode=form)
+    assert model.structured_predict(Person, PromptTemplate("{question}"), question=PERSON_QUESTION) == PERSON
+    assert model.as_structured_llm(Person).complete(PERSON_QUESTION).raw == PERSON
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_call_is_forced(make: Make, streamed: bool) -> None:
+    model, options = make(), {"user_msg": QUESTION, "tool_required": True}
+    if streamed:
+        *_, reply = model.stream_chat_with_tools([WEATHER], **options)
+    else:
+        reply = model.chat_with_tools([WEATHER], **options)
+    (call,) = model.get_tool_calls_from_response(reply)
+    assert call.tool_name == NAME
+    assert list(call.tool_kwargs) == ["city"]

@@ -16,10 +16,14 @@ from tests.clients.world import (
     MODEL,
     NAME,
     PARAMETERS,
+    PERSON,
+    PERSON_QUESTION,
     QUESTION,
+    STRICT_PERSON,
     TOO_LONG,
     TOOL_ANSWER,
     TOOL_QUESTION,
+    Person,
     asked,
     get_weather,
     said_by,
@@ -105,3 +109,30 @@ def test_a_missing_model_is_not_found(client: anthropic.Anthropic) -> None:
 def test_an_overlong_prompt_is_told_in_anthropics_words(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(**(REQUEST | {"messages": asked(TOO_LONG)}))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "Person"}], ids=["any", "tool"])
+def test_a_call_is_forced(client: anthropic.Anthropic, choice: Any, streamed: bool) -> None:
+    tool = {"name": "Person", "input_schema": STRICT_PERSON, "strict": True}
+    request: Any = REQUEST | {"messages": asked(PERSON_QUESTION), "tools": [tool]}
+    request["tool_choice"] = choice | {"disable_parallel_tool_use": True}
+    if streamed:
+        with client.messages.stream(**request) as stream:
+            done = stream.get_final_message()
+    else:
+        done = client.messages.create(**request)
+    (call,) = done.content
+    assert done.stop_reason == "tool_use"
+    assert (call.type, call.name, call.input) == ("tool_use", "Person", PERSON.model_dump())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_message_is_parsed_into_a_model(client: anthropic.Anthropic, streamed: bool) -> None:
+    request: Any = REQUEST | {"messages": asked(PERSON_QUESTION), "output_format": Person}
+    if streamed:
+        with client.messages.stream(**request) as stream:
+            done = stream.get_final_message()
+    else:
+        done = client.messages.parse(**request)
+    assert done.parsed_output == PERSON

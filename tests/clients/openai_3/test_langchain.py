@@ -17,10 +17,14 @@ from tests.clients.world import (
     MISSING,
     MODEL,
     NAME,
+    PERSON,
+    PERSON_QUESTION,
     QUESTION,
+    STRICT_PERSON,
     TOO_LONG,
     TOOL_ANSWER,
     TOOL_QUESTION,
+    Person,
     get_weather,
 )
 
@@ -96,3 +100,27 @@ def test_an_overlong_prompt_is_a_context_overflow(model: ChatOpenAI, streamed: b
 def test_a_missing_model_is_not_found(options: dict[str, Any]) -> None:
     with pytest.raises(openai.NotFoundError, match=MODEL):
         ChatOpenAI(model=MISSING, **options).invoke(QUESTION)
+
+
+# What OpenAI's client has parsed for LangChain is not what LangChain's own types expect in a stream.
+@pytest.mark.filterwarnings("ignore:(?s)Pydantic serializer warnings.*field_name='parsed'")
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+def test_an_answer_is_parsed_into_a_model(model: ChatOpenAI, method: Any) -> None:
+    structured = model.with_structured_output(Person, method=method)
+    assert structured.invoke(PERSON_QUESTION) == PERSON
+    *_, last = structured.stream(PERSON_QUESTION)
+    assert last == PERSON
+
+
+async def test_a_schema_is_answered_asynchronously(model: ChatOpenAI) -> None:
+    structured = model.with_structured_output(STRICT_PERSON, method="json_schema", strict=True)
+    assert await structured.ainvoke(PERSON_QUESTION) == PERSON.model_dump()
+
+
+@pytest.mark.parametrize("choice", ["any", "Person"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_call_is_forced(model: ChatOpenAI, choice: str, streamed: bool) -> None:
+    bound = model.bind_tools([Person], tool_choice=choice, strict=True, parallel_tool_calls=False)
+    done = joined(list(bound.stream(PERSON_QUESTION))) if streamed else bound.invoke(PERSON_QUESTION)
+    (call,) = done.tool_calls
+    assert (call["name"], call["args"]) == ("Person", PERSON.model_dump())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.world import ANSWER, MISSING, MODEL, QUESTION, TOO_LONG, TOOL_ANSWER, TOOL_QUESTION
+from tests.clients.world import (
+    ANSWER,
+    MISSING,
+    MODEL,
+    PERSON,
+    PERSON_QUESTION,
+    QUESTION,
+    STRICT_PERSON,
+    TOO_LONG,
+    TOOL_ANSWER,
+    TOOL_QUESTION,
+    Person,
+)
 
 WEATHER = '''
 def get_weather(city: str) -> str:
@@ -22,7 +35,8 @@ def get_weather(city: str) -> str:
 def home(tmp_path: Path, base_url: str) -> Path:
     """What `llm` finds where it keeps its settings: the served model, and one that the server does not have."""
     served = "".join(
-        f"- model_id: {name}\n  model_name: {name}\n  api_base: {base_url}\n  supports_tools: true\n"
+        f"- model_id: {name}\n  model_name: {name}\n  api_base: {base_url}\n"
+        "  supports_tools: true\n  supports_schema: true\n"
         for name in (MODEL, MISSING)
     )
     (tmp_path / "extra-openai-models.yaml").write_text(served)
@@ -79,3 +93,17 @@ def test_errors_are_told_by_the_command(home: Path) -> None:
     assert missing.returncode == too_long.returncode == 1
     assert MODEL in missing.stderr
     assert "maximum context length" in too_long.stderr
+
+
+@pytest.mark.parametrize("streaming", ["--no-stream", None])
+def test_an_answer_keeps_to_a_schema(home: Path, streaming: str | None) -> None:
+    options = ("-m", MODEL, "-o", "temperature", "0", *filter(None, [streaming]))
+    done = llm(home, "prompt", *options, "--schema", json.dumps(STRICT_PERSON), PERSON_QUESTION)
+    assert Person.model_validate_json(done.stdout or "{}") == PERSON, done.stderr
+
+
+def test_a_schema_may_be_said_in_short(home: Path) -> None:
+    done = llm(
+        home, "-m", MODEL, "-o", "temperature", "0", "--schema", "name, age int, city", PERSON_QUESTION
+    )
+    assert json.loads(done.stdout) == PERSON.model_dump(), done.stderr

@@ -13,10 +13,13 @@ from tests.clients.world import (
     MISSING,
     MODEL,
     NAME,
+    PERSON,
+    PERSON_QUESTION,
     QUESTION,
     TOO_LONG,
     TOOL_ANSWER,
     TOOL_QUESTION,
+    Person,
     asked,
     get_weather,
 )
@@ -89,3 +92,17 @@ def test_errors_are_the_clients_own(client: ollama.Client, streamed: bool) -> No
     with pytest.raises(ollama.ResponseError, match="maximum context length") as too_long:
         ask(MODEL, TOO_LONG)
     assert (missing.value.status_code, too_long.value.status_code) == (404, 400)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("form", ["json", Person.model_json_schema()], ids=["json", "schema"])
+def test_an_answer_has_the_format(client: ollama.Client, form: Any, streamed: bool) -> None:
+    request: Any = {"format": form, "options": EXACT, "stream": streamed}
+    chat, text = (
+        client.chat(MODEL, asked(PERSON_QUESTION), **request),
+        client.generate(MODEL, PERSON_QUESTION, **request),
+    )
+    said = [part.message.content for part in chat] if streamed else [chat.message.content]
+    generated = [part.response for part in text] if streamed else [text.response]
+    assert Person.model_validate_json("".join(said)) == PERSON
+    assert Person.model_validate_json("".join(generated)) == PERSON

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,10 +14,13 @@ from tests.clients.world import (
     ANSWER,
     MISSING,
     MODEL,
+    PERSON,
+    PERSON_QUESTION,
     QUESTION,
     TOO_LONG,
     TOOL_ANSWER,
     TOOL_QUESTION,
+    Person,
     get_weather,
 )
 
@@ -76,3 +80,21 @@ async def test_errors_are_the_clients_own(make_agent: Make) -> None:
     with pytest.raises(openai.BadRequestError) as in_stream:
         await streamed(make_agent(), TOO_LONG)
     assert whole.value.code == in_stream.value.code == "context_length_exceeded"
+
+
+async def test_an_output_is_parsed_into_a_model(make_agent: Make) -> None:
+    agent = make_agent().clone(output_type=Person)
+    assert (await agents.Runner.run(agent, PERSON_QUESTION)).final_output == PERSON
+    _, run = await streamed(agent, PERSON_QUESTION)
+    assert run.final_output == PERSON
+
+
+@pytest.mark.parametrize("choice", ["required", "get_weather"])
+async def test_a_call_is_forced(make_agent: Make, choice: str) -> None:
+    agent = make_agent(tools=(get_weather,))
+    settings = agent.model_settings.resolve(agents.ModelSettings(tool_choice=choice))
+    agent = agent.clone(model_settings=settings, tool_use_behavior="stop_on_first_tool")
+    whole = await agents.Runner.run(agent, QUESTION)
+    _, run = await streamed(agent, QUESTION)
+    assert json.loads(whole.final_output)["temperature"] == 21
+    assert run.final_output == whole.final_output

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pydantic_ai import Agent
+from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.exceptions import ModelContextWindowExceededError, ModelNotFoundError
 from pydantic_ai.messages import ToolCallPart
 from pydantic_ai.models import Model
@@ -23,14 +23,19 @@ from tests.clients.world import (
     MISSING,
     MODEL,
     NAME,
+    PERSON,
+    PERSON_QUESTION,
     QUESTION,
     TOO_LONG,
     TOOL_ANSWER,
     TOOL_QUESTION,
+    Person,
     get_weather,
 )
 
 Make = Callable[[str, str], Model]
+NATIVE: Any = {"supports_json_schema_output": True}
+"""What Pydantic AI believes of Anthropic's own models only."""
 MODELS: dict[str, Make] = {
     "chat": lambda name, url: OpenAIChatModel(
         name, provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none")
@@ -39,7 +44,7 @@ MODELS: dict[str, Make] = {
         name, provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none")
     ),
     "anthropic": lambda name, url: AnthropicModel(
-        name, provider=AnthropicProvider(base_url=url, api_key="none")
+        name, provider=AnthropicProvider(base_url=url, api_key="none"), profile=NATIVE
     ),
     "ollama": lambda name, url: OllamaModel(name, provider=OllamaProvider(base_url=f"{url}/v1")),
 }
@@ -47,9 +52,9 @@ MODELS: dict[str, Make] = {
 
 @pytest.fixture(params=MODELS)
 def make_agent(request: pytest.FixtureRequest, server: str) -> Callable[..., Agent]:
-    def make(model: str = MODEL, tools: tuple[Any, ...] = ()) -> Agent:
+    def make(model: str = MODEL, **options: Any) -> Agent:
         settings: Any = {"temperature": 0.0, "max_tokens": 64}
-        return Agent(MODELS[request.param](model, server), model_settings=settings, tools=tools)
+        return Agent(MODELS[request.param](model, server), model_settings=settings, **options)
 
     return make
 
@@ -87,3 +92,11 @@ async def test_an_overlong_prompt_exceeds_the_context_window(make_agent: Callabl
 async def test_a_missing_model_is_not_found(make_agent: Callable[..., Agent]) -> None:
     with pytest.raises(ModelNotFoundError, match=MODEL):
         await make_agent(MISSING).run(QUESTION)
+
+
+@pytest.mark.parametrize("form", [NativeOutput, ToolOutput, PromptedOutput])
+async def test_an_output_is_parsed_into_a_model(make_agent: Callable[..., Agent], form: Any) -> None:
+    agent = make_agent(output_type=form(Person))
+    assert (await agent.run(PERSON_QUESTION)).output == PERSON
+    async with agent.run_stream(PERSON_QUESTION) as stream:
+        assert await stream.get_output() == PERSON

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any, ClassVar
+
 import openai
 import pytest
-from smolagents import OpenAIModel
+from smolagents import OpenAIModel, Tool, ToolCallingAgent
+from smolagents.memory import ToolCall
+from smolagents.models import agglomerate_stream_deltas
 
-from tests.clients.world import ANSWER, MISSING, MODEL, QUESTION, TOO_LONG, asked
+from tests.clients.world import (
+    ANSWER,
+    ARGUMENTS,
+    DESCRIPTION,
+    MISSING,
+    MODEL,
+    NAME,
+    QUESTION,
+    TOO_LONG,
+    TOOL_QUESTION,
+    asked,
+    get_weather,
+)
 
 BLOCKS = [{"type": "text", "text": QUESTION}]
 
@@ -30,3 +47,39 @@ def test_errors_are_the_clients_own(base_url: str) -> None:
         make(base_url, MISSING).generate(asked(QUESTION))
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         make(base_url).generate(asked(TOO_LONG))
+
+
+class Weather(Tool):
+    """The tool of the model in the box."""
+
+    name = NAME
+    description = DESCRIPTION
+    inputs: ClassVar[Any] = {"city": {"type": "string", "description": "The city."}}
+    output_type = "string"
+
+    def forward(self, city: str) -> str:
+        return get_weather(city)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_call_is_forced(base_url: str, streamed: bool) -> None:
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": TOOL_QUESTION}]}]
+    model = make(base_url)
+    if streamed:
+        deltas = list(model.generate_stream(messages, tools_to_call_from=[Weather()]))
+        message = agglomerate_stream_deltas(deltas)
+    else:
+        message = model.generate(messages, tools_to_call_from=[Weather()])
+    (call,) = message.tool_calls
+    arguments = call.function.arguments
+    assert call.function.name == NAME
+    assert (json.loads(arguments) if isinstance(arguments, str) else arguments) == ARGUMENTS
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_agent_calls_its_tool(base_url: str, streamed: bool) -> None:
+    agent = ToolCallingAgent([Weather()], make(base_url), stream_outputs=streamed, verbosity_level=0)
+    agent.prompt_templates["system_prompt"] = ""
+    steps = agent.run(TOOL_QUESTION, stream=True, max_steps=1)
+    calls = [step for step in steps if isinstance(step, ToolCall)]
+    assert calls[0].name in (NAME, "final_answer")
