@@ -199,6 +199,8 @@ def test_real_signals(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, e
         return engines[0]
 
     monkeypatch.setattr("quire.engine.async_llm.AsyncLLM.start", start)
+    if number is signal.SIGHUP:  # which whoever started the tests may have had ignored, as `nohup` does
+        signal.signal(number, signal.SIG_DFL)
     before = signal.getsignal(number)
     assert run_server(EngineConfig(), ServerConfig(port=0, uvicorn_log_level="warning")) == 0
     assert signal.getsignal(number) == before
