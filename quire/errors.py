@@ -31,6 +31,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+FOREIGN_WORDS = "; it says: "
+"""Behind it stands what foreign code said of its own failure: for programs and the log, and for no client."""
+
 
 class QuireError(Exception):
     """Base of all errors; `status` is the HTTP status, `type` and `code` (if there is one) are OpenAI's."""

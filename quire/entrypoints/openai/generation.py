@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from quire.beam_search_params import BeamSearchParams
-from quire.errors import DeadlineError, EngineError
+from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError
 from quire.inputs import TokensPrompt
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -119,7 +119,8 @@ def _raise_failure(output: RequestOutput) -> None:
     for completion in output.outputs:
         if completion.finish_reason in ("error", "abort"):
             how = "failed" if completion.finish_reason == "error" else "was aborted"
-            why = f": {completion.stop_reason}" if isinstance(completion.stop_reason, str) else ""
+            reason = completion.stop_reason if isinstance(completion.stop_reason, str) else ""
+            why = f": {reason.partition(FOREIGN_WORDS)[0]}" if reason else ""
             raise EngineError(f"the request {how} in the engine before it was complete{why}")
 
 

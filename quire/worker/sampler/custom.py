@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.errors import FOREIGN_WORDS
 from quire.logits_processors import LogitsProcessor, RequestLogitsProcessor
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
@@ -107,7 +108,7 @@ def _run(call: _Call, row: Tensor) -> str | None:
                 row.copy_(changed)
         except Exception as error:
             logger.exception("the logits processor %s failed", name)
-            return f"the logits processor {name} failed: {type(error).__name__}: {error}"
+            return f"the logits processor {name} failed{FOREIGN_WORDS}{type(error).__name__}: {error}"
         highest = row.amax().item()
         if not highest < np.inf:  # a maximum hands on a NaN
             return f"the logits processor {name} made logits that are no numbers"
