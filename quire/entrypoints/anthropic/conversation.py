@@ -198,7 +198,9 @@ def _tool(tool: Fields, where: str) -> Fields:
     function = {"name": tool["name"], "parameters": schema}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
-    if isinstance(tool.get("strict"), bool):
+    if not isinstance(tool.get("strict"), bool | None):
+        raise ValidationError(f"{where}.strict must be true or false", param=f"{where}.strict")
+    if tool.get("strict") is not None:
         function["strict"] = tool["strict"]
     return {"type": "function", "function": function}
 
