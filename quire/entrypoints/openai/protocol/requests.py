@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, model_validator
 
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol import shapes
@@ -65,6 +65,14 @@ class RepetitionDetection(RequestModel):
     max_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN_SIZE)
     min_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN_SIZE)
     min_count: int = Field(0, ge=0, le=MAX_PATTERN_COUNT)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        """Null is absent, here as everywhere; unlike elsewhere, what is unknown is refused."""
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class GenerationRequest(RequestModel, ConstraintFields):
