@@ -1,10 +1,13 @@
 """What a streamed token costs besides the model: a null executor, and a load generator in a process of its own.
 
-    python -m benchmarks.overhead [--streams 100] [--tokens 200] [--requests 300] [--step-ms 20]
+    python -m benchmarks.overhead [--streams 100] [--tokens 200] [--requests 300] [--step-ms 20] [--rounds 1]
 
 Two runs. Without pace: how many tokens per second one API process streams, and its processor time per token. At a
-realistic pace of steps: how long a token takes from the core's step to the client's socket. Processor time is what to
-compare on a machine that others use.
+realistic pace of steps: how long a token takes from the end of the core's step to the client's socket. Requests begin
+evenly spread, as do those of many users: were all streams at the same token, all would begin and end in one step.
+
+All tokens are one and the same word, so that the text of an event tells how many tokens it has, and events are as
+plain as nearly all are. Processor time is what to compare on a machine that others use.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,18 +29,19 @@ from benchmarks.overhead.pace import FILE, STEP_S, Paced
 from benchmarks.served import QUIRE, free_port, wait_until_ready
 from quire.engine.progress import cpu_seconds
 
-OPENING = 1
-"""Events of a chat stream before the first token."""
+WORD = "a"
+WARM_UP_TOKENS = 10
 
 
 class Run(NamedTuple):
-    """What one load showed; latencies are milliseconds."""
+    """What one load showed; latencies are milliseconds, the first token's and the others'."""
 
     tokens_per_s: float
     events_per_token: float
     api_us: float
     core_us: float
-    latencies: list[float]
+    first: list[float]
+    later: list[float]
 
 
 @contextmanager
@@ -54,19 +59,39 @@ def server(num_streams: int, step_ms: float, times: Path) -> Iterator[tuple[int,
     ]
     flags += ["--disable-uvicorn-access-log", "--no-enable-prefix-caching", "--port", str(port)]
     environment = {**os.environ, STEP_S: str(step_ms / 1000), FILE: str(times)}
-    process = subprocess.Popen([*QUIRE, "serve", *flags], env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*QUIRE, "serve", *flags], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
-        wait_until_ready(process, f"http://127.0.0.1:{port}")  # type: ignore[arg-type]
+        wait_until_ready(process, f"http://127.0.0.1:{port}")
         yield port, process.pid
     finally:
         process.terminate()
         process.wait()
 
 
-def load(port: int, num_streams: int, num_requests: int, num_tokens: int, *options: str) -> Any:
+def word_id(port: int) -> int:
+    """The token that all answers consist of."""
+    body = json.dumps({"prompt": WORD, "add_special_tokens": False}).encode()
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{port}/tokenize", body, {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(asked) as reply:
+        (token_id,) = json.load(reply)["tokens"]
+    return int(token_id)
+
+
+def load(port: int, num_streams: int, num_requests: int, num_tokens: int, start_s: float) -> Any:
     """What the load generator saw."""
-    numbers = map(str, (port, num_streams, num_requests, num_tokens))
-    command = [sys.executable, "-m", "benchmarks.overhead.client", *numbers, *options]
+    body = {
+        "messages": [{"role": "user", "content": "Count."}],
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "allowed_token_ids": [word_id(port)],
+        "stream": True,
+    }
+    numbers = map(str, (port, num_streams, num_requests, start_s))
+    command = [sys.executable, "-m", "benchmarks.overhead.client", *numbers, json.dumps(body)]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 
@@ -75,16 +100,20 @@ def measured(num_streams: int, num_requests: int, num_tokens: int, step_ms: floa
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "times"
         with server(num_streams, step_ms, times) as (port, pid):
-            load(port, num_streams, num_streams, 10)
+            load(port, num_streams, num_streams, WARM_UP_TOKENS, 0.0)
             pids = (pid, core_of(pid))
             before = [cpu_seconds(one) or 0.0 for one in pids]
-            seen = load(port, num_streams, num_requests, num_tokens, *(["--token-ids"] if step_ms else []))
+            seen = load(
+                port, num_streams, num_requests, num_tokens, step_ms / 1000 * num_tokens / num_streams
+            )
             used = [(cpu_seconds(one) or 0.0) - earlier for one, earlier in zip(pids, before, strict=True)]
         told = dict(json.loads(line) for line in times.read_text().splitlines())
     num_all = num_requests * num_tokens
-    num_events = sum(num - OPENING for _, num, _ in seen["answers"])
+    num_events = sum(len(events) for _, events in seen["answers"])
     per_token = [1e6 * seconds / num_all for seconds in used]
-    return Run(num_all / seen["seconds"], num_events / num_all, *per_token, latencies(seen["answers"], told))
+    delays = latencies(seen["answers"], told)
+    first, later = [one[0] for one in delays], [ms for one in delays for ms in one[1:]]
+    return Run(num_all / seen["seconds"], num_events / num_all, *per_token, first, later)
 
 
 def core_of(pid: int) -> int:
@@ -94,14 +123,22 @@ def core_of(pid: int) -> int:
     return child
 
 
-def latencies(answers: list[tuple[str, int, list[float]]], told: dict[str, list[float]]) -> list[float]:
-    """From the core to the client, of all tokens whose ids came along."""
+def latencies(
+    answers: list[tuple[str, list[tuple[float, int]]]], told: dict[str, list[float]]
+) -> list[list[float]]:
+    """From the core to the client's socket, milliseconds of each token of each answer."""
     found = []
-    for answer_id, _, came in answers:
-        core_id = next(name for name in told if name.startswith(answer_id))
-        if came:
-            found += [1000 * (then - left) for left, then in zip(told[core_id], came, strict=True)]
+    for answer_id, events in answers:
+        left = told[next(name for name in told if name.startswith(answer_id))]
+        came = [time for time, num_chars in events for _ in range(num_chars // len(WORD))]
+        found.append([1000 * (then - earlier) for earlier, then in zip(left, came, strict=True)])
     return found
+
+
+def shares(latencies: list[float]) -> str:
+    """The middle and the end of a distribution."""
+    of_100 = statistics.quantiles(latencies, n=100)
+    return f"median {of_100[49]:.2f} ms, p99 {of_100[98]:.2f} ms, worst {max(latencies):.1f} ms"
 
 
 def main() -> None:
@@ -113,20 +150,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
-    fast = measured(args.streams, args.requests, args.tokens, 0.0)
-    print(
-        f"without pace: {fast.tokens_per_s:.0f} tokens/s in {fast.events_per_token:.2f} events per token; processor "
-        f"time per token: API {fast.api_us:.1f} us, core {fast.core_us:.1f} us",
-        flush=True,
-    )
-    paced = measured(args.streams, args.requests, args.tokens, args.step_ms)
-    shares = statistics.quantiles(paced.latencies, n=100) if len(paced.latencies) > 1 else [0.0] * 99
-    print(
-        f"a step each {args.step_ms:g} ms: {paced.tokens_per_s:.0f} tokens/s in {paced.events_per_token:.2f} events "
-        f"per token; API {paced.api_us:.1f} us per token; from core to client: median {shares[49]:.2f} ms, p99 "
-        f"{shares[98]:.2f} ms"
-    )
+    for _ in range(args.rounds):
+        fast = measured(args.streams, args.requests, args.tokens, 0.0)
+        print(
+            f"without pace: {fast.tokens_per_s:.0f} tokens/s in {fast.events_per_token:.2f} events per token; "
+            f"processor time per token: API {fast.api_us:.1f} us, core {fast.core_us:.1f} us",
+            flush=True,
+        )
+        paced = measured(args.streams, args.requests, args.tokens, args.step_ms)
+        print(
+            f"a step each {args.step_ms:g} ms: {paced.tokens_per_s:.0f} tokens/s in {paced.events_per_token:.2f} "
+            f"events per token; API {paced.api_us:.1f} us per token\n"
+            f"  from core to client: {shares(paced.later)}\n"
+            f"  first tokens:        {shares(paced.first)}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,47 +1,89 @@
 """The load: so many chat streams at a time, whose bytes are kept with their times. A process of its own; prints JSON.
 
-python -m benchmarks.overhead.client PORT NUM_STREAMS NUM_REQUESTS NUM_TOKENS [--token-ids]
+    python -m benchmarks.overhead.client PORT NUM_STREAMS NUM_REQUESTS START_S BODY
+
+A request begins every START_S seconds, once a stream is free for it, so that streams are at all stages at any time.
+
+The time of a piece is when it reached this process's socket, by the kernel's clock (SO_TIMESTAMPNS): how soon this
+process is scheduled and how fast it reads is no affair of the server's. So it looks into its sockets now and then, and
+parses nothing while the load runs: woken by each piece, it would cost the server's write more than the write itself,
+which clients of a network do not. A piece that waits for another one behind it gets that one's later time.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
+import select
+import socket
+import struct
 import sys
 import time
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+SO_TIMESTAMPNS = 35
+LOOK_S = 0.003
+"""From look to look; less than a step takes, so that pieces of two steps seldom meet."""
+TIMESPEC = struct.Struct("qq")
 EVENT = re.compile(rb"data: (\{.*\})\n\n")
 HEAD = (
     "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
 )
 
 
-class Answer(NamedTuple):
-    """The id of an answer, the number of its events, and when each token came whose id was sent along.
+@dataclass
+class Stream:
+    """One request: its socket, and what came with the seconds since the epoch."""
 
-    Times are of the clock that all processes of the machine share.
-    """
+    socket: socket.socket
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+
+    def read(self) -> bool:
+        """Take what is there; False at the end."""
+        data, control, _, _ = self.socket.recvmsg(1 << 16, 64)
+        if data:
+            seconds, nanoseconds = TIMESPEC.unpack(control[0][2])
+            self.pieces.append((seconds + nanoseconds * 1e-9, data))
+        return bool(data)
+
+
+class Answer(NamedTuple):
+    """The id of an answer, and of each event that brought text: when its last byte came, and the text's length."""
 
     id: str
-    num_events: int
-    times: list[float]
+    events: list[tuple[float, int]]
 
 
-async def received(port: int, body: bytes) -> list[tuple[float, bytes]]:
-    """What came, and when."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    pieces = []
-    while data := await reader.read(65536):
-        pieces.append((time.monotonic(), data))
-    writer.close()
-    return pieces
+def begin(port: int, body: bytes) -> Stream:
+    """Send a request."""
+    stream = Stream(socket.create_connection(("127.0.0.1", port)))
+    stream.socket.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+    stream.socket.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    stream.socket.setblocking(False)
+    return stream
+
+
+def run(port: int, num_streams: int, num_requests: int, start_s: float, body: bytes) -> list[Stream]:
+    """All streams, when the last has ended."""
+    ready, streams, running = select.epoll(), list[Stream](), dict[int, Stream]()
+    due = time.monotonic()
+    while running or len(streams) < num_requests:
+        while len(streams) < num_requests and len(running) < num_streams and time.monotonic() >= due:
+            streams.append(begin(port, body))
+            running[streams[-1].socket.fileno()] = streams[-1]
+            ready.register(streams[-1].socket, select.EPOLLIN)
+            due = max(due + start_s, time.monotonic() - start_s)
+        time.sleep(LOOK_S)
+        for number, _ in ready.poll(0):
+            if not running[number].read():
+                ready.unregister(number)
+                running.pop(number).socket.close()
+    return streams
 
 
 def answer_of(pieces: list[tuple[float, bytes]]) -> Answer:
-    """Take an answer apart; an event came with the last byte of it."""
+    """Take an answer apart."""
     whole = b"".join(data for _, data in pieces)
     if b"200 OK" not in whole[:20]:
         raise SystemExit(f"the server answered {whole!r:.300}")
@@ -49,32 +91,25 @@ def answer_of(pieces: list[tuple[float, bytes]]) -> Answer:
     for came, data in pieces:
         end += len(data)
         ends.append((end, came))
-    times: list[float] = []
-    found = [(match.end(), json.loads(match[1])) for match in EVENT.finditer(whole)]
-    place = 0
-    for position, event in found:
-        while ends[place][0] < position:
+    answer_id, events, place = "", [], 0
+    for match in EVENT.finditer(whole):
+        event = json.loads(match[1])
+        answer_id = event["id"]
+        while ends[place][0] < match.end():
             place += 1
-        times += [ends[place][1]] * len(event["choices"][0].get("token_ids", ()))
-    return Answer(found[0][1]["id"], len(found), times)
+        if text := event["choices"][0]["delta"].get("content"):
+            events.append((ends[place][1], len(text)))
+    return Answer(answer_id, events)
 
 
-async def main(port: int, num_streams: int, num_requests: int, num_tokens: int, **options: Any) -> None:
+def main() -> None:
     """Run the load, and print what came."""
-    messages = [{"role": "user", "content": "Count."}]
-    body = {"messages": messages, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, **options}
-    slots = asyncio.Semaphore(num_streams)
-
-    async def one() -> list[tuple[float, bytes]]:
-        async with slots:
-            return await received(port, json.dumps(body).encode())
-
+    port, num_streams, num_requests = map(int, sys.argv[1:4])
     started = time.monotonic()
-    answers = await asyncio.gather(*(one() for _ in range(num_requests)))
+    streams = run(port, num_streams, num_requests, float(sys.argv[4]), sys.argv[5].encode())
     seconds = time.monotonic() - started
-    print(json.dumps({"seconds": seconds, "answers": [answer_of(pieces) for pieces in answers]}))
+    print(json.dumps({"seconds": seconds, "answers": [answer_of(one.pieces) for one in streams]}))
 
 
 if __name__ == "__main__":
-    more = {"return_token_ids": True} if "--token-ids" in sys.argv else {}
-    asyncio.run(main(*map(int, sys.argv[1:5]), **more))
+    main()

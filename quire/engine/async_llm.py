@@ -24,7 +24,7 @@ from quire.engine.cores import Cores, CoreWatcher, OwnCores
 from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.messages import CoreMessage, Detach
-from quire.engine.output_stream import OutputStream
+from quire.engine.output_stream import Offer, OutputStream
 from quire.engine.pumps import Pumps
 from quire.engine.queue_limits import WaitingSequences
 from quire.engine.startup import prepare
@@ -140,13 +140,15 @@ class AsyncLLM:
         tenant: str = "",
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        offer: Offer | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until one is `finished`. Closing the generator aborts the request.
 
         `request_id` is a label: outputs carry it, `abort` takes it, and it need not be unique. `priority` (lower
         first) needs the priority policy; `tenant` is whose share the request takes under the fair one. `timeout_s`
         seconds after it came, tokenizing included, it ends with finish_reason "timeout" and what it has by then. With
-        `otlp_traces_endpoint` its span goes on from `trace_headers`: W3C `traceparent` and `tracestate`.
+        `otlp_traces_endpoint` its span goes on from `trace_headers`: W3C `traceparent` and `tracestate`. `offer` is
+        called with each output but the last that comes while the caller waits for one; what it takes is not yielded.
 
         Raises:
             ValidationError: before the first output, for a prompt or parameter that cannot be honoured.
@@ -164,7 +166,7 @@ class AsyncLLM:
         kind = None if isinstance(sampling_params, BeamSearchParams) else sampling_params.output_kind
         if isinstance(sampling_params, SamplingParams):
             sampling_params = await self._constrained(sampling_params)
-        stream = OutputStream(delta=kind is RequestOutputKind.DELTA)
+        stream = OutputStream(delta=kind is RequestOutputKind.DELTA, offer=offer)
         name, messages = self._front_end.submit(
             request_id,
             tokenized,

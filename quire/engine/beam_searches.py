@@ -57,7 +57,7 @@ class BeamSearches:
     ) -> list[CoreRequest]:
         """Take in what a core says of beams; returns what to send to it."""
         messages: list[CoreRequest] = []
-        for update in updates:
+        for update in updates if self._of_id else ():
             search = self._of_id.get(update.request_id)
             if search is None:
                 continue

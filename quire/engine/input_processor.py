@@ -66,6 +66,9 @@ class InputProcessor:
         self.default_sampling_params = _default_params(config)
         self._strict_length = strict_length
         self._takes_callables = takes_callables
+        # Asked once: finding the plug-ins reads files of every installed package, milliseconds that each request and
+        # every stream beside it would wait for.
+        self._reads_extra_args = bool(config.model.logits_processors or plugin_names("quire.logits_features"))
         self._thinking_markers = find_thinking_markers(config, tokenizer)
         self._clock = clock
         self._seeds = random.Random(config.model.seed)
@@ -291,8 +294,7 @@ class InputProcessor:
                 "logits_processors cannot be recorded; start without --record-trace",
                 param="logits_processors",
             )
-        is_read = own or self.config.model.logits_processors or plugin_names("quire.logits_features")
-        if params.extra_args and not is_read:
+        if params.extra_args and not (own or self._reads_extra_args):
             raise ValidationError(
                 "extra_args are for logits processors, and this engine has none (--logits-processors)",
                 param="extra_args",

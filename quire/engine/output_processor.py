@@ -60,8 +60,9 @@ class OutputProcessor:
             self.waiting.add(sequence.core_request_id, len(prompt.token_ids))
 
     def process(self, outputs: EngineCoreOutputs, now: float) -> tuple[Ends, IterationStats]:
-        """Hand the step's news to the sinks.
+        """Hand the step's news to the sinks, each as soon as it is made; making the others takes time.
 
+        A request with several sequences has one output for all of them, which comes behind.
         Returns which sequences the core must end, because it does not know that they have (a stop string matched,
         their output could not be made), and the step's statistics.
         """
@@ -75,12 +76,15 @@ class OutputProcessor:
             except BaseException as error:
                 _fail(sequence, error, now, stats)
             self.waiting.remove(update.request_id)
-            touched.append(group)
             if sequence.finish_reason is not None:
                 self._forget(sequence, group, now, stats)
                 if update.finish_reason is None:
                     ends.setdefault(sequence.finish_reason, []).append(update.request_id)
-        self._publish(touched, ends, now, stats)
+            if len(group.sequences) == 1:
+                self._publish(group, ends, now, stats)
+            else:
+                touched.append(group)
+        self._publish_all(touched, ends, now, stats)
         return ends, stats
 
     def end(self, core_request_ids: Iterable[str], reason: str, now: float) -> tuple[Ends, IterationStats]:
@@ -94,7 +98,7 @@ class OutputProcessor:
                 _fail(sequence, error, now, stats)
             self._forget(sequence, group, now, stats)
         ends = {reason: [sequence.core_request_id for sequence, _ in ended]} if ended else Ends()
-        self._publish([group for _, group in ended], ends, now, stats)
+        self._publish_all([group for _, group in ended], ends, now, stats)
         return ends, stats
 
     def resume(self, core_request_ids: Iterable[str]) -> list[EngineCoreRequest]:
@@ -130,13 +134,16 @@ class OutputProcessor:
             self._forget(sequence, group, now, stats)
         return [one.core_request_id for one in rest]
 
-    def _publish(self, groups: list[RequestGroup], ends: Ends, now: float, stats: IterationStats) -> None:
+    def _publish_all(self, groups: list[RequestGroup], ends: Ends, now: float, stats: IterationStats) -> None:
         for group in {id(group): group for group in groups}.values():
-            try:
-                group.publish()
-            except BaseException as error:
-                _log_unless_exit(error, group.request_id)
-                self._drop(group, ends, now, stats)
+            self._publish(group, ends, now, stats)
+
+    def _publish(self, group: RequestGroup, ends: Ends, now: float, stats: IterationStats) -> None:
+        try:
+            group.publish()
+        except BaseException as error:
+            _log_unless_exit(error, group.request_id)
+            self._drop(group, ends, now, stats)
 
     def _drop(self, group: RequestGroup, ends: Ends, now: float, stats: IterationStats) -> None:
         """End what still runs of a request whose output could not be made."""

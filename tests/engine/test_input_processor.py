@@ -64,6 +64,17 @@ def test_bad_prompts_are_refused(processor: InputProcessor, prompt: Any, message
         processor.process("r", processor.tokenize(prompt), SamplingParams())
 
 
+def test_no_request_looks_for_plug_ins(processor: InputProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(**_: Any) -> None:
+        raise AssertionError("it reads files of every installed package")
+
+    monkeypatch.setattr("quire.plugins.entry_points", search)
+    params = SamplingParams(temperature=0.5, stop_token_ids=[1], bad_words=["a"])
+    assert processor.process("r", processor.tokenize("the quick fox"), params)
+    with pytest.raises(ValidationError, match="this engine has none"):
+        processor.process("r", processor.tokenize("the quick fox"), SamplingParams(extra_args={"a": 1}))
+
+
 def test_huge_text_is_refused_before_it_is_tokenized(
     processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,7 @@ Invariant: the deltas of a stream join to the message of the same request withou
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter
@@ -19,6 +18,7 @@ from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.chat.tool_schemas import check_names
 from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder, ChoicePart
+from quire.entrypoints.openai.chat_frames import ChatFrames
 from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.generation import Outputs
@@ -42,7 +42,6 @@ from quire.entrypoints.openai.respond import respond
 from quire.entrypoints.openai.sampling import chat_params, note_max_tokens
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
-from quire.entrypoints.openai.streaming import TextFrame, frame
 from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
 from quire.entrypoints.openai.tool_choice import tool_constraint, tools_in_use
 from quire.entrypoints.openai.usage import UsageMeter
@@ -91,7 +90,6 @@ class ChatAnswer:
             self._check_names()
         self._begin = PromptEnd()
         self._choices: dict[int, ChatChoiceBuilder] = {}
-        self._text_frames: dict[int, TextFrame] = {}
 
     def _check_names(self) -> None:
         tool_format = self._server.answer_format.formats.tools if self._tools else None
@@ -145,71 +143,39 @@ class ChatAnswer:
             **meter.closing(self._request.notes),
         )
 
-    async def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-        usage = self._stream_usage(outputs)
-        async with aclosing(outputs):
-            async for _, output in outputs:
-                if (plain := self._plain_frame(output, usage)) is not None:
-                    yield plain
-                    continue
-                for chunk in self.chunks_of(output, usage):
-                    yield frame(chunk)
-        if usage.wanted:
-            yield frame(self._chunk([], usage.closing()))
+    def frames(self, prompt_lengths: list[int]) -> ChatFrames:
+        shows_tokens = bool(self._request.logprobs or self._request.return_token_ids)
+        return ChatFrames(self, self.stream_usage(prompt_lengths), shows_tokens=shows_tokens)
 
-    async def chunks(self, outputs: Outputs) -> AsyncGenerator[ChatChunk, None]:
-        """The stream, before it is written: each choice's role, then its news step by step, then the usage."""
-        usage = self._stream_usage(outputs)
-        async with aclosing(outputs):
-            async for _, output in outputs:
-                for chunk in self.chunks_of(output, usage):
-                    yield chunk
-        if usage.wanted:
-            yield self._chunk([], usage.closing())
-
-    def _stream_usage(self, outputs: Outputs) -> StreamUsage:
+    def stream_usage(self, prompt_lengths: list[int]) -> StreamUsage:
+        """What the chunks of a stream tell of the whole."""
         force = self._server.config.enable_force_include_usage
-        return StreamUsage(self._request, outputs.prompt_lengths, force=force)
+        return StreamUsage(self._request, prompt_lengths, force=force)
 
-    def _plain_frame(self, output: RequestOutput, usage: StreamUsage) -> bytes | None:
-        """What `chunks_of` makes of an output that is nothing but a piece of text of one choice, as nearly all are."""
-        (completion, *others), request = output.outputs, self._request
-        builder = self._choices.get(completion.index)
-        if others or builder is None or completion.finish_reason is not None:
-            return None
-        text_frame = self._text_frames.get(completion.index)
-        if text_frame is None:
-            if (
-                request.logprobs
-                or request.return_token_ids
-                or not (builder.is_plain and usage.shows_nothing_yet)
-            ):
-                return None
-            choice = ChatChunkChoice(index=completion.index, delta=ChatDelta(content=TextFrame.MARK))
-            text_frame = TextFrame(self._chunk([choice], usage.of_opening()))
-            self._text_frames[completion.index] = text_frame
-        usage.pass_by(0, output)
-        return text_frame.of(completion.text)
+    def passes_text(self, index: int) -> bool:
+        """Whether the text of a choice, which has begun, passes as it is."""
+        builder = self._choices.get(index)
+        return builder is not None and builder.is_plain
 
     def chunks_of_whole(self, output: RequestOutput) -> Iterator[ChatChunk]:
         """The stream that a final output would have been in one piece, with usage."""
         usage = StreamUsage(self._request, [len(output.prompt_token_ids)], force=True)
         yield from self.chunks_of(output, usage)
-        yield self._chunk([], usage.closing())
+        yield self.chunk([], usage.closing())
 
     def chunks_of(self, output: RequestOutput, usage: StreamUsage) -> Iterator[ChatChunk]:
         """What one output adds to the stream; the first one begins it."""
         usage.add(0, output)
         if not self._choices:
             for opening in self._openings():
-                yield self._chunk([opening], usage.of_opening(), output.prompt_token_ids)
+                yield self.chunk([opening], usage.of_opening(), output.prompt_token_ids)
         for completion in output.outputs:
             *earlier, last = self._chunk_choices(completion)
             usage.note_reasoning(self._reasoning_tokens)
             told = usage.of_chunk(0, completion)
             for choice in earlier:
-                yield self._chunk([choice], usage.of_opening())
-            yield self._chunk([last], told)
+                yield self.chunk([choice], usage.of_opening())
+            yield self.chunk([last], told)
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         part = self._builder(completion).take(completion.text, completion.token_ids, completion.finish_reason)
@@ -269,9 +235,10 @@ class ChatAnswer:
         is_old = part.finish_reason == "tool_calls" and bool(self._request.functions)
         return "function_call" if is_old else part.finish_reason
 
-    def _chunk(
+    def chunk(
         self, choices: list[ChatChunkChoice], more: dict[str, Any], prompt_token_ids: list[int] | None = None
     ) -> ChatChunk:
+        """A chunk of a stream; `more` are its fields besides those that all have."""
         shown = prompt_token_ids if self._request.return_token_ids else None
         return ChatChunk(
             id=self._id,

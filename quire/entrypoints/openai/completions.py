@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter
@@ -100,20 +99,19 @@ class CompletionAnswer:
             meter.add(prompt_index, output)
             chosen = self._chosen(output)
             choices += [self._choice(prompt_index, output, completion) for completion in chosen]
-        return self._answer(choices, meter.closing(self._request.notes))
+        return self.chunk(choices, meter.closing(self._request.notes))
 
-    async def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+    def frames(self, prompt_lengths: list[int]) -> CompletionFrames:
         force = self._server.config.enable_force_include_usage
-        usage = StreamUsage(self._request, outputs.prompt_lengths, force=force)
-        async with aclosing(outputs):
-            async for prompt_index, output in outputs:
-                shown = self._shown(output)
-                usage.add(prompt_index, shown)
-                for completion in shown.outputs:
-                    choice = self._choice(prompt_index, shown, completion)
-                    yield frame(self._answer([choice], usage.of_chunk(prompt_index, completion)))
-        if usage.wanted:
-            yield frame(self._answer([], usage.closing()))
+        return CompletionFrames(self, StreamUsage(self._request, prompt_lengths, force=force))
+
+    def chunks_of(self, prompt_index: int, output: RequestOutput, usage: StreamUsage) -> Iterator[Completion]:
+        """What one output adds to the stream."""
+        shown = self._shown(output)
+        usage.add(prompt_index, shown)
+        for completion in shown.outputs:
+            choice = self._choice(prompt_index, shown, completion)
+            yield self.chunk([choice], usage.of_chunk(prompt_index, completion))
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
         """The output without the token that was generated only because the engine ends with one."""
@@ -132,13 +130,14 @@ class CompletionAnswer:
         best = sorted(by_index, key=_mean_logprob, reverse=True)[: self._request.n]
         return [dataclasses.replace(completion, index=place) for place, completion in enumerate(best)]
 
-    def _answer(self, choices: list[CompletionChoice], closing: dict[str, Any]) -> Completion:
+    def chunk(self, choices: list[CompletionChoice], more: dict[str, Any]) -> Completion:
+        """A chunk of a stream, or the whole answer."""
         return Completion(
             id=self._id,
             created=self._created,
             model=self._model,
             choices=choices,
-            **closing,
+            **more,
         )
 
     def _choice(
@@ -186,6 +185,20 @@ class CompletionAnswer:
     def _token_text(self, token_id: int) -> str:
         tokenizer = self._server.engine.tokenizer
         return tokenizer.token_text(token_id) if tokenizer else id_text(token_id)
+
+
+class CompletionFrames:
+    """Writes a stream of chunks."""
+
+    def __init__(self, answer: CompletionAnswer, usage: StreamUsage) -> None:
+        self._answer = answer
+        self._usage = usage
+
+    def of(self, prompt_index: int, output: RequestOutput) -> bytes:
+        return b"".join(map(frame, self._answer.chunks_of(prompt_index, output, self._usage)))
+
+    def closing(self) -> bytes:
+        return frame(self._answer.chunk([], self._usage.closing())) if self._usage.wanted else b""
 
 
 def _mean_logprob(completion: CompletionOutput) -> float:

@@ -14,12 +14,13 @@ import sys
 from typing import Any
 
 import h11
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from quire.config import ServerConfig
 from quire.entrypoints.openai.census import Census
 from quire.entrypoints.openai.errors import error_body, request_id_of, response_of, shaped_error
+from quire.entrypoints.openai.response_body import offer
 from quire.errors import UnavailableError
 
 RESERVED_FILES = 64
@@ -56,6 +57,8 @@ class Connection(H11Protocol):
         self, *args: Any, limits: ServerConfig, max_connections: int, census: Census, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._application: ASGIApp = self.app
+        self.app = self._answer
         self._census = census
         self._limits = limits
         self._max_connections = max_connections
@@ -146,6 +149,13 @@ class Connection(H11Protocol):
         head = h11.Response(status_code=408, headers=headers, reason=STATUS_PHRASES[408])
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, which may write to the response's body at once."""
+        assert self.cycle is not None
+        if scope["method"] != "HEAD":
+            offer(scope, self.cycle)
+        await self._application(scope, receive, send)
 
     async def _come_later(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application of a connection beyond the limit."""

@@ -7,7 +7,7 @@ that ended in an error is raised, never passed on as text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Indexed = tuple[int, RequestOutput]
 """Index of the prompt, and an output for it."""
+Taker = Callable[[int, RequestOutput], bool]
+"""Deals at once with an output of a prompt that ends nothing, or does nothing and returns False."""
 
 
 class Outputs:
@@ -32,9 +34,6 @@ class Outputs:
         request_id: of the HTTP request; the engine's ids are derived from it.
         timeout_s: after so many seconds a prompt ends, as if `max_tokens` had been reached, with stop_reason "timeout".
         stream_interval: tokens of one prompt that are gathered before an output is passed on.
-
-    Attributes:
-        last: the output that was passed on last.
     """
 
     def __init__(
@@ -56,6 +55,10 @@ class Outputs:
             "timeout_s": timeout_s,
             "trace_headers": trace_headers,
         }
+        self._taker: Taker | None = None
+        # Those of several prompts, and those that are gathered, wait for each other.
+        if len(prompts) == 1 and stream_interval <= 1:
+            terms["offer"] = self._offer
         generators = [
             _gathered(
                 index, engine.generate(prompt, params, f"{request_id}-{index}", **terms), stream_interval
@@ -65,7 +68,6 @@ class Outputs:
         self.prompt_lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
         self._outputs = generators[0] if len(generators) == 1 else _merged(generators)
         self._first: list[Indexed] = []
-        self.last: RequestOutput | None = None
 
     async def prime(self) -> None:
         """Wait for the first output, so that a refusal comes before the response has begun."""
@@ -79,13 +81,20 @@ class Outputs:
             last = {index: output async for index, output in self}
         return [last[index] for index in sorted(last)]
 
+    def offer_to(self, taker: Taker) -> None:
+        """From now on `taker` is asked first, whenever the reader waits and nothing is kept for it."""
+        self._taker = taker
+
+    def _offer(self, output: RequestOutput) -> bool:
+        if self._taker is None or _ends_any(output):
+            return False
+        return self._taker(0, output)
+
     def __aiter__(self) -> AsyncIterator[Indexed]:
         return self
 
     async def __anext__(self) -> Indexed:
-        item = self._first.pop() if self._first else await anext(self._outputs)
-        self.last = item[1]
-        return item
+        return self._first.pop() if self._first else await anext(self._outputs)
 
     async def aclose(self) -> None:
         await self._outputs.aclose()
@@ -99,7 +108,7 @@ async def _gathered(
     is_first = True
     async with aclosing(outputs):
         async for output in outputs:
-            if any(completion.finish_reason is not None for completion in output.outputs):
+            if _ends_any(output):
                 _raise_failure(output)
                 _settle_timeout(output, is_first=is_first)
             if gathered is None:
@@ -109,6 +118,10 @@ async def _gathered(
             if is_first or interval <= 1 or gathered.finished or _num_tokens(gathered) >= interval:
                 yield index, gathered
                 gathered, is_first = None, False
+
+
+def _ends_any(output: RequestOutput) -> bool:
+    return any(completion.finish_reason is not None for completion in output.outputs)
 
 
 def _num_tokens(output: RequestOutput) -> int:

@@ -7,7 +7,6 @@ before a stream has begun, with its proper status.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import Protocol
 
 import msgspec
@@ -19,7 +18,7 @@ from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.protocol.requests import GenerationRequest
 from quire.entrypoints.openai.sampling import client_names
 from quire.entrypoints.openai.state import server_of
-from quire.entrypoints.openai.streaming import OPENAI_WIRE, EventStream, Wire
+from quire.entrypoints.openai.streaming import OPENAI_WIRE, EventStream, Frames, Wire
 from quire.entrypoints.openai.tenant import apply_terms
 from quire.errors import DeadlineError
 from quire.outputs import RequestOutput
@@ -36,8 +35,8 @@ class Answer(Protocol):
         """The answer as one object, from the final output of each prompt."""
         ...
 
-    def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-        """The answer in pieces, up to but without what ends every stream."""
+    def frames(self, prompt_lengths: list[int]) -> Frames:
+        """Who writes the answer in pieces, as its outputs come."""
         ...
 
 
@@ -53,7 +52,7 @@ async def respond(
             finals = await in_flight.run(outputs.final(), request.receive)
             return json_response(answer.whole(finals))
         await in_flight.run(outputs.prime(), request.receive)
-        return EventStream(answer.frames(outputs), outputs, in_flight, wire)
+        return EventStream(answer.frames(outputs.prompt_lengths), outputs, in_flight, wire)
 
 
 async def _started(answer: Answer, body: GenerationRequest) -> Outputs:

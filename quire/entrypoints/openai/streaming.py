@@ -6,9 +6,11 @@ answer or after exactly one error frame; only a client that is gone gets neither
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -17,6 +19,8 @@ from starlette.types import Receive, Scope, Send
 from quire.entrypoints.openai.errors import frame_of, request_id_of
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.in_flight import ClientDisconnectedError, InFlight
+from quire.entrypoints.openai.response_body import ResponseBody, body_of_response
+from quire.outputs import RequestOutput
 
 DONE = b"data: [DONE]\n\n"
 
@@ -53,12 +57,26 @@ class Wire:
 OPENAI_WIRE = Wire("text/event-stream", frame_of, DONE)
 
 
-class EventStream(Response):
-    """Sends `frames`, which are made from `outputs`, while the client is there."""
+class Frames(Protocol):
+    """Writes one stream, up to but without what its `Wire` ends it with."""
 
-    def __init__(
-        self, frames: AsyncGenerator[bytes, None], outputs: Outputs, in_flight: InFlight, wire: Wire
-    ) -> None:
+    def of(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """The events that an output adds."""
+        ...
+
+    def closing(self) -> bytes:
+        """Those behind the last output."""
+        ...
+
+
+class EventStream(Response):
+    """Sends the frames of `outputs`, while the client is there.
+
+    A step of the engine has news for many streams. An output that finds its stream ready is written where it is
+    handed over, without a switch to this stream's task and without the layers of ASGI.
+    """
+
+    def __init__(self, frames: Frames, outputs: Outputs, in_flight: InFlight, wire: Wire) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers=headers, media_type=wire.media_type)
         del self.headers["content-length"]
@@ -68,7 +86,10 @@ class EventStream(Response):
         self._wire = wire
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._outputs), aclosing(self._frames):
+        body = body_of_response(scope)
+        if body is not None:
+            self._outputs.offer_to(partial(self._wrote, body))
+        async with aclosing(self._outputs):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 await self._in_flight.run(self._send_frames(send), receive)
@@ -79,9 +100,17 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self._wire.end, "more_body": False})
 
     async def _send_frames(self, send: Send) -> None:
-        async for data in self._frames:
-            await _send(send, data)
+        async for index, output in self._outputs:
+            await _send(send, self._frames.of(index, output))
+        await _send(send, self._frames.closing())
+
+    def _wrote(self, body: ResponseBody, index: int, output: RequestOutput) -> bool:
+        if not body.is_open:
+            return False
+        body.write(self._frames.of(index, output))
+        return True
 
 
 async def _send(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+    if data:
+        await send({"type": "http.response.body", "body": data, "more_body": True})

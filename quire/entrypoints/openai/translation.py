@@ -7,8 +7,8 @@ chunks: there is no second way through the server. A whole answer is the end of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ from quire.entrypoints.openai.protocol.responses import (
 from quire.entrypoints.openai.respond import respond
 from quire.entrypoints.openai.sampling import chat_params, client_names
 from quire.entrypoints.openai.state import server_of
+from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import Wire
 from quire.entrypoints.openai.tenant import apply_terms, tenant_of
 from quire.errors import ValidationError
@@ -92,25 +93,42 @@ class TranslatedAnswer:
         """A stream of one output, whose events nobody sees."""
         (output,) = outputs
         for chunk in self._chat.chunks_of_whole(output):
-            deque(self._events(chunk, output.metrics), maxlen=0)
+            deque(_events(self._writer, chunk, output.metrics), maxlen=0)
         return self._writer.result()
 
-    async def frames(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._chat.chunks(outputs)) as chunks:
-            async for chunk in chunks:
-                assert outputs.last is not None
-                for event in self._events(chunk, outputs.last.metrics):
-                    yield self._writer.encode(event)
+    def frames(self, prompt_lengths: list[int]) -> TranslatedFrames:
+        return TranslatedFrames(self._chat, self._chat.stream_usage(prompt_lengths), self._writer)
 
-    def _events(self, chunk: ChatChunk, stats: RequestStateStats) -> Iterable[msgspec.Struct]:
-        """Of chat's first chunk, which has the role; of one that adds something; of the last, which has no choices."""
-        assert isinstance(chunk.usage, Usage)
-        if not chunk.choices:
-            return self._writer.closing(chunk, stats)
-        (choice,) = chunk.choices
-        if choice.delta.role is not UNSET:
-            return self._writer.opening(chunk.usage)
-        return self._writer.take(_piece(choice))
+
+class TranslatedFrames:
+    """Writes a stream of events."""
+
+    def __init__(self, chat: ChatAnswer, usage: StreamUsage, writer: Writer) -> None:
+        self._chat = chat
+        self._usage = usage
+        self._writer = writer
+        self._stats = RequestStateStats()
+
+    def of(self, _: int, output: RequestOutput) -> bytes:
+        self._stats = output.metrics
+        return b"".join(map(self._of_chunk, self._chat.chunks_of(output, self._usage)))
+
+    def closing(self) -> bytes:
+        return self._of_chunk(self._chat.chunk([], self._usage.closing()))
+
+    def _of_chunk(self, chunk: ChatChunk) -> bytes:
+        return b"".join(map(self._writer.encode, _events(self._writer, chunk, self._stats)))
+
+
+def _events(writer: Writer, chunk: ChatChunk, stats: RequestStateStats) -> Iterable[msgspec.Struct]:
+    """Of chat's first chunk, which has the role; of one that adds something; of the last, which has no choices."""
+    assert isinstance(chunk.usage, Usage)
+    if not chunk.choices:
+        return writer.closing(chunk, stats)
+    (choice,) = chunk.choices
+    if choice.delta.role is not UNSET:
+        return writer.opening(chunk.usage)
+    return writer.take(_piece(choice))
 
 
 async def respond_translated(

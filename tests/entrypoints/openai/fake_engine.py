@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.config import EngineConfig, ModelArch
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
+from quire.engine.output_stream import Offer
 from quire.errors import EngineDeadError, NotFoundError, QuireError, UnavailableError
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
@@ -171,6 +172,7 @@ class FakeEngine:
         tenant: str = "",
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        offer: Offer | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
         tokenized = self.input_processor.tokenize(prompt)
@@ -193,7 +195,7 @@ class FakeEngine:
         try:
             async for completions in self._steps(sequences, sampling_params):
                 finished = all(sequence.finish_reason for sequence in sequences)
-                yield RequestOutput(
+                output = RequestOutput(
                     request_id=request_id,
                     prompt=tokenized.text,
                     prompt_token_ids=tokenized.token_ids,
@@ -203,6 +205,8 @@ class FakeEngine:
                     num_cached_tokens=self.num_cached_tokens,
                     metrics=_timeline(max(sequence.num_tokens for sequence in sequences)),
                 )
+                if offer is None or finished or not offer(output):
+                    yield output
         finally:
             self.running.discard(request_id)
             self.closed.append(request_id)

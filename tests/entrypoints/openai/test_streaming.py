@@ -1,20 +1,23 @@
-"""The short way of a stream's chunks gives the bytes of the long one."""
+"""Whichever way a stream's chunks are made and written, the client gets the same bytes."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.entrypoints.openai.chat_completions import ChatAnswer
+from quire.entrypoints.openai import streaming
+from quire.entrypoints.openai.chat_frames import ChatFrames
 from quire.entrypoints.openai.protocol.responses import ChatChunk, ChatChunkChoice, ChatDelta
+from quire.entrypoints.openai.response_body import ResponseBody
 from quire.entrypoints.openai.streaming import TextFrame, frame
 from tests.entrypoints.openai.fake_engine import FakeEngine
-from tests.entrypoints.openai.serving import client_for
+from tests.entrypoints.openai.serving import client_for, live_server
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)))
 
@@ -55,5 +58,51 @@ async def test_streams_are_the_same_bytes_either_way(
     short = await streamed()
     assert short.count("data: ") > 3
     with monkeypatch.context() as patch:
-        patch.setattr(ChatAnswer, "_plain_frame", lambda *_: None)
+        patch.setattr(ChatFrames, "_plain", lambda *_: None)
         assert await streamed() == short
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES}),
+    "chat-logprobs": ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "n": 2}),
+    "chat-tools": ("/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS}),
+    "completions": ("/v1/completions", {"prompt": "hi", "logprobs": 1, "max_tokens": 200}),
+    "completions-of-two": ("/v1/completions", {"prompt": ["hi", "ho"], "max_tokens": 200}),
+    "responses": ("/v1/responses", {"input": "hi"}),
+    "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 50}),
+    "ollama": ("/api/chat", {"messages": MESSAGES}),
+}
+CHANGES = re.compile(
+    r'"(id|item_id|created|created_at|completed_at)":("[^"]*"|[\d.]+)|"timings":\{[^}]*\}|"\w+_duration":\d+|(?:chatcmpl|resp|msg)[-_]\w+'
+)
+
+
+async def test_streams_are_the_same_bytes_however_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, past ASGI; or by the stream's task, which is also who begins and ends it."""
+    written: list[bytes] = []
+    write = ResponseBody.write
+
+    def watched(self: ResponseBody, data: bytes) -> None:
+        written.append(data)
+        write(self, data)
+
+    monkeypatch.setattr(ResponseBody, "write", watched)
+    engine = FakeEngine()
+    engine.reply = lambda prompt, index: 'Ein "Wort" \u00fc\n' * 5
+
+    async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[str]:
+        text = (await client.post(path, json={"model": "fake-model", **body, "stream": True})).text
+        return sorted(CHANGES.sub("", text).splitlines())  # choices come in any order
+
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        for name, (path, body) in STREAMS.items():
+            written.clear()
+            at_once = await streamed(client, path, body)
+            is_one = name != "completions-of-two"
+            assert (len(written) > 40) == is_one, name
+            with monkeypatch.context() as patch:
+                patch.setattr(streaming, "body_of_response", lambda _: None)
+                assert await streamed(client, path, body) == at_once, name
+            assert len(at_once) > 40, name
