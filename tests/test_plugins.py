@@ -61,7 +61,7 @@ class Shout(LogitsFeature[Any]):
         raise AssertionError("nobody wants it")
 
 
-ENTRY = ModelEntry("quire.models.llama:Phi3ForCausalLM", "quire.models.hf_config:read_qwen3")
+ENTRY = ModelEntry("quire.models.decoder:DecoderForCausalLM", "quire.models.families.qwen:read_qwen3")
 CALLS: list[str] = []
 
 
@@ -137,7 +137,7 @@ def test_every_front_end_makes_the_stat_loggers_of_packages(offer: Offer) -> Non
 def test_a_model_of_a_package_is_known_by_its_architecture(offer: Offer) -> None:
     offer("quire.models", f"MyArch={__name__}:ENTRY")
     assert "MyArch" in ModelRegistry.get_supported_archs()
-    assert ModelRegistry.resolve_model_cls("MyArch").__name__ == "Phi3ForCausalLM"
+    assert ModelRegistry.resolve_model_cls("MyArch").__name__ == "DecoderForCausalLM"
     assert ModelRegistry.resolve_config_reader("MyArch").__name__ == "read_qwen3"
 
 
@@ -200,7 +200,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "def register():\n    ModelRegistry.register_model('MyArch', 'my_classes:MyModel')\n"
     )
     (site / "my_classes.py").write_text(
-        "from quire.models.llama import LlamaForCausalLM\n\n\nclass MyModel(LlamaForCausalLM):\n    pass\n"
+        "from quire.models.decoder import DecoderForCausalLM\n\n\nclass MyModel(DecoderForCausalLM):\n    pass\n"
     )
     info = site / "my_model-1.0.dist-info"
     info.mkdir()

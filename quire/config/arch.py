@@ -6,6 +6,7 @@ so a foreign key or a surprising type is met once, at start-up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -28,18 +29,33 @@ class RopeScaling:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    interleaved: bool = False
+
+    def rotated(self, head_dim: int) -> int:
+        """How many dimensions of a head are turned; a fraction made of such a number gives that number again."""
+        return int(head_dim * self.partial_rotary_factor + 1e-6)
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """What a checkpoint calls otherwise than Llama's do, whose names our modules have."""
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """A part of a module's path -> what stands there instead; nothing, if that level is missing there."""
+    merged: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {
+            "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+            "gate_up_proj": ("gate_proj", "up_proj"),
+        }
+    )
+    """A merged layer -> the modules that it stands for; a checkpoint in which they are merged already has none."""
+    unused: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
+    """Patterns of tensors that are knowingly left out."""
 
 
 @dataclass(frozen=True)
 class ModelArch:
-    """Shape and options of a decoder-only model.
-
-    `layer_types` has one of "full_attention" or "sliding_attention" per layer. `rope` is None where positions are
-    learned; `rope_local` is the rotary embedding of sliding layers where it differs (Gemma 3). `norm_offset` is what
-    the checkpoint leaves out of the weights of its norms. `dtype` is the checkpoint's. `eos_token_ids` are those of
-    config.json, then those that only generation_config.json names; `generation` holds its default sampling
-    parameters by `SamplingParams` field name.
-    """
+    """Shape and options of a decoder-only model; defaults are Llama's."""
 
     architecture: str
     model_type: str
@@ -52,24 +68,68 @@ class ModelArch:
     head_dim: int
     max_position_embeddings: int
     dtype: str = "float32"
-    hidden_act: str = "silu"
+    """The checkpoint's."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Those of config.json, then those that only generation_config.json names."""
+    bos_token_id: int | None = None
+    generation: dict[str, float] = field(default_factory=dict)
+    """Default sampling parameters of generation_config.json, by `SamplingParams` field name."""
+    names: CheckpointNames = field(default_factory=CheckpointNames)
+
+    block: str = "sequential"
+    """How a layer puts norms, attention and MLP together: a key of `quire.models.blocks.BLOCKS`."""
+    norm: str = "rms"
+    """"rms" or "layer"."""
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    """What the checkpoint leaves out of the weights of its norms."""
+    norm_weight: bool = True
+    norm_bias: bool = True
+    """Of layer norms; others have none."""
+    residual_multiplier: float = 1.0
+
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    attention_out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    layer_types: tuple[str, ...] = ()
-    sliding_window: int | None = None
-    attn_logit_softcap: float | None = None
+    embedding_multiplier: float | None = None
+    embedding_norm: bool = False
+    positions: str | None = None
+    """What is added to the embeddings of tokens: a key of `quire.models.decoder.POSITIONS`."""
+    position_offset: int = 0
+    """Rows that stand unused at the start of the table of positions."""
+    head_bias: bool = False
+    head_of_unit_rows: bool = False
+    """Whether the output head's rows are divided by their lengths."""
+    logits_multiplier: float = 1.0
     final_logit_softcap: float | None = None
-    query_pre_attn_scalar: float | None = None
+
+    attention_bias: bool = False
+    """Of q, k and v."""
+    attention_out_bias: bool = False
+    attention_scale: float | None = None
+    """What scores are multiplied with; None: one by the root of the head size."""
+    attn_logit_softcap: float | None = None
+    qkv_grouped: bool = False
+    """Whether the checkpoint has q, k and v of each key-value head side by side, in one tensor."""
+    qkv_clip: float | None = None
+    qk_norm: str | None = None
+    """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
+    layer_types: tuple[str, ...] = ()
+    """"full_attention" or "sliding_attention" for each layer."""
+    sliding_window: int | None = None
     rope: RopeScaling | None = None
+    """None where positions come in another way."""
     rope_local: RopeScaling | None = None
+    """Of the layers with a window, where theirs differs."""
+    unrotated_layers: tuple[int, ...] = ()
+    alibi: float | None = None
+    """What ALiBi's slopes are multiplied with; None where there is no ALiBi."""
+
+    mlp: str = "gated"
+    """A key of `quire.layers.mlp.MLPS`."""
+    hidden_act: str = "silu"
+    mlp_bias: bool = False
+    transposed_weights: bool = False
+    """Whether the checkpoint has matrices as [inputs, outputs], as GPT-2's Conv1D does."""
+
     do_layer_norm_before: bool = True
     final_norm: bool = True
     word_embed_proj_dim: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    generation: dict[str, float] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Activation functions by their names in config.json.
 
-Invariant: the tables hold exactly the names that `quire.models.hf_config` lets through.
+Invariant: the tables hold exactly the names that `quire.models.families.fields` lets through.
 """
 
 from collections.abc import Callable
@@ -29,11 +29,20 @@ GATED_FP8: dict[str, Callable[[Tensor], QuantizedRows]] = {
 }
 """The same for a linear layer in fp8."""
 
+
+def _relu2(x: Tensor) -> Tensor:
+    """ReLU, squared (So et al., 2021, arXiv:2109.08668)."""
+    positive = ops.activate(x, function="relu")
+    return positive * positive
+
+
 PLAIN: dict[str, Activation] = {
     "relu": partial(ops.activate, function="relu"),
+    "relu2": _relu2,
     "silu": partial(ops.activate, function="silu"),
     "gelu": partial(ops.activate, function="gelu"),
     "gelu_new": partial(ops.activate, function="gelu_tanh"),
+    "gelu_fast": partial(ops.activate, function="gelu_tanh"),
     "gelu_pytorch_tanh": partial(ops.activate, function="gelu_tanh"),
 }
 """Element by element: [T, I] -> [T, I]."""

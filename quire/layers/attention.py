@@ -19,6 +19,7 @@ from quire.kv_cache.spec import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
+from quire.layers.alibi import slopes
 from quire.layers.base import DTYPES, Module, activation_dtype, device_type
 from quire.layers.kv_cache import cache_planes
 from quire.layers.norm import RMSNorm
@@ -31,11 +32,14 @@ class Attention(Module):
 
     `name` identifies the layer's cache and is unique in the model. `sliding_window` w lets a token see itself and the
     w - 1 tokens before it; `soft_cap` c bounds scores to (-c, c). With `rotary`, queries and keys are rotated first;
-    with `qk_norm`, norms that the model owns, each of their heads is normed before that.
+    with `qk_norm`, norms that the model owns, each of their heads is normed before that. `alibi` a lowers a score by
+    a * slope * distance, with a slope for each head (see `quire.layers.alibi`).
 
     Raises:
         ConfigError: the attention backend that was asked for cannot do that here.
     """
+
+    alibi_slopes: Tensor | None
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class Attention(Module):
         soft_cap: float | None = None,
         rotary: RotaryEmbedding | None = None,
         qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
+        alibi: float | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -70,10 +75,14 @@ class Attention(Module):
             cache_dtype=self.kv_dtype,
             head_size=head_dim,
             has_soft_cap=soft_cap is not None,
+            has_alibi=alibi is not None,
             batch_invariant=config.kernels.batch_invariant,
         )
         self.backend_name, self.backend = resolve_backend(config.kernels.attention_backend, needs)
         self._attend = self.backend.load(needs)
+        self.register_buffer(
+            "alibi_slopes", None if alibi is None else alibi * slopes(num_heads), persistent=False
+        )
         self.k_cache = self.v_cache = torch.empty(0)
         self.group_id = 0
 
@@ -92,6 +101,7 @@ class Attention(Module):
             self.scale,
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
+            alibi_slopes=self.alibi_slopes,
         )
         return out.flatten(1)
 
@@ -101,11 +111,14 @@ class Attention(Module):
             return
         assert positions.dim() == 1, f"this rotary embedding takes positions [T], not {[*positions.shape]}"
         args = (positions, q, k, v, self.rotary.cos_sin_cache, self.k_cache, self.v_cache, slots)
+        interleaved = self.rotary.interleaved
         if self.qk_norm is None:
-            ops.rotary_and_write_kv(*args)
+            ops.rotary_and_write_kv(*args, interleaved)
         else:
             q_norm, k_norm = self.qk_norm
-            ops.rotary_and_write_kv(*args, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps)
+            ops.rotary_and_write_kv(
+                *args, interleaved, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps
+            )
 
     def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
         """See `CacheUser`; the first plane of a block holds keys, the second values."""

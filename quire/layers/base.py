@@ -4,7 +4,7 @@ Invariant: a layer knows its own parameters and no file; the loader knows files 
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,7 @@ class Layer(Module):
             setattr(self, name, nn.Parameter(tensor, requires_grad=False))
 
 
+@runtime_checkable
 class RowSource(Protocol):
     """A layer whose output may be read by a single linear layer alone."""
 

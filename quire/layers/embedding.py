@@ -1,17 +1,19 @@
-"""Token embedding, which may also be the output head, and learned position embedding.
+"""Token embedding, which may also be the output head, and embeddings of positions.
 
 Shapes: T tokens, N tokens whose logits are wanted, V vocabulary rows, H hidden size.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels import ops
-from quire.layers.base import Layer, activation_dtype, model_dtype, parameter
+from quire.layers.base import Layer, Module, activation_dtype, model_dtype, parameter
 from quire.layers.matrix import MatrixLayer
 from quire.layers.shard import Span
 from quire.layers.slot import Slot
@@ -21,8 +23,8 @@ class VocabEmbedding(MatrixLayer):
     """A row per token: looked up on the way in, or multiplied with on the way out; a tied model uses one for both.
 
     `scale` multiplies looked-up rows, rounded to the model's dtype first as Gemma does it. A table that `is_head` is
-    packed like a linear layer's weight, and looked up in that form too: there is one copy. Looked-up rows are of
-    `out_dtype`. It is cut by tokens.
+    packed like a linear layer's weight, and looked up in that form too: there is one copy. A head may have a `bias`;
+    with `unit_rows` its rows are divided by their lengths. Looked-up rows are of `out_dtype`. It is cut by tokens.
     """
 
     def __init__(
@@ -33,13 +35,24 @@ class VocabEmbedding(MatrixLayer):
         dtype: torch.dtype,
         scale: float | None = None,
         is_head: bool = False,
+        bias: bool = False,
+        unit_rows: bool = False,
         out_dtype: torch.dtype = torch.float32,
         name: str = "",
     ) -> None:
-        super().__init__([Span(vocab_size)], size, dtype, name=name, cut="output", only_looked_up=not is_head)
+        super().__init__(
+            [Span(vocab_size)],
+            size,
+            dtype,
+            name=name,
+            cut="output",
+            bias=bias,
+            only_looked_up=not is_head,
+        )
         self.shape = (vocab_size, size)
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
         self.out_dtype = out_dtype
+        self.unit_rows = unit_rows
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Ids [T] in [0, V) -> their rows [T, H]; rows [T, H] of `out_dtype`, made elsewhere, are taken as they are."""
@@ -51,9 +64,15 @@ class VocabEmbedding(MatrixLayer):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> float32 [N, V]."""
         if self.packed is not None:
-            return ops.packed_linear(hidden, self.packed).float()
+            return ops.packed_linear(hidden, self.packed, self.bias).float()
         assert self.weight is not None
-        return ops.linear(hidden, self.weight, None).float()
+        return ops.linear(hidden, self.weight, self.bias).float()
+
+    def finish_loading(self) -> None:
+        if self.unit_rows:
+            assert self.weight is not None, "a layer is finished once"
+            self.adopt(F.normalize(self.weight.float()).to(self.weight.dtype))
+        super().finish_loading()
 
     def _rows(self, ids: Tensor) -> Tensor:
         if self.packed is not None:
@@ -87,3 +106,27 @@ class PositionEmbedding(Layer):
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield f"{names[0]}.weight", Slot(self.weight, "normal")
+
+
+class SinusoidalEmbedding(Module):
+    """Sines, then cosines, of a position at H / 2 wavelengths between 2 pi and 20000 pi (Vaswani et al., 2017).
+
+    Position 0 is that of row `offset` (2 in XGLM).
+    """
+
+    rows: Tensor
+
+    def __init__(self, *, config: EngineConfig, offset: int = 0, name: str = "") -> None:
+        super().__init__()
+        half = config.arch.hidden_size // 2
+        num_rows = (config.model.max_model_len or config.arch.max_position_embeddings) + offset
+        with torch.device("cpu"):
+            frequencies = torch.exp(torch.arange(half).float() * -(math.log(10000.0) / max(half - 1, 1)))
+            angles = torch.arange(num_rows).float()[:, None] * frequencies
+            rows = F.pad(torch.cat((angles.sin(), angles.cos()), 1), (0, config.arch.hidden_size % 2))
+        self.register_buffer("rows", rows.to(activation_dtype(config)), persistent=False)
+        self.offset = offset
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions [T] -> [T, H] of the activations' dtype."""
+        return ops.embedding(positions + self.offset, self.rows)

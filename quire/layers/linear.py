@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.linear import QuantizedRows
 from quire.layers.activation import GATED, GATED_FP8
 from quire.layers.base import RowSource
-from quire.layers.matrix import MatrixLayer
+from quire.layers.matrix import MatrixLayer, Piece
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Cut, Shard, Span
 from quire.layers.slot import length
@@ -63,12 +63,14 @@ class Linear(MatrixLayer):
         super().finish_loading()
         if self._quantize_x is not None and self.packed is not None and self.method.quantizes_rows:
             self._quantize_x()
-        if self.bias is not None and self.packed is not None:
-            self.bias = nn.Parameter(self.bias.float(), requires_grad=False)
 
 
 class QKVLinear(Linear):
-    """Query, key and value projections as one, cut by heads; ranks beyond the key-value heads share them."""
+    """Query, key and value projections as one, cut by heads; ranks beyond the key-value heads share them.
+
+    A checkpoint that is `grouped` has, in one tensor, the query heads of the first key-value head, its key, its value,
+    then those of the next. What comes out is bounded by `clip`.
+    """
 
     def __init__(
         self,
@@ -81,7 +83,11 @@ class QKVLinear(Linear):
         dtype: torch.dtype,
         name: str = "",
         transposed: bool = False,
+        grouped: bool = False,
+        clip: float | None = None,
     ) -> None:
+        self.grouped = grouped
+        self.clip = clip
         kv_heads = Span(num_kv_heads, head_dim, replicated=True)
         super().__init__(
             in_features=hidden_size,
@@ -102,9 +108,35 @@ class QKVLinear(Linear):
 
     def heads(self, x: Tensor | QuantizedRows, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, K] -> views q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] of one [T, N]."""
-        heads = self(x, step).view(x.shape[0], -1, self.head_dim)
+        rows = self(x, step)
+        if self.clip is not None:
+            rows = rows.clamp(-self.clip, self.clip)
+        heads = rows.view(x.shape[0], -1, self.head_dim)
         q, k, v = torch.split_with_sizes(heads, self.head_counts, 1)
         return q, k, v
+
+    def pieces(self, names: Sequence[str]) -> list[Piece]:
+        if not self.grouped:
+            return super().pieces(names)
+        pieces, first = [], 0
+        num_kv_heads = self.spans[1].units
+        for head in range(num_kv_heads):
+            place = 0
+            for span, rows in zip(self.spans, self.rows, strict=True):
+                size = span.size // num_kv_heads
+                start, stop = max(head * size, rows.start), min((head + 1) * size, rows.stop)
+                # Of a head that is another rank's, an empty range.
+                start, stop = (start, stop) if start < stop else (rows.start, rows.start)
+                ours = slice(place + start - rows.start, place + stop - rows.start)
+                begin = first + start - head * size if stop > start else first
+                taken = slice(begin, begin + stop - start)
+                pieces.append(Piece(names[0], self._total, slice(first, first + size), taken, ours))
+                first, place = first + size, place + length(rows)
+        return pieces
+
+    @property
+    def _total(self) -> int:
+        return sum(span.size for span in self.spans)
 
 
 class GateUpLinear(Linear):
@@ -119,6 +151,7 @@ class GateUpLinear(Linear):
         dtype: torch.dtype,
         activation: str,
         name: str = "",
+        transposed: bool = False,
     ) -> None:
         super().__init__(
             in_features=hidden_size,
@@ -128,6 +161,7 @@ class GateUpLinear(Linear):
             name=name,
             cut="output",
             spans=(Span(intermediate_size), Span(intermediate_size)),
+            transposed=transposed,
         )
         self.activation = activation
         self._gate: Callable[[Tensor], Tensor | QuantizedRows] = GATED[activation]

@@ -120,6 +120,8 @@ class MatrixLayer(Layer):
 
     def finish_loading(self) -> None:
         self.method.finish(self)
+        if self.bias is not None and self.packed is not None:
+            self.bias = nn.Parameter(self.bias.float(), requires_grad=False)
 
     def replaced(self, device_type: str) -> Collection[str]:
         return self.method.replaced(self, device_type)

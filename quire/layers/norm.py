@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.config import EngineConfig
 from quire.kernels import ops
 from quire.kernels.linear import QuantizedRows
-from quire.layers.base import Layer, parameter
+from quire.layers.base import Layer, activation_dtype, parameter
 from quire.layers.slot import Slot
 
 
@@ -53,17 +54,68 @@ class RMSNorm(Layer):
 
 
 class LayerNorm(Layer):
-    """`(x - mean) / std * weight + bias`."""
+    """`(x - mean) / std * weight + bias`, of which a model may have both, the weight alone, or neither.
 
-    def __init__(self, *, size: int, eps: float, dtype: torch.dtype, name: str = "") -> None:
+    `offset` is as in `RMSNorm`.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        has_weight: bool = True,
+        has_bias: bool = True,
+        offset: float = 0.0,
+        name: str = "",
+    ) -> None:
         super().__init__(name)
-        self.weight = parameter(size, dtype=dtype)
-        self.bias = parameter(size, dtype=dtype)
+        kept = torch.float32 if offset else dtype
+        if has_weight:
+            self.weight = parameter(size, dtype=kept)
+        else:
+            self.register_buffer("weight", torch.ones(size, dtype=dtype, device="cpu"), persistent=False)
+        self.bias = parameter(size, dtype=kept) if has_bias else None
+        self.has_weight = has_weight
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `RMSNorm.add`."""
+        total = x if residual is None else x + residual
+        return self.forward(total), total
+
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        yield f"{names[0]}.weight", Slot(self.weight, "ones")
-        yield f"{names[0]}.bias", Slot(self.bias, "zeros")
+        if self.has_weight:
+            convert = self._completed if self.offset else None
+            yield f"{names[0]}.weight", Slot(self.weight, "ones", convert=convert)
+        if self.bias is not None:
+            yield f"{names[0]}.bias", Slot(self.bias, "zeros")
+
+    def _completed(self, stored: Tensor) -> Tensor:
+        return stored.float() + self.offset
+
+
+def block_norm(config: EngineConfig, name: str) -> RMSNorm | LayerNorm:
+    """A norm of hidden states, of the kind that the model has."""
+    arch, dtype = config.arch, activation_dtype(config)
+    if arch.norm == "rms":
+        return RMSNorm(
+            size=arch.hidden_size, eps=arch.norm_eps, dtype=dtype, offset=arch.norm_offset, name=name
+        )
+    return LayerNorm(
+        size=arch.hidden_size,
+        eps=arch.norm_eps,
+        dtype=dtype,
+        has_weight=arch.norm_weight,
+        has_bias=arch.norm_bias,
+        offset=arch.norm_offset,
+        name=name,
+    )

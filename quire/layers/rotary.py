@@ -32,10 +32,11 @@ class RotaryEmbedding(Module):
         with torch.device("cpu"):
             cache = cos_sin_table(config, rope)
         self.register_buffer("cos_sin_cache", cache, persistent=False)
+        self.interleaved = rope.interleaved
 
     def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T], q [T, Hq, D], k [T, Hkv, D], rotated in place."""
-        return ops.rotary_embedding(positions, q, k, self.cos_sin_cache)
+        return ops.rotary_embedding(positions, q, k, self.cos_sin_cache, self.interleaved)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def cos_sin_table(config: EngineConfig, rope: RopeScaling) -> Tensor:
     """float32 [P, R]: the cosines and then the sines of every position's R / 2 angles."""
     arch = config.arch
     max_len = config.model.max_model_len or arch.max_position_embeddings
-    shape = _Shape(int(arch.head_dim * rope.partial_rotary_factor), arch.max_position_embeddings, max_len)
+    shape = _Shape(rope.rotated(arch.head_dim), arch.max_position_embeddings, max_len)
     frequencies = _FREQUENCIES[rope.kind](rope, shape)
     angles = torch.arange(max_len, dtype=torch.float32).unsqueeze(1) * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * _attention_scale(rope)

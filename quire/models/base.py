@@ -6,7 +6,6 @@ H hidden size, V vocabulary rows.
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,16 +17,18 @@ from quire.layers.step import StepContext
 
 
 class CausalLM(Module):
-    """Base of all models; the module tree bears the checkpoint's names, but for merged layers.
+    """Base of all models; the module tree bears the checkpoint's names, but for merged and renamed layers.
 
-    `merged` maps a merged layer's own name to those of the checkpoint's modules it stands for. Checkpoint tensors that
-    match a pattern of `unused` are knowingly left out. `base_prefix` is missing from the names in checkpoints that were
-    saved without the output head.
+    `merged` maps a merged layer's own name to those of the checkpoint's modules it stands for; `renamed` a part of a
+    module's path to what the checkpoint has there, which may be nothing. Checkpoint tensors that match a pattern of
+    `unused` are knowingly left out. `base_prefix` is missing from the names in checkpoints that were saved without the
+    output head.
     """
 
-    merged: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    unused: ClassVar[tuple[str, ...]] = ()
-    base_prefix: ClassVar[str] = "model."
+    merged: Mapping[str, tuple[str, ...]] = {}
+    renamed: Mapping[str, str] = {}
+    unused: tuple[str, ...] = ()
+    base_prefix: str = "model."
 
     lm_head: VocabEmbedding
 
@@ -52,8 +53,10 @@ class CausalLM(Module):
         """Each layer with parameters, under the names of the checkpoint's modules that it holds."""
         for path, module in self.named_modules():
             if isinstance(module, Layer):
-                parent, dot, leaf = path.rpartition(".")
-                yield [f"{parent}{dot}{name}" for name in self.merged.get(leaf, (leaf,))], module
+                *parents, leaf = path.split(".")
+                leaves = self.merged.get(leaf) or (self.renamed.get(leaf, leaf),)
+                names = [*(self.renamed.get(part, part) for part in parents)]
+                yield [".".join(filter(None, (*names, name))) for name in leaves], module
 
     def checkpoint_slots(self) -> dict[str, list[Slot]]:
         """Name of each checkpoint tensor that the model needs -> where its parts go."""
@@ -65,16 +68,26 @@ class CausalLM(Module):
 
     def leaves_out(self, tensor_name: str) -> bool:
         """Whether a checkpoint tensor is knowingly not used; a tied head is stored twice in some files."""
-        if tensor_name == "lm_head.weight" and self.config.arch.tie_word_embeddings:
+        if (
+            tensor_name == f"{self.renamed.get('lm_head', 'lm_head')}.weight"
+            and self.config.arch.tie_word_embeddings
+        ):
             return True
         return any(re.search(pattern, tensor_name) for pattern in self.unused)
 
 
 def output_head(config: EngineConfig, embedding: VocabEmbedding, name: str) -> VocabEmbedding:
     """The token embedding itself where the two are tied, else another table of its size and of that name."""
-    if config.arch.tie_word_embeddings:
+    arch = config.arch
+    if arch.tie_word_embeddings:
         return embedding
     vocab_size, size = embedding.shape
     return VocabEmbedding(
-        vocab_size=vocab_size, size=size, dtype=model_dtype(config), is_head=True, name=name
+        vocab_size=vocab_size,
+        size=size,
+        dtype=model_dtype(config),
+        is_head=True,
+        bias=arch.head_bias,
+        unit_rows=arch.head_of_unit_rows,
+        name=name,
     )

@@ -23,22 +23,45 @@ _REQUIRED: Any = object()
 class JsonObject:
     """One JSON object; `where` is how messages call it. A key whose value is null counts as absent.
 
-    `aliases` maps the keys that callers use to those that this file uses instead.
+    `aliases` maps the keys that callers use to those that this file uses instead. What it asks for that quire does not
+    do goes to `refused`, so that whoever reads it to its end can tell all of it at once; without such a list, it is
+    raised. `asked` are the keys that were looked at.
     """
 
     def __init__(
-        self, where: str, values: dict[str, Any], aliases: Mapping[str, str] = MappingProxyType({})
+        self,
+        where: str,
+        values: dict[str, Any],
+        aliases: Mapping[str, str] = MappingProxyType({}),
+        refused: list[UnsupportedModelError] | None = None,
     ) -> None:
         self.where = where
         self.values = values
         self.aliases = aliases
+        self.refused = refused
+        self.asked: set[str] = set()
+
+    def with_aliases(self, aliases: Mapping[str, str]) -> JsonObject:
+        """The same object for callers with keys of another file."""
+        return self._like(self.values, aliases)
+
+    def with_values(self, **values: Any) -> JsonObject:
+        """The same object with other values of some keys, which are named as in the file."""
+        return self._like({**self.values, **values}, self.aliases)
+
+    def _like(self, values: dict[str, Any], aliases: Mapping[str, str]) -> JsonObject:
+        other = JsonObject(self.where, values, aliases, self.refused)
+        other.asked = self.asked
+        return other
 
     def __contains__(self, key: str) -> bool:
         return self.get(key) is not None
 
     def get(self, key: str) -> Any:
         """The unchecked value, None if absent."""
-        return self.values.get(self.aliases.get(key, key))
+        name = self.aliases.get(key, key)
+        self.asked.add(name)
+        return self.values.get(name)
 
     def integer(self, key: str, default: Any = _REQUIRED, *, low: int = 1, high: int = 2**31 - 1) -> int:
         """An integer in [low, high]."""
@@ -63,15 +86,17 @@ class JsonObject:
         return str(self._checked(key, default, str, "a string"))
 
     def choice(self, key: str, allowed: Sequence[str], default: Any = _REQUIRED) -> str:
-        """A string out of `allowed`.
-
-        Raises:
-            UnsupportedModelError: it is another string.
-        """
+        """A string out of `allowed`; another one is refused."""
         value = self.text(key, default)
         if value not in allowed:
-            raise self.unsupported(key, f"one of {', '.join(allowed)}")
+            self.refuse(key, f"one of {', '.join(allowed)}")
+            return allowed[0]
         return value
+
+    def only(self, key: str, *values: Any) -> None:
+        """Refuse an option that is there and has none of these values, with which it changes nothing."""
+        if key in self and self.get(key) not in values:
+            self.refuse(key, " or ".join(["absent", *map(_shown, values)]))
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """A list of finite numbers."""
@@ -89,7 +114,18 @@ class JsonObject:
 
     def child(self, key: str) -> JsonObject:
         """A JSON object; an empty one if absent."""
-        return JsonObject(f"{self.where}: {key}", self._checked(key, {}, dict, "a JSON object"))
+        values = self._checked(key, {}, dict, "a JSON object")
+        return JsonObject(f"{self.where}: {key}", values, refused=self.refused)
+
+    def refuse(self, key: str, allowed: str) -> None:
+        """Take note of a well-formed value that asks for something quire does not do.
+
+        Raises:
+            UnsupportedModelError: nobody keeps such notes.
+        """
+        if self.refused is None:
+            raise self.unsupported(key, allowed)
+        self.refused.append(self.unsupported(key, allowed))
 
     def wrong(self, key: str, allowed: str) -> ModelLoadError:
         """The error for a key whose value is missing or malformed."""

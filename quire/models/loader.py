@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelLoadError
-from quire.kernels import ops
+from quire.kernels import cpu, ops
 from quire.kernels.cpu.linear import packed_layout
 from quire.kernels.linear import WeightScheme
 from quire.layers.attention import attention_backends
@@ -164,11 +164,33 @@ class _Staging:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
+def _rounds_activations(config: EngineConfig) -> bool:
+    """Whether bfloat16 weights meet activations in bfloat16.
+
+    Raises:
+        ConfigError: it is asked for, and no kernel here multiplies bfloat16.
+    """
+    asked = config.kernels.matmul_precision
+    here = config.device.device == "cpu" and config.model.dtype == "bfloat16" and cpu.available()
+    if asked == "highest" or not here:
+        return False
+    if cpu.multiplies_bfloat16():
+        if asked == "auto":
+            logger.info("matmul_precision is medium: this processor multiplies bfloat16 at twice the speed")
+        return True
+    if asked == "medium":
+        raise ConfigError(
+            "--matmul-precision medium rounds activations to bfloat16, which pays on AVX512-BF16 or AMX alone; "
+            f"here are {cpu.status()}: give highest, or auto"
+        )
+    return False
+
+
 def _methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
     """How each of the model's layers keeps its weight; a merged layer is left alone if one of its parts is."""
     asked = config.quantization
     kernels = config.kernels
-    floats = WeightScheme(fast=kernels.matmul_precision == "medium", invariant=kernels.batch_invariant)
+    floats = WeightScheme(fast=_rounds_activations(config), invariant=kernels.batch_invariant)
     plain = method_of(floats)
     if asked.quantization is None:
         return [plain for _ in model.checkpoint_layers()]

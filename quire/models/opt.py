@@ -3,105 +3,43 @@
 Learned positions (the table's first two rows are unused), LayerNorm before or after each block, a plain MLP; the
 embedding may be narrower than the hidden size, with a projection at either end.
 
-Shapes: T tokens of the step, H hidden size, E embedding size, I intermediate size.
+Shapes: T tokens of the step, H hidden size, E embedding size.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.layers.activation import PLAIN
-from quire.layers.attention import Attention
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, VocabEmbedding
-from quire.layers.linear import Linear, QKVLinear
-from quire.layers.norm import LayerNorm
+from quire.layers.linear import Linear
+from quire.layers.mlp import PlainMLP
+from quire.layers.norm import block_norm
+from quire.layers.self_attention import SelfAttention
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
 
 _UNUSED_POSITIONS = 2
 
 
-def _layer_norm(config: EngineConfig, name: str) -> LayerNorm:
-    arch = config.arch
-    return LayerNorm(size=arch.hidden_size, eps=arch.norm_eps, dtype=activation_dtype(config), name=name)
-
-
-class OPTAttention(Module):
-    """Multi-head attention."""
-
-    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
-        super().__init__()
-        arch, dtype = config.arch, model_dtype(config)
-        self.qkv_proj = QKVLinear(
-            hidden_size=arch.hidden_size,
-            num_heads=arch.num_heads,
-            num_kv_heads=arch.num_kv_heads,
-            head_dim=arch.head_dim,
-            bias=arch.attention_bias,
-            dtype=dtype,
-            name=f"{prefix}.qkv_proj",
-        )
-        self.out_proj = Linear(
-            in_features=arch.hidden_size,
-            out_features=arch.hidden_size,
-            bias=arch.attention_out_bias,
-            dtype=dtype,
-            name=f"{prefix}.out_proj",
-            cut="input",
-        )
-        self.attn = Attention(
-            config=config,
-            name=f"{prefix}.attn",
-            num_heads=arch.num_heads,
-            num_kv_heads=arch.num_kv_heads,
-            head_dim=arch.head_dim,
-            scale=arch.head_dim**-0.5,
-        )
-
-    def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        return self.out_proj(self.attn(*self.qkv_proj.heads(x, step), positions, step), step)
-
-
 class OPTDecoderLayer(Module):
     """Attention and MLP around a residual stream, normed on the way into each block or on the way out of it."""
 
-    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+    def __init__(self, *, config: EngineConfig, prefix: str, layer: int) -> None:
         super().__init__()
-        arch, dtype = config.arch, model_dtype(config)
-        self.norm_before = arch.do_layer_norm_before
-        self.self_attn = OPTAttention(config=config, prefix=f"{prefix}.self_attn")
-        self.self_attn_layer_norm = _layer_norm(config, f"{prefix}.self_attn_layer_norm")
-        self.fc1 = Linear(
-            in_features=arch.hidden_size,
-            out_features=arch.intermediate_size,
-            bias=arch.mlp_bias,
-            dtype=dtype,
-            name=f"{prefix}.fc1",
-            cut="output",
-        )
-        self.fc2 = Linear(
-            in_features=arch.intermediate_size,
-            out_features=arch.hidden_size,
-            bias=arch.mlp_bias,
-            dtype=dtype,
-            name=f"{prefix}.fc2",
-            cut="input",
-        )
-        self.final_layer_norm = _layer_norm(config, f"{prefix}.final_layer_norm")
-        self.activation = PLAIN[arch.hidden_act]
+        self.norm_before = config.arch.do_layer_norm_before
+        self.self_attn = SelfAttention(config=config, prefix=f"{prefix}.self_attn", layer=layer, rotary=None)
+        self.self_attn_layer_norm = block_norm(config, f"{prefix}.self_attn_layer_norm")
+        self.mlp = PlainMLP(config=config, prefix=f"{prefix}.mlp")
+        self.final_layer_norm = block_norm(config, f"{prefix}.final_layer_norm")
 
     def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         if self.norm_before:
             x = x + self.self_attn(self.self_attn_layer_norm(x), positions, step)
-            return x + self._mlp(self.final_layer_norm(x), step)
+            return x + self.mlp(self.final_layer_norm(x), step)
         x = self.self_attn_layer_norm(x + self.self_attn(x, positions, step))
-        return self.final_layer_norm(x + self._mlp(x, step))
-
-    def _mlp(self, x: Tensor, step: StepContext) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x, step)), step)
+        return self.final_layer_norm(x + self.mlp(x, step))
 
 
 class NoProjection(Module):
@@ -146,10 +84,10 @@ class OPTDecoder(Module):
             )
         )
         self.layers = nn.ModuleList(
-            OPTDecoderLayer(config=config, prefix=f"{prefix}.layers.{layer}")
+            OPTDecoderLayer(config=config, prefix=f"{prefix}.layers.{layer}", layer=layer)
             for layer in range(arch.num_layers)
         )
-        norm = _layer_norm(config, f"{prefix}.final_layer_norm")
+        norm = block_norm(config, f"{prefix}.final_layer_norm")
         self.final_layer_norm = norm if arch.final_norm else nn.Identity()
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
@@ -170,7 +108,8 @@ class OPTModel(Module):
 class OPTForCausalLM(CausalLM):
     """OPT with its output head."""
 
-    merged: ClassVar[Mapping[str, tuple[str, ...]]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+    merged: Mapping[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+    renamed: Mapping[str, str] = {"o_proj": "out_proj", "mlp": "", "up_proj": "fc1", "down_proj": "fc2"}
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)

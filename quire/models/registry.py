@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from quire.models.built_in import BUILT_IN, BuiltIn
 from quire.plugins import PluginTable, import_place, instance_of
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     ConfigReader = Callable[[str, JsonObject], ModelArch]
 
 
-_LLAMA_READER = "quire.models.hf_config:read_llama"
+_LLAMA_READER = "quire.models.families.llama:read_llama"
 
 
 @dataclass(frozen=True)
@@ -40,25 +42,15 @@ MODEL_PLUGINS: PluginTable[ModelEntry] = PluginTable(
 )
 
 
-def _built_in(model: str, config_reader: str) -> ModelEntry:
-    return ModelEntry(f"quire.models.{model}", f"quire.models.hf_config:{config_reader}")
+def _built_in(row: BuiltIn) -> ModelEntry:
+    return ModelEntry(f"quire.models.{row.model}", f"quire.models.families.{row.reader}")
 
 
 class Registry:
     """Architecture name -> model class and config reader, both imported on first use."""
 
     def __init__(self) -> None:
-        self._rows = {
-            "GPT2LMHeadModel": _built_in("gpt2:GPT2LMHeadModel", "read_gpt2"),
-            "Gemma2ForCausalLM": _built_in("gemma:GemmaForCausalLM", "read_gemma2"),
-            "Gemma3ForCausalLM": _built_in("gemma:GemmaForCausalLM", "read_gemma3"),
-            "LlamaForCausalLM": _built_in("llama:LlamaForCausalLM", "read_llama"),
-            "MistralForCausalLM": _built_in("llama:LlamaForCausalLM", "read_mistral"),
-            "OPTForCausalLM": _built_in("opt:OPTForCausalLM", "read_opt"),
-            "Phi3ForCausalLM": _built_in("llama:Phi3ForCausalLM", "read_phi3"),
-            "Qwen2ForCausalLM": _built_in("llama:LlamaForCausalLM", "read_qwen2"),
-            "Qwen3ForCausalLM": _built_in("llama:LlamaForCausalLM", "read_qwen3"),
-        }
+        self._rows = {name: _built_in(row) for name, row in BUILT_IN.items()}
 
     def register_model(
         self, arch: str, model: str | type[CausalLM], *, config_reader: str | ConfigReader = _LLAMA_READER
@@ -110,8 +102,12 @@ class Registry:
             return self._rows[arch]
         if arch in MODEL_PLUGINS.names():
             return MODEL_PLUGINS.resolve(arch)
-        known = ", ".join(self.get_supported_archs())
-        raise UnsupportedModelError(f"architecture {arch!r} is not supported; the known ones are {known}")
+        known = self.get_supported_archs()
+        nearest = ", ".join(get_close_matches(arch, known, n=3, cutoff=0.0))
+        raise UnsupportedModelError(
+            f"architecture {arch!r} is not supported; of the {len(known)} that are (docs/models.md) "
+            f"the nearest by name: {nearest}"
+        )
 
 
 def _imported(target: Any, arch: str) -> Any:

@@ -16,9 +16,15 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_rope(
-    config: JsonObject, *, head_dim: int, theta: float = 10000.0, layer_type: str = FULL
+    config: JsonObject,
+    *,
+    head_dim: int,
+    theta: float = 10000.0,
+    partial: float = 1.0,
+    interleaved: bool = False,
+    layer_type: str = FULL,
 ) -> RopeScaling:
-    """The rotary embedding of the layers of one type; `theta` is the family's default.
+    """The rotary embedding of the layers of one type; `theta` and `partial` are the family's defaults.
 
     Raises:
         ModelLoadError: a value is missing or malformed.
@@ -26,14 +32,15 @@ def read_rope(
     """
     rope = _layer_rope(config, layer_type)
     kind = rope.choice("rope_type" if "rope_type" in rope else "type", tuple(ROPE_KINDS), "default")
-    partial = config.number("partial_rotary_factor", 1.0, low=1e-6, high=1.0)
+    partial = config.number("partial_rotary_factor", partial, low=1e-6, high=1.0)
     partial = rope.number("partial_rotary_factor", partial, low=1e-6, high=1.0)
     base = RopeScaling(
         kind=kind,
         theta=rope.number("rope_theta", config.number("rope_theta", theta, low=1.0), low=1.0),
         partial_rotary_factor=partial,
+        interleaved=interleaved,
     )
-    rot_dim = int(head_dim * partial)
+    rot_dim = base.rotated(head_dim)
     if rot_dim < 2 or rot_dim % 2:
         raise config.unsupported(
             "partial_rotary_factor", f"such that an even part of head_dim {head_dim} is rotated"
@@ -54,7 +61,7 @@ def with_kind_renamed(config: JsonObject, names: Mapping[str, str]) -> JsonObjec
                 rope[kind_key] = names[rope[kind_key]]
         if rope:
             values[key] = rope
-    return JsonObject(config.where, values)
+    return config.with_values(**values)
 
 
 def _layer_rope(config: JsonObject, layer_type: str) -> JsonObject:

@@ -9,10 +9,13 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from quire.errors import ModelLoadError
@@ -113,20 +116,27 @@ class RandomWeights:
         self._seed = seed
 
     def fill(self, slots: Iterable[tuple[str, Slot]]) -> None:
-        for name, slot in slots:
-            if slot.init == "normal":
-                self._fill_normal(name, slot)
-            else:
-                slot.target.fill_(1.0 if slot.init == "ones" else 0.0)
+        for name, parts in groupby(slots, key=itemgetter(0)):
+            self._fill_parts(name, [slot for _, slot in parts])
 
-    def _fill_normal(self, name: str, slot: Slot) -> None:
-        target, source = slot.target, slot.source
-        assert slot.convert is None, "what is converted is no random number"
-        in_place = source.is_whole and target.is_contiguous()
-        numbers = target if in_place else target.new_empty(source.shape)
-        numbers.normal_(0.0, 0.02, generator=_generator(f"{self._seed}:{name}", target.device))
-        if not in_place:
+    def _fill_parts(self, name: str, slots: list[Slot]) -> None:
+        """Of one tensor, whose numbers are drawn once."""
+        numbers = None
+        for slot in slots:
+            target, source = slot.target, slot.source
+            if slot.init != "normal":
+                target.fill_(1.0 if slot.init == "ones" else 0.0)
+                continue
+            assert slot.convert is None, "what is converted is no random number"
+            if source.is_whole and target.is_contiguous():
+                self._draw(name, target)
+                continue
+            if numbers is None:
+                numbers = self._draw(name, target.new_empty(source.shape))
             target.copy_(numbers[source.box])
+
+    def _draw(self, name: str, numbers: Tensor) -> Tensor:
+        return numbers.normal_(0.0, 0.02, generator=_generator(f"{self._seed}:{name}", numbers.device))
 
     def end_layer(self) -> None:
         pass

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,41 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.inputs import PromptType
+from quire.kernels.cpu import library
+from quire.kernels.cpu.threads import set_num_threads
 from quire.outputs import RequestOutput
+from tests.fixtures.foreign_models import FOREIGN
+from tests.fixtures.plain_models import PLAIN
+from tests.fixtures.tiny_families import SCARCE_BLOCKS, TINY_FAMILIES
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
 LENGTHS = (3, 16, 17, 40, 5, 33, 48, 90)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
 RANDOM = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=12, ignore_eos=True, logprobs=3)
-FAMILIES = ("llama-llama3", "mistral", "qwen3", "phi3-window-partial", "gemma2", "gemma3", "opt", "gpt2")
-NUM_BLOCKS = {"mistral": 9, "phi3-window-partial": 9, "gemma2": 26, "gemma3": 17}
+FAMILIES = (
+    "llama-llama3",
+    "mistral",
+    "qwen3",
+    "phi3-window-partial",
+    "gemma2",
+    "gemma3",
+    "opt",
+    "gpt2",
+    "exaone4",
+)
+OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
+NUM_BLOCKS = {
+    "mistral": 9,
+    "phi3-window-partial": 9,
+    "gemma2": 26,
+    "gemma3": 17,
+    "starcoder2": 9,
+} | SCARCE_BLOCKS
 """Where layers have windows, requests hold fewer blocks, or more of smaller ones."""
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "bfloat16-medium": {"dtype": "bfloat16", "matmul_precision": "medium"},
+    "bfloat16": {"dtype": "bfloat16", "matmul_precision": "highest"},
+    "bfloat16-auto": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int8-precise": {"quantization": "int8", "quantization_config": {"mode": "precise"}},
@@ -47,7 +70,7 @@ Result = list[tuple[list[int], list[list[float]]]]
 def restore_threads() -> Iterator[None]:
     count = torch.get_num_threads()
     yield
-    torch.set_num_threads(count)
+    set_num_threads(count)
 
 
 @pytest.fixture
@@ -83,12 +106,24 @@ def result_of(output: RequestOutput, index: int = 0) -> tuple[list[int], list[li
     return completion.token_ids, [[entry.logprob for entry in step.values()] for step in completion.logprobs]
 
 
+@contextmanager
+def every_loop_shared() -> Iterator[None]:
+    """However short, and with its pieces taken in another order."""
+    loaded = library.loaded()
+    assert loaded is not None
+    loaded.shuffle(12345)
+    yield
+    loaded.shuffle(0)
+
+
 def check_contract(make: Callable[..., LLM], num_blocks: int = 20) -> None:
     """One model, every way of cutting up its work; `num_blocks` make a cache in which requests are preempted."""
     plain = make()
     expected = run(plain, prompts())
     assert alone(plain, prompts()) == expected, "alone"
     assert run(make(cpu_threads=2), prompts()) == expected, "two threads"
+    with every_loop_shared():
+        assert run(make(cpu_threads=3), prompts()) == expected, "three threads, all loops shared and shuffled"
     assert run(make(enforce_eager=True), prompts()) == expected, "kernel by kernel"
     for chunk in (7, 16, 64):
         chunked = make(max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 16))
@@ -130,7 +165,9 @@ def test_every_weight_type(weights: str, engine: Callable[..., LLM], restore_thr
 
 
 @pytest.mark.item(42)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
+)
 def test_every_family(family: str, engine: Callable[..., LLM], restore_threads: None) -> None:
     check_contract(functools.partial(engine, "float32", family), NUM_BLOCKS.get(family, 20))
 

@@ -13,11 +13,27 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.inputs import PromptType
-from tests.fixtures.tiny_models import VOCAB_SIZE
+from tests.fixtures.foreign_models import FOREIGN
+from tests.fixtures.plain_models import PLAIN
+from tests.fixtures.tiny_families import SCARCE_BLOCKS, TINY_FAMILIES
+from tests.fixtures.tiny_models import VOCAB_SIZE, oracle_of
 
-FAMILIES = ("llama", "llama-llama3", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "opt", "gpt2")
+FAMILIES = (
+    "llama",
+    "llama-llama3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "opt",
+    "gpt2",
+    "bloom",
+)
+OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
 LENGTHS = (1, 3, 8, 15, 16, 17, 40, 90)
-NUM_BLOCKS = {"gemma2": 25, "gemma3": 17}
+NUM_BLOCKS = {"gemma2": 25, "gemma3": 17} | SCARCE_BLOCKS
 """A cache in which requests are preempted; where layers differ, there are more blocks of fewer layers."""
 NUM_TOKENS = 32
 MAX_LEN = 128
@@ -31,11 +47,7 @@ def prompts() -> list[PromptType]:
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
 
 
-@functools.cache
-def oracle(directory: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+oracle = functools.cache(oracle_of)
 
 
 @torch.inference_mode()
@@ -57,7 +69,9 @@ def generate(directory: Path, runs: int = 1, **args: Any) -> tuple[LLM, list[lis
     return llm, [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
+)
 def test_greedy_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
     directory = tiny_model(name)
     _, whole = generate(directory)

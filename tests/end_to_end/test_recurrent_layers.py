@@ -17,7 +17,7 @@ from quire.kv_cache.spec import KVCacheSpec, RecurrentStateSpec
 from quire.layers.attention import Attention
 from quire.layers.kv_cache import cache_planes
 from quire.layers.step import StepContext
-from quire.models.llama import LlamaForCausalLM
+from quire.models.decoder import DecoderForCausalLM
 from quire.models.registry import ModelRegistry
 from tests.end_to_end.test_determinism import check_forks, prompts, run
 
@@ -65,7 +65,7 @@ class LinearAttention(nn.Module):
                 self.states[block_id] = state
 
 
-class HybridForCausalLM(LlamaForCausalLM):
+class HybridForCausalLM(DecoderForCausalLM):
     """A Llama in which the first layer alone attends."""
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:

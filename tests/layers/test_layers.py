@@ -8,13 +8,15 @@ from torch import nn
 
 from quire.kernels.linear import WeightScheme
 from quire.layers.activation import GATED, PLAIN
+from quire.layers.alibi import slopes
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.quantization import method_of
+from quire.layers.slot import why_not_covered
 from quire.layers.step import StepContext
-from quire.models.hf_config import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from quire.models.families.fields import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 F32 = torch.float32
 STEP = StepContext(())
@@ -47,6 +49,59 @@ def test_gate_up_is_two_linears_and_an_activation(activation: str, loaded: bool)
         layer.finish_loading()
     expected = torch.cat([x @ tensors[f"{name}.weight"].t() for name in ("gate", "up")], 1)
     torch.testing.assert_close(layer(x, STEP), GATED[activation](expected))
+
+
+def test_heads_put_together_by_key_value_heads() -> None:
+    """As one tensor of GPT-NeoX's kind: queries, key and value of the first key-value head, then those of the next."""
+    layer = QKVLinear(
+        hidden_size=12, num_heads=4, num_kv_heads=2, head_dim=3, bias=True, dtype=F32, grouped=True
+    )
+    tensors, slots = (
+        {"qkv.weight": torch.randn(24, 12), "qkv.bias": torch.randn(24)},
+        list(layer.slots(["qkv"])),
+    )
+    for name, slot in slots:
+        slot.fill(tensors[name][slot.source.box])
+    assert why_not_covered((24, 12), [slot.source.region for name, slot in slots if "weight" in name]) is None
+    x = torch.randn(5, 12)
+    expected = nn.functional.linear(x, *tensors.values()).view(5, 2, 4, 3)
+    for heads, part in zip(layer.heads(x, STEP), (slice(0, 2), slice(2, 3), slice(3, 4)), strict=True):
+        torch.testing.assert_close(heads, expected[:, :, part].flatten(1, 2))
+
+
+def test_clipped_heads() -> None:
+    layer = QKVLinear(
+        hidden_size=12, num_heads=2, num_kv_heads=2, head_dim=3, bias=False, dtype=F32, clip=0.5
+    )
+    fill(layer, "q", "k", "v")
+    rows = torch.cat([part.flatten(1) for part in layer.heads(torch.randn(5, 12), STEP)], 1)
+    assert rows.abs().max() == 0.5
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_head_of_unit_rows(quantization: str | None) -> None:
+    layer = VocabEmbedding(vocab_size=7, size=64, dtype=F32, is_head=True, unit_rows=True)
+    if quantization:
+        layer.create_weights(method_of(WeightScheme(quantization)))
+    tensors, x = fill(layer, "head"), torch.randn(5, 64)
+    layer.finish_loading()
+    expected = x @ nn.functional.normalize(tensors["head.weight"]).t()
+    torch.testing.assert_close(layer.logits(x), expected, rtol=0.0, atol=0.2 if quantization else 1e-5)
+
+
+@pytest.mark.parametrize(("heads", "expected"), [(4, [2, 4, 6, 8]), (6, [2, 4, 6, 8, 1, 3]), (1, [8])])
+def test_slopes_of_alibi(heads: int, expected: list[int]) -> None:
+    assert slopes(heads).log2().neg().tolist() == expected
+
+
+def test_layer_norm_without_weight_or_bias() -> None:
+    x = torch.randn(3, 8)
+    plain = LayerNorm(size=8, eps=1e-5, dtype=F32, has_weight=False, has_bias=False)
+    assert list(plain.slots(["norm"])) == []
+    torch.testing.assert_close(plain(x), nn.functional.layer_norm(x, (8,)))
+    offset = LayerNorm(size=8, eps=1e-5, dtype=F32, has_bias=False, offset=1.0)
+    weight = fill(offset, "norm")["norm.weight"]
+    torch.testing.assert_close(offset(x), nn.functional.layer_norm(x, (8,), weight + 1.0))
 
 
 def test_merged_in_the_checkpoint_already() -> None:

@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.config.arch import CheckpointNames
 from quire.models import packed_cache
-from quire.models.llama import LlamaForCausalLM
+from quire.models.decoder import DecoderForCausalLM
 from quire.models.packed_cache import PAGE, PackedCache, packed_key
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.weights import SINGLE_NAME, CheckpointWeights
@@ -213,7 +214,7 @@ def test_racing_processes_leave_one_whole_file(cache: PackedCache) -> None:
 
 def key_of(config: EngineConfig, layout: str = "panels-1") -> str:
     with torch.device("meta"):
-        return packed_key(LlamaForCausalLM(config=config), layout)
+        return packed_key(DecoderForCausalLM(config=config), layout)
 
 
 def test_the_key_follows_everything_that_decides_the_weights(
@@ -235,10 +236,12 @@ def test_the_key_follows_everything_that_decides_the_weights(
     with monkeypatch.context() as patch:
         patch.setattr(packed_cache, "__version__", "0.0.0")
         keys.append(key_of(config))
-    with monkeypatch.context() as patch:
-        merged = {"qkv_proj": ("v_proj", "k_proj", "q_proj")}
-        patch.setattr(LlamaForCausalLM, "merged", LlamaForCausalLM.merged | merged)
-        keys.append(key_of(config))
+    other_names = CheckpointNames(
+        merged=config.arch.names.merged | {"qkv_proj": ("v_proj", "k_proj", "q_proj")}
+    )
+    keys.append(
+        key_of(dataclasses.replace(config, model_arch=dataclasses.replace(config.arch, names=other_names)))
+    )
     status = (directory / SINGLE_NAME).stat()
     rewrite_in_place(directory / SINGLE_NAME, status.st_atime_ns, status.st_mtime_ns)
     keys.append(key_of(config))

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fixtures.tiny_models import TINY_MODELS, VOCAB_SIZE
+from tests.fixtures.foreign_models import FOREIGN
+from tests.fixtures.plain_models import PLAIN
+from tests.fixtures.tiny_models import TINY_MODELS, VOCAB_SIZE, oracle_of
 from tests.models.harness import load_tiny, logits_of
 
 LENGTHS = (1, 5, 17, 40, 96)
@@ -25,9 +27,7 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 @torch.inference_mode()
 def oracle_logits(model_dir: Path, sequences: list[list[int]]) -> list[Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    model = oracle_of(model_dir)
     return [model(torch.tensor([sequence])).logits[0] for sequence in sequences]
 
 
@@ -37,7 +37,9 @@ def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 # phi3-longrope depends on the longest allowed sequence and has its own tests below.
-@pytest.mark.parametrize("name", sorted(TINY_MODELS.keys() - {"phi3-longrope"}))
+@pytest.mark.parametrize(
+    "name", sorted((TINY_MODELS.keys() | FOREIGN.keys() | PLAIN.keys()) - {"phi3-longrope"})
+)
 def test_logits_equal_transformers(name: str, tiny_model: Callable[[str], Path]) -> None:
     sequences = prompts()
     model = load_tiny(tiny_model(name))

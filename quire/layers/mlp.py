@@ -1,0 +1,87 @@
+"""The feed-forward block of a decoder layer.
+
+Shapes: T tokens of the step, H hidden size, I intermediate size.
+"""
+
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.layers.activation import PLAIN, Activation
+from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
+from quire.layers.linear import GateUpLinear, Linear
+from quire.layers.step import StepContext
+from quire.layers.xielu import XIELU
+
+
+class GatedMLP(Module):
+    """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202)."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        arch = config.arch
+        self.gate_up_proj = GateUpLinear(
+            hidden_size=arch.hidden_size,
+            intermediate_size=arch.intermediate_size,
+            bias=arch.mlp_bias,
+            dtype=model_dtype(config),
+            activation=arch.hidden_act,
+            name=f"{prefix}.gate_up_proj",
+            transposed=arch.transposed_weights,
+        )
+        self.down_proj = _down_proj(config, prefix)
+        self.down_proj.reads(self.gate_up_proj)
+
+    def reads(self, source: RowSource) -> None:
+        """Say that x is what `source` makes, and that nobody else reads it; see `Linear.reads`."""
+        self.gate_up_proj.reads(source)
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        return self.down_proj(self.gate_up_proj(x, step), step)
+
+
+class PlainMLP(Module):
+    """`down(act(up(x)))`."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        arch = config.arch
+        self.up_proj = Linear(
+            in_features=arch.hidden_size,
+            out_features=arch.intermediate_size,
+            bias=arch.mlp_bias,
+            dtype=model_dtype(config),
+            name=f"{prefix}.up_proj",
+            cut="output",
+            transposed=arch.transposed_weights,
+        )
+        self.down_proj = _down_proj(config, prefix)
+        self.act_fn: Activation = (
+            XIELU(dtype=activation_dtype(config), name=f"{prefix}.act_fn")
+            if arch.hidden_act == "xielu"
+            else PLAIN[arch.hidden_act]
+        )
+
+    def reads(self, source: RowSource) -> None:
+        """As `GatedMLP.reads`."""
+        self.up_proj.reads(source)
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        return self.down_proj(self.act_fn(self.up_proj(x, step)), step)
+
+
+MLPS: dict[str, type[GatedMLP] | type[PlainMLP]] = {"gated": GatedMLP, "plain": PlainMLP}
+
+
+def _down_proj(config: EngineConfig, prefix: str) -> Linear:
+    arch = config.arch
+    return Linear(
+        in_features=arch.intermediate_size,
+        out_features=arch.hidden_size,
+        bias=arch.mlp_bias,
+        dtype=model_dtype(config),
+        name=f"{prefix}.down_proj",
+        cut="input",
+        transposed=arch.transposed_weights,
+    )

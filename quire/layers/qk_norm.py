@@ -1,0 +1,103 @@
+"""Norms of queries and keys, which keep attention's scores in bounds (Henry et al., 2020, arXiv:2010.04245).
+
+Shapes: T tokens of the step, h heads of q or of k, D head size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.kernels import ops
+from quire.layers.base import Layer, Module, activation_dtype, parameter
+from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.slot import Slot
+
+
+class RowRMSNorm(RMSNorm):
+    """An RMSNorm of all heads of a token together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, h, D] -> the same shape."""
+        out: Tensor = super().forward(x.flatten(1))  # type: ignore[assignment]
+        return out.view(x.shape)
+
+
+class EachHeadLayerNorm(Layer):
+    """A LayerNorm without bias and with a weight of its own for each head, [h, D].
+
+    The checkpoint has them in one tensor or, if `apart`, as `norms.0`, `norms.1` ...
+    """
+
+    ones: Tensor
+
+    def __init__(
+        self, *, heads: int, head_dim: int, eps: float, dtype: torch.dtype, apart: bool, name: str
+    ) -> None:
+        super().__init__(name)
+        self.weight = parameter(heads, head_dim, dtype=dtype)
+        self.register_buffer("ones", torch.ones(head_dim, dtype=dtype, device="cpu"), persistent=False)
+        self.eps = eps
+        self.apart = apart
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, h, D] -> the same shape."""
+        return ops.layer_norm(x, self.ones, None, self.eps) * self.weight
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        if not self.apart:
+            yield f"{names[0]}.weight", Slot(self.weight, "ones")
+            return
+        for head, weight in enumerate(self.weight):
+            yield f"{names[0]}.norms.{head}.weight", Slot(weight, "ones")
+
+
+def _rms(config: EngineConfig, heads: int, name: str) -> RMSNorm:
+    arch = config.arch
+    return RMSNorm(
+        size=arch.head_dim,
+        eps=arch.norm_eps,
+        dtype=activation_dtype(config),
+        offset=arch.norm_offset,
+        name=name,
+    )
+
+
+def _row_rms(config: EngineConfig, heads: int, name: str) -> RMSNorm:
+    arch = config.arch
+    return RowRMSNorm(
+        size=heads * arch.head_dim, eps=arch.norm_eps, dtype=activation_dtype(config), name=name
+    )
+
+
+def _layer(config: EngineConfig, heads: int, name: str) -> LayerNorm:
+    arch = config.arch
+    return LayerNorm(size=arch.head_dim, eps=arch.norm_eps, dtype=activation_dtype(config), name=name)
+
+
+def _each_head_layer(config: EngineConfig, heads: int, name: str, apart: bool = False) -> EachHeadLayerNorm:
+    arch = config.arch
+    return EachHeadLayerNorm(
+        heads=heads,
+        head_dim=arch.head_dim,
+        eps=arch.norm_eps,
+        dtype=activation_dtype(config),
+        apart=apart,
+        name=name,
+    )
+
+
+def _each_head_layer_apart(config: EngineConfig, heads: int, name: str) -> EachHeadLayerNorm:
+    return _each_head_layer(config, heads, name, apart=True)
+
+
+QK_NORMS: dict[str, Callable[[EngineConfig, int, str], Module]] = {
+    "rms": _rms,
+    "rms_after_rope": _rms,
+    "row_rms": _row_rms,
+    "layer": _layer,
+    "each_head_layer": _each_head_layer,
+    "each_head_layer_apart": _each_head_layer_apart,
+}
+"""The norm of q, or of k, with so many heads and of that name: [T, h, D] -> the same shape."""

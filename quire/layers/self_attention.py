@@ -1,0 +1,78 @@
+"""The attention block of a decoder layer: projections, norms of heads, positions, attention, output projection.
+
+Shapes: T tokens of the step, H hidden size, Hq/Hkv query and key-value heads, D head size.
+"""
+
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.layers.attention import Attention
+from quire.layers.base import Module, RowSource, model_dtype
+from quire.layers.linear import Linear, QKVLinear
+from quire.layers.qk_norm import QK_NORMS
+from quire.layers.rotary import RotaryEmbedding
+from quire.layers.step import StepContext
+
+
+class SelfAttention(Module):
+    """Grouped-query attention of one layer; `rotary` is None where positions come in another way or not at all."""
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__()
+        arch, dtype = config.arch, model_dtype(config)
+        self.qkv_proj = QKVLinear(
+            hidden_size=arch.hidden_size,
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            bias=arch.attention_bias,
+            dtype=dtype,
+            name=f"{prefix}.qkv_proj",
+            transposed=arch.transposed_weights,
+            grouped=arch.qkv_grouped,
+            clip=arch.qkv_clip,
+        )
+        self.o_proj = Linear(
+            in_features=arch.num_heads * arch.head_dim,
+            out_features=arch.hidden_size,
+            bias=arch.attention_out_bias,
+            dtype=dtype,
+            name=f"{prefix}.o_proj",
+            cut="input",
+            transposed=arch.transposed_weights,
+        )
+        if arch.qk_norm is not None:
+            self.q_norm = QK_NORMS[arch.qk_norm](config, arch.num_heads, f"{prefix}.q_norm")
+            self.k_norm = QK_NORMS[arch.qk_norm](config, arch.num_kv_heads, f"{prefix}.k_norm")
+        # The kernel that rotates and stores keys can norm them on the way, in one way.
+        in_kernel = arch.qk_norm == "rms" and rotary is not None
+        self.norms_first = arch.qk_norm is not None and not in_kernel
+        self.rotary_first = rotary if arch.qk_norm == "rms_after_rope" else None
+        self.attn = Attention(
+            config=config,
+            name=f"{prefix}.attn",
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            scale=arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale,
+            sliding_window=arch.sliding_window if arch.layer_types[layer] == "sliding_attention" else None,
+            soft_cap=arch.attn_logit_softcap,
+            rotary=None if self.rotary_first is not None else rotary,
+            qk_norm=(self.q_norm, self.k_norm) if in_kernel else None,  # type: ignore[arg-type]
+            alibi=arch.alibi,
+        )
+
+    def reads(self, source: RowSource) -> None:
+        """Say that x is what `source` makes, and that nobody else reads it; see `Linear.reads`."""
+        self.qkv_proj.reads(source)
+
+    def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        q, k, v = self.qkv_proj.heads(x, step)
+        if self.rotary_first is not None:
+            q, k = self.rotary_first(positions, q, k)
+        if self.norms_first:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.o_proj(self.attn(q, k, v, positions, step), step)

@@ -1,0 +1,140 @@
+"""The table of architectures that quire serves itself.
+
+Invariant: data only; docs/models.md is made of it, and so are the tests of all families.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DECODER = "decoder:DecoderForCausalLM"
+TRANSFORMERS = "transformers"
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """An architecture of `quire.models`."""
+
+    architecture: str
+    """As checkpoints name it."""
+    reader: str
+    """Who reads its config.json: "file:function" in `families/`."""
+    models: str
+    """What it is known for, for people."""
+    model: str = DECODER
+    """What serves it: "file:Class" in `quire.models`."""
+    oracle: str = TRANSFORMERS
+    """What its logits are held against in tests: the class of transformers with its name, or what else."""
+
+
+BUILT_IN: dict[str, BuiltIn] = {
+    row.architecture: row
+    for row in (
+        BuiltIn("ApertusForCausalLM", "llama:read_apertus", "Apertus"),
+        BuiltIn("AquilaForCausalLM", "llama:read_llama", "Aquila 2", oracle="Llama of transformers"),
+        BuiltIn("ArceeForCausalLM", "llama:read_arcee", "AFM 4.5B"),
+        BuiltIn(
+            "BaiChuanForCausalLM", "baichuan:read_baichuan", "Baichuan 7B", oracle="Llama of transformers"
+        ),
+        BuiltIn(
+            "BaichuanForCausalLM",
+            "baichuan:read_baichuan",
+            "Baichuan 2 7B and 13B, Baichuan 13B",
+            oracle="Llama of transformers, told ALiBi's biases as a mask",
+        ),
+        BuiltIn("BloomForCausalLM", "alibi:read_bloom", "BLOOM, BLOOMZ"),
+        BuiltIn(
+            "ChatGLMForConditionalGeneration",
+            "glm:read_chatglm",
+            "GLM-4 9B (2024) as published",
+            oracle="Glm of transformers",
+        ),
+        BuiltIn(
+            "ChatGLMModel",
+            "glm:read_chatglm",
+            "ChatGLM 2 and 3, GLM-4 9B (2024) as published",
+            oracle="Glm of transformers",
+        ),
+        BuiltIn("Cohere2ForCausalLM", "cohere:read_cohere2", "Command A, Command R7B, Tiny Aya"),
+        BuiltIn("CohereForCausalLM", "cohere:read_cohere", "Command R, Command R+, Aya 23 and Expanse"),
+        BuiltIn("CwmForCausalLM", "llama:read_cwm", "Code World Model"),
+        BuiltIn("Ernie4_5ForCausalLM", "llama:read_ernie", "ERNIE 4.5 0.3B"),
+        BuiltIn("Exaone4ForCausalLM", "exaone:read_exaone4", "EXAONE 4"),
+        BuiltIn(
+            "ExaoneForCausalLM",
+            "exaone:read_exaone",
+            "EXAONE 3, 3.5 and Deep",
+            oracle="Llama of transformers",
+        ),
+        BuiltIn("FalconForCausalLM", "alibi:read_falcon", "Falcon 1B, 7B, 40B, 180B and 2 11B"),
+        BuiltIn("Gemma2ForCausalLM", "gemma:read_gemma2", "Gemma 2"),
+        BuiltIn("Gemma3ForCausalLM", "gemma:read_gemma3", "Gemma 3 (text)"),
+        BuiltIn("GemmaForCausalLM", "gemma:read_gemma", "Gemma, CodeGemma"),
+        BuiltIn("Glm4ForCausalLM", "glm:read_glm4", "GLM-4 (0414), GLM-Z1"),
+        BuiltIn("GlmForCausalLM", "glm:read_glm", "GLM-4 9B, GLM-Edge"),
+        BuiltIn("GPT2LMHeadModel", "gpt2:read_gpt2", "GPT-2, Cerebras-GPT"),
+        BuiltIn("GPTBigCodeForCausalLM", "gpt2:read_gpt_bigcode", "StarCoder, SantaCoder"),
+        BuiltIn("GPTJForCausalLM", "neox:read_gptj", "GPT-J"),
+        BuiltIn("GPTNeoForCausalLM", "gpt2:read_gpt_neo", "GPT-Neo, TinyStories"),
+        BuiltIn("GPTNeoXForCausalLM", "neox:read_gpt_neox", "GPT-NeoX, Pythia, Dolly 2, RedPajama-INCITE"),
+        BuiltIn("GraniteForCausalLM", "llama:read_granite", "Granite 3"),
+        BuiltIn("HeliumForCausalLM", "llama:read_helium", "Helium 1"),
+        BuiltIn("HunYuanDenseV1ForCausalLM", "hunyuan:read_hunyuan", "Hunyuan 0.5B to 7B"),
+        BuiltIn("HyperCLOVAXForCausalLM", "llama:read_hyperclovax", "HyperCLOVA X SEED"),
+        BuiltIn(
+            "InternLM2ForCausalLM",
+            "internlm:read_internlm2",
+            "InternLM 2 and 2.5",
+            oracle="Llama of transformers",
+        ),
+        BuiltIn(
+            "InternLM3ForCausalLM", "internlm:read_internlm3", "InternLM 3", oracle="Llama of transformers"
+        ),
+        BuiltIn("InternLMForCausalLM", "internlm:read_internlm", "InternLM", oracle="Llama of transformers"),
+        BuiltIn("Jais2ForCausalLM", "jais:read_jais2", "Jais 2"),
+        BuiltIn("JAISLMHeadModel", "jais:read_jais", "Jais 13B and 30B", oracle="plain torch"),
+        BuiltIn(
+            "LlamaForCausalLM",
+            "llama:read_llama",
+            "Llama 1 to 3.3, Yi, DeepSeek-LLM, SOLAR, TinyLlama, SmolLM 2",
+        ),
+        BuiltIn(
+            "MiniCPMForCausalLM",
+            "llama:read_minicpm",
+            "MiniCPM 1 and 2, MiniCPM 4 without sparse attention",
+            oracle="Granite of transformers",
+        ),
+        BuiltIn("MinistralForCausalLM", "llama:read_ministral", "Ministral 8B"),
+        BuiltIn("MistralForCausalLM", "llama:read_mistral", "Mistral 7B, Nemo, Small"),
+        BuiltIn(
+            "MPTForCausalLM", "alibi:read_mpt", "MPT 7B and 30B as published", oracle="Mpt of transformers"
+        ),
+        BuiltIn("MptForCausalLM", "alibi:read_mpt", "MPT 7B and 30B in the form of transformers"),
+        BuiltIn("NemotronForCausalLM", "neox:read_nemotron", "Nemotron 4, Minitron"),
+        BuiltIn("Olmo2ForCausalLM", "olmo:read_olmo2", "OLMo 2"),
+        BuiltIn("Olmo3ForCausalLM", "olmo:read_olmo3", "OLMo 3"),
+        BuiltIn("OlmoForCausalLM", "olmo:read_olmo", "OLMo"),
+        BuiltIn("OPTForCausalLM", "opt:read_opt", "OPT", model="opt:OPTForCausalLM"),
+        BuiltIn("OrionForCausalLM", "llama:read_orion", "Orion 14B", oracle="StableLm of transformers"),
+        BuiltIn("PersimmonForCausalLM", "neox:read_persimmon", "Persimmon 8B"),
+        BuiltIn("Phi3ForCausalLM", "phi:read_phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
+        BuiltIn("PhiForCausalLM", "phi:read_phi", "Phi-1, Phi-1.5, Phi-2"),
+        BuiltIn("Qwen2ForCausalLM", "qwen:read_qwen2", "Qwen 1.5, 2 and 2.5, QwQ"),
+        BuiltIn("Qwen3ForCausalLM", "qwen:read_qwen3", "Qwen 3"),
+        BuiltIn("QWenLMHeadModel", "qwen:read_qwen", "Qwen (2023)", oracle="Qwen2 of transformers"),
+        BuiltIn("SeedOssForCausalLM", "llama:read_seed_oss", "Seed-OSS 36B"),
+        BuiltIn("SmolLM3ForCausalLM", "llama:read_smollm3", "SmolLM 3"),
+        BuiltIn(
+            "StableLMEpochForCausalLM",
+            "neox:read_stablelm",
+            "StableLM 3B as published",
+            oracle="StableLm of transformers",
+        ),
+        BuiltIn("StableLmForCausalLM", "neox:read_stablelm", "StableLM 2, StableLM 3B, Stable Code"),
+        BuiltIn("Starcoder2ForCausalLM", "neox:read_starcoder2", "StarCoder 2"),
+        BuiltIn("VaultGemmaForCausalLM", "gemma:read_vaultgemma", "VaultGemma 1B"),
+        BuiltIn("XGLMForCausalLM", "opt:read_xglm", "XGLM"),
+        BuiltIn("XverseForCausalLM", "llama:read_llama", "XVERSE 7B to 65B", oracle="Llama of transformers"),
+    )
+}
+"""By architecture, in the order of the alphabet."""

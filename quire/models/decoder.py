@@ -1,0 +1,102 @@
+"""A decoder-only transformer as its `ModelArch` describes it: what most families are, each a reader in `families/`.
+
+Shapes: T tokens of the step, H hidden size, N rows of logits, V vocabulary rows.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from quire.config import EngineConfig
+from quire.layers.base import Module, activation_dtype, model_dtype
+from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
+from quire.layers.norm import block_norm
+from quire.layers.rotary import RotaryEmbedding
+from quire.layers.step import StepContext
+from quire.models.base import CausalLM, output_head
+from quire.models.blocks import BLOCKS
+
+POSITIONS: dict[str, type[PositionEmbedding] | type[SinusoidalEmbedding]] = {
+    "learned": PositionEmbedding,
+    "sinusoidal": SinusoidalEmbedding,
+}
+
+
+class Decoder(Module):
+    """Embeddings, decoder layers and final norm."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        arch = config.arch
+        self.embed_tokens = VocabEmbedding(
+            vocab_size=arch.vocab_size,
+            size=arch.hidden_size,
+            dtype=model_dtype(config),
+            scale=arch.embedding_multiplier,
+            is_head=arch.tie_word_embeddings,
+            out_dtype=activation_dtype(config),
+            name=f"{prefix}.embed_tokens",
+        )
+        self.embed_positions = self.embed_norm = None
+        if arch.positions is not None:
+            self.embed_positions = POSITIONS[arch.positions](
+                config=config, offset=arch.position_offset, name=f"{prefix}.embed_positions"
+            )
+        if arch.embedding_norm:
+            self.embed_norm = block_norm(config, f"{prefix}.embed_norm")
+        rotaries = _rotaries(config)
+        self.layers = nn.ModuleList(
+            BLOCKS[arch.block](
+                config=config, prefix=f"{prefix}.layers.{layer}", layer=layer, rotary=rotaries[layer]
+            )
+            for layer in range(arch.num_layers)
+        )
+        self.norm = block_norm(config, f"{prefix}.norm")
+
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        x, residual = self._embedded(inputs, positions), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, step)
+        hidden, _ = self.norm.add(x, residual)
+        return hidden
+
+    def _embedded(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed_tokens(inputs)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions)
+        return x if self.embed_norm is None else self.embed_norm(x)
+
+
+def _rotaries(config: EngineConfig) -> list[RotaryEmbedding | None]:
+    """Each layer's rotary embedding; layers with the same formula share one."""
+    arch = config.arch
+    if arch.rope is None:
+        return [None] * arch.num_layers
+    rotary = RotaryEmbedding(config=config, rope=arch.rope)
+    local = rotary if arch.rope_local is None else RotaryEmbedding(config=config, rope=arch.rope_local)
+    by_type = {"full_attention": rotary, "sliding_attention": local}
+    return [
+        None if layer in arch.unrotated_layers else by_type[kind]
+        for layer, kind in enumerate(arch.layer_types)
+    ]
+
+
+class DecoderForCausalLM(CausalLM):
+    """A decoder with its output head."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
+        super().__init__(config=config, prefix=prefix)
+        names = config.arch.names
+        self.merged, self.renamed, self.unused = names.merged, names.renamed, names.unused
+        self.base_prefix = names.renamed.get("model", "model") + "."
+        self.model = Decoder(config=config, prefix=f"{prefix}model")
+        self.lm_head = output_head(config, self.model.embed_tokens, f"{prefix}lm_head")
+
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        return self.model(inputs, positions, step)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        arch, logits = self.config.arch, super().compute_logits(hidden)
+        if arch.logits_multiplier != 1.0:
+            logits = logits * arch.logits_multiplier
+        cap = arch.final_logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -1,0 +1,1 @@
+"""Families of models: for each, how its config.json is read. Importing them loads no torch."""

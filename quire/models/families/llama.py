@@ -1,0 +1,178 @@
+"""Llama (Touvron et al., 2023, arXiv:2302.13971) and models that take or leave an option of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.config.arch import CheckpointNames, ModelArch
+from quire.models.families.fields import (
+    MAX_LAYERS,
+    biases,
+    declared_windows,
+    layer_norm,
+    optional_number,
+    plain_mlp,
+    read_head_dim,
+    read_llama,
+    rms_eps,
+    uniform_window,
+)
+from quire.models.json_object import JsonObject
+from quire.models.rope_config import read_rope
+
+__all__ = ["read_llama"]
+
+
+def read_mistral(architecture: str, config: JsonObject) -> ModelArch:
+    """Mistral (Jiang et al., 2023, arXiv:2310.06825): every layer has the window, where there is one."""
+    return read_llama(architecture, config, **uniform_window(config, default=4096))
+
+
+def read_ministral(architecture: str, config: JsonObject) -> ModelArch:
+    """Ministral: a window on the layers that the file names, else on all."""
+    return read_llama(architecture, config, **declared_windows(config, lambda layer: True))
+
+
+def read_cwm(architecture: str, config: JsonObject) -> ModelArch:
+    """Code World Model (Meta, 2025, arXiv:2510.02387): a window on all but every fourth layer, the first being full."""
+    windows = declared_windows(config, lambda layer: layer % 4 != 0, default=8192)
+    return read_llama(
+        architecture,
+        config,
+        default_head_dim=128,
+        theta=1e6,
+        norm_eps=rms_eps(config, 1e-5),
+        **biases(mlp=config.flag("mlp_bias", False)),
+        **windows,
+    )
+
+
+def read_arcee(architecture: str, config: JsonObject) -> ModelArch:
+    """Arcee's AFM: an MLP without a gate."""
+    return read_llama(architecture, config, norm_eps=rms_eps(config, 1e-5), **plain_mlp(config, "relu2"))
+
+
+def read_smollm3(architecture: str, config: JsonObject) -> ModelArch:
+    """SmolLM 3: every fourth layer, or those that the file names, knows no positions (NoPE, arXiv:2305.19466)."""
+    config.only("use_sliding_window", False)
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    interval = config.integer("no_rope_layer_interval", 4)
+    rotated = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if "no_rope_layers" in config:
+        rotated = [number != 0 for number in config.numbers("no_rope_layers")]
+        if len(rotated) < num_layers:
+            raise config.wrong("no_rope_layers", "a list with num_hidden_layers entries")
+    return read_llama(
+        architecture,
+        config,
+        theta=2e6,
+        tie_word_embeddings=config.flag("tie_word_embeddings", True),
+        unrotated_layers=tuple(layer for layer in range(num_layers) if not rotated[layer]),
+    )
+
+
+def read_seed_oss(architecture: str, config: JsonObject) -> ModelArch:
+    """Seed-OSS: biases of q, k and v, and of the rest, one by one."""
+    return read_llama(
+        architecture,
+        config,
+        default_head_dim=128,
+        attention_bias=config.flag("attention_bias", True),
+        attention_out_bias=config.flag("attention_out_bias", False),
+    )
+
+
+def read_orion(architecture: str, config: JsonObject) -> ModelArch:
+    """Orion (Chen et al., 2024, arXiv:2401.12246): layer norms."""
+    return read_llama(architecture, config, **layer_norm(config, "rms_norm_eps", 1e-5))
+
+
+def read_ernie(architecture: str, config: JsonObject) -> ModelArch:
+    """ERNIE 4.5: pairs of neighbouring dimensions are rotated."""
+    heads = config.integer("num_attention_heads")
+    head_dim = read_head_dim(config, heads, 128)
+    return read_llama(
+        architecture,
+        config,
+        head_dim=head_dim,
+        rope=read_rope(config, head_dim=head_dim, theta=5e5, interleaved=True),
+        norm_eps=rms_eps(config, 1e-5),
+        tie_word_embeddings=config.flag("tie_word_embeddings", True),
+        **biases(config.flag("use_bias", False)),
+    )
+
+
+def read_helium(architecture: str, config: JsonObject) -> ModelArch:
+    """Helium: pairs of neighbouring dimensions are rotated; the output projection never has a bias."""
+    head_dim = read_head_dim(config, config.integer("num_attention_heads"), 128)
+    return read_llama(
+        architecture,
+        config,
+        head_dim=head_dim,
+        rope=read_rope(config, head_dim=head_dim, theta=1e5, interleaved=True),
+        norm_eps=rms_eps(config, 1e-8),
+        **biases(qkv=config.flag("attention_bias", False), mlp=config.flag("mlp_bias", False)),
+    )
+
+
+def read_granite(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
+    """Granite (IBM, 2024): four multipliers, after muP (Yang et al., 2022, arXiv:2203.03466)."""
+    multipliers = {
+        "embedding_multiplier": config.number("embedding_multiplier", 1.0),
+        "residual_multiplier": config.number("residual_multiplier", 1.0),
+        "attention_scale": config.number("attention_multiplier", 1.0),
+        "logits_multiplier": 1.0 / config.number("logits_scaling", 1.0, low=1e-6),
+    }
+    return read_llama(architecture, config, **(multipliers | fields))
+
+
+def read_hyperclovax(architecture: str, config: JsonObject) -> ModelArch:
+    """HyperCLOVA X (2024, arXiv:2404.01954): Granite, with norms also behind attention and MLP."""
+    names = {
+        "post_attention_layernorm": "post_norm1",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_norm2",
+    }
+    behind = {"block": "sandwich", "names": CheckpointNames(names)}
+    return read_granite(
+        architecture,
+        config,
+        attention_scale=optional_number(config, "attention_multiplier", None),
+        logits_multiplier=config.number("logits_scaling", 1.0),
+        **(behind if config.flag("use_post_norm", True) else {}),
+    )
+
+
+def read_minicpm(architecture: str, config: JsonObject) -> ModelArch:
+    """MiniCPM (Hu et al., 2024, arXiv:2404.06395): muP's multipliers by depth and width."""
+    config.only("sparse_config")
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    base_width = optional_number(config, "dim_model_base", None)
+    return read_llama(
+        architecture,
+        config,
+        embedding_multiplier=config.number("scale_emb", 1.0),
+        residual_multiplier=config.number("scale_depth", num_layers**0.5) / num_layers**0.5,
+        logits_multiplier=1.0 if base_width is None else base_width / config.integer("hidden_size"),
+        tie_word_embeddings=config.flag("tie_word_embeddings", True),
+    )
+
+
+def read_apertus(architecture: str, config: JsonObject) -> ModelArch:
+    """Apertus (2025, arXiv:2509.14233): xIELU in an MLP without a gate, norms of q and k."""
+    config.only("post_norm", False)
+    config.only("qk_norm", True)
+    renamed = {
+        "input_layernorm": "attention_layernorm",
+        "post_attention_layernorm": "feedforward_layernorm",
+    }
+    return read_llama(
+        architecture,
+        config,
+        names=CheckpointNames(renamed, unused=(r"\.act_fn\.eps$",)),
+        theta=12e6,
+        norm_eps=rms_eps(config, 1e-5),
+        qk_norm="rms",
+        mlp="plain",
+        hidden_act=config.choice("hidden_act", ("xielu",), "xielu"),
+    )

@@ -1,0 +1,65 @@
+"""Writes docs/models.md from the table of architectures: `python -m quire.models.page [FILE]`.
+
+Invariant: the page says only what the table and these sentences say; a test compares.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from quire.models.built_in import BUILT_IN, TRANSFORMERS, BuiltIn
+
+PAGE = Path("docs/models.md")
+
+INTRODUCTION = """\
+# Models
+
+This page is generated: `python -m quire.models.page`.
+
+quire serves a Hugging Face model if `architectures` in its config.json names one of the {count} below, and its weights
+are safetensors. The class decides, not the maker: many models of many makers are Llamas. Names of models are examples.
+Options that would change what is computed and that quire does not do are refused at start-up, all in one sentence.
+
+For every architecture the tests make a small checkpoint with random weights, biases and norms, and hold that
+
+- logits are within 1e-4, in float32, of the model in the last column, whole and in chunks of 1 to 7 tokens
+  (`tests/models/test_parity.py`);
+- greedy tokens are that model's, with chunked prefill, prefix hits, preemption and decoding from tapes
+  (`tests/end_to_end/test_families.py`, `tests/worker/test_taped_forward.py`);
+- tokens and logprobs are the same bits however requests are batched (`tests/end_to_end/test_determinism.py`);
+- weights load as float32, bfloat16, int8 and int4, and cut in two for two ranks (`tests/models/test_shards.py`).
+
+`make test` holds the first for all and the rest for some; `make test-more` holds all for all.
+
+| architecture | models | logits are those of |
+|---|---|---|
+"""
+
+NOTES = """
+## Limits
+
+- Tokenizers: a tokenizer.json, or one that transformers converts without code of the checkpoint. ChatGLM, QWen (2023)
+  and Baichuan as published have neither; name a converted one with `--tokenizer`.
+- What stretches positions (`rope_scaling`): linear, dynamic, llama3, yarn, longrope.
+- Falcon 1B's linear biases are computed in float32. transformers rounds them to bfloat16, which shows after 256 tokens.
+- QWen (2023) contexts end at `seq_length`: beyond it the model would rescale queries by the length of the prompt.
+- MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.
+- Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
+
+To add an architecture: [CONTRIBUTING.md](../CONTRIBUTING.md); to add one from a package: [plugins.md](plugins.md).
+"""
+
+
+def models_page() -> str:
+    """The page."""
+    rows = "".join(f"| `{row.architecture}` | {row.models} | {_oracle(row)} |\n" for row in BUILT_IN.values())
+    return INTRODUCTION.format(count=len(BUILT_IN)) + rows + NOTES
+
+
+def _oracle(row: BuiltIn) -> str:
+    return "its class in transformers" if row.oracle == TRANSFORMERS else row.oracle
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1] if len(sys.argv) > 1 else PAGE).write_text(models_page())
