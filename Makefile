@@ -5,7 +5,7 @@ PORT   ?= 8000
 HOST   ?=
 MODEL  ?=
 ARGS   ?=
-ISAS   ?= portable;avx2;avx512;avx512bf16
+ISAS   ?= all
 TESTS  ?= tests/kernels
 WORKERS ?= auto
 SECONDS ?=
@@ -35,7 +35,7 @@ help:
 	@echo 'make test      install, lint, and every quick test, on WORKERS=$(WORKERS) cores'
 	@echo 'make test-more the slower tests, and the kernels as other processors would run them'
 	@echo 'make clients   stock client libraries against the server, in environments of their own: ARGS='
-	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan: ISAS="portable;avx2;avx512;avx512bf16" TESTS='
+	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan, their threads under TSan: ISAS="portable;avx2" TESTS='
 	@echo 'make soak      the long randomised tests; with SECONDS=60 a server under mixed traffic and faults for so long'
 	@echo 'make gpu-check kernels, models and engines on a GPU against their oracles; make gpu-bench: their speed'
 	@echo 'make clean     remove the environment, builds and caches'
@@ -103,6 +103,10 @@ sanitize: export UBSAN_OPTIONS := print_stacktrace=1
 sanitize: install
 	@cmake -S csrc/cpu -B $(SANITIZED) -DQUIRE_SANITIZE=ON '-DQUIRE_ISAS=$(ISAS)' > /dev/null
 	@cmake --build $(SANITIZED) --parallel $$(nproc) > /dev/null
+	@for checks in thread address,undefined; do \
+	  $(CXX) -std=c++17 -O1 -g1 -fsanitize=$$checks -pthread csrc/cpu/team_soak.cpp csrc/cpu/team.cpp -o $(SANITIZED)/team_soak \
+	    && $(SANITIZED)/team_soak 2000 $$([ $$checks = thread ] && echo 0 || echo 200) || exit 1; \
+	done
 	@QUIRE_CPU_LIBRARY=$(SANITIZED)/libquire_cpu.so LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) \
 	  $(BIN)/pytest -q --capture=sys $(TESTS) --ignore tests/kernels/test_triton.py $(ARGS)
 

@@ -34,8 +34,8 @@ from quire.models.loader import load_model
 
 PRECISE = {"quantization_config": {"mode": "precise"}}
 MODES: Mapping[str, Mapping[str, Any]] = {
-    "bf16": {},
-    "bf16, medium": {"matmul_precision": "medium"},
+    "bf16": {"matmul_precision": "highest"},
+    "bf16, auto": {},
     "bf16, int8 cache": {"kv_cache_dtype": "int8"},
     "int8 precise": {"quantization": "int8", **PRECISE},
     "int8 fast": {"quantization": "int8"},

@@ -67,9 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "measure" in steps and runner.measure(session, args.max_runs):
         return
     if "report" in steps:
-        text = report.page(
-            records.read(session.results), every, session.isa, date, checkpoint.num_bytes(session.checkpoint)
-        )
+        text = report.page(records.read(session.results), every, session.isa, date)
         output = args.output or _HERE.parent / "results" / f"{date}-compare-{args.isa}.md"
         output.write_text(text)
         print(f"{text}\nwritten to {output}")

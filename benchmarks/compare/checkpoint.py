@@ -25,11 +25,6 @@ def ensure(directory: Path) -> Path:
     return directory
 
 
-def num_bytes(directory: Path) -> int:
-    """Bytes of the weights, all of which a decode step reads once."""
-    return (directory / _WEIGHTS).stat().st_size
-
-
 def write(directory: Path) -> None:
     """Draw the weights, in bfloat16, and save them; the weights come last, so a directory with them is complete."""
     import torch

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from benchmarks.compare.cases import CASES, NUM_THREADS
 from benchmarks.compare.engines.base import Engine
-from benchmarks.compare.goals import BANDWIDTH_SHARE
+from benchmarks.compare.goals import PROBE_SHARES
 from benchmarks.compare.isa import Isa
 from benchmarks.compare.processes import ProgramError
 from benchmarks.compare.records import Record
-from benchmarks.compare.summary import Medians, Ratio, bandwidth_share, medians, ratios
+from benchmarks.compare.summary import Medians, Ratio, medians, probe_shares, ratios
 
 _ELSEWHERE = (
     "ik_llama.cpp is in no package registry and is not set up here; figures of it that the goals mention were measured "
@@ -20,16 +20,14 @@ _ELSEWHERE = (
 )
 
 
-def page(
-    results: Sequence[Record], engines: Mapping[str, Engine], isa: Isa, date: str, checkpoint_bytes: int
-) -> str:
+def page(results: Sequence[Record], engines: Mapping[str, Engine], isa: Isa, date: str) -> str:
     """Everything there is to say about a session."""
     rates = medians(results)
     num_rounds = 1 + max((record.round for record in results), default=0)
     parts = [
         f"# quire and its peers, {date}, {isa.title}",
         f"{cpu()}; {NUM_THREADS} threads; up to {num_rounds} rounds in which the engines took turns; medians.",
-        f"{machine_line(rates, checkpoint_bytes)}. Absolute figures are not stable: ratios count.",
+        f"{machine_line(rates)}. Absolute figures are not stable: ratios count.",
         "## Tokens per second",
         table(rates_rows(results, rates, engines)),
         *_ratio_part(list(ratios(rates, engines)), engines),
@@ -50,7 +48,7 @@ def cpu(path: Path = Path("/proc/cpuinfo")) -> str:
     return f"{facts.get('model name', 'unknown')} ({identity}; {' '.join(flags)})"
 
 
-def machine_line(rates: Medians, checkpoint_bytes: int) -> str:
+def machine_line(rates: Medians) -> str:
     """What the machine can do and what a decode step makes of it."""
     limits = [
         f"{rates[key] / 1e9:.1f} {unit}"
@@ -60,11 +58,11 @@ def machine_line(rates: Medians, checkpoint_bytes: int) -> str:
         )
         if key in rates
     ]
-    share = bandwidth_share(rates, checkpoint_bytes)
-    if share is not None:
-        limits.append(
-            f"quire bf16 decoding one request reads {share:.0%} of that (goal: {BANDWIDTH_SHARE:.0%} or more)"
-        )
+    limits += [
+        f"decoding one request, quire {precision} reads {share:.0%} of what a probe beside it does "
+        f"(goal: {PROBE_SHARES[precision]:.0%} or more)"
+        for precision, share in probe_shares(rates).items()
+    ]
     return "; ".join(limits) or "machine not probed"
 
 

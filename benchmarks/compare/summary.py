@@ -15,7 +15,7 @@ from benchmarks.compare.engines.base import Engine
 from benchmarks.compare.goals import Goal, goal
 from benchmarks.compare.records import Record
 
-OWN = "quire"
+OWN, BESIDE_PROBE = "quire", "beside probe"
 _FULL_PRECISION = 16
 """Peers without a 16-bit or smaller type of their own are compared with quire's 16-bit weights by their best type."""
 
@@ -70,7 +70,6 @@ def _rivals(peer: Engine, bits: int) -> list[str]:
     return [*same, *wide] if bits == _FULL_PRECISION else same
 
 
-def bandwidth_share(rates: Medians, num_bytes: int) -> float | None:
-    """How much of the read bandwidth decoding one request with 16-bit weights uses, counting the weights alone."""
-    decode, read = rates.get((OWN, "bf16", "decode-1")), rates.get(("machine", "fp32", "read"))
-    return None if decode is None or read is None else decode * num_bytes / read
+def probe_shares(rates: Medians) -> dict[str, float]:
+    """Weight format -> what decoding one request reads of weights, as a share of what probes read beside it."""
+    return {precision: rate for (engine, precision, _), rate in rates.items() if engine == BESIDE_PROBE}

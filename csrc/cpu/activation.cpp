@@ -32,13 +32,13 @@ template <class Activation>
 inline int64_t activate_all(void* out, const void* x, int64_t size, int64_t dtype, Activation activation) {
     return with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
-#pragma omp parallel for schedule(static) if (size >= kParallelElements)
-        for (int64_t start = 0; start < size; start += kTile) {
+        share((size + kTile - 1) / kTile, kElementWork * size, [=](int64_t tile) {
+            const int64_t start = tile * kTile;
             const T* from = static_cast<const T*>(x) + start;
             T* to = static_cast<T*>(out) + start;
             for_each_vector(size - start < kTile ? size - start : kTile,
                             [&](int64_t i, auto lanes) { store(to + i, activation(load(from + i, lanes)), lanes); });
-        }
+        });
         return int64_t{0};
     });
 }
@@ -49,15 +49,14 @@ inline int64_t activate_and_mul(void* out, const void* x, int64_t rows, int64_t 
     return with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
         const int64_t tiles = (n + kTile - 1) / kTile;
-#pragma omp parallel for schedule(static) if (rows * n >= kParallelElements)
-        for (int64_t item = 0; item < rows * tiles; ++item) {
+        share(rows * tiles, kElementWork * rows * n, [=](int64_t item) {
             const int64_t row = item / tiles, start = item % tiles * kTile;
             const T* gate = static_cast<const T*>(x) + row * 2 * n + start;
             T* to = static_cast<T*>(out) + row * n + start;
             for_each_vector(n - start < kTile ? n - start : kTile, [&](int64_t i, auto lanes) {
                 store(to + i, activation(load(gate + i, lanes)) * load(gate + n + i, lanes), lanes);
             });
-        }
+        });
         return int64_t{0};
     });
 }

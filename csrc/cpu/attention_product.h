@@ -16,6 +16,8 @@ namespace quire { namespace QUIRE_ISA { namespace {
 // Rows whose sums with a piece fit the registers, and sums that do.
 #ifdef __AVX512F__
 constexpr int kMaxRows = 12, kMaxSums = 16;
+#elif defined(QUIRE_PLAIN)
+constexpr int kMaxRows = 2, kMaxSums = 2;
 #else
 constexpr int kMaxRows = 6, kMaxSums = 6;
 #endif

@@ -10,13 +10,10 @@
 
 #include <cstdlib>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 namespace quire { namespace QUIRE_ISA { namespace {
 
-constexpr int64_t kParallelCost = 1 << 19;  // multiply-adds that are worth waking a thread that may have gone to sleep
+constexpr int64_t kStretchWork = 1 << 15;    // multiply-adds for which a stretch of its own is worth the merging
+constexpr int64_t kStretchesPerThread = 4;  // at most, for threads are not equally fast
 constexpr int64_t kNoMemory = -2;
 
 // Even, so that pointers may follow.
@@ -48,6 +45,14 @@ inline Scratch scratch_at(Float32* memory, int64_t rows, int64_t n) {
 struct Schedule {
     int64_t total = 0, workers = 1;
 
+    // In multiply-adds: those of a row with a tile's keys, and with its values.
+    int64_t work(const Call& call) const { return total * 2 * kKeyTile * call.shape.head_size; }
+
+    void choose_workers(const Call& call) {
+        const int64_t threads = team_threads(), most = threads * kStretchesPerThread;
+        if (threads > 1) workers = larger_of(1, smaller_of(most, work(call) / kStretchWork));
+    }
+
     int64_t worker_of(int64_t at) const {
         int64_t worker = at * workers / total;
         while (at >= total * (worker + 1) / workers) ++worker;
@@ -74,6 +79,7 @@ struct Memory {
     Float32* scratch;  // one for each worker
     Float32** parts;   // [workers]: the parts of the cut item whose last split is the worker's
     int64_t rows;      // of the largest item
+    int64_t cut_floats;  // of all parts that are kept
 
     Scratch of(const Call& call, int64_t worker) const {
         const int64_t n = call.shape.head_size;
@@ -132,19 +138,10 @@ inline void merge_cut(const Call& call, const Schedule& schedule, const Memory& 
 }
 
 inline void run(const Call& call, const Schedule& schedule, const Memory& memory) {
-    if (schedule.workers == 1) return run_worker(call, schedule, memory, 0);
-#pragma omp parallel for schedule(static, 1)
-    for (int64_t worker = 0; worker < schedule.workers; ++worker) run_worker(call, schedule, memory, worker);
-#pragma omp parallel for schedule(static, 1)
-    for (int64_t worker = 0; worker < schedule.workers; ++worker) merge_cut(call, schedule, memory, worker);
-}
-
-inline int64_t max_threads() {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
+    share(schedule.workers, schedule.work(call), [&](int64_t worker) { run_worker(call, schedule, memory, worker); });
+    if (memory.cut_floats == 0) return;
+    share(schedule.workers, memory.cut_floats * kElementWork,
+          [&](int64_t worker) { merge_cut(call, schedule, memory, worker); });
 }
 
 // Calls body(worker of the last split, floats) for each item that a cut goes through.
@@ -161,18 +158,18 @@ inline void for_each_cut(const Call& call, const Schedule& schedule, Body body) 
 inline int64_t plan_and_run(const Call& call) {
     const int64_t n = call.shape.head_size;
     Schedule schedule;
-    Memory memory{nullptr, nullptr, 0};
+    Memory memory{nullptr, nullptr, 0, 0};
     for_each_item(call, [&](const Item& item) {
         memory.rows = larger_of(memory.rows, item.rows(call));
         for (int64_t split = item.first_split(call.features); split < item.end_split(call.features); ++split)
             schedule.total += cost(call, item, split);
     });
     if (schedule.total == 0) return 0;
-    if (schedule.total * kKeyTile * n >= kParallelCost) schedule.workers = max_threads();
+    schedule.choose_workers(call);
 
     const int64_t own = schedule.workers * scratch_floats(memory.rows, n);
-    int64_t floats = own;
-    for_each_cut(call, schedule, [&](int64_t, int64_t needed) { floats += needed; });
+    for_each_cut(call, schedule, [&](int64_t, int64_t needed) { memory.cut_floats += needed; });
+    const int64_t floats = own + memory.cut_floats;
     const int64_t bytes = floats * static_cast<int64_t>(sizeof(Float32)) +
                           schedule.workers * static_cast<int64_t>(sizeof(Float32*));
     memory.scratch = static_cast<Float32*>(std::aligned_alloc(64, static_cast<size_t>(round_up(bytes, 64))));

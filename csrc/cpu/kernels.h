@@ -1,14 +1,12 @@
-// What every kernel source shares: its export rule, dispatch over element types, and when a loop is worth a second thread.
+// What every kernel source shares: its export rule, dispatch over element types, and the team of threads.
 
 #pragma once
 
 #include "quire_cpu.h"
+#include "team.h"
 #include "vec.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
-
-// Waking a thread costs a few microseconds: the time of about this many elements.
-constexpr int64_t kParallelElements = 1 << 16;
 
 // x * sigmoid(x), wherever it is fused.
 inline Vec silu(Vec x) { return x / (exp(-x) + 1.0f); }

@@ -109,14 +109,13 @@ int64_t write_kv(void* k, void* v, void* k_cache, void* v_cache, const int64_t* 
     const Heads keys{k, heads, k_token_stride, k_head_stride}, values{v, heads, v_token_stride, v_head_stride};
     const Caches caches{k_cache, v_cache, {num_blocks, heads, block_size, head_size}};
     return with_dtypes(dtype, cache_dtype, [&](auto t, auto c) {
-        int64_t refused = 0;
-#pragma omp parallel for schedule(static) reduction(+ : refused) if (tokens * heads * head_size >= kParallelElements)
-        for (int64_t token = 0; token < tokens; ++token) {
-            if (slots[token] >= num_blocks * block_size) ++refused;
+        Refusals refused;
+        share(tokens, kElementWork * tokens * heads * head_size, [&](int64_t token) {
+            if (slots[token] >= num_blocks * block_size) refused.add();
             else if (slots[token] >= 0)
                 write_token<decltype(t), decltype(c)>(keys, values, caches, token, slots[token]);
-        }
-        return refused;
+        });
+        return refused.count();
     });
 }
 
@@ -135,23 +134,18 @@ int64_t rotary_and_write_kv(void* q, void* k, void* v, void* k_cache, void* v_ca
     if (with_dtype(norm_dtype, [](auto) { return int64_t{0}; }) != 0) return -1;
     return with_dtypes(dtype, cache_dtype, [&](auto t, auto c) {
         using T = decltype(t);
-        int64_t refused = 0;
-#pragma omp parallel for schedule(static) reduction(+ : refused) \
-    if (tokens * (q_heads + 2 * heads) * head_size >= kParallelElements)
-        for (int64_t token = 0; token < tokens; ++token) {
+        Refusals refused;
+        share(tokens, kElementWork * tokens * (q_heads + 2 * heads) * head_size, [&](int64_t token) {
             const int64_t position = positions[token], slot = slots[token];
-            if (position < 0 || position >= num_positions || slot >= num_blocks * block_size) {
-                ++refused;
-                continue;
-            }
+            if (position < 0 || position >= num_positions || slot >= num_blocks * block_size) return refused.add();
             norm_token<T>(queries, token, query_norm);
             norm_token<T>(keys, token, key_norm);
             const Float32* cos = static_cast<const Float32*>(cos_sin) + position * rot_dim;
             rotate_token<T>(queries, token, cos, rot_dim / 2, interleaved != 0);
             rotate_token<T>(keys, token, cos, rot_dim / 2, interleaved != 0);
             if (slot >= 0) write_token<T, decltype(c)>(keys, values, caches, token, slot);
-        }
-        return refused;
+        });
+        return refused.count();
     });
 }
 

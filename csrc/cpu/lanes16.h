@@ -1,10 +1,16 @@
-// Sixteen lanes: one register where the processor has such, else two of eight.
+// Sixteen lanes: one register where the processor has such, four on Arm, else two of eight.
 //
 // Linears and attention use them; everything else is written for the eight lanes of vec.h.
 
 #pragma once
 
 #include "vec.h"
+
+#ifdef QUIRE_NEON
+
+#include "lanes16_neon.h"
+
+#else
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
@@ -97,3 +103,5 @@ inline Ints16 load16(const uint8_t* p) {
 #endif
 
 }}}  // namespace quire::QUIRE_ISA
+
+#endif

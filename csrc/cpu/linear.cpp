@@ -2,15 +2,7 @@
 
 #include "linear_int.h"
 
-namespace quire { namespace QUIRE_ISA { namespace {
-
-// What a block of packed activations takes: 4 bytes per value and, for integers, a scale per row.
-inline int64_t needed_scratch(const Linear& job) {
-    const int64_t rows = job.rows < kBlockRows ? job.rows : kBlockRows;
-    return 4 * (kBlockRows + rows * (job.weight.padded() + 1));
-}
-
-}  // namespace
+namespace quire { namespace QUIRE_ISA {
 
 // Returns -1 for an unknown format, -2 for too little scratch memory.
 int64_t packed_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, const void* bias,

@@ -14,15 +14,19 @@ namespace quire { namespace QUIRE_ISA { namespace {
 // Most rows whose sums with a panel stay in registers: of floats, and of integers, whose weights take more of them.
 #ifdef __AVX512F__
 constexpr int kFloatRows = 12, kIntRows = 12;
+#elif defined(__AVXVNNI__) || defined(QUIRE_NEON)
+constexpr int kFloatRows = 6, kIntRows = 6;
+#elif defined(QUIRE_PLAIN)
+constexpr int kFloatRows = 2, kIntRows = 2;
 #else
 constexpr int kFloatRows = 6, kIntRows = 4;
 #endif
 
 constexpr int64_t kBlockRows = 192;  // activations that are packed together and walked panel after panel
 constexpr int64_t kUnitPanels = 4;  // most panels that a thread works on together
-
-// Multiply-adds that take as long as waking a thread.
-constexpr int64_t kParallelProducts = 1 << 19;
+constexpr int64_t kPartTiles = 4;   // fewest tiles that a block's rows are cut into: weights are unpacked for each
+constexpr int64_t kPackWork = 2 * kElementWork;  // of an activation
+constexpr int64_t kUnitsPerThread = 4;  // at least, where there are so many, for threads are not equally fast
 
 enum Activation : int64_t { kNone = 0, kSiluAndMul = 1 };
 
@@ -36,6 +40,12 @@ struct Linear {
     int64_t activation;
     Weight weight;
 };
+
+// What a block of packed activations takes: 4 bytes per value and, for integers, a scale per row.
+inline int64_t needed_scratch(const Linear& job) {
+    const int64_t rows = job.rows < kBlockRows ? job.rows : kBlockRows;
+    return 4 * (kBlockRows + rows * (job.weight.padded() + 1));
+}
 
 // Rows cut as evenly as possible into tiles of at most `most`.
 struct Tiling {
@@ -95,24 +105,46 @@ inline void finish_row(const Linear& job, int64_t row, int64_t panel, int64_t pa
     }
 }
 
-// Runs a kernel over all rows and panels. The kernel packs a tile of rows, and then makes the sums of a unit of panels
-// for a block of packed rows.
+// Tiles of a block: [begin, end).
+struct Tiles { int64_t begin, end; };
+
+// A block's sums, cut into units for threads: some panels for some of the tiles. One row has only its panels.
+struct Units {
+    int64_t panels, unit, columns, tiles, parts;
+
+    Units(const Weight& weight, const Tiling& tiling) : panels(weight.panels()), tiles(tiling.tiles) {
+        const int64_t threads = team_threads(), wanted = kUnitsPerThread * threads;
+        unit = tiling.rows == 1 ? kUnitPanels : 2;
+        while (unit > weight.halves && (count(unit) < wanted || !falls_evenly(count(unit), threads))) unit /= 2;
+        columns = count(unit);
+        const int64_t most = tiles / kPartTiles, needed = (wanted + columns - 1) / columns;
+        parts = most < 1 ? 1 : needed < most ? needed : most;
+    }
+    // Whether at least 19 of 20 threads have a unit in every round.
+    static bool falls_evenly(int64_t units, int64_t threads) {
+        return 20 * units >= 19 * threads * ((units + threads - 1) / threads);
+    }
+    int64_t count(int64_t size) const { return (panels + size - 1) / size; }
+    int64_t count() const { return columns * parts; }
+    int64_t panel(int64_t index) const { return index / parts * unit; }
+    int64_t width(int64_t index) const { return panels - panel(index) < unit ? panels - panel(index) : unit; }
+    Tiles part(int64_t index) const {
+        const int64_t part = index % parts;
+        return {tiles * part / parts, tiles * (part + 1) / parts};
+    }
+};
+
+// Runs a kernel over all rows and panels. The kernel packs a tile of rows, and then makes the sums of a unit.
 template <class Kernel>
 inline void run(const Linear& job, const Kernel& kernel) {
-    const int64_t panels = job.weight.panels();
-    const int64_t unit = job.rows == 1 ? kUnitPanels : 2;
-    const int64_t units = (panels + unit - 1) / unit;
-    const bool parallel = job.rows * job.weight.outputs * job.weight.inputs >= kParallelProducts;
-#pragma omp parallel if (parallel)
     for (int64_t first = 0; first < job.rows; first += kBlockRows) {
         const Tiling tiling(job.rows - first < kBlockRows ? job.rows - first : kBlockRows, Kernel::kMostRows);
-#pragma omp for schedule(static)
-        for (int64_t tile = 0; tile < tiling.tiles; ++tile) kernel.pack(first, tiling, tile);
-#pragma omp for schedule(static)
-        for (int64_t index = 0; index < units; ++index) {
-            const int64_t panel = index * unit, count = panels - panel < unit ? panels - panel : unit;
-            kernel.multiply(first, tiling, panel, count);
-        }
+        const Units units(job.weight, tiling);
+        share(tiling.tiles, kPackWork * tiling.rows * job.weight.inputs,
+              [&](int64_t tile) { kernel.pack(first, tiling, tile); });
+        share(units.count(), tiling.rows * job.weight.outputs * job.weight.inputs, [&](int64_t index) {
+            kernel.multiply(first, tiling, units.part(index), units.panel(index), units.width(index));
+        });
     }
 }
 

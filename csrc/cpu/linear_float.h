@@ -36,8 +36,8 @@ inline void add_products(Acc acc, const Pair* x, const BFloat16* w) {
 
 #endif
 
-// sums[R][stride] += x[k][R] * w[k][16], for P panels `panel_stride` elements apart; weights that are
-// `ahead` elements further on are fetched.
+// sums[R][stride] += x[k][R] * w[k][16], for P panels `panel_stride` elements apart; weights that are `ahead` elements further
+// on are fetched: at a panel's end those of the panel that comes next beside the same ones.
 template <int R, int P, class X, class W>
 inline void multiply_tile(Float32* sums, int64_t stride, const X* x, const W* w, int64_t panel_stride, int64_t count,
                           int64_t ahead, bool fresh) {
@@ -45,14 +45,20 @@ inline void multiply_tile(Float32* sums, int64_t stride, const X* x, const W* w,
     for (int r = 0; r < R; ++r) {
         for (int p = 0; p < P; ++p) acc[r][p] = fresh ? splat16(0.0f) : load16(sums + r * stride + p * kPanel);
     }
-    for (int64_t k = 0; k < count; k += kTogether<W>) {
+    const int64_t within = P > 1 && count > ahead / kPanel ? count - ahead / kPanel : count;
+    int64_t k = 0;
+    const auto add_until = [&](int64_t end, int64_t fetched) {
+        for (; k < end; k += kTogether<W>) {
 #pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) {
-            const W* row = w + p * panel_stride + k * kPanel;
-            __builtin_prefetch(row + ahead);
-            add_products<R>([&](int r) -> Lanes16& { return acc[r][p]; }, x + k / kTogether<X> * R, row);
+            for (int p = 0; p < P; ++p) {
+                const W* row = w + p * panel_stride + k * kPanel;
+                __builtin_prefetch(row + fetched);
+                add_products<R>([&](int r) -> Lanes16& { return acc[r][p]; }, x + k / kTogether<X> * R, row);
+            }
         }
-    }
+    };
+    add_until(within, ahead);
+    add_until(count, ahead + (P - 1) * panel_stride);
     for (int r = 0; r < R; ++r) {
         for (int p = 0; p < P; ++p) store16(sums + r * stride + p * kPanel, acc[r][p]);
     }
@@ -121,14 +127,14 @@ struct FloatKernel {
         }
     }
 
-    void multiply(int64_t first, const Tiling& tiling, int64_t panel, int64_t count) const {
+    void multiply(int64_t first, const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
-        const int64_t stride = count * kPanel;
+        const int64_t stride = count * kPanel, start = tiling.start(tiles.begin), rows = tiling.start(tiles.end) - start;
         if (Panels::kDirect && tiling.tiles == 1) multiply_tile_of_rows(sums, tiling, panel, count);
-        else for (int64_t p = 0; p < count; ++p) multiply_panel(sums + p * kPanel, stride, tiling, panel + p);
-        for (int64_t row = 0; row < tiling.rows; ++row) {
+        else for (int64_t p = 0; p < count; ++p) multiply_panel(sums + p * kPanel, stride, tiling, tiles, panel + p);
+        for (int64_t row = 0; row < rows; ++row) {
             for (int64_t p = 0; p < count; ++p) panels.scale(sums + row * stride + p * kPanel, panel + p);
-            finish_row(job, first + row, panel, count, sums + row * stride);
+            finish_row(job, first + start + row, panel, count, sums + row * stride);
         }
     }
 
@@ -147,22 +153,23 @@ struct FloatKernel {
     }
 
     // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way there.
-    void multiply_panel(Float32* sums, int64_t stride, const Tiling& tiling, int64_t panel) const {
+    void multiply_panel(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel) const {
         alignas(64) Float32 wide[kWidens ? kWideBlock * kPanel : 1];
-        const int64_t depth = panels.depth();
-        const bool widens = kWidens && (!Panels::kDirect || tiling.tiles >= kWideTiles);
+        const int64_t depth = panels.depth(), first_row = tiling.start(tiles.begin);
+        const bool widens = kWidens && (!Panels::kDirect || tiles.end - tiles.begin >= kWideTiles);
         for (int64_t start = 0; start < depth; start += kWideBlock) {
             const int64_t size = depth - start < kWideBlock ? depth - start : kWideBlock;
             if constexpr (kWidens) {
                 if (widens) panels.widen(wide, panel, start, size);
             }
-            for (int64_t index = 0; index < tiling.tiles; ++index) {
+            for (int64_t index = tiles.begin; index < tiles.end; ++index) {
                 const int64_t row = tiling.start(index);
+                Float32* own = sums + (row - first_row) * stride;
                 with_rows<kMostRows>(tiling.size(index), [&](auto rows) {
                     constexpr int R = decltype(rows)::value;
                     const X* x = activations(row) + start / kTogether<X> * R;
                     auto multiply = [&](const auto* weights, int64_t ahead) {
-                        multiply_tile<R, 1>(sums + row * stride, stride, x, weights, int64_t{0}, size, ahead, start == 0);
+                        multiply_tile<R, 1>(own, stride, x, weights, int64_t{0}, size, ahead, start == 0);
                     };
                     if constexpr (kWidens) {
                         if (widens) return multiply(wide, 0);

@@ -190,7 +190,8 @@ struct Int4Panels {
     void scale(Float32*, int64_t) const {}
 };
 
-template <class Panels>
+// With `whole_chunks` a row's chunk lies together, as tiles have it, and not the rows' values of a quad.
+template <class Panels, bool whole_chunks = false>
 struct IntKernel {
     const Linear& job;
     Panels panels;
@@ -240,8 +241,11 @@ struct IntKernel {
             sums_of(tiling, start)[(chunk * kParts + part) * rows + row] =
                 Panels::kZeros ? sum_of(values, Dot::kPart) : Dot::start_word(values, -Panels::kZero);
         }
-        int32_t* out = words(start) + chunk * kChunkWords * rows + row;
-        for (int64_t i = 0; i < kChunkWords; ++i) __builtin_memcpy(out + i * rows, rounded + i * kQuad, kQuad);
+        int32_t* out = words(start) + chunk * kChunkWords * rows + row * (whole_chunks ? kChunkWords : 1);
+        constexpr int64_t kBytes = whole_chunks ? kChunk : kQuad;
+        for (int64_t i = 0; i < kChunk / kBytes; ++i) {
+            __builtin_memcpy(out + i * rows, rounded + i * kBytes, kBytes);
+        }
     }
 
     // Rounds to steps of the largest magnitude / 127, or that of a pair. Returns the scale; NaN if a value is not finite.
@@ -266,12 +270,17 @@ struct IntKernel {
         return extreme / kActivationMax;
     }
 
-    void multiply(int64_t first, const Tiling& tiling, int64_t panel, int64_t count) const {
+    void multiply(int64_t first, const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
-        for (int64_t i = 0; i < tiling.rows * count; ++i) store16(sums + i * kPanel, splat16(0.0f));
+        const int64_t start = tiling.start(tiles.begin), rows = tiling.start(tiles.end) - start;
+        for (int64_t i = 0; i < rows * count; ++i) store16(sums + i * kPanel, splat16(0.0f));
         if (tiling.tiles == 1) multiply_tile_of_rows(sums, tiling, panel, count);
-        else for (int64_t p = 0; p < count; ++p) multiply_panel(sums + p * kPanel, count * kPanel, tiling, panel + p);
-        for (int64_t row = 0; row < tiling.rows; ++row) {
+        else for (int64_t p = 0; p < count; ++p) multiply_panel(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p);
+        finish(first + start, rows, panel, count, sums);
+    }
+
+    void finish(int64_t first, int64_t rows, int64_t panel, int64_t count, Float32* sums) const {
+        for (int64_t row = 0; row < rows; ++row) {
             Float32* at = sums + row * count * kPanel;
             for (int64_t p = 0; p < count; ++p) panels.scale(at + p * kPanel, panel + p);
             finish_row(job, first + row, panel, count, at);
@@ -297,9 +306,10 @@ struct IntKernel {
 
     // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way to the
     // second.
-    void multiply_panel(Float32* sums, int64_t stride, const Tiling& tiling, int64_t panel) const {
+    void multiply_panel(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel) const {
         constexpr int64_t kBlockBytes = kWideSteps * kStepBytes;
-        const bool unpacks = tiling.tiles >= Dot::kUnpackTiles;
+        const int64_t first_row = tiling.start(tiles.begin);
+        const bool unpacks = tiles.end - tiles.begin >= Dot::kUnpackTiles;
         typename Dot::Weights unpacked[kWideSteps];
         for (int64_t chunk = 0; chunk < chunks(); chunk += kBlockChunks) {
             const int64_t left = chunks() - chunk, size = left < kBlockChunks ? left : kBlockChunks;
@@ -307,11 +317,11 @@ struct IntKernel {
             for (int64_t step = 0; unpacks && step < size * kChunkSteps; ++step) {
                 unpacked[step] = Dot::unpack(from + step * kStepBytes);
             }
-            for (int64_t tile = 0; tile < tiling.tiles; ++tile) {
+            for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
                 with_rows<kMostRows>(tiling.size(tile), [&](auto rows) {
                     auto multiply = [&](const auto* weights) {
                         multiply_chunks<decltype(rows)::value, 1, kLater, Dot>(
-                            sums + tiling.start(tile) * stride, stride, packed(tiling, tile, chunk), weights, int64_t{0},
+                            sums + (tiling.start(tile) - first_row) * stride, stride, packed(tiling, tile, chunk), weights, int64_t{0},
                             panels.groups(panel, chunk * kParts), size, from + kBlockBytes);
                     };
                     if (unpacks) multiply(unpacked);

@@ -196,10 +196,8 @@ int64_t pack_weight(void* data, void* scales, void* zeros, const void* rows, int
         using T = decltype(t);
         const Weight to = {data, scales, static_cast<uint8_t*>(zeros), outputs, inputs, halves, group};
         prefer_huge_pages(data, to.panels() * panel_bytes(to, format));
-#pragma omp parallel for schedule(static)
-        for (int64_t panel = 0; panel < to.panels(); ++panel) {
-            pack_panel(to, static_cast<const T*>(rows), panel, format);
-        }
+        share(to.panels(), kElementWork * outputs * inputs,
+              [&](int64_t panel) { pack_panel(to, static_cast<const T*>(rows), panel, format); });
         return int64_t{0};
     });
 }
@@ -209,18 +207,14 @@ int64_t packed_embedding(void* out, const int64_t* ids, const void* data, const 
                          int64_t count, int64_t outputs, int64_t inputs, int64_t halves, int64_t group, int64_t format) {
     if (format < kFloat32 || format > kInt4) return -1;
     const Weight from = {data, scales, static_cast<const uint8_t*>(zeros), outputs, inputs, halves, group};
-    int64_t refused = 0;
-#pragma omp parallel for schedule(static) reduction(+ : refused) if (count * inputs >= kParallelElements)
-    for (int64_t i = 0; i < count; ++i) {
-        if (ids[i] < 0 || ids[i] >= outputs) {
-            ++refused;
-            continue;
-        }
+    Refusals refused;
+    share(count, kElementWork * count * inputs, [&](int64_t i) {
+        if (ids[i] < 0 || ids[i] >= outputs) return refused.add();
         const int64_t half = from.half(), n = ids[i] % half, panel = n / kPanel * halves + ids[i] / half;
         float* row = static_cast<float*>(out) + i * inputs;
         for (int64_t k = 0; k < inputs; ++k) row[k] = element(from, panel, n % kPanel, k, format);
-    }
-    return refused;
+    });
+    return refused.count();
 }
 
 }}  // namespace quire::QUIRE_ISA

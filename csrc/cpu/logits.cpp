@@ -20,8 +20,7 @@ inline bool is_usable(const float* x, int64_t n) {
 
 int64_t unusable_rows(void* out, const void* logits, int64_t rows, int64_t n) {
     const float* x = static_cast<const float*>(logits);
-#pragma omp parallel for schedule(static) if (rows > 1 && rows * n >= kParallelElements)
-    for (int64_t row = 0; row < rows; ++row) static_cast<bool*>(out)[row] = !is_usable(x + row * n, n);
+    share(rows, kElementWork * rows * n, [=](int64_t row) { static_cast<bool*>(out)[row] = !is_usable(x + row * n, n); });
     return 0;
 }
 

@@ -83,11 +83,10 @@ int64_t token_logprobs(void* ids, void* logprobs, void* ranks, const void* logit
     for (int64_t row = 0; row < rows; ++row) refused += tokens[row] < 0 || tokens[row] >= n;
     if (refused) return refused;
     const int64_t width = num_top + 1;
-#pragma omp parallel for schedule(dynamic) if (rows > 1 && rows * n >= kParallelElements)
-    for (int64_t row = 0; row < rows; ++row) {
+    share(rows, kElementWork * rows * n, [=](int64_t row) {
         logprobs_row(x + row * n, n, tokens[row], num_top, static_cast<int64_t*>(ids) + row * width,
                      static_cast<float*>(logprobs) + row * width, static_cast<int64_t*>(ranks) + row);
-    }
+    });
     return 0;
 }
 

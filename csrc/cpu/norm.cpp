@@ -36,12 +36,11 @@ int64_t rms_norm(void* out, const void* x, const void* weight, int64_t outer, in
     return with_dtypes(dtype, weight_dtype, [&](auto t, auto w) {
         using T = decltype(t);
         using W = decltype(w);
-#pragma omp parallel for schedule(static) if (outer * inner * n >= kParallelElements)
-        for (int64_t row = 0; row < outer * inner; ++row) {
+        share(outer * inner, kElementWork * outer * inner * n, [=](int64_t row) {
             const int64_t start = row / inner * outer_stride + row % inner * inner_stride;
             norm_row(static_cast<T*>(out) + row * n, static_cast<const T*>(x) + start, static_cast<const W*>(weight),
                      n, eps);
-        }
+        });
         return int64_t{0};
     });
 }
@@ -51,12 +50,11 @@ int64_t fused_add_rms_norm(void* out, void* total, const void* x, const void* re
     return with_dtypes(dtype, weight_dtype, [&](auto t, auto w) {
         using T = decltype(t);
         using W = decltype(w);
-#pragma omp parallel for schedule(static) if (rows * n >= kParallelElements)
-        for (int64_t row = 0; row < rows; ++row) {
+        share(rows, kElementWork * rows * n, [=](int64_t row) {
             const int64_t at = row * n;
             add_row(static_cast<T*>(total) + at, static_cast<const T*>(x) + at, static_cast<const T*>(residual) + at, n);
             norm_row(static_cast<T*>(out) + at, static_cast<const T*>(total) + at, static_cast<const W*>(weight), n, eps);
-        }
+        });
         return int64_t{0};
     });
 }
@@ -67,12 +65,11 @@ int64_t layer_norm(void* out, const void* x, const void* weight, const void* bia
     return with_dtypes(dtype, weight_dtype, [&](auto t, auto w) {
         using T = decltype(t);
         using W = decltype(w);
-#pragma omp parallel for schedule(static) if (outer * inner * n >= kParallelElements)
-        for (int64_t row = 0; row < outer * inner; ++row) {
+        share(outer * inner, kElementWork * outer * inner * n, [=](int64_t row) {
             const int64_t start = row / inner * outer_stride + row % inner * inner_stride;
             layer_norm_row(static_cast<T*>(out) + row * n, static_cast<const T*>(x) + start,
                            static_cast<const W*>(weight), static_cast<const W*>(bias), n, eps);
-        }
+        });
         return int64_t{0};
     });
 }

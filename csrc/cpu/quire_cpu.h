@@ -1,14 +1,15 @@
 // The plain C ABI of the CPU kernel library: everything quire/kernels/cpu/library.py relies on.
 //
 // Sizes and strides are int64_t and count elements. Kernels are found by (instruction set, name), so that the library
-// and its Python side cannot disagree about an order; a change of any signature raises QUIRE_CPU_ABI_VERSION, and packing a
-// matrix into other bytes changes QUIRE_CPU_WEIGHT_LAYOUT.
+// and its Python side cannot disagree about an order, and each says its signature, which its Python side compares with what it
+// means to pass. Arguments that keep their types and change their meaning raise QUIRE_CPU_ABI_VERSION; packing a matrix into
+// other bytes changes QUIRE_CPU_WEIGHT_LAYOUT.
 
 #pragma once
 
 #include <cstdint>
 
-#define QUIRE_CPU_ABI_VERSION 7
+#define QUIRE_CPU_ABI_VERSION 8
 #define QUIRE_CPU_WEIGHT_LAYOUT "panels-4"
 #define QUIRE_CPU_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -22,10 +23,11 @@ constexpr int64_t kMisaligned = -3;
 
 // A row of an instruction set's function table; a null name ends the table. The argument points to what all addresses are
 // a multiple of, an int64_t, and the kernel's arguments one after the other, eight bytes each: addresses and int64_t as
-// they are, floats as doubles.
+// they are, floats as doubles. The signature has a letter for each argument: P for an address, q for an int64_t, d for a float.
 struct Kernel {
     const char* name;
     int64_t (*function)(const char* arguments);
+    const char* signature;
 };
 
 }  // namespace quire
@@ -35,21 +37,32 @@ QUIRE_CPU_EXPORT int64_t quire_cpu_abi_version();
 // Name of the form into which weights are packed.
 QUIRE_CPU_EXPORT const char* quire_cpu_weight_layout();
 
-// Threads that a parallel kernel called from this thread would use.
-QUIRE_CPU_EXPORT int64_t quire_cpu_max_threads();
+// Sets how many threads kernels use, whoever calls them: all of the process share one team. Returns how many it will be.
+QUIRE_CPU_EXPORT int64_t quire_cpu_set_threads(int64_t count);
 
-// Keeps thread i of the calling thread's team on processor cpus[i], for 0 < i < count; the caller itself, whose children
-// would inherit it, stays free. Returns how many threads the system refused to pin.
+// Keeps thread i of the team on processor cpus[i], for 0 < i < count; thread 0 is whoever calls a kernel, whose children
+// would inherit it, and stays free. Returns how many threads the system refused to start or to pin.
 QUIRE_CPU_EXPORT int64_t quire_cpu_pin_threads(const int64_t* cpus, int64_t count);
+
+// Calls body(context, begin, end) for ranges that make up [0, count), on threads of the team where `work`, in
+// multiply-adds, is worth it.
+QUIRE_CPU_EXPORT void quire_cpu_share(int64_t count, int64_t work, void (*body)(const void*, int64_t, int64_t),
+                                      const void* context);
+
+// For tests: from now on all loops are shared, however short, and taken in another order; 0 is as usual.
+QUIRE_CPU_EXPORT void quire_cpu_shuffle(int64_t seed);
 
 // Name of the i-th instruction set in the library, best first; null past the last.
 QUIRE_CPU_EXPORT const char* quire_cpu_isa_name(int64_t index);
 
-// Whether this processor runs the i-th instruction set.
-QUIRE_CPU_EXPORT int64_t quire_cpu_isa_supported(int64_t index);
+// What keeps this processor, its system or this build from the i-th instruction set; null if nothing does.
+QUIRE_CPU_EXPORT const char* quire_cpu_isa_missing(int64_t index);
 
 // The kernel of that name for the i-th instruction set; null if there is none.
 QUIRE_CPU_EXPORT void* quire_cpu_kernel(int64_t isa_index, const char* name);
+
+// The signature of that kernel; null if there is none.
+QUIRE_CPU_EXPORT const char* quire_cpu_signature(int64_t isa_index, const char* name);
 
 // One recorded call: a kernel and its packed arguments.
 struct QuireCpuCall {
@@ -59,3 +72,6 @@ struct QuireCpuCall {
 
 // Runs calls in order; returns how many came before the first that returned anything but 0, or `count`.
 QUIRE_CPU_EXPORT int64_t quire_cpu_play(const QuireCpuCall* calls, int64_t count);
+
+// The same, and how many nanoseconds each took.
+QUIRE_CPU_EXPORT int64_t quire_cpu_play_timed(const QuireCpuCall* calls, int64_t count, int64_t* nanoseconds);

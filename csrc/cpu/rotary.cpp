@@ -12,19 +12,14 @@ int64_t rotary_embedding(void* q, void* k, const int64_t* positions, const void*
     const Heads queries{q, q_heads, q_token_stride, q_head_stride}, keys{k, k_heads, k_token_stride, k_head_stride};
     return with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
-        int64_t refused = 0;
-#pragma omp parallel for schedule(static) reduction(+ : refused) \
-    if (tokens * (q_heads + k_heads) * rot_dim >= kParallelElements)
-        for (int64_t token = 0; token < tokens; ++token) {
-            if (positions[token] < 0 || positions[token] >= num_positions) {
-                ++refused;
-                continue;
-            }
+        Refusals refused;
+        share(tokens, kElementWork * tokens * (q_heads + k_heads) * rot_dim, [&](int64_t token) {
+            if (positions[token] < 0 || positions[token] >= num_positions) return refused.add();
             const Float32* cos = static_cast<const Float32*>(cos_sin) + positions[token] * rot_dim;
             rotate_token<T>(queries, token, cos, rot_dim / 2, interleaved != 0);
             rotate_token<T>(keys, token, cos, rot_dim / 2, interleaved != 0);
-        }
-        return refused;
+        });
+        return refused.count();
     });
 }
 

@@ -31,11 +31,10 @@ int64_t sample_tokens(void* out, const void* logits, const void* settings, const
     int64_t refused = 0;
     for (int64_t row = 0; row < rows; ++row) refused += !asked[row].valid();
     if (refused) return refused;
-#pragma omp parallel for schedule(dynamic) if (rows > 1 && rows * n >= kParallelElements)
-    for (int64_t row = 0; row < rows; ++row) {
+    share(rows, kElementWork * rows * n, [=](int64_t row) {
         const double uniform = static_cast<const double*>(uniforms)[row];
         static_cast<int64_t*>(out)[row] = sample_row(x + row * n, n, asked[row], uniform);
-    }
+    });
     return 0;
 }
 

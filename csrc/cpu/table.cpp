@@ -1,4 +1,5 @@
-// The function table of one instruction set: a new kernel is a declaration and a row here.
+// The function table of one instruction set: a new kernel is a declaration and a row here. A set that only multiplies matrices
+// in another way has that kernel alone, and shares all others with the set below it.
 
 #include "quire_cpu.h"
 
@@ -75,10 +76,15 @@ inline bool is_aligned(const char* slot, int64_t alignment) {
     return !std::is_pointer_v<T> || (unpack<int64_t>(slot) & (alignment - 1)) == 0;
 }
 
+template <class T>
+constexpr char letter = std::is_pointer_v<T> ? 'P' : std::is_same_v<T, int64_t> ? 'q' : 'd';
+
 // A kernel as a function of one packed argument, because Python pays for each argument of a foreign call.
 template <auto kernel> struct Packed;
 template <class... Args, int64_t (*kernel)(Args...)>
 struct Packed<kernel> {
+    static constexpr char signature[] = {letter<Args>..., 0};
+
     static int64_t call(const char* slots) {
         return call(slots + 8, unpack<int64_t>(slots), std::index_sequence_for<Args...>{});
     }
@@ -93,17 +99,18 @@ private:
 
 }  // namespace
 
-#define QUIRE_ROW(name) {#name, Packed<name>::call}
+#define QUIRE_ROW(name) {#name, Packed<name>::call, Packed<name>::signature}
 
 extern const Kernel kernels[];
 const Kernel kernels[] = {
+    QUIRE_ROW(packed_linear),
+#ifndef QUIRE_BASE
     QUIRE_ROW(rms_norm),
     QUIRE_ROW(fused_add_rms_norm),
     QUIRE_ROW(activate),
     QUIRE_ROW(silu_and_mul),
     QUIRE_ROW(rotary_embedding),
     QUIRE_ROW(pack_weight),
-    QUIRE_ROW(packed_linear),
     QUIRE_ROW(packed_embedding),
     QUIRE_ROW(layer_norm),
     QUIRE_ROW(gelu_and_mul),
@@ -118,7 +125,8 @@ const Kernel kernels[] = {
     QUIRE_ROW(token_logprobs),
     QUIRE_ROW(peak_fma),
     QUIRE_ROW(read_memory),
-    {nullptr, nullptr},
+#endif
+    {nullptr, nullptr, nullptr},
 };
 
 }}  // namespace quire::QUIRE_ISA

@@ -10,6 +10,10 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#if defined(__ARM_NEON) && !defined(QUIRE_PLAIN)
+#define QUIRE_NEON
+#include <arm_neon.h>
+#endif
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
@@ -31,9 +35,17 @@ inline Vec splat(float x) { return Vec{x, x, x, x, x, x, x, x}; }
 inline Bits as_bits(Vec v) { return reinterpret_cast<Bits>(v); }
 inline Vec as_floats(Bits v) { return reinterpret_cast<Vec>(v); }
 
+#ifdef QUIRE_NEON
+inline float32x4_t low_half(Vec v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3); }
+inline float32x4_t high_half(Vec v) { return __builtin_shufflevector(v, v, 4, 5, 6, 7); }
+inline Vec joined(float32x4_t low, float32x4_t high) { return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7); }
+#endif
+
 inline Vec fma(Vec a, Vec b, Vec c) {
 #ifdef __FMA__
     return reinterpret_cast<Vec>(_mm256_fmadd_ps(a, b, c));
+#elif defined(QUIRE_NEON)
+    return joined(vfmaq_f32(low_half(c), low_half(a), low_half(b)), vfmaq_f32(high_half(c), high_half(a), high_half(b)));
 #else
     return a * b + c;
 #endif
@@ -92,6 +104,17 @@ inline Vec widen(Halves h, Float16) {
 
 inline Halves narrow(Vec v, Float16) {
     return reinterpret_cast<Halves>(_mm256_cvtps_ph(reinterpret_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT));
+}
+
+#elif defined(QUIRE_NEON)
+
+inline Vec widen(Halves h, Float16) {
+    const float16x8_t halves = reinterpret_cast<float16x8_t>(h);
+    return joined(vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves));
+}
+
+inline Halves narrow(Vec v, Float16) {
+    return reinterpret_cast<Halves>(vcvt_high_f16_f32(vcvt_f16_f32(low_half(v)), high_half(v)));
 }
 
 #else

@@ -71,7 +71,8 @@ class KernelConfig(Config):
         "Give a request the same bits in every batch on a GPU too, where that costs speed; on a CPU it is always so.",
     )
     matmul_precision: str = option(
-        "highest",
-        "Precision within products, as torch names it; on a CPU medium rounds activations that meet bfloat16 weights.",
-        choices=("highest", "medium"),
+        "auto",
+        "highest, or medium: on a CPU activations that meet bfloat16 weights are rounded to it; auto: where that is "
+        "faster.",
+        choices=("auto", "highest", "medium"),
     )

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 SPIN_COUNT = 1000
-"""How often a thread of the core looks for more work before it sleeps: some 20 microseconds, which bridges two
-kernels. OpenMP's own milliseconds keep a core from everybody else for nothing (docs/performance.md)."""
+"""How often a thread of torch's looks for more work before it sleeps: some 20 microseconds. OpenMP's own milliseconds
+keep a core from everybody else for nothing, and from the threads of the kernels (docs/performance.md)."""
 
 
 class InProcessClient(CoreClient):
@@ -174,7 +174,7 @@ def exit_reason(code: int) -> str:
 
 
 def core_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """A core's environment: its threads spin for SPIN_COUNT rounds, unless the user has said how they wait."""
+    """A core's environment: torch's threads spin for SPIN_COUNT rounds, unless the user has said how they wait."""
     if environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         return dict(environment)
     return {**environment, "GOMP_SPINCOUNT": str(SPIN_COUNT)}

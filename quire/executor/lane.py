@@ -60,8 +60,7 @@ class EagerLane(Lane):
 class ThreadLane(Lane):
     """A call runs as soon as the ones before it have ended, while the caller goes on.
 
-    Everything that computes must use the same thread: OpenMP keeps its team, and torch its number of threads,
-    for each thread apart.
+    Everything that computes must use the same thread: torch keeps its threads, and their number, for each thread apart.
     """
 
     def __init__(self) -> None:

@@ -93,8 +93,9 @@ class _Row:
 class NullExecutor(Executor):
     """An executor without a model, for tests of everything above it.
 
-    It honours `min_tokens`, `logprobs` and `prompt_logprobs` (as of a uniform distribution); what else shapes
-    a distribution has nothing to act on here. `specs` and `vocab_size` are used where the config has no model.
+    It honours `min_tokens`, `allowed_token_ids`, `logprobs` and `prompt_logprobs` (as of a uniform distribution); what
+    else shapes a distribution has nothing to act on here. `specs` and `vocab_size` are used where the config has no
+    model.
     What it pools is a function of the prompt alone.
     It proposes up to `max_drafts` drafts, of which the first ones are right; how many is a function of the tokens, too.
     """
@@ -346,17 +347,18 @@ class NullExecutor(Executor):
         return table[index], offset
 
     def _next_token(self, row: _Row) -> int:
-        """A function of the row's tokens and seed alone; no end token before `min_tokens`."""
+        """A function of the row's tokens and seed alone: one of the allowed, and no end token before `min_tokens`."""
         drawn = (
             row.fingerprints[-1]
             if row.params.greedy
             else fingerprint(row.fingerprints[-1], row.params.seed or 0)
         )
-        token_id = (drawn >> 33) % self.vocab_size
+        allowed = row.params.allowed_token_ids or range(self.vocab_size)
+        place = (drawn >> 33) % len(allowed)
         if len(row.token_ids) - row.num_prompt_tokens >= row.params.min_tokens:
-            return token_id
+            return allowed[place]
         masked = {*row.eos_token_ids, *row.params.stop_token_ids}
-        candidates = (i % self.vocab_size for i in range(token_id, token_id + self.vocab_size))
+        candidates = (allowed[i % len(allowed)] for i in range(place, place + len(allowed)))
         return next(i for i in candidates if i not in masked)
 
     def _listed(self, token_ids: list[int], listed: Sequence[int]) -> list[TokenLogprobs]:

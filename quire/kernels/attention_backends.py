@@ -33,6 +33,7 @@ class AttentionNeeds:
     cache_dtype: torch.dtype
     head_size: int
     has_soft_cap: bool = False
+    has_alibi: bool = False
     batch_invariant: bool = False
     """Whether a row must have the same bits in every batch and however a prompt is cut into chunks."""
 

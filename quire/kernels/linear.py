@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 PANEL = 16
 """Outputs per panel."""
@@ -60,6 +59,8 @@ class Native(NamedTuple):
     """Outputs, inputs, halves, and values of k that share a scale, 1 if there is none."""
     format: tuple[int, int]
     """Whether fast, and the code of the format."""
+    padded: int
+    """Inputs and what they are padded with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +147,6 @@ class QuantizedRows:
 def num_panels(outputs: int, halves: int) -> int:
     """Panels of a matrix; each half begins with a panel of its own."""
     return -(-(outputs // halves) // PANEL) * halves
-
-
-def pair_bfloat16(panels: Tensor) -> Tensor:
-    """[P, K, 16] -> [P, K / 2, 16, 2], the second of two k first; K is padded with 0."""
-    padded = F.pad(panels, (0, 0, 0, panels.shape[1] % PAIR))
-    return torch.unflatten(padded, 1, (-1, PAIR)).flip(2).transpose(2, 3)
-
-
-def unpair_bfloat16(pairs: Tensor) -> Tensor:
-    """The inverse of `pair_bfloat16`, but for the padding."""
-    return pairs.transpose(2, 3).flip(2).flatten(1, 2)
 
 
 def to_panels(rows: Tensor, halves: int) -> Tensor:

@@ -5,15 +5,15 @@ Invariant: arithmetic is float32 whatever the input dtype, rounded once at the e
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import linear as packing
 from quire.kernels.attention_metadata import AttentionMetadata, check_features
-from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.formats import FP8_MAX, format_of, whole_chunks
+from quire.kernels.linear import CHUNK, PackedWeight, QuantizedRows, WeightScheme
 
 # Bounds the float32 copy of gathered keys that batched decode attention makes (elements, 128 MiB).
 _GATHER_ELEMENTS = 1 << 25
@@ -21,8 +21,6 @@ _GATHER_ELEMENTS = 1 << 25
 # Of activations that are rounded to 8 bits: the largest step, and the magnitude below which they are 0.
 _ACTIVATION_MAX, _ACTIVATION_MIN = 127.0, 1e-30
 
-FP8_MAX = 448.0
-"""The largest E4M3 number."""
 FP8_MIN_SCALE = 1e-12
 """Of activations: keeps the inverse of a row of zeros finite."""
 
@@ -271,130 +269,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
-    if scheme.kind == "fp8":
-        codes, fp8_scales = quantize_fp8(weight, per_tensor=scheme.per_tensor)
-        return PackedWeight(scheme, codes, fp8_scales, None, weight.shape[0], weight.shape[1], halves, "rows")
-    panels = packing.to_panels(weight, halves)
-    data, scales, zeros = _PACK[scheme.kind](panels, scheme)
-    return PackedWeight(scheme, data.contiguous(), scales, zeros, weight.shape[0], weight.shape[1], halves)
+    kept = format_of(scheme)
+    return kept.pack(weight, scheme, halves, kept.layouts[0])
 
 
 def unpack_weight(weight: PackedWeight) -> Tensor:
     """The matrix [N, K] that a packed one stands for: its own dtype, float32 where it was quantised."""
-    if weight.layout == "rows":
-        return _unpack_rows(weight)
-    panels = _UNPACK[weight.scheme.kind](weight)[:, :, : weight.inputs]
-    return packing.from_panels(panels, weight.outputs, weight.halves)
-
-
-def _pack_float(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, None, None]:
-    panels = panels.transpose(1, 2)
-    return packing.pair_bfloat16(panels) if panels.dtype == torch.bfloat16 else panels, None, None
-
-
-def _unpack_float(weight: PackedWeight) -> Tensor:
-    data = weight.data
-    return (packing.unpair_bfloat16(data) if data.dtype == torch.bfloat16 else data).transpose(1, 2)
-
-
-def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., K] -> integers as floats, [..., K], and float32 scales [...]."""
-    wide = rows.float()
-    scales = _finite_or_nan(wide.abs().amax(-1) / 127)
-    return _steps(wide, scales.unsqueeze(-1)).clamp(-127, 127), scales
-
-
-def quantize_fp8(rows: Tensor, *, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
-    """[N, K] -> E4M3 [N, K] and float32 scales [N], all the same if `per_tensor` (P. Micikevicius et al., "FP8
-    formats for deep learning", 2022)."""
-    wide = rows.float()
-    largest = wide.abs().amax().expand(len(wide)) if per_tensor else wide.abs().amax(1)
-    scales = _finite_or_nan(largest / FP8_MAX).contiguous()
-    exact = torch.where(_usable(scales).unsqueeze(1), wide / scales.unsqueeze(1), 0.0)
-    return exact.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
-
-
-def _pack_int8(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, None]:
-    q, scales = quantize_int8(_whole_chunks(panels))
-    shifted = (q + packing.INT8_ZERO).to(torch.uint8)
-    return shifted.unflatten(-1, (-1, packing.QUAD)).transpose(1, 2), scales, None
-
-
-def _whole_chunks(rows: Tensor) -> Tensor:
-    return F.pad(rows, (0, -rows.shape[-1] % packing.CHUNK))
-
-
-def _unpack_int8(weight: PackedWeight) -> Tensor:
-    assert weight.scales is not None
-    q = weight.data.float().transpose(1, 2).flatten(2) - packing.INT8_ZERO
-    return q * weight.scales.unsqueeze(-1)
-
-
-def quantize_int4(rows: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[..., K] -> uint8 [..., K padded with 0 to whole groups], bfloat16 scales and uint8 zeros [..., G]."""
-    wide = F.pad(rows.float(), (0, -rows.shape[-1] % scheme.group_size))
-    groups = wide.unflatten(-1, (-1, scheme.group_size))
-    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    exact = torch.where(high >= -low, high, low) / -8 if scheme.symmetric else (high - low) / 15
-    scales = _finite_or_nan(exact).bfloat16()
-    zeros = torch.full_like(exact, 8) if scheme.symmetric else _steps(-low, scales.float()).clamp(0, 15)
-    q = (_steps(groups, scales.float().unsqueeze(-1)) + zeros.unsqueeze(-1)).clamp(0, 15)
-    flat = torch.where(_usable(scales).unsqueeze(-1), q, 0.0).to(torch.uint8).flatten(-2)
-    flat[..., rows.shape[-1] :] = 0
-    return flat, scales, None if scheme.symmetric else zeros.to(torch.uint8)
-
-
-def _pack_int4(panels: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Tensor | None]:
-    q, *of_groups = quantize_int4(panels, scheme)
-    q = _whole_chunks(q)
-    num_groups = q.shape[-1] // scheme.group_size
-    scales, zeros = (
-        None if part is None else F.pad(part, (0, num_groups - part.shape[-1])).transpose(1, 2).contiguous()
-        for part in of_groups
-    )
-    low, high = q.unflatten(-1, (-1, 2, packing.QUAD)).unbind(-2)  # [P, 16, K / 8, 4]
-    nibbles = (low | high << 4).transpose(1, 2)
-    assert scales is not None
-    return nibbles, scales, zeros
-
-
-def _unpack_int4(weight: PackedWeight) -> Tensor:
-    assert weight.scales is not None
-    steps = weight.data.transpose(1, 2)  # [P, 16, K / 8, 4]
-    q = torch.stack([steps & 15, steps >> 4], 3).flatten(2).unflatten(-1, (-1, weight.scheme.group_size))
-    zeros = 8.0 if weight.zeros is None else weight.zeros.transpose(1, 2).unsqueeze(-1).float()
-    return ((q.float() - zeros) * weight.scales.transpose(1, 2).unsqueeze(-1).float()).flatten(2)
-
-
-def _unpack_rows(weight: PackedWeight) -> Tensor:
-    if weight.scales is None:
-        return weight.data
-    scales = weight.scales.float().unsqueeze(-1)
-    if weight.scheme.kind != "int4":
-        return weight.data.float() * scales
-    half = weight.scheme.group_size // 2
-    packed = weight.data.unflatten(-1, (-1, half))
-    zeros = 8.0 if weight.zeros is None else weight.zeros.float().unsqueeze(-1)
-    q = torch.cat([packed & 15, packed >> 4], -1).float() - zeros
-    return (q * scales).flatten(1)[:, : weight.inputs]
-
-
-def _steps(x: Tensor, scales: Tensor) -> Tensor:
-    """x in steps of a scale, ties to even; 0 where there is none."""
-    return torch.where(_usable(scales), (x / scales).round(), 0.0).nan_to_num(0.0)
-
-
-def _usable(scales: Tensor) -> Tensor:
-    return (scales < 0) | (scales > 0)
-
-
-def _finite_or_nan(scales: Tensor) -> Tensor:
-    """What is not finite poisons the sums, so that it is seen."""
-    return torch.where(scales.isfinite(), scales, torch.nan)
-
-
-_PACK: dict[str, Any] = {"float": _pack_float, "int8": _pack_int8, "int4": _pack_int4}
-_UNPACK: dict[str, Any] = {"float": _unpack_float, "int8": _unpack_int8, "int4": _unpack_int4}
+    return format_of(weight.scheme).unpack(weight)
 
 
 def packed_linear(
@@ -413,7 +294,7 @@ def _seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
         return x.float()
     if scheme.kind == "float":
         return (x.bfloat16() if weight.data.dtype == torch.bfloat16 else x).float()
-    chunks = _whole_chunks(x.float()).unflatten(-1, (-1, packing.CHUNK))
+    chunks = whole_chunks(x.float()).unflatten(-1, (-1, CHUNK))
     return _rounded(chunks, 2 if scheme.kind == "int8" else 1).flatten(-2)[..., : x.shape[-1]]
 
 

@@ -19,12 +19,15 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
+from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.unrecorded import UnrecordedOps
 from quire.layers.kv_cache import why_not_captured
 from quire.platforms import Host
 from quire.worker.block_copies import Moves, copy_on_host
 from quire.worker.devices import Mark
 from quire.worker.input_batch import InputBatch
-from quire.worker.pipeline import HostPipeline, LanguageModel, Pipeline, eager_forward
+from quire.worker.inputs import StepInputs
+from quire.worker.pipeline import Forward, HostPipeline, LanguageModel, Pipeline, eager_forward
 from quire.worker.step_memory import ForwardPeak
 from quire.worker.taped_forward import TapedForward
 
@@ -81,7 +84,7 @@ class CpuMemory:
     """
 
     warm_up_tokens = 32
-    warm_up_seqs = 0  # recording tapes is for the first request that needs one
+    warm_up_seqs = 1  # shows whether decode steps can be recorded; doing so is for the first that is needed
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -137,6 +140,7 @@ class CpuDevice:
 
     def __init__(self, host: Host | None = None) -> None:
         self._host = host or Host()
+        self._unrecorded: str | None = None
         self.memory = CpuMemory(self._host)
         self.transfers = HostTransfers()
 
@@ -144,7 +148,7 @@ class CpuDevice:
         """Set the number of compute threads of this process."""
         asked = config.device.cpu_threads
         threads, reason = (asked, "as --cpu-threads says") if asked else self._default_threads()
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
         logger.info("cpu_threads = %d: %s", threads, reason)
         if config.device.cpu_pin_threads:
             self._pin(threads)
@@ -155,12 +159,31 @@ class CpuDevice:
         """Steps that only decode are played from tapes, unless --enforce-eager."""
         peak = self.memory.forward_peak
         if is_rehearsal:
-            return HostPipeline(batch, peak.measured(eager_forward(model)))
-        if config.device.enforce_eager or why_not_captured(model) is not None:
+            return HostPipeline(batch, self._rehearsed(eager_forward(model)))
+        if config.device.enforce_eager:
+            return HostPipeline(batch, eager_forward(model))
+        reason = why_not_captured(model) or self._unrecorded
+        if reason is not None:
+            logger.warning("decode steps are not recorded, so each takes Python's time as well: %s", reason)
             return HostPipeline(batch, eager_forward(model))
         widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
         arena_bytes = peak.bytes_of_tapes(batch.max_num_seqs)
         return HostPipeline(batch, TapedForward(model, batch.max_num_seqs, widths, arena_bytes))
+
+    def _rehearsed(self, forward: Forward) -> Forward:
+        """The same passes: of prompts, measured; of a token, it is noted what no tape could hold."""
+        peak = self.memory.forward_peak
+        measured = peak.measured(forward)
+
+        def run(inputs: StepInputs) -> Tensor:
+            if len(inputs.input_ids) > 1 or not peak.is_measured:
+                return measured(inputs)
+            with UnrecordedOps() as seen:
+                hidden = forward(inputs)
+            self._unrecorded = seen.first and f"{seen.first} runs between the kernels"
+            return hidden
+
+        return run
 
     def _default_threads(self) -> tuple[int, str]:
         if os.environ.get("OMP_NUM_THREADS"):
@@ -168,7 +191,7 @@ class CpuDevice:
         return self._host.num_threads()
 
     def _pin(self, num_threads: int) -> None:
-        """Keep this thread's team on cores of their own.
+        """Keep the team on cores of their own.
 
         Raises:
             ConfigError: there are too few cores, no C++ kernels, or the system does not let us.

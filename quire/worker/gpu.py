@@ -139,7 +139,8 @@ class GpuDevice:
                 f"--device {self._type}: torch finds no such device; --device cpu is always there"
             )
         self._module.set_device(self._torch_device)
-        torch.set_float32_matmul_precision(config.kernels.matmul_precision)
+        asked = config.kernels.matmul_precision
+        torch.set_float32_matmul_precision("highest" if asked == "auto" else asked)
         free, total = self._module.mem_get_info()
         name = self._module.get_device_name()
         logger.info("%s: %s, %.0f of %.0f MiB free", self._type, name, free / MIB, total / MIB)

@@ -74,6 +74,11 @@ class ForwardPeak:
 
         return run
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether there was a pass."""
+        return self._bytes_per_token > 0
+
     def bytes_of_step(self, num_tokens: int, num_logits: int) -> int:
         """A step of so many tokens, of which so many logits exist at once."""
         return self._bytes_per_token * num_tokens + LOGITS_ARRAYS * num_logits * FLOAT_BYTES

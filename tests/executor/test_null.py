@@ -132,6 +132,14 @@ def test_min_tokens_keeps_end_tokens_away():
     assert engine.tokens("a")[:5] == [39] * 5
 
 
+def test_only_allowed_tokens_come():
+    engine = Engine()
+    engine.add("a", [1, 2, 3], max_tokens=30, min_tokens=10, allowed_token_ids=[5, 7, 9], stop_token_ids=[9])
+    engine.drain()
+    assert set(engine.tokens("a")[:10]) == {5, 7}
+    assert set(engine.tokens("a")) <= {5, 7, 9}
+
+
 @pytest.mark.parametrize(("asked", "listed"), [(0, 1), (3, 4), (-1, 41)])
 def test_logprobs_list_the_chosen_token_first(asked, listed):
     engine = Engine(make_config(max_num_batched_tokens=3))

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.kernels import reference
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.cpu import library
+from quire.kernels.cpu.threads import set_num_threads
 from tests.kernels.op_cases import TOLERANCES, int8_caches
 
 if library.loaded() is None:
@@ -122,7 +123,15 @@ def poisoned(num_blocks: int, shape: Shape) -> tuple[Tensor, Tensor]:
 def restore_threads() -> Iterator[None]:
     count = torch.get_num_threads()
     yield
-    torch.set_num_threads(count)
+    set_num_threads(count)
+    shuffle(0)
+
+
+def shuffle(seed: int) -> None:
+    """In which order threads take pieces of a loop, all loops being shared."""
+    loaded = library.loaded()
+    assert loaded is not None
+    loaded.shuffle(seed)
 
 
 MIXED = [(0, 0, 90), (1, 11, 12), (2, 100, 133), (3, 0, 1), (1, 5, 9), (2, 132, 133)]
@@ -214,11 +223,12 @@ def test_chunks_of_any_size_give_the_bits_of_the_whole(shape: Shape, feature: st
 @bitwise
 def test_batch_placement_and_threads_change_no_bit(shape: Shape, feature: str, restore_threads: None) -> None:
     lengths, options = [1300, 40, 530, 1], shape.options(feature)
-    torch.set_num_threads(1)
+    set_num_threads(1)
     alone = [Cache(shape, lengths).whole(i, **options) for i in range(len(lengths))]
     spans = [(0, 1299, 1300), (1, 0, 40), (2, 529, 530), (3, 0, 1), (0, 700, 800), (2, 0, 530)]
     for threads, placement in itertools.product((1, 2, 3, 8), (0, 5)):
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
+        shuffle(threads * placement)
         cache = Cache(shape, lengths, placement)
         for (i, start, end), out in zip(spans, cache.attend(spans, **options), strict=True):
             assert torch.equal(out, alone[i][start:end])
@@ -236,7 +246,7 @@ def test_portable_kernels_keep_the_contract_too(
     cache.compare([(0, 0, 600)])
     whole = cache.whole(0)
     for threads, (start, end) in itertools.product((1, 2), [(0, 7), (599, 600), (64, 100)]):
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
         assert torch.equal(cache.attend([(0, start, end)])[0], whole[start:end])
 
 
@@ -332,7 +342,7 @@ def test_norming_rotating_and_writing_at_once_has_the_bits_of_each(
     cache_dtype: torch.dtype, interleaved: bool, norms: str | None, restore_threads: None
 ) -> None:
     for dtype, threads, tokens in itertools.product(FLOATS, (1, 2), (0, 1, 200)):
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
         shape = Shape(q_heads=6, size=96, dtype=dtype, cache_dtype=cache_dtype)
         q, k, v = torch.randn(tokens, 10, 96).to(dtype).split([6, 2, 2], 1)
         positions, slots = torch.randint(0, 50, (tokens,)), torch.randperm(40 * 16)[:tokens]

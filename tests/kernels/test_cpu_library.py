@@ -1,4 +1,4 @@
-"""The C++ library in a process: one OpenMP runtime, honest errors, the same bits in any company."""
+"""The C++ library in a process: no OpenMP, honest errors, the same bits in any company."""
 
 import logging
 import subprocess
@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.errors import ConfigError, StartupError
 from quire.kernels import ops
 from quire.kernels.cpu import library
+from quire.kernels.cpu.threads import set_num_threads
 from tests.kernels.op_cases import compare
 
 if library.loaded() is None:
@@ -27,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def restore_threads() -> Iterator[None]:
     count = torch.get_num_threads()
     yield
-    torch.set_num_threads(count)
+    set_num_threads(count)
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -41,25 +42,10 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_one_openmp_runtime_is_loaded() -> None:
-    code = (
-        "from quire.kernels.cpu import library; library.loaded()\n"
-        "print(*sorted({line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line}), sep='\\n')"
-    )
-    runtimes = [
-        path
-        for path in run_python(code).stdout.split()
-        if "gomp" in path or "iomp" in path or "libomp" in path
-    ]
-    assert len(runtimes) == 1, runtimes
-
-
-def test_torch_governs_the_number_of_threads(restore_threads: None) -> None:
-    loaded = library.loaded()
-    assert loaded is not None
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        assert loaded.max_threads() == count
+def test_no_openmp_runtime_is_needed() -> None:
+    """Two in a process disturb each other, and torch brings one."""
+    library_bytes = library.PATH.read_bytes()
+    assert not any(name in library_bytes for name in (b"libgomp", b"libomp", b"libiomp"))
 
 
 def test_shared_code_carries_no_raised_instructions_to_share() -> None:
@@ -143,6 +129,16 @@ def test_another_layout_of_packed_weights_is_an_error(monkeypatch: pytest.Monkey
         library.open_library(library.PATH, "auto")
 
 
+@pytest.mark.parametrize("numbers", ["qqqqqqdq", "qqqqqdq", "qqqqqdqqq", "qqqqqqqq"])
+def test_a_kernel_with_other_arguments_is_an_error(numbers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number more, one fewer, two that changed places: each would make C++ read the wrong bytes."""
+    tensors, taken = library.SIGNATURES["rms_norm"]
+    monkeypatch.setattr(library, "SIGNATURES", library.SIGNATURES | {"rms_norm": (tensors, numbers)})
+    message = f"'rms_norm' takes PPP{taken}, quire passes PPP{numbers}: reinstall"
+    with pytest.raises(StartupError, match=message):
+        library.open_library(library.PATH, "portable")
+
+
 def test_a_file_that_is_no_library_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "libquire_cpu.so").write_text("no library")
     with pytest.raises(StartupError, match=r"cannot be loaded: .*reinstall"):
@@ -193,10 +189,10 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(
 ) -> None:
     x = torch.randn(150, 1030).to(dtype)  # enough elements for a parallel loop, and a tail in every row
     assert x.numel() >= 2 * (1 << 16)
-    torch.set_num_threads(1)
+    set_num_threads(1)
     alone = torch.cat([function(row) for row in x.split(1)])
     for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
         assert torch.equal(function(x), alone)
         assert torch.equal(function(x[7:]), alone[7:])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from quire.kernels import ops, reference
 from quire.kernels.cpu import library
+from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.linear import FLOAT, PackedWeight, WeightScheme, num_panels
 from tests.kernels.op_cases import FLOATS, INTEGERS, SCHEMES
 
@@ -33,7 +32,7 @@ every_format = pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=str)
 def restore_threads() -> Iterator[None]:
     count = torch.get_num_threads()
     yield
-    torch.set_num_threads(count)
+    set_num_threads(count)
 
 
 def random_weight(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -65,7 +64,7 @@ def test_threads_do_not_change_a_bit(scheme: WeightScheme, dtype: torch.dtype, r
         x = random_rows(rows, 320)
         results = []
         for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+            set_num_threads(threads)
             results.append(binding.packed_linear(x, weight))
         assert all(torch.equal(result, results[0]) for result in results), rows
 
@@ -179,41 +178,6 @@ def test_activations_may_be_of_any_float_type_and_shape() -> None:
     assert torch.equal(
         binding.packed_linear(x.t().contiguous().t(), weight), binding.packed_linear(x, weight)
     )
-
-
-_ANY_ROWS = """
-import sys, torch
-from quire.kernels import ops
-from tests.kernels.op_cases import SCHEMES
-torch.manual_seed(0)
-w, x, results = torch.randn(40, 140) / 12, torch.randn(40, 140), []
-for scheme in SCHEMES:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16) if scheme.kind == "float" else (torch.float32,):
-        packed = ops.pack_weight(w.to(dtype), scheme)
-        alone = torch.cat([ops.packed_linear(row, packed) for row in x.split(1)])
-        torch.testing.assert_close(alone, ops.packed_linear.oracle(x, packed), rtol=1e-5, atol=1e-5)
-        for rows in (2, 3, 5, 7, 13, 24, 40):
-            assert torch.equal(ops.packed_linear(x[:rows], packed), alone[:rows]), (scheme, rows)
-        results.append(alone)
-sys.stdout.buffer.write(torch.stack(results).numpy().tobytes())
-"""
-
-
-def any_rows(isa: str) -> bytes:
-    """The sums of every format with one instruction set, once they are shown not to depend on the rows."""
-    environment = {"QUIRE_CPU_ISA": isa, "PYTHONPATH": "."}
-    result = subprocess.run(
-        [sys.executable, "-c", _ANY_ROWS], env=environment, capture_output=True, check=False
-    )
-    assert result.returncode == 0, result.stderr.decode()
-    return result.stdout
-
-
-def test_every_instruction_set_has_the_same_bits_for_any_rows() -> None:
-    """And those that fuse multiply-adds have each other's."""
-    bits = {isa: any_rows(isa) for isa in library.supported_isas()}
-    del bits["portable"]
-    assert len(set(bits.values())) <= 1
 
 
 def packed(**changed: object) -> PackedWeight:

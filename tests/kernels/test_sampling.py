@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.kernels import ops, reference_sampling
 from quire.kernels.cpu import library
+from quire.kernels.cpu.threads import set_num_threads
 from tests.kernels.op_cases import random_keys, settings
 
 if library.loaded() is None:
@@ -25,7 +26,7 @@ OFF = (1.0, -torch.inf, 1e9, 1.0)
 def restore_threads() -> Iterator[None]:
     count = torch.get_num_threads()
     yield
-    torch.set_num_threads(count)
+    set_num_threads(count)
 
 
 def one(logits: list[float], *, u: float = 0.5, setting: tuple[float, ...] = OFF) -> int:
@@ -128,10 +129,10 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(
     )  # enough elements for a parallel loop; an odd width moves every row's alignment
     assert x.numel() >= 1 << 16
     args = x, torch.randint(0, 5003, (40,)), settings(40, 5003), random_keys(40)
-    torch.set_num_threads(1)
+    set_num_threads(1)
     alone = torch.cat([function(*(arg[row : row + 1].clone() for arg in args)) for row in range(40)])
     for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
         assert torch.equal(function(*args), alone)
         assert torch.equal(function(*(arg[7:] for arg in args)), alone[7:])
 

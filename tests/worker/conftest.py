@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from quire.kernels.cpu.threads import set_num_threads
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    set_num_threads(before)

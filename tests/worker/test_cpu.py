@@ -15,6 +15,7 @@ import torch
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
 from quire.platforms import Host
+from quire.worker import cpu as worker_cpu
 from quire.worker.cpu import CpuDevice
 from tests.worker.harness import tiny_config
 
@@ -139,7 +140,7 @@ def test_default_threads(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: affinity)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     chosen: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(worker_cpu, "set_num_threads", chosen.append)
     with caplog.at_level(logging.INFO):
         CpuDevice(Host(write(tmp_path, files))).start(tiny_config())
     assert chosen == [threads]
@@ -148,7 +149,7 @@ def test_default_threads(
 
 def test_threads_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(worker_cpu, "set_num_threads", chosen.append)
     CpuDevice().start(tiny_config(cpu_threads=3))
     assert chosen == [3]
 
@@ -157,7 +158,7 @@ def test_threads_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(worker_cpu, "set_num_threads", chosen.append)
     CpuDevice().start(tiny_config())
     assert chosen == [5]
 
@@ -189,6 +190,6 @@ def test_threads_but_the_first_are_pinned() -> None:
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 def test_more_pinned_threads_than_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(worker_cpu, "set_num_threads", lambda count: None)
     with pytest.raises(ConfigError, match="needs a core for each of 4096 threads; there are"):
         CpuDevice().start(tiny_config(cpu_threads=4096, cpu_pin_threads=True))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.executor import uniproc
 from quire.kernels import cpu, ops, triton
+from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.limits import Limits
 from quire.kernels.reference_sampling import sample_by_gumbel
 from quire.kernels.triton import launch
@@ -192,7 +193,7 @@ def on_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGpu]]:
     count = torch.get_num_threads()
     monkeypatch.setattr(uniproc, "make_device", make)
     yield devices
-    torch.set_num_threads(count)
+    set_num_threads(count)
 
 
 def test_an_engine_equals_the_hosts(

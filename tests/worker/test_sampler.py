@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from quire.kernels.cpu.threads import set_num_threads
 from quire.sampling_params import SamplingParams, ThinkingMarkers
 from quire.scheduler.output import NewRequestData
 from quire.worker.cpu import HostTransfers
@@ -219,7 +220,7 @@ def test_large_rows_are_bit_equal_in_any_batch(vocab_size: int) -> None:
     rows = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(3)).mul_(3).tolist()
     members = [request([1, 2, 3], each) for each in sampling]
     alone = [Bench([member], vocab_size).sample([row]) for member, row in zip(members, rows, strict=True)]
-    torch.set_num_threads(2)
+    set_num_threads(2)
     for places in ([0, 1, 2, 3, 4], [4, 2, 0, 1, 3], [3, 1], [1, 0, 2]):
         together = Bench(members, vocab_size).sample([rows[place] for place in places], places)
         for index, place in enumerate(places):

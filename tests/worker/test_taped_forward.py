@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,10 +19,15 @@ from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata, StateMetadata
 from quire.kernels.cpu import library
 from quire.layers.step import StepContext
-from quire.models.registry import Registry
 from quire.worker import taped_forward
+from quire.worker.cpu import CpuDevice
+from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout
 from quire.worker.taped_forward import TapedForward
+from tests.fixtures.foreign_models import FOREIGN
+from tests.fixtures.plain_models import PLAIN
+from tests.fixtures.tiny_families import TINY_FAMILIES
+from tests.worker.harness import tiny_config
 
 FAMILIES = (
     "llama-tied-bias",
@@ -34,9 +39,9 @@ FAMILIES = (
     "gemma3",
     "opt-post-norm",
     "gpt2",
+    "apertus",
 )
-
-
+OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
 ROOM = 1 << 12
 
 
@@ -54,17 +59,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[taped_forward.Tape]:
     return tapes
 
 
-def test_families_are_those_of_the_registry(tiny_model: Callable[[str], Path]) -> None:
-    configs = [json.loads((tiny_model(family) / "config.json").read_text()) for family in FAMILIES]
-    assert (
-        sorted(name for config in configs for name in config["architectures"])
-        == Registry().get_supported_archs()
-    )
-
-
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *itertools.product(FAMILIES, ["float32", "bfloat16", "float16"]),
+        *(pytest.param(name, "float32", marks=pytest.mark.more) for name in OTHERS),
+    ],
+)
 def test_every_family_gives_the_same_with_tapes(
     family: str,
     dtype: str,
@@ -195,3 +197,25 @@ def test_a_model_that_computes_otherwise_runs_as_it_is(caplog: pytest.LogCapture
     assert "steps of over 0 requests are not recorded: aten.sqrt" in caplog.text
     assert forward(step([4, 1], [0, 0])).flatten().tolist() == [2, 1]
     assert model.passes == 3
+
+
+class Choosing(Lookup):
+    """A model that asks torch for something between kernels that no tape holds."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        return super().forward(input_ids.topk(len(input_ids)).values, positions, step)
+
+
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
+@pytest.mark.parametrize(("model", "said"), [(Choosing(), True), (Lookup(), False)], ids=["topk", "kernels"])
+def test_a_model_that_cannot_be_recorded_says_why_before_the_first_request(
+    model: Lookup, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, device = tiny_config(), CpuDevice()
+    batch = InputBatch(2, 8, ())
+    rehearsal = device.pipeline(model, batch, config, is_rehearsal=True)
+    rehearsal.forward(step([1, 2, 3], [0, 5]))
+    rehearsal.forward(step([1], [0]))
+    device.pipeline(model, batch, config)
+    message = "decode steps are not recorded, so each takes Python's time as well: aten.topk.default runs"
+    assert (message in caplog.text) is said

@@ -8,13 +8,14 @@ from pathlib import Path
 from benchmarks.compare.engines.base import Engine
 from benchmarks.compare.engines.llama_cpp import LlamaCpp
 from benchmarks.compare.engines.openvino import OpenVino
-from benchmarks.compare.engines.quire import Machine, Quire
+from benchmarks.compare.engines.quire import BesideProbe, Machine, Quire
 from benchmarks.compare.engines.transformers import Transformers
 from benchmarks.compare.engines.vllm import Vllm
 
 _ENGINES: dict[str, Callable[[Path], Engine]] = {
     "machine": Machine,
     "quire": Quire,
+    "beside probe": BesideProbe,
     "llama.cpp": LlamaCpp,
     "openvino": OpenVino,
     "vllm": Vllm,

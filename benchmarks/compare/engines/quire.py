@@ -20,14 +20,14 @@ class Quire(PythonEngine):
     worker = "quire"
     precisions: ClassVar[Mapping[str, int]] = {
         "bf16": 16,
-        "bf16, medium": 16,
+        "bf16, auto": 16,
         "int8": 8,
         "int4": 4,
         "int4, int4 head": 4,
     }
     packages = ("quire", "torch")
     notes = (
-        "`LLM(checkpoint, load_format='auto', enable_prefix_caching=False)`; medium: `matmul_precision='medium'`; int8 "
+        "`LLM(checkpoint, load_format='auto', enable_prefix_caching=False)`; bf16: `matmul_precision='highest'`; int8 "
         "and int4 by `quantization=` with its defaults: int8 with a scale per output, int4 in groups of 32, symmetric "
         "(4.5 bits, as Q4_0), but the head in int8, or with `quantization_config={'head': 'int4'}` in int4, too."
     )
@@ -63,3 +63,16 @@ class Machine:
 
     def versions(self) -> dict[str, str]:
         return {}
+
+
+class BesideProbe(Machine):
+    """quire decoding one request, as a share of what the memory gives in the same second."""
+
+    name = "beside probe"
+    precisions: ClassVar[Mapping[str, int]] = {"bf16": 16, "int8": 8, "int4": 4}
+    cases: ClassVar[Sequence[str]] = ("share",)
+    notes = "`quire bench kernels --tape`: steps and probes alternate in one process"
+
+    def measure(self, task: Task) -> Iterator[Rate]:
+        command = [sys.executable, "-m", "benchmarks.compare.workers.beside_probe", task.precision]
+        yield from rates(processes.lines(command, task.limit_s, task.isa.environment))

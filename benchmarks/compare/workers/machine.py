@@ -6,18 +6,17 @@ import json
 import sys
 from collections.abc import Callable
 
-import torch
-
 from benchmarks.compare.cases import NUM_THREADS
 from benchmarks.compare.workers.worker import MARK
 from quire.kernels.cpu import machine
+from quire.kernels.cpu.threads import set_num_threads
 
 _PROBES = 5
 
 
 def main(cases: list[str]) -> None:
     """Print the rates: `flops` per second and `read` bytes per second, each the best of a few probes."""
-    torch.set_num_threads(NUM_THREADS)
+    set_num_threads(NUM_THREADS)
     buffer = machine.read_buffer()
     probes: dict[str, Callable[[], float]] = {
         "flops": machine.peak_flops,

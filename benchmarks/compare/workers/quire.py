@@ -11,8 +11,8 @@ from benchmarks.compare.workers import worker
 from quire import LLM, SamplingParams
 
 FORMATS: Mapping[str, Mapping[str, Any]] = {
-    "bf16": {},
-    "bf16, medium": {"matmul_precision": "medium"},
+    "bf16": {"matmul_precision": "highest"},
+    "bf16, auto": {},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "int4, int4 head": {"quantization": "int4", "quantization_config": {"head": "int4"}},

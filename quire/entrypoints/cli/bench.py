@@ -191,6 +191,7 @@ def serve(
     help="Weight format of a linear, such as bfloat16 or int8-precise; may be given several times.",
 )
 @click.option("--threads", type=COUNT, help="Compute threads; default: one per physical core.")
+@click.option("--tape", is_flag=True, help="A decoded step of --rows requests instead, kernel by kernel.")
 @click.option("--quick", is_flag=True, help="The first cases of each suite only, each timed a few times.")
 @_json_option
 def kernels(
@@ -198,23 +199,28 @@ def kernels(
     rows: tuple[int, ...],
     weights: tuple[str, ...],
     threads: int | None,
+    tape: bool,
     quick: bool,
     json_file: str | None,
 ) -> None:
     """Measure the CPU kernels at the shapes of real models, as shares of this machine's measured limits."""
-    import torch
-
     from quire.bench import kernels as kernels_bench
+    from quire.bench import tape as tape_bench
+    from quire.kernels.cpu.threads import set_num_threads
 
     _check_names("--suite", suites, kernels_bench.SUITES)
     _check_names("--weights", weights, kernels_bench.WEIGHTS)
+    weights = weights or ("bfloat16", "int8", "int4")
+    if tape:
+        if suites:
+            raise ConfigError("--suite chooses kernels to be measured alone; --tape measures those of a step")
+        steps = tape_bench.measure(weights, rows or tape_bench.ROWS, threads=threads, quick=quick)
+        _report(steps.lines(), steps.as_json(), json_file)
+        return
     if threads is not None:
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
     result = kernels_bench.measure(
-        suites or list(kernels_bench.SUITES),
-        rows or kernels_bench.ROWS,
-        weights or ("bfloat16", "int8", "int4"),
-        quick=quick,
+        suites or list(kernels_bench.SUITES), rows or kernels_bench.ROWS, weights, quick=quick
     )
     _report(result.lines(), result.as_json(), json_file)
 

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import click
@@ -94,6 +94,8 @@ def native_library_section() -> Section:
     """The C++ kernels: which were loaded, or why none."""
     title = "Native library"
     try:
+        import torch
+
         from quire.kernels.cpu import library
 
         loaded, status = library.loaded(), library.status()
@@ -105,7 +107,14 @@ def native_library_section() -> Section:
         return Section(title, {"state": "not loaded"}, [Problem(str(error), REINSTALL)])
     if loaded is None:
         return Section(title, {"state": status}, [Problem(status, REINSTALL)])
-    return Section(title, {"state": status, "file": str(library.PATH), "threads": str(loaded.max_threads())})
+    facts = {"state": status, "file": str(library.PATH), "threads": str(torch.get_num_threads())}
+    return Section(title, facts | instruction_set_facts(loaded.isa, loaded.missing))
+
+
+def instruction_set_facts(used: str, missing: Mapping[str, str | None]) -> dict[str, str]:
+    """For each instruction set that kernels are written for, best first: whether it is used, or why not."""
+    reasons = {name: reason or f"not used: {used} is chosen" for name, reason in missing.items()}
+    return reasons | {used: "used"}
 
 
 def kernels_section() -> Section:
@@ -123,6 +132,21 @@ def kernels_section() -> Section:
         )
     facts = {row.op: f"{', then '.join(row.implementations)} ({row.reason})" for row in table}
     return Section(title, facts)
+
+
+def tapes_section() -> Section:
+    """Which ops keep decode steps off tapes; a model that asks torch for something else says so when it starts."""
+    title = "Tapes (decode steps on the CPU)"
+    try:
+        import torch
+
+        from quire.kernels import ops
+
+        table = ops.describe("cpu", torch.float32)
+    except (ImportError, OSError, ValueError, RuntimeError, StartupError):
+        return Section(title, {"state": "see the kernels above"})
+    without = [row.op for row in table if "cpu" not in row.implementations]
+    return Section(title, {"not recorded": f"steps of a model that needs one of {', '.join(without)}"})
 
 
 def openmp_section() -> Section:
@@ -158,6 +182,7 @@ SECTIONS: tuple[Callable[[], Section], ...] = (
     versions_section,
     native_library_section,
     kernels_section,
+    tapes_section,
     openmp_section,
     demo_model_section,
 )

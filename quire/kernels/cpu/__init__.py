@@ -25,6 +25,14 @@ def supports(dtype: torch.dtype) -> bool:
     return dtype in library.DTYPE_CODES and library.loaded() is not None
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether products of bfloat16 weights are faster with activations that are rounded to bfloat16, too."""
+    from quire.kernels.cpu import library
+
+    loaded = library.loaded()
+    return loaded is not None and loaded.isa in ("avx512bf16", "amx")
+
+
 def status() -> str:
     """What was loaded and why, or why nothing was: one phrase for people."""
     from quire.kernels.cpu import library

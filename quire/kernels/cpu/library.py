@@ -1,7 +1,6 @@
 """Finding, probing and opening the C++ kernel library.
 
-Invariant: torch is imported before the library is opened, so both use torch's OpenMP runtime and its thread
-settings.
+Invariant: its threads are as many as torch has when it is opened, and then as many as `threads.set_num_threads` says.
 """
 
 import ctypes
@@ -11,59 +10,60 @@ from collections.abc import Callable, Mapping
 from ctypes import c_char_p, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
+from itertools import count, takewhile
 from pathlib import Path
 from struct import Struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from quire.errors import ConfigError, StartupError
 from quire.kernels import cpu
+from quire.kernels.formats import FLOAT_CODES
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 7, "panels-4"
+ABI_VERSION, WEIGHT_LAYOUT = 8, "panels-4"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The codes of `enum DType` in csrc/cpu/quire_cpu.h that all kernels compute on."""
+DTYPE_CODES = FLOAT_CODES
+"""The dtypes that all kernels compute on, with their codes."""
 CACHE_DTYPE_CODES = DTYPE_CODES | {torch.int8: 3}
 """The codes that a KV cache may have."""
 
-_I, _F = "q", "d"
-SIGNATURES: Mapping[str, tuple[str, str]] = {
-    "rms_norm": ("out x weight", 5 * _I + _F + 2 * _I),
-    "fused_add_rms_norm": ("out total x residual weight", 2 * _I + _F + 2 * _I),
-    "activate": ("out x", 3 * _I),
-    "silu_and_mul": ("out x", 3 * _I),
-    "rotary_embedding": ("q k positions cos_sin_cache", 11 * _I),
-    "pack_weight": ("data scales zeros weight", 6 * _I),
-    "packed_linear": ("out x data scales zeros bias scratch", 9 * _I),
-    "packed_embedding": ("out ids data scales zeros", 6 * _I),
-    "layer_norm": ("out x weight bias", 5 * _I + _F + 2 * _I),
-    "gelu_and_mul": ("out x", 4 * _I),
-    "embedding": ("out ids weight", 3 * _I),
-    "write_kv": ("k v k_cache v_cache slot_mapping", 11 * _I),
+SIGNATURES: dict[str, tuple[str, str]] = {
+    "rms_norm": ("out x weight", "qqqqqdqq"),
+    "fused_add_rms_norm": ("out total x residual weight", "qqdqq"),
+    "activate": ("out x", "qqq"),
+    "silu_and_mul": ("out x", "qqq"),
+    "rotary_embedding": ("q k positions cos_sin_cache", "qqqqqqqqqqq"),
+    "pack_weight": ("data scales zeros weight", "qqqqqq"),
+    "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqq"),
+    "packed_embedding": ("out ids data scales zeros", "qqqqqq"),
+    "layer_norm": ("out x weight bias", "qqqqqdqq"),
+    "gelu_and_mul": ("out x", "qqqq"),
+    "embedding": ("out ids weight", "qqq"),
+    "write_kv": ("k v k_cache v_cache slot_mapping", "qqqqqqqqqqq"),
     "rotary_and_write_kv": (
         "q k v k_cache v_cache positions cos_sin_cache slot_mapping q_norm k_norm",
-        15 * _I + _F + 3 * _I,
+        "qqqqqqqqqqqqqqqdqqq",
     ),
     "paged_attention": (
         "out q k_cache v_cache query_start_loc seq_lens block_tables alibi_slopes",
-        11 * _I + 2 * _F + 2 * _I,
+        "qqqqqqqqqqqddqq",
     ),
-    "unusable_rows": ("out logits", 2 * _I),
-    "apply_penalties": ("logits indices repetition subtracted", 2 * _I),
-    "philox_uniform": ("out seeds positions", _I),
-    "sample_tokens": ("out logits settings numbers", 2 * _I),
-    "token_logprobs": ("ids logprobs ranks logits chosen", 3 * _I),
-    "peak_fma": ("out", _I),
-    "read_memory": ("out data", _I),
+    "unusable_rows": ("out logits", "qq"),
+    "apply_penalties": ("logits indices repetition subtracted", "qq"),
+    "philox_uniform": ("out seeds positions", "q"),
+    "sample_tokens": ("out logits settings numbers", "qq"),
+    "token_logprobs": ("ids logprobs ranks logits chosen", "qqq"),
+    "peak_fma": ("out", "q"),
+    "read_memory": ("out data", "q"),
 }
-"""Arguments of each kernel, as declared in csrc/cpu/table.cpp: the names of its tensors, which come first, and the
-`struct` codes of its numbers: an int64, and a float, which is passed as a double. Every kernel returns an int64
-status."""
+"""Arguments of each kernel: the names of its tensors, which come first, and the `struct` codes of its numbers, an int64
+("q") and a float, which is passed as a double ("d"). The library says what they are too, and is not loaded if it says
+otherwise. Every kernel returns an int64 status."""
 
 
 class Kernel(NamedTuple):
@@ -83,19 +83,31 @@ class Call(ctypes.Structure):
     _fields_ = (("function", c_void_p), ("arguments", c_char_p))
 
 
+SHARED_BODY = ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int64)
+"""What `CpuLibrary.share` calls for each range: context, begin, end."""
+
+
 @dataclass(frozen=True, slots=True)
 class CpuLibrary:
     """The opened library with the kernels of one instruction set."""
 
     isa: str
     reason: str
+    missing: Mapping[str, str | None]
+    """What keeps this machine from each instruction set that kernels are written for, best first; None: nothing."""
     kernels: Mapping[str, Kernel]
-    max_threads: Callable[[], int]
-    """Threads a parallel kernel would use if called from this thread."""
+    set_threads: Callable[[int], int]
+    """Sets how many threads the kernels of this process use, and says how many it took."""
     pin_threads: Callable[[ctypes.Array[c_int64], int], int]
-    """Keeps thread i of this thread's team on processor i of an array, but for thread 0; counts the refusals."""
+    """Keeps thread i of the team on processor i of an array, but for thread 0; counts the refusals."""
     play: Callable[[ctypes.Array[Call], int], int]
     """Runs recorded calls in order and counts those before the first that is refused."""
+    play_timed: Callable[[ctypes.Array[Call], int, ctypes.Array[c_int64]], int]
+    """The same, and writes how many nanoseconds each took."""
+    share: Callable[[int, int, Any, None], None]
+    """Runs a body on ranges of a loop, on the threads of the team."""
+    shuffle: Callable[[int], None]
+    """For tests: all loops are shared, however short, and taken in another order; 0 is as usual."""
 
 
 @cache
@@ -109,7 +121,12 @@ def loaded() -> CpuLibrary | None:
 
 def supported_isas() -> tuple[str, ...]:
     """The instruction sets that the library was built for and this processor runs, best first."""
-    return tuple(_supported_isas(ctypes.CDLL(str(PATH)))) if PATH.exists() else ()
+    if not PATH.exists():
+        return ()
+    handle = ctypes.CDLL(str(PATH))
+    _check_version(handle, PATH)
+    missing = _missing_of_isas(handle)
+    return tuple(name for name, reason in missing.items() if reason is None)
 
 
 def status() -> str:
@@ -128,15 +145,31 @@ def open_library(path: Path, requested_isa: str) -> CpuLibrary:
     except OSError as error:
         raise StartupError(f"{path} cannot be loaded: {error}: reinstall quire") from error
     _check_version(handle, path)
-    index, isa = _choose_isa(_supported_isas(handle), requested_isa)
+    missing = _missing_of_isas(handle)
+    isa = _choose_isa(missing, requested_isa)
+    index = list(missing).index(isa)
     reason = "the best this CPU runs" if requested_isa == "auto" else f"QUIRE_CPU_ISA={requested_isa}"
     kernels = {name: _kernel(handle, index, name) for name in SIGNATURES}
-    for function in (handle.quire_cpu_max_threads, handle.quire_cpu_pin_threads, handle.quire_cpu_play):
-        function.restype = c_int64
-    handle.quire_cpu_pin_threads.argtypes = (ctypes.POINTER(c_int64), c_int64)
-    handle.quire_cpu_play.argtypes = (ctypes.POINTER(Call), c_int64)
-    pin_threads, play = handle.quire_cpu_pin_threads, handle.quire_cpu_play
-    return CpuLibrary(isa, reason, kernels, handle.quire_cpu_max_threads, pin_threads, play)
+    functions = {name: _function(handle, name, *types) for name, types in _FUNCTIONS.items()}
+    functions["set_threads"](torch.get_num_threads())
+    return CpuLibrary(isa, reason, missing, kernels, **functions)
+
+
+_FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
+    "set_threads": (c_int64, c_int64),
+    "pin_threads": (c_int64, ctypes.POINTER(c_int64), c_int64),
+    "play": (c_int64, ctypes.POINTER(Call), c_int64),
+    "play_timed": (c_int64, ctypes.POINTER(Call), c_int64, ctypes.POINTER(c_int64)),
+    "share": (None, c_int64, c_int64, SHARED_BODY, c_void_p),
+    "shuffle": (None, c_int64),
+}
+"""What else the library exports: the type of the result and those of the arguments."""
+
+
+def _function(handle: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
+    function = getattr(handle, f"quire_cpu_{name}")
+    function.restype, function.argtypes = result, arguments
+    return function
 
 
 def _missing() -> str:
@@ -154,34 +187,54 @@ def _check_version(handle: ctypes.CDLL, path: Path) -> None:
         raise StartupError(f"{path} packs weights as {layout}, quire as {WEIGHT_LAYOUT}: reinstall quire")
 
 
-def _supported_isas(handle: ctypes.CDLL) -> dict[str, int]:
-    """The instruction sets this processor runs, best first, with their index in the library."""
-    handle.quire_cpu_isa_name.restype = c_char_p
-    handle.quire_cpu_isa_name.argtypes = handle.quire_cpu_isa_supported.argtypes = (c_int64,)
-    isas: dict[str, int] = {}
-    index = 0
-    while name := handle.quire_cpu_isa_name(index):
-        if handle.quire_cpu_isa_supported(index):
-            isas[name.decode()] = index
-        index += 1
-    return isas
+def _missing_of_isas(handle: ctypes.CDLL) -> dict[str, str | None]:
+    """In the order of the library's table."""
+    name_of, missing_of = handle.quire_cpu_isa_name, handle.quire_cpu_isa_missing
+    name_of.restype = missing_of.restype = c_char_p
+    name_of.argtypes = missing_of.argtypes = (c_int64,)
+    names = takewhile(bool, map(name_of, count()))
+    return {name.decode(): _text(missing_of(index)) for index, name in enumerate(names)}
 
 
-def _choose_isa(supported: Mapping[str, int], requested: str) -> tuple[int, str]:
-    name = next(iter(supported)) if requested == "auto" else requested
-    if name not in supported:
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()
+
+
+def _choose_isa(missing: Mapping[str, str | None], requested: str) -> str:
+    supported = [name for name, reason in missing.items() if reason is None]
+    if requested == "auto":
+        return supported[0]
+    if requested not in supported:
+        why = f" ({missing[requested]})" if requested in missing else ""
         choices = ", ".join(["auto", *supported])
-        raise ConfigError(f"QUIRE_CPU_ISA is {requested!r}; this build on this CPU supports: {choices}")
-    return supported[name], name
+        raise ConfigError(f"QUIRE_CPU_ISA is {requested!r}{why}; this build on this CPU supports: {choices}")
+    return requested
 
 
 def _kernel(handle: ctypes.CDLL, isa_index: int, name: str) -> Kernel:
-    handle.quire_cpu_kernel.restype = c_void_p
-    handle.quire_cpu_kernel.argtypes = (c_int64, c_char_p)
+    handle.quire_cpu_kernel.restype, handle.quire_cpu_signature.restype = c_void_p, c_char_p
+    handle.quire_cpu_kernel.argtypes = handle.quire_cpu_signature.argtypes = (c_int64, c_char_p)
     address = handle.quire_cpu_kernel(isa_index, name.encode())
     if not address:
         raise StartupError(f"{PATH.name} has no kernel {name!r}: reinstall quire")
-    function = ctypes.CFUNCTYPE(c_int64, c_char_p)(address)
+    passed = _passed(name)
+    taken = handle.quire_cpu_signature(isa_index, name.encode()).decode()
+    if taken != passed:
+        raise StartupError(
+            f"{PATH.name}: the kernel {name!r} takes {taken}, quire passes {passed}: reinstall quire"
+        )
+    return Kernel(ctypes.CFUNCTYPE(c_int64, c_char_p)(address), _record(name).pack, address)
+
+
+def _passed(name: str) -> str:
     tensors, numbers = SIGNATURES[name]
-    record = Struct(_I + "P" * len(tensors.split()) + numbers)
-    return Kernel(function, record.pack, address)
+    return "P" * len(tensors.split()) + numbers
+
+
+def _record(name: str) -> Struct:
+    return Struct("q" + _passed(name))
+
+
+def unpacked(name: str, arguments: bytes) -> tuple[Any, ...]:
+    """Addresses and numbers of a call's packed arguments."""
+    return _record(name).unpack(arguments)[1:]

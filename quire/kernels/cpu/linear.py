@@ -4,8 +4,6 @@ Invariant: as in `checks`; what a `PackedWeight` says of itself is checked again
 """
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,78 +12,9 @@ from torch import Tensor
 from quire.kernels.cpu import library
 from quire.kernels.cpu.calls import NOTHING, call, empty, recording
 from quire.kernels.cpu.checks import check_array, check_index, dtype_code, say
-from quire.kernels.linear import (
-    CHUNK,
-    PAIR,
-    PANEL,
-    QUAD,
-    Native,
-    PackedWeight,
-    WeightScheme,
-    num_panels,
-)
+from quire.kernels.formats import format_of
+from quire.kernels.linear import Native, PackedWeight, WeightScheme, num_panels
 
-GROUP_SIZES = (32, 64, 128)
-
-_Shapes = list[tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class _Format:
-    """How weights of one kind lie in panels; `dtype` below is that of the data where the kind leaves it open."""
-
-    code: Callable[[torch.dtype], int]
-    """As in `enum Format` of csrc/cpu/panels.h."""
-    dtypes: Callable[[torch.dtype], tuple[torch.dtype, ...]]
-    """Of data, scales and zeros, as far as there are any."""
-    group: Callable[[WeightScheme, torch.dtype], int]
-    """Values of k that share a scale, or that k is padded to a multiple of where there is none."""
-    shapes: Callable[[WeightScheme, int, int, torch.dtype], _Shapes]
-    """Of data, scales and zeros of so many panels and padded k."""
-
-
-def _float_shapes(_scheme: WeightScheme, panels: int, padded: int, dtype: torch.dtype) -> _Shapes:
-    paired = dtype is torch.bfloat16
-    return [(panels, padded // PAIR, PANEL, PAIR) if paired else (panels, padded, PANEL)]
-
-
-def _int8_shapes(_scheme: WeightScheme, panels: int, padded: int, _dtype: torch.dtype) -> _Shapes:
-    return [(panels, padded // QUAD, PANEL, QUAD), (panels, PANEL)]
-
-
-def _int4_group(scheme: WeightScheme, _dtype: torch.dtype) -> int:
-    if scheme.group_size not in GROUP_SIZES:
-        raise ValueError(f"int4: group_size must be one of {GROUP_SIZES}; it is {scheme.group_size}")
-    return scheme.group_size
-
-
-def _int4_shapes(scheme: WeightScheme, panels: int, padded: int, _dtype: torch.dtype) -> _Shapes:
-    scales = (panels, padded // scheme.group_size, PANEL)
-    data = (panels, padded // (2 * QUAD), PANEL, QUAD)
-    return [data, scales] if scheme.symmetric else [data, scales, scales]
-
-
-_FORMATS = {
-    "float": _Format(
-        library.DTYPE_CODES.__getitem__,
-        lambda dtype: (dtype,) if dtype in library.DTYPE_CODES else (),
-        lambda _scheme, dtype: PAIR if dtype is torch.bfloat16 else 1,
-        _float_shapes,
-    ),
-    "int8": _Format(
-        lambda _dtype: 3,
-        lambda _dtype: (torch.uint8, torch.float32),
-        lambda _scheme, _dtype: CHUNK,
-        _int8_shapes,
-    ),
-    "int4": _Format(
-        lambda _dtype: 4,
-        lambda _dtype: (torch.uint8, torch.bfloat16, torch.uint8),
-        _int4_group,
-        _int4_shapes,
-    ),
-}
-"""The kinds of `WeightScheme` that these kernels read."""
 _ACTIVATIONS = {None: 0, "silu_and_mul": 1}
 _BLOCK_ROWS = 192
 """Rows that a kernel packs at a time, as in csrc/cpu/linear.h; it checks the scratch memory that follows from it."""
@@ -103,10 +32,8 @@ def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> Packed
     if weight.dim() != 2 or not weight.numel() or halves not in (1, 2) or weight.shape[0] % halves:
         raise ValueError(f"pack_weight: weight must be [N, K] in {halves} halves; it is {say(weight)}")
     packed = _empty(weight, scheme, halves)
-    _check_packed("pack_weight", packed)
-    weight = weight.contiguous()
-    tensors = (*_tensors(packed), weight)
-    call("pack_weight", tensors, *weight.shape, halves, _group(packed), code, _format(packed))
+    matrix, sizes, (_, layout), _ = _checked("pack_weight", packed)
+    call("pack_weight", (*matrix, weight.contiguous()), *sizes, code, layout)
     return packed
 
 
@@ -117,8 +44,8 @@ def packed_linear(
     activation: Literal["silu_and_mul"] | None = None,
 ) -> Tensor:
     dtype_code("packed_linear", "x", x)
-    matrix, sizes, kernel_format = weight.native or _checked("packed_linear", weight)
-    outputs, inputs, halves, group = sizes
+    matrix, sizes, kernel_format, padded = weight.native or _checked("packed_linear", weight)
+    outputs, inputs, halves, _ = sizes
     *lead, columns = x.shape
     if columns != inputs:
         raise ValueError(f"packed_linear: x must have {inputs} columns; it is {say(x)}")
@@ -131,14 +58,14 @@ def packed_linear(
     wide = x.float().contiguous()
     rows = wide.numel() // inputs
     out = empty(wide, *lead, outputs)
-    scratch = _SCRATCH.of(_BLOCK_ROWS + min(rows, _BLOCK_ROWS) * (_padded(inputs, group) + 1))
+    scratch = _SCRATCH.of(_BLOCK_ROWS + min(rows, _BLOCK_ROWS) * (padded + 1))
     tensors = (out, wide, *matrix, NOTHING if bias is None else bias, scratch)
     call("packed_linear", tensors, scratch.nbytes, rows, *sizes, _ACTIVATIONS[activation], *kernel_format)
     return out if x.dtype is torch.float32 else out.to(x.dtype)
 
 
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
-    matrix, sizes, (_, layout) = weight.native or _checked("packed_embedding", weight)
+    matrix, sizes, (_, layout), _ = weight.native or _checked("packed_embedding", weight)
     check_index("packed_embedding", "ids", ids, ids.shape[0] if ids.dim() else 0)
     count = ids.shape[0]
     out = empty(ids, count, weight.inputs, dtype=torch.float32)
@@ -168,9 +95,11 @@ _SCRATCH = _Scratch()
 
 def _checked(op: str, weight: PackedWeight) -> Native:
     """What kernels are told of a weight: a packed weight never changes, so it is checked once."""
-    _check_packed(op, weight)
-    sizes = (weight.outputs, weight.inputs, weight.halves, _group(weight))
-    native = Native(_tensors(weight), sizes, (int(weight.scheme.fast), _format(weight)))
+    kept, scheme, dtype = format_of(weight.scheme), weight.scheme, weight.data.dtype
+    kept.check(op, weight)
+    sizes = (weight.outputs, weight.inputs, weight.halves, kept.group(scheme, dtype))
+    padded = kept.padded(scheme, dtype, weight.inputs)
+    native = Native(_tensors(weight), sizes, (int(scheme.fast), kept.code(dtype)), padded)
     object.__setattr__(weight, "native", native)
     return native
 
@@ -180,44 +109,9 @@ def _tensors(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     return weight.data, scales, zeros
 
 
-def _group(weight: PackedWeight) -> int:
-    return _FORMATS[weight.scheme.kind].group(weight.scheme, weight.data.dtype)
-
-
-def _padded(inputs: int, group: int) -> int:
-    """k of whole groups and, of integers, whole chunks."""
-    unit = group if group <= PAIR else max(group, CHUNK)
-    return -(-inputs // unit) * unit
-
-
-def _format(weight: PackedWeight) -> int:
-    return _FORMATS[weight.scheme.kind].code(weight.data.dtype)
-
-
 def _empty(weight: Tensor, scheme: WeightScheme, halves: int) -> PackedWeight:
     outputs, inputs = weight.shape
-    shapes = _shapes(scheme, num_panels(outputs, halves), inputs, weight.dtype)
-    dtypes = _FORMATS[scheme.kind].dtypes(weight.dtype)
-    parts = [empty(weight, *shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
-    scales, zeros = (*parts[1:], None, None)[:2]
-    return PackedWeight(scheme, parts[0], scales, zeros, outputs, inputs, halves)
-
-
-def _shapes(scheme: WeightScheme, panels: int, inputs: int, dtype: torch.dtype) -> _Shapes:
-    """Of data, scales and zeros, as far as the scheme has them; floats are of that dtype."""
-    layout = _FORMATS[scheme.kind]
-    return layout.shapes(scheme, panels, _padded(inputs, layout.group(scheme, dtype)), dtype)
-
-
-def _check_packed(op: str, weight: PackedWeight) -> None:
-    scheme, dtype = weight.scheme, weight.data.dtype
-    expected = _shapes(scheme, num_panels(weight.outputs, weight.halves), weight.inputs, dtype)
-    parts = [part for part in (weight.data, weight.scales, weight.zeros) if part is not None]
-    if [tuple(part.shape) for part in parts] != expected or weight.outputs % weight.halves:
-        shapes = [list(part.shape) for part in parts]
-        raise ValueError(f"{op}: a {scheme.kind} weight [{weight.outputs}, {weight.inputs}] holds {shapes}")
-    expected_dtypes = _FORMATS[scheme.kind].dtypes(dtype)[: len(parts)]
-    if tuple(part.dtype for part in parts) != expected_dtypes:
-        raise TypeError(f"{op}: a {scheme.kind} weight holds {[part.dtype for part in parts]}")
-    if not all(part.is_contiguous() and part.device.type == "cpu" for part in parts):
-        raise ValueError(f"{op}: a packed weight must be contiguous and on the CPU")
+    parts = format_of(scheme).parts(scheme, weight.dtype, num_panels(outputs, halves), inputs)
+    tensors = [empty(weight, *part.shape, dtype=part.dtype) for part in parts]
+    scales, zeros = (*tensors[1:], None, None)[:2]
+    return PackedWeight(scheme, tensors[0], scales, zeros, outputs, inputs, halves)

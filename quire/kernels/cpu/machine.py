@@ -10,7 +10,6 @@ import torch
 from quire.kernels.cpu.calls import call
 
 _FMA_ITERATIONS = 2_000_000
-_READ_BYTES = 256 * 2**20
 
 
 def peak_flops() -> float:
@@ -21,9 +20,9 @@ def peak_flops() -> float:
     return operations / (time.perf_counter() - started)
 
 
-def read_buffer() -> torch.Tensor:
-    """Memory far larger than the caches, touched, for `read_bandwidth`."""
-    return torch.ones(_READ_BYTES, dtype=torch.uint8)
+def read_buffer(mebibytes: int = 256) -> torch.Tensor:
+    """Memory, touched, for `read_bandwidth`; by default far larger than the caches."""
+    return torch.ones(mebibytes * 2**20, dtype=torch.uint8)
 
 
 def read_bandwidth(buffer: torch.Tensor) -> float:

@@ -7,9 +7,12 @@ Invariant: what is played is what was recorded, call by call, on the same addres
 that computes more than sums and products outside the kernels of this library is not recorded at all.
 """
 
+import ctypes
 import math
+import threading
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -19,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from quire.kernels.cpu import library
+from quire.kernels.cpu import library, traffic
 from quire.kernels.cpu.calls import RecordedCall, recording
 from quire.kernels.cpu.library import Call
 from quire.kernels.dispatch_mode import DispatchMode
@@ -125,18 +128,59 @@ class Tape:
         return all(part() for part in self._parts)
 
 
+class TimedCall(NamedTuple):
+    """A kernel's call while a tape was played, and the weights, or keys and values, that it had to read."""
+
+    label: str
+    nanoseconds: int
+    num_bytes: int
+
+
+class _Timing(threading.local):
+    """Who hears how long the calls of tapes that this thread plays take."""
+
+    listener: Callable[[TimedCall], None] | None = None
+
+    @contextmanager
+    def into(self, listener: Callable[[TimedCall], None]) -> Iterator[None]:
+        """Tell `listener` of each call."""
+        assert self.listener is None, "one at a time"
+        self.listener = listener
+        try:
+            yield
+        finally:
+            self.listener = None
+
+
+timing = _Timing()
+
+
 class _Run:
     """Kernel calls without Python between them."""
 
     def __init__(self, calls: list[RecordedCall]) -> None:
-        self._arguments = [arguments for _, arguments in calls]  # the array holds their addresses
+        self._recorded = calls  # the array holds addresses in them
         self._calls = (Call * len(calls))(*(Call(*call) for call in calls))
         loaded = library.loaded()
         assert loaded is not None, "what was recorded was loaded"
+        self._library = loaded
         self._play = loaded.play
 
     def __call__(self) -> bool:
+        if timing.listener is not None:
+            return self._timed(timing.listener)
         return self._play(self._calls, len(self._calls)) == len(self._calls)
+
+    def _timed(self, listener: Callable[[TimedCall], None]) -> bool:
+        took = (ctypes.c_int64 * len(self._calls))()
+        played = self._library.play_timed(self._calls, len(self._calls), took)
+        names = {kernel.address: name for name, kernel in self._library.kernels.items()}
+        for (address, arguments), nanoseconds in zip(self._recorded[:played], took, strict=False):
+            name = names[address]
+            listener(
+                TimedCall(traffic.label(name, arguments), nanoseconds, traffic.num_bytes(name, arguments))
+            )
+        return played == len(self._calls)
 
 
 def record(function: Callable[[], Tensor], arena: Arena) -> Tape:
@@ -145,8 +189,8 @@ def record(function: Callable[[], Tensor], arena: Arena) -> Tape:
     The function's inputs, outside the arena, must stay where they are for as long as the tape is played.
 
     Raises:
-        RecordingError: it does anything but call kernels of the library, add, multiply, take views and allocate; it was
-            not run to its end.
+        RecordingError: it does anything but call kernels of the library, compute a few things element by element, take
+            views and allocate; it was not run to its end.
         ArenaFullError: the same, because it needs more memory than the arena has.
     """
     recorder = _Recorder(arena)
@@ -158,7 +202,10 @@ def record(function: Callable[[], Tensor], arena: Arena) -> Tape:
 
 _ELEMENTWISE: Mapping[Any, Callable[..., Tensor]] = {
     torch.ops.aten.add.Tensor: torch.add,
+    torch.ops.aten.sub.Tensor: torch.sub,
     torch.ops.aten.mul.Tensor: torch.mul,
+    torch.ops.aten.clamp.default: torch.clamp,
+    torch.ops.aten.expm1.default: torch.expm1,
 }
 """What torch may compute between kernels: too little to be worth a kernel, and the same for every step."""
 
@@ -171,6 +218,14 @@ _COPIES = frozenset(
     }
 )
 """What copies a tensor, or in inference mode may do so though torch calls it a view."""
+
+
+_ALLOCATIONS = frozenset({torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format})
+
+
+def may_be_recorded(func: Any) -> bool:
+    """Whether a tape can hold this operation of torch between kernels."""
+    return func in _ALLOCATIONS or func in _COPIES or func in _ELEMENTWISE or bool(func.is_view)
 
 
 class _Recorder(DispatchMode):

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels import reference
+from quire.kernels.formats import format_of
 from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.triton import fp8
 from quire.kernels.triton.activation import silu_and_mul
@@ -126,38 +126,9 @@ def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> Packed
     Raises:
         ConfigError: the device does not multiply fp8.
     """
-    outputs, inputs = weight.shape
-    data, scales, zeros = _PACK[scheme.kind](weight, scheme)
-    return PackedWeight(scheme, data, scales, zeros, outputs, inputs, halves, "rows")
-
-
-def _pack_float(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, None, None]:
-    return weight, None, None
-
-
-def _pack_int8(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, None]:
-    q, scales = reference.quantize_int8(weight)
-    return q.to(torch.int8), scales, None
-
-
-def _pack_int4(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Tensor | None]:
-    q, scales, zeros = reference.quantize_int4(weight, scheme)
-    low, high = q.unflatten(-1, (-1, 2, scheme.group_size // 2)).unbind(-2)
-    return (low | high << 4).flatten(1), scales, zeros
-
-
-def _pack_fp8(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, None]:
-    fp8.check_device(weight.device)
-    codes, scales = reference.quantize_fp8(weight, per_tensor=scheme.per_tensor)
-    return codes, scales, None
-
-
-_PACK: dict[str, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
-    "float": _pack_float,
-    "int8": _pack_int8,
-    "int4": _pack_int4,
-    "fp8": _pack_fp8,
-}
+    if scheme.kind == "fp8":
+        fp8.check_device(weight.device)
+    return format_of(scheme).pack(weight, scheme, halves, "rows")
 
 
 def packed_linear(
@@ -220,7 +191,7 @@ _LINEAR: dict[str, Callable[[Any, PackedWeight, Tensor | None], Tensor]] = {
 
 
 def _block_k(weight: PackedWeight) -> int:
-    return INT8_BLOCK_K if weight.scheme.kind == "int8" else weight.scheme.group_size
+    return format_of(weight.scheme).group_in_rows(weight.scheme) or INT8_BLOCK_K
 
 
 def _cut(weight: PackedWeight) -> tuple[int, int]:

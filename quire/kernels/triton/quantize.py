@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.formats import FP8_MAX
 from quire.kernels.linear import QuantizedRows
-from quire.kernels.reference import FP8_MAX, FP8_MIN_SCALE
+from quire.kernels.reference import FP8_MIN_SCALE
 from quire.kernels.triton.launch import next_power_of_2, num_warps
 
 _LARGEST = tl.constexpr(FP8_MAX)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.reference import FP8_MAX
+from quire.kernels.formats import FP8_MAX
 from quire.kernels.triton.launch import next_power_of_2, num_warps
 from quire.kernels.triton.norm import normed
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.formats import format_of
 from quire.kernels.linear import PackedWeight
 
 TILE = 1024
@@ -50,7 +51,7 @@ def widened(weight: PackedWeight, dtype: torch.dtype, ids: Tensor | None = None)
     An id outside the matrix reads as 0.
     """
     assert weight.scheme.kind in ("int8", "int4"), "other kinds are not widened here"
-    group = weight.scheme.group_size if weight.scheme.kind == "int4" else 0
+    group = format_of(weight.scheme).group_in_rows(weight.scheme)
     count = weight.outputs if ids is None else len(ids)
     out = torch.empty(count, weight.inputs, dtype=dtype, device=weight.data.device)
     if out.numel():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.compare.goals import GOALS
 from benchmarks.compare.records import Record
-from benchmarks.compare.summary import bandwidth_share, medians, ratios
+from benchmarks.compare.summary import medians, probe_shares, ratios
 from tests.benchmarks.compare.fake_engine import FakeEngine
 
 ENGINES = {
@@ -64,7 +64,6 @@ def test_goals_are_one_for_each_comparison() -> None:
     assert len({(one.peer, one.case, one.bits) for one in GOALS}) == len(GOALS) == 13
 
 
-def test_share_of_the_bandwidth() -> None:
-    rates = {("quire", "bf16", "decode-1"): 30.0, ("machine", "fp32", "read"): 40e9}
-    assert bandwidth_share(rates, 10**9) == pytest.approx(0.75)
-    assert bandwidth_share({}, 10**9) is None
+def test_shares_of_what_probes_read() -> None:
+    rates = {("quire", "bf16", "decode-1"): 30.0, ("beside probe", "int4", "share"): 0.75}
+    assert probe_shares(rates) == {"int4": 0.75}

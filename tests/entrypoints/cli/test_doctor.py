@@ -13,6 +13,7 @@ from quire.entrypoints.cli.doctor import (
     SECTIONS,
     Problem,
     Section,
+    instruction_set_facts,
     native_library_section,
     openmp_problems,
     python_problems,
@@ -31,6 +32,11 @@ def test_sections_of_this_machine() -> None:
     assert not sections["Versions"].problems
     assert set(sections["Kernels (float32 on the CPU)"].facts) == set(ops.TABLE)
     assert library.status() == sections["Native library"].facts["state"]
+    loaded = library.loaded()
+    assert loaded is None or sections["Native library"].facts[loaded.isa] == "used"
+    off_tapes = sections["Tapes (decode steps on the CPU)"].facts["not recorded"]
+    assert "linear" in off_tapes
+    assert loaded is None or "packed_linear" not in off_tapes
     assert not sections["OpenMP"].problems
 
 
@@ -57,6 +63,15 @@ def test_missing_library_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     section = native_library_section()
     assert section.problems[0].what == section.facts["state"]
     assert "C++ compiler" in section.problems[0].hint
+
+
+def test_each_instruction_set_is_used_or_has_a_reason() -> None:
+    missing = {"amx": "the processor lacks AMX", "avx512": None, "avx2": None}
+    assert instruction_set_facts("avx512", missing) == {
+        "amx": "the processor lacks AMX",
+        "avx512": "used",
+        "avx2": "not used: avx512 is chosen",
+    }
 
 
 def test_unknown_instruction_set_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

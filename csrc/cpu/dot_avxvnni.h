@@ -1,0 +1,41 @@
+// Dot products of AVX-VNNI, which processors without AVX-512 have: 32 products and their sums in one instruction.
+
+#pragma once
+
+#include "dot_steps.h"
+
+namespace quire { namespace QUIRE_ISA { namespace {
+
+struct Dots256 {
+    struct Quads { __m256i low, high; };
+    struct Sum { __m256i low, high; };
+    static constexpr int32_t kTaken = 0;
+
+    static Quads bytes(const uint8_t* step) {
+        const __m256i* halves = reinterpret_cast<const __m256i*>(step);
+        return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+    }
+    static Quads low(const uint8_t* step) {
+        const Quads all = bytes(step);
+        const __m256i nibble = _mm256_set1_epi8(15);
+        return {_mm256_and_si256(all.low, nibble), _mm256_and_si256(all.high, nibble)};
+    }
+    static Quads high(const uint8_t* step) {
+        const Quads all = bytes(step);
+        const __m256i nibble = _mm256_set1_epi8(15);
+        return {_mm256_and_si256(_mm256_srli_epi16(all.low, 4), nibble),
+                _mm256_and_si256(_mm256_srli_epi16(all.high, 4), nibble)};
+    }
+    static void add(Sum& sum, const Quads& weights, const int32_t* x) {
+        const __m256i values = _mm256_set1_epi32(*x);
+        sum.low = _mm256_dpbusd_avx_epi32(sum.low, weights.low, values);
+        sum.high = _mm256_dpbusd_avx_epi32(sum.high, weights.high, values);
+    }
+    static Sum start(int32_t word) { return {_mm256_set1_epi32(word), _mm256_set1_epi32(word)}; }
+    static Ints16 total(const Sum& sum) { return {reinterpret_cast<Ints>(sum.low), reinterpret_cast<Ints>(sum.high)}; }
+};
+
+using Int8Dot = Int8DotOf<Dots256>;
+using Int4Dot = Int4DotOf<Dots256>;
+
+}}}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,203 @@
+"""One decoded step from the inside: what each kernel of a recorded step takes, beside a probe of the memory.
+
+Invariant: steps and probes alternate within one process and second, so that a share of the machine is a ratio of
+neighbours: what a machine can read changes with everybody else on it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quire.bench.backends import QuireBackend
+from quire.bench.statistics import percentile
+from quire.bench.workload import random_prompts
+from quire.config import EngineConfig
+from quire.kernels.cpu import machine
+from quire.kernels.cpu.tape import TimedCall, timing
+
+ROWS = (1, 16)
+PROMPT_LEN = 16
+NUM_STEPS, NUM_ROUNDS = 24, 5
+
+NUM_LAYERS, HIDDEN, VOCAB = 24, 896, 151936
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+"""config.json of a Qwen 2 of half a billion parameters; its weights are random."""
+
+ENGINE: Mapping[str, Mapping[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {},
+    "bfloat16-medium": {"matmul_precision": "medium"},
+    "float16": {"dtype": "float16"},
+    "int8": {"quantization": "int8"},
+    "int8-precise": {"quantization": "int8", "quantization_config": {"mode": "precise"}},
+    "int4": {"quantization": "int4"},
+    "int4-precise": {"quantization": "int4", "quantization_config": {"mode": "precise"}},
+}
+"""Weight formats of `quire bench kernels` as engine arguments."""
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """An op in one step: how often, how long, and the bytes that it cannot do without."""
+
+    name: str
+    calls: float
+    seconds: float
+    num_bytes: float
+
+    def line(self, step_s: float) -> str:
+        rate = f"{self.num_bytes / self.seconds / 1e9:8.1f}" if self.num_bytes else f"{'':8}"
+        return (
+            f"{self.name:26} {self.calls:5.0f} {self.seconds * 1e6:11.1f} {rate} {self.seconds / step_s:9.1%}"
+        )
+
+
+@dataclass(frozen=True)
+class TapeResult:
+    """A step with so many requests: its ops, the whole of it, and the probes around."""
+
+    weights: str
+    rows: int
+    ops: Sequence[OpTime]
+    step_s: float
+    weight_bytes: int
+    bandwidth: float
+
+    @property
+    def of_probe(self) -> float:
+        """What a step reads of weights, as a share of what a probe beside it read in that time."""
+        return self.weight_bytes / self.step_s / self.bandwidth
+
+    def lines(self) -> list[str]:
+        """The table for people."""
+        return [
+            (
+                f"{self.weights}, {self.rows} requests: a step takes {self.step_s * 1e3:.2f} ms and reads "
+                f"{self.weight_bytes / 1e6:.0f} MB of weights: {self.of_probe:.0%} of the "
+                f"{self.bandwidth / 1e9:.1f} GB/s that a probe beside it reads"
+            ),
+            f"{'op':26} {'calls':>5} {'microsec.':>11} {'GB/s':>8}   of the step",
+            *(op.line(self.step_s) for op in self.ops),
+        ]
+
+    def as_json(self) -> dict[str, object]:
+        """The result for programs, in SI units."""
+        return asdict(self) | {"of_probe": self.of_probe}
+
+
+@dataclass(frozen=True)
+class TapeResults:
+    """Every weight format and number of requests."""
+
+    results: Sequence[TapeResult]
+
+    def lines(self) -> list[str]:
+        """The tables for people."""
+        return [line for result in self.results for line in result.lines()]
+
+    def as_json(self) -> dict[str, object]:
+        """The results for programs, in SI units."""
+        return {"steps": [result.as_json() for result in self.results]}
+
+
+def measure(
+    weights: Sequence[str], rows: Sequence[int], *, threads: int | None = None, quick: bool = False
+) -> TapeResults:
+    """Steps of random models of `SHAPE` with so many requests each; the layers before the head are tapes."""
+    with _checkpoint(1 if quick else NUM_LAYERS) as directory:
+        return TapeResults(
+            [result for name in weights for result in _of_model(directory, name, rows, threads, quick)]
+        )
+
+
+def _of_model(
+    directory: Path, weights: str, rows: Sequence[int], threads: int | None, quick: bool
+) -> list[TapeResult]:
+    config = EngineConfig.from_args(
+        model=str(directory),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=PROMPT_LEN + NUM_STEPS + 8,
+        max_num_seqs=max(rows),
+        cpu_threads=threads or 0,
+        **ENGINE[weights],
+    )
+    backend, buffer = QuireBackend(config), machine.read_buffer(8 if quick else 256)
+    rounds = 1 if quick else NUM_ROUNDS
+    return [_measure(backend, weights, count, rounds, buffer) for count in rows]
+
+
+def _measure(backend: QuireBackend, weights: str, rows: int, rounds: int, buffer: Tensor) -> TapeResult:
+    prompts = random_prompts(rows, PROMPT_LEN, range(1, 100), seed=0)
+    backend.generate(prompts, 2)  # records the tape
+    calls: list[TimedCall] = []
+    steps, probes = [], [machine.read_bandwidth(buffer)]
+    for _ in range(rounds):
+        first = _seconds(lambda: backend.generate(prompts, 1))
+        with timing.into(calls.append):
+            whole = _seconds(lambda: backend.generate(prompts, 1 + NUM_STEPS))
+        steps.append((whole - first) / NUM_STEPS)
+        probes.append(max(machine.read_bandwidth(buffer) for _ in range(2)))
+    step_s = percentile(steps, 50)
+    ops = [*_ops(calls, rounds * NUM_STEPS)]
+    rest = step_s - sum(op.seconds for op in ops)
+    read = sum(op.num_bytes for op in ops if op.name.startswith("packed_linear")) + _head_bytes(weights)
+    ops.append(OpTime("head, sampling, host", 1, rest, 0))
+    return TapeResult(weights, rows, ops, step_s, int(read), percentile(probes, 50))
+
+
+def _ops(calls: Iterable[TimedCall], num_steps: int) -> Iterator[OpTime]:
+    """Equal ops of all steps together, those that take longest first."""
+    groups: defaultdict[str, list[TimedCall]] = defaultdict(list)
+    for call in calls:
+        groups[call.label].append(call)
+    ops = [
+        OpTime(
+            name,
+            len(group) / num_steps,
+            sum(call.nanoseconds for call in group) / num_steps / 1e9,
+            sum(call.num_bytes for call in group) / num_steps,
+        )
+        for name, group in groups.items()
+    ]
+    return iter(sorted(ops, key=lambda op: -op.seconds))
+
+
+def _head_bytes(weights: str) -> int:
+    """It is no part of a tape. That of integer models is int8."""
+    return VOCAB * HIDDEN * (4 if weights == "float32" else 1 if weights.startswith("int") else 2)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+@contextmanager
+def _checkpoint(num_layers: int) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": num_layers}))
+        yield Path(directory)

@@ -1,0 +1,45 @@
+"""What a recorded call must read: weights, or keys and values.
+
+Invariant: of activations nothing is counted, since they are in the caches; weights count without what pads them.
+"""
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+
+from quire.kernels.cpu import library
+
+_BITS = {0: 32, 1: 16, 2: 16, 3: 8, 4: 4}
+"""Of a weight, by `enum Format` of csrc/cpu/panels.h."""
+
+
+def num_bytes(name: str, arguments: bytes) -> int:
+    """Of a call's packed arguments; 0 for an op that reads neither."""
+    count = _READERS.get(name)
+    return 0 if count is None else count(library.unpacked(name, arguments))
+
+
+def label(name: str, arguments: bytes) -> str:
+    """The op, and for a product the matrix: outputs x inputs."""
+    if name != "packed_linear":
+        return name
+    outputs, inputs = library.unpacked(name, arguments)[-7:-5]
+    return f"{name} {outputs}x{inputs}"
+
+
+def _of_linear(values: Sequence[int]) -> int:
+    outputs, inputs, _, group, _, _, weight_format = values[-7:]
+    scales = {3: 4 * outputs, 4: 2 * outputs * inputs // group}.get(weight_format, 0)
+    return outputs * inputs * _BITS[weight_format] // 8 + scales
+
+
+def _of_attention(values: Sequence[int]) -> int:
+    lengths, requests, heads, head_size, cache_dtype = (values[i] for i in (5, 9, 14, 16, 21))
+    present = sum((ctypes.c_int32 * requests).from_address(lengths))
+    stored = head_size * _BITS[cache_dtype] // 8 + (4 if cache_dtype == 3 else 0)
+    return 2 * present * heads * stored
+
+
+_READERS: Mapping[str, Callable[[Sequence[int]], int]] = {
+    "packed_linear": _of_linear,
+    "paged_attention": _of_attention,
+}

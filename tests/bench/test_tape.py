@@ -1,0 +1,39 @@
+"""A step from the inside: every op of it is listed, with what it reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.bench import tape
+from quire.bench.tape import OpTime, TapeResult
+from quire.kernels import cpu
+
+if not cpu.available():
+    pytest.skip("no kernels, no tapes", allow_module_level=True)
+
+
+def test_a_step_is_the_sum_of_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "NUM_STEPS", 2)
+    monkeypatch.setattr(tape, "HIDDEN", 64)
+    monkeypatch.setattr(tape, "VOCAB", 512)
+    monkeypatch.setattr(
+        tape, "SHAPE", tape.SHAPE | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 128}
+    )
+    monkeypatch.setattr(tape, "SHAPE", tape.SHAPE | {"num_attention_heads": 4})
+    (step,) = tape.measure(["int8"], [2], threads=1, quick=True).results
+    calls = {op.name: op.calls for op in step.ops}
+    assert calls["packed_linear 256x64"] == 1  # gate and up
+    assert calls["packed_linear 64x128"] == calls["paged_attention"] == 1
+    read = {op.name: op.num_bytes for op in step.ops}
+    assert read["packed_linear 64x128"] == 64 * 128 + 4 * 64
+    assert sum(op.seconds for op in step.ops) == pytest.approx(step.step_s)
+    linears = sum(size for name, size in read.items() if name.startswith("packed_linear"))
+    assert step.weight_bytes == linears + 512 * 64
+
+
+def test_the_share_is_one_of_neighbours() -> None:
+    step = TapeResult("int8", 1, [OpTime("op", 2, 0.5e-3, 1e6)], 1e-3, 10**7, 20e9)
+    assert step.of_probe == 0.5
+    first, _, op = step.lines()
+    assert "50% of the 20.0 GB/s" in first
+    assert op.split() == ["op", "2", "500.0", "2.0", "50.0%"]
