@@ -30,6 +30,7 @@ from quire.entrypoints.openai.processes.messages import (
     EngineEnded,
     Hello,
     Message,
+    Resting,
     Up,
 )
 from quire.entrypoints.openai.state import ServerState
@@ -54,6 +55,8 @@ class MemberLifecycle(Lifecycle):
             self._core.core_started(message.address)
         elif isinstance(message, CoreLost):
             self._core.core_lost()
+        elif isinstance(message, Resting):
+            self._state.engine.rest(message.rest, dozes=message.dozes)
         elif isinstance(message, EngineEnded):
             self._state.engine.end(message.reason)
         elif isinstance(message, Drain):
@@ -100,6 +103,9 @@ class First:
     async def ask(self, question: str, *args: Any) -> list[Any]:
         answers: list[Any] = await self._channel.ask(question, *args)
         return answers
+
+    async def decide(self, decision: str, *args: Any) -> None:
+        await self._channel.order(decision, *args)
 
 
 class Membership:
