@@ -148,6 +148,24 @@ def test_the_death_of_one_process_costs_its_streams_alone(tmp_path: Path) -> Non
         assert server.stop() == 0
 
 
+@pytest.mark.more
+def test_a_process_that_hangs_is_replaced_and_costs_its_streams_alone(tmp_path: Path) -> None:
+    with several(tmp_path) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
+        wanted = whole(events(server, LONG))
+        before = server.children(MEMBER)
+        streams = Streams(server, pool)
+        os.kill(before[0], signal.SIGSTOP)
+        results = streams.results()  # also of those whose connections are closed for them
+        assert results.count(None) == NUM_STREAMS // NUM_PROCESSES
+        assert [one for one in results if one is not None] == [wanted] * (NUM_STREAMS - results.count(None))
+        wait_until(lambda: num_starts(server) == NUM_PROCESSES)
+        assert not is_alive(before[0])
+        assert before[1] in server.children(MEMBER)
+        assert "has not gone on for" in server.log.read_text()
+        wait_until(lambda: metric(server, "num_requests_running") == 0)
+        assert Streams(server, pool).results() == [wanted] * NUM_STREAMS
+
+
 def test_nothing_outlives_the_first_process(tmp_path: Path) -> None:
     with several(tmp_path) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
         children = server.children("quire.")

@@ -33,6 +33,7 @@ from quire.entrypoints.openai.processes.messages import (
     Resting,
     Up,
 )
+from quire.entrypoints.openai.processes.pulse import BEAT_S, Pulse
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
 
@@ -76,7 +77,7 @@ class House:
 
     def rooms(self) -> list[Member]:
         """Who takes connections."""
-        return [] if self._closing else [member for member in self._members.values() if member.is_up]
+        return [] if self._closing else [member for member in self._members.values() if member.serves]
 
     async def ask(self, question: str, *args: Any) -> list[Any]:
         """What every process says, the own first; one that is gone is remembered by what it has measured."""
@@ -172,10 +173,13 @@ class House:
             member = await self._start(page)
         except OSError as error:
             return f"it cannot be started: {error.strerror}"
+        watching = asyncio.create_task(_watch(member))
         try:
             await member.channel.run()
         except Exception:  # a bug of ours, which may cost that process but not the server
             logger.exception("a word of API process %d was not understood", page)
+        finally:
+            watching.cancel()
         return await self._bury(member)
 
     async def _start(self, page: int) -> Member:
@@ -183,7 +187,8 @@ class House:
         # Some milliseconds; in a thread, whoever waits for it could be cancelled.
         process, channel_end, door = launch(self._ledger)
         channel = await open_channel(channel_end, self._answer, lambda message: self._take_in(page, message))
-        self._members[page] = member = Member(page, front_end, process, channel, door)
+        pulse = Pulse(self._ledger, page, process.pid)
+        self._members[page] = member = Member(page, front_end, process, pulse, channel, door)
         channel.tell(_for(self._hello, page, front_end))
         if self._core is not None:
             channel.tell(CoreStarted(self._core))
@@ -214,7 +219,7 @@ class House:
 
     async def _ask_others(self, question: str, *args: Any) -> list[Any]:
         """Their answers, None for each that has none."""
-        members = [member for member in self._members.values() if member.is_up]
+        members = [member for member in self._members.values() if member.serves]
         return await asyncio.gather(*(self._asked(member, question, *args) for member in members))
 
     async def _asked(self, member: Member, question: str, *args: Any) -> Any:
@@ -231,6 +236,16 @@ class House:
     def _tell_all(self, message: Message) -> None:
         for member in self._members.values():
             member.channel.tell(message)
+
+
+async def _watch(member: Member) -> None:
+    """Kill a process that hangs; its channel and its connections end with it."""
+    while not member.pulse.hangs():  # noqa: ASYNC110  (it is looked at)
+        await asyncio.sleep(BEAT_S)
+    logger.error(
+        "API process %d has not gone on for %.0f s and is killed", member.page, member.pulse.silent_s
+    )
+    member.process.kill()
 
 
 def _delays() -> Iterator[float]:

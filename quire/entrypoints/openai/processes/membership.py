@@ -33,6 +33,7 @@ from quire.entrypoints.openai.processes.messages import (
     Resting,
     Up,
 )
+from quire.entrypoints.openai.processes.pulse import beat
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
 from quire.logging_setup import configure_logging
@@ -116,6 +117,7 @@ class Membership:
         core = BorrowedCore(hello.engine, hello.front_end)
         census = SharedCensus(page, whole=bool(hello.server.max_connections))
         self._channel = channel
+        self._page = page
         self._engine = AsyncLLM(hello.engine, cores=core)
         self._engine.share_queue(SharedWaiting(page))
         self._engine.add_stat_logger(TokenCounts(page))
@@ -127,7 +129,8 @@ class Membership:
         self.lifecycle = MemberLifecycle(self.state, self._http, core)
 
     async def run(self) -> int:
-        background = [asyncio.create_task(self._listen()), asyncio.create_task(self._open())]
+        works = self._listen(), self._open(), beat(self._page)
+        background = [asyncio.create_task(work) for work in works]
         try:
             return await self.lifecycle.run()
         finally:
