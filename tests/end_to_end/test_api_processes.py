@@ -129,6 +129,7 @@ def check_controls(server: Server, pool: ThreadPoolExecutor) -> None:
     wait_until(lambda: metric(server, "num_requests_running") == 0)
 
 
+@pytest.mark.item(50)
 def test_the_death_of_one_process_costs_its_streams_alone(tmp_path: Path) -> None:
     with several(tmp_path) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
         wanted = whole(events(server, LONG))
@@ -148,6 +149,7 @@ def test_the_death_of_one_process_costs_its_streams_alone(tmp_path: Path) -> Non
         assert server.stop() == 0
 
 
+@pytest.mark.item(50)
 @pytest.mark.more
 def test_a_process_that_hangs_is_replaced_and_costs_its_streams_alone(tmp_path: Path) -> None:
     with several(tmp_path) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
@@ -265,6 +267,7 @@ def test_a_failed_start_is_told_once(tmp_path: Path) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.item(54)
 def test_all_processes_sleep_and_wake_as_one(tmp_path: Path) -> None:
     args = ("--no-enable-prefix-caching", "--admin-api-key", "admin")
     with several(tmp_path, *args) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
@@ -288,6 +291,7 @@ def test_all_processes_sleep_and_wake_as_one(tmp_path: Path) -> None:
             assert whole(events(server, LONG)) == wanted
 
 
+@pytest.mark.item(54)
 @pytest.mark.more
 def test_who_is_asleep_stays_so_whoever_dies(tmp_path: Path) -> None:
     args = ("--no-enable-prefix-caching", "--admin-api-key", "admin")
@@ -312,6 +316,7 @@ def test_who_is_asleep_stays_so_whoever_dies(tmp_path: Path) -> None:
             assert whole(events(server, LONG)) == wanted
 
 
+@pytest.mark.item(54)
 @pytest.mark.more
 def test_requests_of_all_processes_end_or_are_waited_for_before_they_sleep(tmp_path: Path) -> None:
     with (

@@ -268,6 +268,7 @@ def test_the_synchronous_engine_sleeps(mode: str) -> None:
     check_result(whole.result("a"), expected, disturbed=mode == "abort")
 
 
+@pytest.mark.item(54)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), overlapped=st.booleans(), swap=st.booleans(), window=st.sampled_from([None, 8]))
 def test_sleeping_at_any_time_changes_no_token(
