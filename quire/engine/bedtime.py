@@ -52,6 +52,7 @@ class Bedtime:
         self._front_end = front_end
         self._send = send
         self._lock = asyncio.Lock()
+        self._waking = set[asyncio.Task[None]]()
         self.others: OtherFrontEnds = NoOthers()
 
     @property
@@ -80,8 +81,13 @@ class Bedtime:
             await self._tell()
 
     async def wake_up(self, tags: Collection[str] | None) -> None:
-        """Wake what these tags name, or all."""
-        wanted = check_tags(tags)
+        """Wake what these tags name, or all; also if the caller does not wait for it."""
+        waking = asyncio.create_task(self._wake(check_tags(tags)))
+        self._waking.add(waking)
+        waking.add_done_callback(self._waking.discard)
+        await asyncio.shield(waking)
+
+    async def _wake(self, wanted: list[str]) -> None:
         async with self._lock:
             rest, answers, messages = self._front_end.wake_up(wanted)
             self._send(messages)

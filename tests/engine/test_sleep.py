@@ -158,6 +158,18 @@ async def test_deadlines_hold_while_asleep(engine: AsyncLLM) -> None:
     assert (await generate(engine, "b", params())).finished
 
 
+async def test_who_is_being_woken_wakes_also_if_the_caller_leaves(engine: AsyncLLM) -> None:
+    await engine.sleep(1)
+    waking = asyncio.create_task(engine.wake_up())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it is on its way
+    waking.cancel()
+    await asyncio.gather(waking, return_exceptions=True)
+    await engine.wake_up(["scheduling"])  # behind it, and wrong while anything else sleeps
+    assert not engine.is_sleeping
+    assert (await generate(engine, "a", params(2))).finished
+
+
 @pytest.mark.parametrize("tags", [[], ["weights"]])
 async def test_a_core_that_takes_anothers_place_sleeps_as_deep(tags: list[str]) -> None:
     engine = await started(MODEL)
