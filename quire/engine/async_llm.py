@@ -18,7 +18,7 @@ import msgspec
 from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.admission import Admission
-from quire.engine.bedtime import Bedtime
+from quire.engine.bedtime import Bedtime, OtherFrontEnds
 from quire.engine.client import closed_on_error
 from quire.engine.cores import Cores, CoreWatcher, OwnCores
 from quire.engine.front_end import FrontEnd, Outgoing, explained
@@ -27,6 +27,7 @@ from quire.engine.messages import CoreMessage, Detach
 from quire.engine.output_stream import Offer, OutputStream
 from quire.engine.pumps import Pumps
 from quire.engine.queue_limits import WaitingSequences
+from quire.engine.sleep import Rest
 from quire.engine.startup import prepare
 from quire.engine.tokenizer import beside_loop
 from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableError
@@ -250,6 +251,14 @@ class AsyncLLM:
         """
         self._pumps.ensure()
         await self._bedtime.wake_up(tags)
+
+    def sleep_with(self, others: OtherFrontEnds) -> None:
+        """The cores have other front ends, too, for which this one decides when they sleep."""
+        self._bedtime.others = others
+
+    def rest(self, rest: Rest, *, dozes: bool) -> None:
+        """The front end that decides has put the cores to sleep, is about to, or has woken them."""
+        self._front_end.rest, self._front_end.dozes = rest, dozes
 
     async def explain(self, request_id: str) -> list[Explanation]:
         """Why the requests of this label wait or waited, for each of their sequences.

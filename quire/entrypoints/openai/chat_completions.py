@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.entrypoints.chat.formats.model import PromptEnd
-from quire.entrypoints.chat.tool_schemas import check_names
 from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder, ChoicePart
 from quire.entrypoints.openai.chat_frames import ChatFrames
@@ -87,14 +86,8 @@ class ChatAnswer:
         self._created = int(time.time())
         with old_names(request):
             self._tools = tools_in_use(server, request)
-            self._check_names()
         self._begin = PromptEnd()
         self._choices: dict[int, ChatChoiceBuilder] = {}
-
-    def _check_names(self) -> None:
-        tool_format = self._server.answer_format.formats.tools if self._tools else None
-        if self._tools and tool_format is not None:
-            check_names(self._tools, tool_format)
 
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request

@@ -8,7 +8,7 @@ from quire.entrypoints.chat.formats.constraint import either
 from quire.entrypoints.chat.formats.events import Tools
 from quire.entrypoints.chat.formats.format import ToolFormat
 from quire.entrypoints.chat.tool_grammar import Function, calls_in_text, calls_only
-from quire.entrypoints.chat.tool_schemas import tool_schemas
+from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
 from quire.entrypoints.openai.protocol.constraints import constraint_of
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, Tool
 from quire.entrypoints.openai.state import ServerState
@@ -21,8 +21,8 @@ def tools_in_use(server: ServerState, request: ChatCompletionRequest) -> Tools |
     """The tools that the model is shown, and whose calls are looked for in its answer; None if there are none.
 
     Raises:
-        ValidationError: the choice is unknown or names no tool, the tools are wrong, or the server does not know how
-            the model writes calls.
+        ValidationError: the choice is unknown or names no tool, the tools are wrong, the model's format of calls has no
+            way to write the name of one, or the server does not know the format.
     """
     choice = request.tool_choice
     if choice not in (None, "none", "auto"):
@@ -33,11 +33,13 @@ def tools_in_use(server: ServerState, request: ChatCompletionRequest) -> Tools |
         limit = f"the limit is {server.config.max_tools}"
         raise ValidationError(f"tools has {len(request.tools)} tools, {limit}", param="tools")
     tools = tool_schemas([tool.model_dump() for tool in request.tools])
-    if server.answer_format.formats.tools is None:
+    tool_format = server.answer_format.formats.tools
+    if tool_format is None:
         raise ValidationError(
             "this server does not know how the model writes tool calls; --tool-call-parser says it",
             param="tools",
         )
+    check_names(tools, tool_format)
     return tools
 
 
