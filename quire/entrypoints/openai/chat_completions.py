@@ -259,7 +259,7 @@ class ChatAnswer:
         formats = self._server.answer_format
         return ChatChoiceBuilder(
             formats.reader(self._begin, self._tools),
-            formats.counter(self._begin),
+            formats.counter(self._begin, self._tools),
             shows_reasoning=self._request.include_reasoning,
             max_calls=None if self._request.parallel_tool_calls else 1,
         )
