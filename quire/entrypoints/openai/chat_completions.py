@@ -68,8 +68,9 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_request(request, ChatCompletionRequest)
     answer_id = f"chatcmpl-{request_id_of(request.scope)}"
     translate(body)
-    answer = ChatAnswer(server_of(request), body, answer_id, tenant_of(request, body))
-    return await respond(request, body, answer)
+    with old_names(body):
+        answer = ChatAnswer(server_of(request), body, answer_id, tenant_of(request, body))
+        return await respond(request, body, answer)
 
 
 class ChatAnswer:
@@ -84,8 +85,7 @@ class ChatAnswer:
         self._tenant = tenant
         self._model = server.check_model(request.model)
         self._created = int(time.time())
-        with old_names(request):
-            self._tools = tools_in_use(server, request)
+        self._tools = tools_in_use(server, request)
         self._begin = PromptEnd()
         self._choices: dict[int, ChatChoiceBuilder] = {}
 
@@ -96,9 +96,8 @@ class ChatAnswer:
         params = beam_search_params(request, room, answers.shown_ids) or chat_params(
             request, engine.input_processor.default_sampling_params
         )
-        with old_names(request):
-            constraint = tool_constraint(self._server, request, self._tools)
-            chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
+        constraint = tool_constraint(self._server, request, self._tools)
+        chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
         self._begin = chat.end
         if isinstance(params, SamplingParams):
             params = answers.settled(params.settled(structured_outputs=constraint), chat.end)
@@ -252,7 +251,7 @@ class ChatAnswer:
         formats = self._server.answer_format
         return ChatChoiceBuilder(
             formats.reader(self._begin, self._tools),
-            formats.counter(self._begin),
+            formats.counter(self._begin, self._tools),
             shows_reasoning=self._request.include_reasoning,
             max_calls=None if self._request.parallel_tool_calls else 1,
         )

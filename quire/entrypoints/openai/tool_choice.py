@@ -69,18 +69,25 @@ def _tag(
 ) -> dict[str, Any]:
     at_most_one = isinstance(request.tool_choice, dict) or not request.parallel_tool_calls
     if must_call:
+        required = _required_tools(request)
         functions = [
-            _function(tool, strict=tool.function.strict is not False) for tool in _required_tools(request)
+            _function(index, tool, strict=tool.function.strict is not False)
+            for index, tool in enumerate(request.tools or [])
+            if tool in required
         ]
         return calls_only(calls, functions, at_most_one=at_most_one)
-    functions = [_function(tool, strict=tool.function.strict is True) for tool in request.tools or []]
+    functions = [
+        _function(index, tool, strict=tool.function.strict is True)
+        for index, tool in enumerate(request.tools or [])
+    ]
     if wanted is None:
         return calls_in_text(calls, functions, at_most_one=at_most_one)
     return either([as_format(wanted), calls_only(calls, functions, at_most_one=at_most_one)])
 
 
-def _function(tool: Tool, *, strict: bool) -> Function:
-    return Function(tool.function.name, tool.function.parameters or {}, strict)
+def _function(index: int, tool: Tool, *, strict: bool) -> Function:
+    field = f"tools.{index}.function.parameters"
+    return Function(tool.function.name, tool.function.parameters or {}, strict, field)
 
 
 def _required_tools(request: ChatCompletionRequest) -> list[Tool]:
