@@ -17,7 +17,7 @@ import triton.language as tl
 from quire.kernels import ops, philox, reference_sampling
 from quire.kernels.limits import ANY_LIMITS, NO_LIMITS, Limits
 from quire.kernels.triton import logits as logits_kernels
-from quire.kernels.triton import logprobs, noise, sampling
+from quire.kernels.triton import logprobs, noise, penalties, sampling
 from tests.kernels.op_cases import compare, randn, random_keys, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are meant
@@ -193,7 +193,7 @@ def test_masks() -> None:
 
 
 def test_penalties() -> None:
-    compare(ops.apply_penalties, logits_kernels.apply_penalties, torch.float32, "cpu")
+    compare(ops.penalise_rows, penalties.penalise_rows, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("vocab_size", [2100, 20_011])
