@@ -126,7 +126,7 @@ def test_nothing_is_read_before_the_result_is_asked_for() -> None:
     plain, ahead = Driver(toy_runner()), Driver(toy_runner(device=FakeGpu()))
     for driver in (plain, ahead):
         driver.submit("a", [5, 6, 7], PARAMS[0])
-        driver.submit("b", [8], PARAMS[1].clone(frequency_penalty=0.0, repetition_penalty=1.0))
+        driver.submit("b", [8], PARAMS[1])
     expected = [plain.step({"a": 3, "b": 1})] + [plain.step({"a": 1, "b": 1}) for _ in range(5)]
     steps = [ahead.launch({"a": 3, "b": 1})] + [ahead.launch({"a": 1, "b": 1}) for _ in range(5)]
     row = ahead.runner.batch.row("a")
@@ -166,6 +166,24 @@ def test_penalties_see_the_tokens_in_flight() -> None:
     expected = plain.generate("a", 8).output
     steps = [ahead.launch({"a": 3})] + [ahead.launch({"a": 1}) for _ in range(7)]
     assert [step.result().sampled_token_ids["a"] for step in steps] == [[token] for token in expected]
+
+
+def test_penalties_count_the_drafts_before_each_sample() -> None:
+    """Right ones and wrong ones."""
+    plain, ahead = Driver(toy_runner()), Driver(toy_runner(device=FakeGpu()))
+    sampling = PARAMS[1].clone(frequency_penalty=-1.5)
+    told = Driver(toy_runner())
+    told.submit("a", [1, 2, 3], sampling)
+    output = told.generate("a", 12).output
+    for driver in (plain, ahead):
+        driver.submit("a", [1, 2, 3], sampling)
+        driver.step({"a": 3})
+        while len(driver.sequences["a"].output) < 12:
+            count = len(driver.sequences["a"].output)
+            driver.drafts["a"] = [*output[count : count + 2], (output[min(count + 2, 11)] + 1) % 22]
+            driver.step({"a": 1})
+    assert plain.sequences == ahead.sequences
+    assert ahead.sequences["a"].output[:12] == output
 
 
 def test_failures_of_steps_in_flight() -> None:
