@@ -16,11 +16,42 @@ inline bool is_usable(const float* x, int64_t n) {
     return !any(bad) && any(possible);
 }
 
+// The logits of a word's tokens, at most 32; bit i is of x[i].
+inline void mask_word(float* x, uint32_t word, int64_t n) {
+    if (word == 0xffffffff) return;
+    constexpr Bits kFirst = {1, 2, 4, 8, 16, 32, 64, 128};
+    for_each_vector(n, [&](int64_t i, auto lanes) {
+        const Vec kept = (kFirst & (word >> i)) != 0 ? load_logits(x + i, lanes) : splat(-kInfinity);
+        store(reinterpret_cast<Float32*>(x + i), kept, lanes);
+    });
+}
+
 }  // namespace
 
 int64_t unusable_rows(void* out, const void* logits, int64_t rows, int64_t n) {
     const float* x = static_cast<const float*>(logits);
     share(rows, kElementWork * rows * n, [=](int64_t row) { static_cast<bool*>(out)[row] = !is_usable(x + row * n, n); });
+    return 0;
+}
+
+// Shared by words and not by rows, so that a single request with a large vocabulary has all threads, too.
+int64_t mask_logits(void* logits, const void* rows, const void* words, int64_t count, int64_t num_rows, int64_t n) {
+    const int64_t* row_of = static_cast<const int64_t*>(rows);
+    int64_t refused = 0;
+    for (int64_t i = 0; i < count; ++i) refused += row_of[i] < 0 || row_of[i] >= num_rows;
+    if (refused) return refused;
+    float* x = static_cast<float*>(logits);
+    const uint32_t* masks = static_cast<const uint32_t*>(words);
+    const int64_t width = (n + 31) / 32, whole = n / 32;
+    share_ranges(count * width, kElementWork * count * n, [=](int64_t begin, int64_t end) {
+        int64_t mask = begin / width, word = begin % width;
+        for (int64_t at = begin; at < end; ++at) {
+            float* first = x + row_of[mask] * n + 32 * word;
+            if (word < whole) mask_word(first, masks[at], 32);
+            else mask_word(first, masks[at], n % 32);
+            if (++word == width) ++mask, word = 0;
+        }
+    });
     return 0;
 }
 
