@@ -16,14 +16,18 @@ inline bool is_usable(const float* x, int64_t n) {
     return !any(bad) && any(possible);
 }
 
-// The logits of a word's tokens, at most 32; bit i is of x[i].
-inline void mask_word(float* x, uint32_t word, int64_t n) {
-    if (word == 0xffffffff) return;
+// What the words [begin, end) of a row's mask say of its n logits.
+inline void mask_words(float* x, const uint32_t* words, int64_t begin, int64_t end, int64_t n) {
     constexpr Bits kFirst = {1, 2, 4, 8, 16, 32, 64, 128};
-    for_each_vector(n, [&](int64_t i, auto lanes) {
-        const Vec kept = (kFirst & (word >> i)) != 0 ? load_logits(x + i, lanes) : splat(-kInfinity);
-        store(reinterpret_cast<Float32*>(x + i), kept, lanes);
-    });
+    for (int64_t word = begin; word < end; ++word) {
+        const uint32_t bits = words[word];
+        if (bits == 0xffffffff) continue;
+        float* first = x + 32 * word;
+        for_each_vector(n - 32 * word < 32 ? n - 32 * word : 32, [=](int64_t i, auto lanes) {
+            const Vec kept = (kFirst & (bits >> i)) != 0 ? load_logits(first + i, lanes) : splat(-kInfinity);
+            store(reinterpret_cast<Float32*>(first + i), kept, lanes);
+        });
+    }
 }
 
 }  // namespace
@@ -42,14 +46,13 @@ int64_t mask_logits(void* logits, const void* rows, const void* words, int64_t c
     if (refused) return refused;
     float* x = static_cast<float*>(logits);
     const uint32_t* masks = static_cast<const uint32_t*>(words);
-    const int64_t width = (n + 31) / 32, whole = n / 32;
+    const int64_t width = (n + 31) / 32;
     share_ranges(count * width, kElementWork * count * n, [=](int64_t begin, int64_t end) {
-        int64_t mask = begin / width, word = begin % width;
-        for (int64_t at = begin; at < end; ++at) {
-            float* first = x + row_of[mask] * n + 32 * word;
-            if (word < whole) mask_word(first, masks[at], 32);
-            else mask_word(first, masks[at], n % 32);
-            if (++word == width) ++mask, word = 0;
+        for (int64_t at = begin; at < end;) {
+            const int64_t mask = at / width, word = at % width, rest = end - at;
+            const int64_t last = rest < width - word ? word + rest : width;
+            mask_words(x + row_of[mask] * n, masks + mask * width, word, last, n);
+            at += last - word;
         }
     });
     return 0;
