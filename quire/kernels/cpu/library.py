@@ -54,6 +54,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
         "qqqqqqqqqqqddqq",
     ),
     "unusable_rows": ("out logits", "qq"),
+    "mask_logits": ("logits rows words", "qqq"),
     "apply_penalties": ("logits indices repetition subtracted", "qq"),
     "philox_uniform": ("out seeds positions", "q"),
     "sample_tokens": ("out logits settings numbers", "qq"),

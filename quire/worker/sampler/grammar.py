@@ -46,6 +46,7 @@ class GrammarMask(LogitsFeature[StagedMask]):
     """
 
     reads_tokens = True
+    stages_long = True
 
     def __init__(self, batch: InputBatch, vocab_size: int, grammars: GrammarStore) -> None:
         super().__init__(batch.max_num_seqs)
