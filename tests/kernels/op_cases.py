@@ -51,7 +51,7 @@ def layer_norm(dtype: torch.dtype) -> Iterator[Arguments]:
 @cases
 def activate(dtype: torch.dtype) -> Iterator[Arguments]:
     extremes = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 100.0, -100.0, 3e4, -3e4, torch.nan], dtype=dtype)
-    for function in ("relu", "silu", "gelu", "gelu_tanh"):
+    for function in ("relu", "silu", "gelu", "gelu_tanh", "sigmoid"):
         for shape in [(0, 64), (1, 1), (5, 77), (2, 3, 40), (3, 4099)]:
             yield (3 * randn(*shape, dtype=dtype),), {"function": function}
         yield (extremes,), {"function": function}
