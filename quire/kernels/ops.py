@@ -193,6 +193,11 @@ def _in_rows(_x: Any, weight: PackedWeight, *_args: Any, **_options: Any) -> boo
     return weight.layout == "rows"
 
 
+def _experts_in_panels(_x: Tensor, _chosen: Tensor, _weights: Tensor, of: ExpertWeights) -> bool:
+    """Whether experts are packed in the layout of CPUs."""
+    return of.layout == "panels"
+
+
 # Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head
 # size, R requests, V vocabulary rows, P positions. Tensors are contiguous in their last dimension.
 
@@ -433,7 +438,7 @@ def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
 # Experts: E MLPs of which a token is seen by `top_k`.
 
 
-@op()
+@op(_cpu("experts.route"))
 def route(logits: Tensor, bias: Tensor | None, /, routing: Routing) -> tuple[Tensor, Tensor]:
     """Which experts a token has: logits [T, E] any float dtype -> ids int32 [T, top_k] and weights float32 [T, top_k].
 
@@ -446,7 +451,7 @@ def route(logits: Tensor, bias: Tensor | None, /, routing: Routing) -> tuple[Ten
     return reference_experts.route(logits, bias, routing)
 
 
-@op()
+@op(_cpu("experts.experts", _experts_in_panels))
 def experts(x: Tensor, chosen: Tensor, weights: Tensor, /, of: ExpertWeights) -> Tensor:
     """The weighted sum of what a token's experts make of it: x [T, H] -> [T, H] of x's dtype.
 
