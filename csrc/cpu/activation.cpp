@@ -25,8 +25,10 @@ inline Vec gelu(Vec x) {
 
 inline Vec relu(Vec x) { return x < 0.0f ? Vec{} : x; }
 
+inline Vec sigmoid(Vec x) { return 1.0f / (exp(-x) + 1.0f); }
+
 // What `activate` computes, by the codes that callers pass.
-enum Function : int64_t { kRelu = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3 };
+enum Function : int64_t { kRelu = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3, kSigmoid = 4 };
 
 template <class Activation>
 inline int64_t activate_all(void* out, const void* x, int64_t size, int64_t dtype, Activation activation) {
@@ -69,6 +71,7 @@ int64_t activate(void* out, const void* x, int64_t size, int64_t function, int64
         case kSilu: return activate_all(out, x, size, dtype, [](Vec v) { return silu(v); });
         case kGelu: return activate_all(out, x, size, dtype, [](Vec v) { return gelu(v); });
         case kGeluTanh: return activate_all(out, x, size, dtype, [](Vec v) { return gelu_tanh(v); });
+        case kSigmoid: return activate_all(out, x, size, dtype, [](Vec v) { return sigmoid(v); });
         default: return -1;
     }
 }

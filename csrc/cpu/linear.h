@@ -30,7 +30,8 @@ constexpr int64_t kUnitsPerThread = 4;  // at least, where there are so many, fo
 
 enum Activation : int64_t { kNone = 0, kSiluAndMul = 1 };
 
-// out [M, N], or [M, N / 2] where halves are combined; x [M, K]; bias [N] or null; all float32.
+// out [M, N], or [M, N / 2] where halves are combined; x [M, K], or rows of it by their numbers; bias [N] or null; all
+// float32.
 struct Linear {
     Float32* out;
     const Float32* x;
@@ -39,6 +40,16 @@ struct Linear {
     int64_t rows;
     int64_t activation;
     Weight weight;
+    const int32_t* numbers = nullptr;
+
+    const Float32* row(int64_t index) const { return x + (numbers ? numbers[index] : index) * weight.inputs; }
+    int64_t out_size() const { return activation == kNone ? weight.outputs : weight.half(); }
+    // Some of the rows of a job that takes all of x.
+    Linear part(int64_t first, int64_t count) const {
+        Linear some = *this;
+        some.out += first * out_size(), some.x += first * weight.inputs, some.rows = count;
+        return some;
+    }
 };
 
 // What a block of packed activations takes: 4 bytes per value and, for integers, a scale per row.
@@ -108,12 +119,13 @@ inline void finish_row(const Linear& job, int64_t row, int64_t panel, int64_t pa
 // Tiles of a block: [begin, end).
 struct Tiles { int64_t begin, end; };
 
-// A block's sums, cut into units for threads: some panels for some of the tiles. One row has only its panels.
+// A block's sums, cut into units for threads: some panels for some of the tiles. One row has only its panels. The threads are
+// shared with so many blocks.
 struct Units {
     int64_t panels, unit, columns, tiles, parts;
 
-    Units(const Weight& weight, const Tiling& tiling) : panels(weight.panels()), tiles(tiling.tiles) {
-        const int64_t threads = team_threads(), wanted = kUnitsPerThread * threads;
+    Units(const Weight& weight, const Tiling& tiling, int64_t blocks) : panels(weight.panels()), tiles(tiling.tiles) {
+        const int64_t threads = team_threads() > blocks ? team_threads() / blocks : 1, wanted = kUnitsPerThread * threads;
         unit = tiling.rows == 1 ? kUnitPanels : 2;
         while (unit > weight.halves && (count(unit) < wanted || !falls_evenly(count(unit), threads))) unit /= 2;
         columns = count(unit);
@@ -134,17 +146,54 @@ struct Units {
     }
 };
 
-// Runs a kernel over all rows and panels. The kernel packs a tile of rows, and then makes the sums of a unit.
-template <class Kernel>
-inline void run(const Linear& job, const Kernel& kernel) {
+// A job of at most kBlockRows rows among those that run together, and how many tiles and units the ones before it have.
+struct Block {
+    Linear job;
+    Tiling tiling{0, 1};
+    int64_t first_tile = 0, first_unit = 0;
+};
+
+// The block whose tile, or unit, of all blocks' it is.
+inline const Block& block_of(const Block* blocks, int64_t count, int64_t Block::* first, int64_t index) {
+    while (count > 1) {
+        const int64_t half = count / 2;
+        if (blocks[half].*first <= index) blocks += half, count -= half;
+        else count = half;
+    }
+    return *blocks;
+}
+
+// Runs the kernels of blocks with matrices of one shape, which share the threads; no block is empty. `kernel_of` makes the
+// kernel of a job: it packs a tile of rows, and then makes the sums of a unit.
+template <class KernelOf>
+__attribute__((noinline)) void run_together(Block* blocks, int64_t count, const KernelOf& kernel_of) {
+    using Kernel = decltype(kernel_of(blocks->job));
+    const Weight& weight = blocks->job.weight;
+    int64_t tiles = 0, units = 0, rows = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        Block& block = blocks[i];
+        block.tiling = Tiling(block.job.rows, Kernel::kMostRows);
+        block.first_tile = tiles, block.first_unit = units;
+        tiles += block.tiling.tiles, units += Units(weight, block.tiling, count).count(), rows += block.job.rows;
+    }
+    share(tiles, kPackWork * rows * weight.inputs, [&](int64_t index) {
+        const Block& block = block_of(blocks, count, &Block::first_tile, index);
+        kernel_of(block.job).pack(block.tiling, index - block.first_tile);
+    });
+    share(units, rows * weight.outputs * weight.inputs, [&](int64_t index) {
+        const Block& block = block_of(blocks, count, &Block::first_unit, index);
+        const Units own(weight, block.tiling, count);
+        index -= block.first_unit;
+        kernel_of(block.job).multiply(block.tiling, own.part(index), own.panel(index), own.width(index));
+    });
+}
+
+// Runs a kernel over all rows and panels, block after block of rows.
+template <class KernelOf>
+inline void run(const Linear& job, const KernelOf& kernel_of) {
     for (int64_t first = 0; first < job.rows; first += kBlockRows) {
-        const Tiling tiling(job.rows - first < kBlockRows ? job.rows - first : kBlockRows, Kernel::kMostRows);
-        const Units units(job.weight, tiling);
-        share(tiling.tiles, kPackWork * tiling.rows * job.weight.inputs,
-              [&](int64_t tile) { kernel.pack(first, tiling, tile); });
-        share(units.count(), tiling.rows * job.weight.outputs * job.weight.inputs, [&](int64_t index) {
-            kernel.multiply(first, tiling, units.part(index), units.panel(index), units.width(index));
-        });
+        Block block = {job.part(first, job.rows - first < kBlockRows ? job.rows - first : kBlockRows)};
+        run_together(&block, 1, kernel_of);
     }
 }
 

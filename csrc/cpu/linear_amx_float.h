@@ -21,7 +21,7 @@ struct TiledFloatKernel {
     // Rows of a block of k side by side; the last block is as wide as what is left of k.
     Pair* packed(int64_t row) const { return static_cast<Pair*>(job.scratch) + row * depth() / 2; }
 
-    void pack(int64_t first, const Tiling& tiling, int64_t tile) const {
+    void pack(const Tiling& tiling, int64_t tile) const {
         const int64_t rows = tiling.size(tile), inputs = job.weight.inputs;
         Pair* out = packed(tiling.start(tile));
         for (int64_t start = 0; start < depth(); start += kDepth) {
@@ -29,14 +29,14 @@ struct TiledFloatKernel {
             const int64_t pairs = (wanted < kDepth ? wanted : kDepth) / 2;
             for (int64_t r = 0; r < rows; ++r, out += pairs) {
                 Pair values[kDepth / 2] = {};
-                const Float32* x = job.x + (first + tiling.start(tile) + r) * inputs + start;
+                const Float32* x = job.row(tiling.start(tile) + r) + start;
                 Paired::take(values, x, left < kDepth ? left : kDepth);
                 __builtin_memcpy(out, values, static_cast<size_t>(pairs) * sizeof(Pair));
             }
         }
     }
 
-    void multiply(int64_t first, const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
+    void multiply(const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
         const int64_t stride = count * kPanel, start = tiling.start(tiles.begin), rows = tiling.start(tiles.end) - start;
         written();
@@ -51,7 +51,7 @@ struct TiledFloatKernel {
         }
         _tile_release();
         for (int64_t row = 0; row < rows; ++row) {
-            finish_row(job, first + start + row, panel, count, sums + row * stride);
+            finish_row(job, start + row, panel, count, sums + row * stride);
         }
     }
 

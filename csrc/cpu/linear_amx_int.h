@@ -53,14 +53,14 @@ struct TiledIntKernel : IntKernel<Panels, true> {
         return bytes;
     }
 
-    void multiply(int64_t first, const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
+    void multiply(const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
         const int64_t start = tiling.start(tiles.begin), rows = tiling.start(tiles.end) - start;
         for (int64_t i = 0; i < rows * count; ++i) store16(sums + i * kPanel, splat16(0.0f));
         use(shapes(tiling));
         for (int64_t p = 0; p < count; ++p) multiply_panel(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p);
         _tile_release();
-        this->finish(first + start, rows, panel, count, sums);
+        this->finish(start, rows, panel, count, sums);
     }
 
     void multiply_panel(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel) const {

@@ -105,17 +105,17 @@ struct FloatKernel {
 
     const X* activations(int64_t row) const {
         if constexpr (Rows::kAsTheyAre) {
-            if (in_place()) return job.x;
+            if (in_place()) return job.row(0);
         }
         return packed(row);
     }
 
-    void pack(int64_t first, const Tiling& tiling, int64_t tile) const {
+    void pack(const Tiling& tiling, int64_t tile) const {
         if (in_place()) return;
         const int64_t rows = tiling.size(tile), inputs = job.weight.inputs;
         X* out = const_cast<X*>(packed(tiling.start(tile)));
         for (int64_t r = 0; r < rows; ++r) {
-            const Float32* x = job.x + (first + tiling.start(tile) + r) * inputs;
+            const Float32* x = job.row(tiling.start(tile) + r);
             for (int64_t start = 0; start < panels.depth(); start += kWideBlock) {
                 X values[kWideBlock] = {};
                 const int64_t left = inputs - start, wanted = panels.depth() - start;
@@ -127,14 +127,14 @@ struct FloatKernel {
         }
     }
 
-    void multiply(int64_t first, const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
+    void multiply(const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
         const int64_t stride = count * kPanel, start = tiling.start(tiles.begin), rows = tiling.start(tiles.end) - start;
         if (Panels::kDirect && tiling.tiles == 1) multiply_tile_of_rows(sums, tiling, panel, count);
         else for (int64_t p = 0; p < count; ++p) multiply_panel(sums + p * kPanel, stride, tiling, tiles, panel + p);
         for (int64_t row = 0; row < rows; ++row) {
             for (int64_t p = 0; p < count; ++p) panels.scale(sums + row * stride + p * kPanel, panel + p);
-            finish_row(job, first + start + row, panel, count, sums + row * stride);
+            finish_row(job, start + row, panel, count, sums + row * stride);
         }
     }
 
@@ -181,9 +181,10 @@ struct FloatKernel {
     }
 };
 
-template <class Rows = Exact, class Panels>
-inline void run_float(const Linear& job, Panels panels) {
-    run(job, FloatKernel<Panels, Rows>{job, panels});
-}
+// Makes the kernel of a job.
+template <class Panels, class Rows = Exact>
+struct MakeFloat {
+    FloatKernel<Panels, Rows> operator()(const Linear& job) const { return {job, {job.weight}}; }
+};
 
 }}}  // namespace quire::QUIRE_ISA

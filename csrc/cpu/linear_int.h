@@ -220,10 +220,10 @@ struct IntKernel {
         return {words(start) + skip * kChunkWords, scales(tiling, start) + skip, sums_of(tiling, start) + skip * kParts};
     }
 
-    void pack(int64_t first, const Tiling& tiling, int64_t tile) const {
+    void pack(const Tiling& tiling, int64_t tile) const {
         const int64_t rows = tiling.size(tile), start = tiling.start(tile), inputs = job.weight.inputs;
         for (int64_t r = 0; r < rows; ++r) {
-            const Float32* x = job.x + (first + start + r) * inputs;
+            const Float32* x = job.row(start + r);
             for (int64_t chunk = 0; chunk < chunks(); ++chunk) {
                 const int64_t at = chunk * kChunk, left = inputs - at, size = left < kChunk ? left : kChunk;
                 pack_chunk(tiling, start, chunk * rows + r, rows, x + at, size);
@@ -270,13 +270,13 @@ struct IntKernel {
         return extreme / kActivationMax;
     }
 
-    void multiply(int64_t first, const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
+    void multiply(const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
         const int64_t start = tiling.start(tiles.begin), rows = tiling.start(tiles.end) - start;
         for (int64_t i = 0; i < rows * count; ++i) store16(sums + i * kPanel, splat16(0.0f));
         if (tiling.tiles == 1) multiply_tile_of_rows(sums, tiling, panel, count);
         else for (int64_t p = 0; p < count; ++p) multiply_panel(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p);
-        finish(first + start, rows, panel, count, sums);
+        finish(start, rows, panel, count, sums);
     }
 
     void finish(int64_t first, int64_t rows, int64_t panel, int64_t count, Float32* sums) const {
@@ -332,10 +332,10 @@ struct IntKernel {
     }
 };
 
+// Makes the kernel of a job.
 template <class Panels>
-inline void run_int(const Linear& job, Panels panels, bool fast) {
-    if (fast) run(job, IntKernel<Panels>{job, panels});
-    else run_float(job, panels);
-}
+struct MakeInt {
+    IntKernel<Panels> operator()(const Linear& job) const { return {job, {job.weight}}; }
+};
 
 }}}  // namespace quire::QUIRE_ISA

@@ -24,6 +24,13 @@ int64_t pack_weight(void* data, void* scales, void* zeros, const void* rows, int
 int64_t packed_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, const void* bias,
                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
                       int64_t group, int64_t activation, int64_t fast, int64_t format);
+int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table, void* scratch,
+                int64_t scratch_bytes, int64_t tokens, int64_t top_k, int64_t count, int64_t hidden, int64_t inner,
+                int64_t up_group, int64_t up_fast, int64_t up_format, int64_t down_group, int64_t down_fast,
+                int64_t down_format);
+int64_t route(void* chosen, void* weights, const void* logits, const void* bias, int64_t rows, int64_t count,
+              int64_t top_k, int64_t sigmoids, int64_t groups, int64_t top_groups, int64_t group_members,
+              int64_t normalized, float scale, int64_t dtype);
 int64_t packed_embedding(void* out, const int64_t* ids, const void* data, const void* scales, const void* zeros,
                          int64_t count, int64_t outputs, int64_t inputs, int64_t halves, int64_t group, int64_t format);
 int64_t layer_norm(void* out, const void* x, const void* weight, const void* bias, int64_t outer, int64_t inner,
@@ -105,6 +112,7 @@ private:
 extern const Kernel kernels[];
 const Kernel kernels[] = {
     QUIRE_ROW(packed_linear),
+    QUIRE_ROW(experts),
 #ifndef QUIRE_BASE
     QUIRE_ROW(rms_norm),
     QUIRE_ROW(fused_add_rms_norm),
@@ -113,6 +121,7 @@ const Kernel kernels[] = {
     QUIRE_ROW(rotary_embedding),
     QUIRE_ROW(pack_weight),
     QUIRE_ROW(packed_embedding),
+    QUIRE_ROW(route),
     QUIRE_ROW(layer_norm),
     QUIRE_ROW(gelu_and_mul),
     QUIRE_ROW(embedding),

@@ -54,6 +54,43 @@ class CheckpointNames:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """How experts are chosen for a token, and what their outputs are weighted with; the formulas are in `ops.route`."""
+
+    top_k: int
+    """Experts of a token."""
+    scores: str = "softmax"
+    """"softmax" or "sigmoid"."""
+    groups: int = 1
+    """Equal parts of the experts, in order, of which only the best are chosen from."""
+    top_groups: int = 1
+    """How many of them are."""
+    group_members: int = 1
+    """How many of its best experts a group is judged by."""
+    normalized: bool = False
+    """Whether a token's weights are divided by their sum."""
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertsArch:
+    """The experts of a sparse model: MLPs of which each token is seen by a few."""
+
+    count: int
+    intermediate_size: int
+    """Of each."""
+    routing: Routing
+    layers: tuple[int, ...]
+    """The layers that have experts, by number; the others have the model's MLP."""
+    correction_bias: str | None = None
+    """What is added to scores for the choice alone: its tensor, as seen from the layer's MLP."""
+    shared_size: int = 0
+    """Intermediate size of the expert that sees every token; 0: there is none."""
+    shared_gate: bool = False
+    """Whether that one's output is weighted by a gate of its own."""
+
+
+@dataclass(frozen=True)
 class ModelArch:
     """Shape and options of a decoder-only model; defaults are Llama's."""
 
@@ -124,12 +161,17 @@ class ModelArch:
     """What ALiBi's slopes are multiplied with; None where there is no ALiBi."""
 
     mlp: str = "gated"
-    """A key of `quire.layers.mlp.MLPS`."""
+    """A key of `quire.models.blocks.MLPS`."""
     hidden_act: str = "silu"
     mlp_bias: bool = False
     transposed_weights: bool = False
     """Whether the checkpoint has matrices as [inputs, outputs], as GPT-2's Conv1D does."""
+    experts: ExpertsArch | None = None
 
     do_layer_norm_before: bool = True
     final_norm: bool = True
     word_embed_proj_dim: int | None = None
+
+    def mlp_of(self, layer: int) -> str:
+        """The kind of a layer's MLP."""
+        return "sparse" if self.experts is not None and layer in self.experts.layers else self.mlp

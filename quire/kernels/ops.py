@@ -19,9 +19,11 @@ from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from quire.config.arch import Routing
 from quire.errors import ConfigError
-from quire.kernels import cpu, reference, reference_sampling, triton
+from quire.kernels import cpu, reference, reference_experts, reference_sampling, triton
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.experts import ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
 from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
 
@@ -191,6 +193,11 @@ def _in_rows(_x: Any, weight: PackedWeight, *_args: Any, **_options: Any) -> boo
     return weight.layout == "rows"
 
 
+def _experts_in_panels(_x: Tensor, _chosen: Tensor, _weights: Tensor, of: ExpertWeights) -> bool:
+    """Whether experts are packed in the layout of CPUs."""
+    return of.layout == "panels"
+
+
 # Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head
 # size, R requests, V vocabulary rows, P positions. Tensors are contiguous in their last dimension.
 
@@ -223,7 +230,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, /, eps: float) ->
 
 @op(_cpu("activation.activate"), _triton("activation.activate"))
 def activate(x: Tensor, /, function: reference.Function) -> Tensor:
-    """relu, silu, gelu or gelu_tanh of each element: x [..., I], returned in x's dtype and shape."""
+    """relu, silu, gelu, gelu_tanh or sigmoid of each element: x [..., I], returned in x's dtype and shape."""
     return reference.activate(x, function)
 
 
@@ -426,6 +433,33 @@ def packed_linear(
 def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
     """Rows of a packed table: ids [T] int64 in [0, N) -> float32 [T, K]. An id outside is an IndexError."""
     return reference.packed_embedding(ids, weight)
+
+
+# Experts: E MLPs of which a token is seen by `top_k`.
+
+
+@op(_cpu("experts.route"))
+def route(logits: Tensor, bias: Tensor | None, /, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Which experts a token has: logits [T, E] any float dtype -> ids int32 [T, top_k] and weights float32 [T, top_k].
+
+    Scores are the softmax or the sigmoids of a row. Ranks are scores plus `bias` (float32 [E]; D. Wang et al., 2024,
+    arXiv:2408.15664). With groups, those alone count that are among the `top_groups` first by the sum of their
+    `group_members` highest ranks (DeepSeek-V2, arXiv:2405.04434). Chosen are the `top_k` highest ranks, in their
+    order, of equal ones the lower id first; weights are their scores, divided by their sum (plus 1e-20) if
+    `normalized`, times `scale`. A row's result depends on that row alone.
+    """
+    return reference_experts.route(logits, bias, routing)
+
+
+@op(_cpu("experts.experts", _experts_in_panels))
+def experts(x: Tensor, chosen: Tensor, weights: Tensor, /, of: ExpertWeights) -> Tensor:
+    """The weighted sum of what a token's experts make of it: x [T, H] -> [T, H] of x's dtype.
+
+    chosen [T, k] int32, different in a row, and weights [T, k] float32 as `route` makes them; an id that is none is an
+    IndexError. An expert is `down(silu(gate(x)) * up(x))`, each product as in `packed_linear`; only those that are
+    chosen are read. A token's experts are added up in float32 in the order of their ids, whoever else is in the step.
+    """
+    return reference_experts.experts(x, chosen, weights, of)
 
 
 # The sampling tail. Logits are float32, contiguous [N, V]; the order of tokens is that of `token_order`: the higher

@@ -58,14 +58,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
 
 
-Function = Literal["relu", "silu", "gelu", "gelu_tanh"]
-"""An activation; the last is the approximation of the one before through tanh."""
+Function = Literal["relu", "silu", "gelu", "gelu_tanh", "sigmoid"]
+"""An activation; "gelu_tanh" is the approximation of the one before through tanh."""
 
 _FUNCTIONS: dict[Function, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
 }
 
 

@@ -14,21 +14,22 @@ from quire.layers.xielu import XIELU
 
 
 class GatedMLP(Module):
-    """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202)."""
+    """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202); I is the model's if it is not given."""
 
-    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+    def __init__(self, *, config: EngineConfig, prefix: str, intermediate_size: int | None = None) -> None:
         super().__init__()
         arch = config.arch
+        size = intermediate_size or arch.intermediate_size
         self.gate_up_proj = GateUpLinear(
             hidden_size=arch.hidden_size,
-            intermediate_size=arch.intermediate_size,
+            intermediate_size=size,
             bias=arch.mlp_bias,
             dtype=model_dtype(config),
             activation=arch.hidden_act,
             name=f"{prefix}.gate_up_proj",
             transposed=arch.transposed_weights,
         )
-        self.down_proj = _down_proj(config, prefix)
+        self.down_proj = _down_proj(config, prefix, size)
         self.down_proj.reads(self.gate_up_proj)
 
     def reads(self, source: RowSource) -> None:
@@ -55,7 +56,7 @@ class PlainMLP(Module):
             cut="output",
             transposed=arch.transposed_weights,
         )
-        self.down_proj = _down_proj(config, prefix)
+        self.down_proj = _down_proj(config, prefix, arch.intermediate_size)
         self.act_fn: Activation = (
             XIELU(dtype=activation_dtype(config), name=f"{prefix}.act_fn")
             if arch.hidden_act == "xielu"
@@ -71,13 +72,10 @@ class PlainMLP(Module):
         return self.down_proj(self.act_fn(self.up_proj(x, step)), step)
 
 
-MLPS: dict[str, type[GatedMLP] | type[PlainMLP]] = {"gated": GatedMLP, "plain": PlainMLP}
-
-
-def _down_proj(config: EngineConfig, prefix: str) -> Linear:
+def _down_proj(config: EngineConfig, prefix: str, intermediate_size: int) -> Linear:
     arch = config.arch
     return Linear(
-        in_features=arch.intermediate_size,
+        in_features=intermediate_size,
         out_features=arch.hidden_size,
         bias=arch.mlp_bias,
         dtype=model_dtype(config),

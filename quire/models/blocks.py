@@ -9,11 +9,16 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.layers.base import Module, RowSource
-from quire.layers.mlp import MLPS, GatedMLP, PlainMLP
+from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.self_attention import SelfAttention
+from quire.layers.sparse_mlp import SparseMLP
 from quire.layers.step import StepContext
+
+MLP = GatedMLP | PlainMLP | SparseMLP
+
+MLPS: dict[str, type[MLP]] = {"gated": GatedMLP, "plain": PlainMLP, "sparse": SparseMLP}
 
 
 class Block(Module):
@@ -32,7 +37,7 @@ class Block(Module):
         self.self_attn = SelfAttention(
             config=config, prefix=f"{prefix}.self_attn", layer=layer, rotary=rotary
         )
-        self.mlp = MLPS[config.arch.mlp](config=config, prefix=f"{prefix}.mlp")
+        self.mlp = MLPS[config.arch.mlp_of(layer)](config=config, prefix=f"{prefix}.mlp")
         for name in self.norms:
             setattr(self, name, block_norm(config, f"{prefix}.{name}"))
         self.multiplier = config.arch.residual_multiplier
@@ -142,7 +147,7 @@ BLOCKS: dict[str, type[Block]] = {
 }
 
 
-def _connect(reader: SelfAttention | GatedMLP | PlainMLP, norm: Module) -> None:
+def _connect(reader: SelfAttention | MLP, norm: Module) -> None:
     """Have a norm round its rows for the only layer that reads them, if it can."""
     if isinstance(norm, RowSource):
         reader.reads(norm)

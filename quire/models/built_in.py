@@ -106,6 +106,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("MinistralForCausalLM", "llama:read_ministral", "Ministral 8B"),
         BuiltIn("MistralForCausalLM", "llama:read_mistral", "Mistral 7B, Nemo, Small"),
+        BuiltIn("MixtralForCausalLM", "sparse:read_mixtral", "Mixtral 8x7B and 8x22B"),
         BuiltIn(
             "MPTForCausalLM", "alibi:read_mpt", "MPT 7B and 30B as published", oracle="Mpt of transformers"
         ),
@@ -113,6 +114,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("NemotronForCausalLM", "neox:read_nemotron", "Nemotron 4, Minitron"),
         BuiltIn("Olmo2ForCausalLM", "olmo:read_olmo2", "OLMo 2"),
         BuiltIn("Olmo3ForCausalLM", "olmo:read_olmo3", "OLMo 3"),
+        BuiltIn("OlmoeForCausalLM", "sparse:read_olmoe", "OLMoE 1B-7B"),
         BuiltIn("OlmoForCausalLM", "olmo:read_olmo", "OLMo"),
         BuiltIn("OPTForCausalLM", "opt:read_opt", "OPT", model="opt:OPTForCausalLM"),
         BuiltIn("OrionForCausalLM", "llama:read_orion", "Orion 14B", oracle="StableLm of transformers"),
@@ -120,7 +122,9 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("Phi3ForCausalLM", "phi:read_phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
         BuiltIn("PhiForCausalLM", "phi:read_phi", "Phi-1, Phi-1.5, Phi-2"),
         BuiltIn("Qwen2ForCausalLM", "qwen:read_qwen2", "Qwen 1.5, 2 and 2.5, QwQ"),
+        BuiltIn("Qwen2MoeForCausalLM", "sparse:read_qwen2_moe", "Qwen 1.5 MoE A2.7B, Qwen 2 57B-A14B"),
         BuiltIn("Qwen3ForCausalLM", "qwen:read_qwen3", "Qwen 3"),
+        BuiltIn("Qwen3MoeForCausalLM", "sparse:read_qwen3_moe", "Qwen 3 30B-A3B and 235B-A22B, Qwen 3 Coder"),
         BuiltIn("QWenLMHeadModel", "qwen:read_qwen", "Qwen (2023)", oracle="Qwen2 of transformers"),
         BuiltIn("SeedOssForCausalLM", "llama:read_seed_oss", "Seed-OSS 36B"),
         BuiltIn("SmolLM3ForCausalLM", "llama:read_smollm3", "SmolLM 3"),

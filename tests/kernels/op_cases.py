@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.config.arch import Routing
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import FLOAT, PackedWeight, QuantizedRows, WeightScheme
 
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3), torch.float16: (2e-3, 1e-3)}
@@ -51,7 +53,7 @@ def layer_norm(dtype: torch.dtype) -> Iterator[Arguments]:
 @cases
 def activate(dtype: torch.dtype) -> Iterator[Arguments]:
     extremes = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 100.0, -100.0, 3e4, -3e4, torch.nan], dtype=dtype)
-    for function in ("relu", "silu", "gelu", "gelu_tanh"):
+    for function in ("relu", "silu", "gelu", "gelu_tanh", "sigmoid"):
         for shape in [(0, 64), (1, 1), (5, 77), (2, 3, 40), (3, 4099)]:
             yield (3 * randn(*shape, dtype=dtype),), {"function": function}
         yield (extremes,), {"function": function}
@@ -235,6 +237,47 @@ def packed_embedding(dtype: torch.dtype) -> Iterator[Arguments]:
             yield (torch.randint(0, 31, (tokens,)), weight), {}
 
 
+ROUTINGS = [
+    (Routing(1), 5),
+    (Routing(2, normalized=True), 8),
+    (Routing(8, normalized=True), 64),
+    (Routing(4, scores="sigmoid"), 13),
+    (Routing(3, groups=4, top_groups=2), 16),
+    (Routing(3, "sigmoid", groups=4, top_groups=2, group_members=2, normalized=True, scale=2.5), 24),
+]
+"""Each with a number of experts."""
+
+
+@cases
+def route(dtype: torch.dtype) -> Iterator[Arguments]:
+    for routing, count in ROUTINGS:
+        for rows in (0, 1, 7, 40):
+            logits = randn(rows, count, dtype=dtype)
+            yield (logits, None, routing), {}
+            yield (logits, torch.rand(count), routing), {}
+
+
+@cases
+def experts(dtype: torch.dtype) -> Iterator[Arguments]:
+    for scheme in SCHEMES:
+        for count, top_k, hidden, inner in [(1, 1, 16, 8), (5, 2, 45, 33), (8, 3, 130, 70)]:
+            of = random_experts(count, hidden, inner, scheme, dtype)
+            for tokens in (0, 1, 2, 70):
+                chosen = torch.rand(tokens, count).argsort(1)[:, :top_k].int()
+                yield (randn(tokens, hidden, dtype=dtype), chosen, torch.rand(tokens, top_k), of), {}
+
+
+def random_experts(
+    count: int, hidden: int, inner: int, scheme: WeightScheme, dtype: torch.dtype, *, biased: bool = False
+) -> ExpertWeights:
+    def matrices(outputs: int, inputs: int, halves: int) -> tuple[PackedWeight, ...]:
+        rows = (randn(outputs, inputs) * inputs**-0.5 for _ in range(count))
+        return tuple(reference.pack_weight(each.to(dtype), scheme, halves) for each in rows)
+
+    biases = [tuple(randn(size) for _ in range(count)) if biased else () for size in (2 * inner, hidden)]
+    return ExpertWeights(matrices(2 * inner, hidden, 2), matrices(hidden, inner, 1), *biases)
+
+
 @cases
 def unusable_rows(dtype: torch.dtype) -> Iterator[Arguments]:
     for shape in [(0, 5), (1, 1), (3, 8), (4, 77), (2, 40_000)]:
@@ -370,6 +413,9 @@ def move(value: Any, device: str) -> Any:
         return replace(value, **{name: move(getattr(value, name), device) for name in names})
     if isinstance(value, PackedWeight):
         names = ("data", "scales", "zeros")
+        return replace(value, **{name: move(getattr(value, name), device) for name in names})
+    if isinstance(value, ExpertWeights):
+        names = ("gate_up", "down", "gate_up_bias", "down_bias")
         return replace(value, **{name: move(getattr(value, name), device) for name in names})
     if isinstance(value, dict):
         return {key: move(item, device) for key, item in value.items()}

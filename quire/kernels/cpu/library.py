@@ -40,6 +40,8 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "rotary_embedding": ("q k positions cos_sin_cache", "qqqqqqqqqqq"),
     "pack_weight": ("data scales zeros weight", "qqqqqq"),
     "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqq"),
+    "experts": ("out x chosen weights table scratch", "qqqqqqqqqqqq"),
+    "route": ("chosen weights logits bias", "qqqqqqqqdq"),
     "packed_embedding": ("out ids data scales zeros", "qqqqqq"),
     "layer_norm": ("out x weight bias", "qqqqqdqq"),
     "gelu_and_mul": ("out x", "qqqq"),

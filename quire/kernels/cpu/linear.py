@@ -16,7 +16,7 @@ from quire.kernels.formats import format_of
 from quire.kernels.linear import Native, PackedWeight, WeightScheme, num_panels
 
 _ACTIVATIONS = {None: 0, "silu_and_mul": 1}
-_BLOCK_ROWS = 192
+BLOCK_ROWS = 192
 """Rows that a kernel packs at a time, as in csrc/cpu/linear.h; it checks the scratch memory that follows from it."""
 
 
@@ -32,7 +32,7 @@ def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> Packed
     if weight.dim() != 2 or not weight.numel() or halves not in (1, 2) or weight.shape[0] % halves:
         raise ValueError(f"pack_weight: weight must be [N, K] in {halves} halves; it is {say(weight)}")
     packed = _empty(weight, scheme, halves)
-    matrix, sizes, (_, layout), _ = _checked("pack_weight", packed)
+    matrix, sizes, (_, layout), _ = checked("pack_weight", packed)
     call("pack_weight", (*matrix, weight.contiguous()), *sizes, code, layout)
     return packed
 
@@ -44,7 +44,7 @@ def packed_linear(
     activation: Literal["silu_and_mul"] | None = None,
 ) -> Tensor:
     dtype_code("packed_linear", "x", x)
-    matrix, sizes, kernel_format, padded = weight.native or _checked("packed_linear", weight)
+    matrix, sizes, kernel_format, padded = weight.native or checked("packed_linear", weight)
     outputs, inputs, halves, _ = sizes
     *lead, columns = x.shape
     if columns != inputs:
@@ -58,14 +58,14 @@ def packed_linear(
     wide = x.float().contiguous()
     rows = wide.numel() // inputs
     out = empty(wide, *lead, outputs)
-    scratch = _SCRATCH.of(_BLOCK_ROWS + min(rows, _BLOCK_ROWS) * (padded + 1))
+    scratch = SCRATCH.of(BLOCK_ROWS + min(rows, BLOCK_ROWS) * (padded + 1))
     tensors = (out, wide, *matrix, NOTHING if bias is None else bias, scratch)
     call("packed_linear", tensors, scratch.nbytes, rows, *sizes, _ACTIVATIONS[activation], *kernel_format)
     return out if x.dtype is torch.float32 else out.to(x.dtype)
 
 
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
-    matrix, sizes, (_, layout), _ = weight.native or _checked("packed_embedding", weight)
+    matrix, sizes, (_, layout), _ = weight.native or checked("packed_embedding", weight)
     check_index("packed_embedding", "ids", ids, ids.shape[0] if ids.dim() else 0)
     count = ids.shape[0]
     out = empty(ids, count, weight.inputs, dtype=torch.float32)
@@ -90,10 +90,11 @@ class _Scratch(threading.local):
         return self._kept
 
 
-_SCRATCH = _Scratch()
+SCRATCH = _Scratch()
+"""Of all products, of which a thread makes one at a time."""
 
 
-def _checked(op: str, weight: PackedWeight) -> Native:
+def checked(op: str, weight: PackedWeight) -> Native:
     """What kernels are told of a weight: a packed weight never changes, so it is checked once."""
     kept, scheme, dtype = format_of(weight.scheme), weight.scheme, weight.data.dtype
     kept.check(op, weight)

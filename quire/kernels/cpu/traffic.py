@@ -28,8 +28,21 @@ def label(name: str, arguments: bytes) -> str:
 
 def _of_linear(values: Sequence[int]) -> int:
     outputs, inputs, _, group, _, _, weight_format = values[-7:]
+    return _of_matrix(outputs, inputs, group, weight_format)
+
+
+def _of_matrix(outputs: int, inputs: int, group: int, weight_format: int) -> int:
     scales = {3: 4 * outputs, 4: 2 * outputs * inputs // group}.get(weight_format, 0)
     return outputs * inputs * _BITS[weight_format] // 8 + scales
+
+
+def _of_experts(values: Sequence[int]) -> int:
+    """Of those that the step chose."""
+    chosen, tokens, top_k, hidden, inner = (values[i] for i in (2, 7, 8, 10, 11))
+    (up_group, _, up_format), (down_group, _, down_format) = values[12:15], values[15:18]
+    used = len({*(ctypes.c_int32 * (tokens * top_k)).from_address(chosen)})
+    up = _of_matrix(2 * inner, hidden, up_group, up_format)
+    return used * (up + _of_matrix(hidden, inner, down_group, down_format))
 
 
 def _of_attention(values: Sequence[int]) -> int:
@@ -41,5 +54,6 @@ def _of_attention(values: Sequence[int]) -> int:
 
 _READERS: Mapping[str, Callable[[Sequence[int]], int]] = {
     "packed_linear": _of_linear,
+    "experts": _of_experts,
     "paged_attention": _of_attention,
 }

@@ -26,6 +26,8 @@ def _activated(x, KIND: tl.constexpr):
         x = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
     elif KIND == "silu":
         x = x / (1.0 + tl.exp(-x))
+    elif KIND == "sigmoid":
+        x = 1.0 / (1.0 + tl.exp(-x))
     elif KIND == "gelu":
         x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
     else:

@@ -1,0 +1,57 @@
+"""The torch oracles of routing and of experts.
+
+Invariant: as in `reference`; a token's experts are added up in the order of their numbers.
+"""
+
+import torch
+from torch import Tensor
+
+from quire.config.arch import Routing
+from quire.kernels.experts import ExpertWeights
+from quire.kernels.reference import packed_linear
+
+_LEAST_SUM = 1e-20
+"""Added to the sum that weights are divided by: scores of sigmoids may all be 0."""
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    wide = logits.float()
+    scores = wide.softmax(-1) if routing.scores == "softmax" else wide.sigmoid()
+    ranks = scores if bias is None else scores + bias
+    if routing.groups > routing.top_groups:
+        ranks = _of_best_groups(ranks, routing)
+    chosen = _first(ranks, routing.top_k)
+    weights = scores.gather(1, chosen)
+    if routing.normalized:
+        weights = weights / (weights.sum(1, keepdim=True) + _LEAST_SUM)
+    return chosen.int(), weights * routing.scale
+
+
+def _of_best_groups(ranks: Tensor, routing: Routing) -> Tensor:
+    """-inf in all groups but the best."""
+    groups = ranks.unflatten(1, (routing.groups, -1))
+    judged = groups.sort(-1, descending=True).values[..., : routing.group_members].sum(-1)
+    best = torch.zeros_like(judged, dtype=torch.bool).scatter(1, _first(judged, routing.top_groups), True)
+    return groups.masked_fill(~best.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def _first(values: Tensor, count: int) -> Tensor:
+    """Places of the largest, the first one of equals first."""
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Tensor:
+    outside = (chosen < 0) | (chosen >= len(of))
+    if outside.any():
+        raise IndexError(f"experts: {int(outside.sum())} choices are outside the {len(of)} experts")
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in chosen.unique().tolist():
+        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        out[rows] += weights[rows, places, None] * _expert(x[rows].float(), of, expert)
+    return out.to(x.dtype)
+
+
+def _expert(x: Tensor, of: ExpertWeights, expert: int) -> Tensor:
+    up_bias, down_bias = (bias[expert] if bias else None for bias in (of.gate_up_bias, of.down_bias))
+    inner = packed_linear(x, of.gate_up[expert], up_bias, "silu_and_mul")
+    return packed_linear(inner, of.down[expert], down_bias)

@@ -1,0 +1,78 @@
+"""The experts of a sparse layer: MLPs that are loaded, packed and cut one by one, and computed by one call.
+
+Shapes: T tokens of the step, H hidden size, I intermediate size of an expert, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.config.arch import ExpertsArch
+from quire.errors import ConfigError
+from quire.kernels import ops
+from quire.kernels.experts import ExpertWeights
+from quire.kernels.linear import FLOAT, PackedWeight
+from quire.layers.base import Module, model_dtype
+from quire.layers.linear import GateUpLinear, Linear
+
+
+class Expert(Module):
+    """The two matrices of one expert, [2 I, H] and [H, I]; `Experts` multiplies by them."""
+
+    def __init__(self, *, config: EngineConfig, experts: ExpertsArch, prefix: str) -> None:
+        super().__init__()
+        arch = config.arch
+        self.gate_up_proj = GateUpLinear(
+            hidden_size=arch.hidden_size,
+            intermediate_size=experts.intermediate_size,
+            bias=False,
+            dtype=model_dtype(config),
+            activation="silu",
+            name=f"{prefix}.gate_up_proj",
+        )
+        self.down_proj = Linear(
+            in_features=experts.intermediate_size,
+            out_features=arch.hidden_size,
+            bias=False,
+            dtype=model_dtype(config),
+            name=f"{prefix}.down_proj",
+            cut="input",
+        )
+
+
+class Experts(Module):
+    """`Expert`s by their numbers."""
+
+    def __init__(self, *, config: EngineConfig, experts: ExpertsArch, prefix: str) -> None:
+        super().__init__()
+        self.name = prefix
+        for index in range(experts.count):
+            self.add_module(str(index), Expert(config=config, experts=experts, prefix=f"{prefix}.{index}"))
+        self._weights: ExpertWeights | None = None
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H], as `Router` chose and weighted -> [T, H]."""
+        if self._weights is None:
+            self._weights = self._gathered()
+        return ops.experts(x, chosen, weights, self._weights)
+
+    def _gathered(self) -> ExpertWeights:
+        """Raises ConfigError: the experts are not kept alike."""
+        members = [member for member in self.children() if isinstance(member, Expert)]
+        gate_up = tuple(_matrix(member.gate_up_proj) for member in members)
+        down = tuple(_matrix(member.down_proj) for member in members)
+        for matrices in (gate_up, down):
+            if any(matrix.scheme != matrices[0].scheme for matrix in matrices):
+                raise ConfigError(f"{self.name}: all experts must be quantised in the same way, or none")
+        return ExpertWeights(gate_up, down)
+
+
+def _matrix(layer: Linear) -> PackedWeight:
+    """Its weight as the kernels of experts read it; one that its device's kernels left plain is in rows."""
+    if layer.packed is not None:
+        return layer.packed
+    weight = layer.weight
+    assert weight is not None, "experts are loaded before they are used"
+    outputs, inputs = weight.shape
+    return PackedWeight(FLOAT, weight.data, None, None, outputs, inputs, layer.halves(), "rows")

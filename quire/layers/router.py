@@ -1,0 +1,54 @@
+"""What chooses the experts of a token.
+
+Shapes: T tokens of the step, H hidden size, E experts, k experts of a token.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.config.arch import ExpertsArch
+from quire.kernels import ops
+from quire.kernels.linear import FLOAT
+from quire.layers.base import model_dtype, parameter
+from quire.layers.linear import Linear
+from quire.layers.quantization import QuantMethod, method_of
+from quire.layers.shard import WHOLE, Shard
+from quire.layers.slot import Slot
+from quire.layers.step import StepContext
+
+
+class Router(Linear):
+    """A score for each expert, weight [E, H], and the choice among them.
+
+    Its weight is never rounded, whatever the method: a score that is off by little may choose another expert.
+    """
+
+    def __init__(self, *, config: EngineConfig, experts: ExpertsArch, name: str) -> None:
+        super().__init__(
+            in_features=config.arch.hidden_size,
+            out_features=experts.count,
+            bias=False,
+            dtype=model_dtype(config),
+            name=name,
+        )
+        self.routing = experts.routing
+        self._correction = experts.correction_bias
+        corrected = self._correction is not None
+        self.correction_bias = parameter(experts.count, dtype=torch.float32) if corrected else None
+
+    def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
+        super().create_weights(method_of(replace(FLOAT, invariant=method.scheme.invariant)), shard)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        yield from super().slots(names)
+        if self.correction_bias is not None:
+            around = names[0].rpartition(".")[0]
+            yield f"{around}.{self._correction}", Slot(self.correction_bias, "zeros")
+
+    def forward(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+        """x [T, H] -> the experts of each token, int32 [T, k], and their weights, float32 [T, k]."""
+        return ops.route(super().forward(x, step), self.correction_bias, self.routing)

@@ -1,0 +1,54 @@
+"""The feed-forward block of a sparse decoder layer (N. Shazeer et al., 2017, arXiv:1701.06538).
+
+Shapes: T tokens of the step, H hidden size.
+"""
+
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.kernels import ops
+from quire.layers.base import Module, RowSource, model_dtype
+from quire.layers.experts import Experts
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.router import Router
+from quire.layers.step import StepContext
+
+
+class SparseMLP(Module):
+    """The weighted sum of a token's experts, and of one that sees every token, if there is one."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        experts = config.arch.experts
+        assert experts is not None, "a sparse layer has experts"
+        self.gate = Router(config=config, experts=experts, name=f"{prefix}.gate")
+        self.experts = Experts(config=config, experts=experts, prefix=f"{prefix}.experts")
+        self.shared_expert = self.shared_expert_gate = None
+        if experts.shared_size:
+            self.shared_expert = GatedMLP(
+                config=config, prefix=f"{prefix}.shared_expert", intermediate_size=experts.shared_size
+            )
+        if experts.shared_gate:
+            self.shared_expert_gate = Linear(
+                in_features=config.arch.hidden_size,
+                out_features=1,
+                bias=False,
+                dtype=model_dtype(config),
+                name=f"{prefix}.shared_expert_gate",
+            )
+
+    def reads(self, source: RowSource) -> None:
+        """x has several readers here, so nobody rounds it before."""
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        out: Tensor = self.experts(x, *self.gate(x, step))
+        return out if self.shared_expert is None else out + self._shared(x, step)
+
+    def _shared(self, x: Tensor, step: StepContext) -> Tensor:
+        assert self.shared_expert is not None
+        out: Tensor = self.shared_expert(x, step)
+        if self.shared_expert_gate is None:
+            return out
+        return out * ops.activate(self.shared_expert_gate(x, step), "sigmoid")

@@ -1,0 +1,164 @@
+"""Experts in C++: every weight format, any number of tokens, with the same bits in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config.arch import Routing
+from quire.kernels import ops, reference_experts
+from quire.kernels.cpu import library
+from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.experts import ExpertWeights
+from quire.kernels.linear import FLOAT, WeightScheme
+from tests.kernels.op_cases import FLOATS, INTEGERS, ROUTINGS, random_experts
+
+if library.loaded() is None:
+    pytest.skip(library.status(), allow_module_level=True)
+
+from quire.kernels.cpu import experts as binding
+from quire.kernels.cpu.tape import Arena, record
+
+FORMATS = [
+    *((FLOAT, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    *((scheme, torch.bfloat16) for scheme in (*FLOATS[1:], *INTEGERS)),
+]
+every_format = pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=str)
+COUNT, TOP_K, HIDDEN, INNER = 7, 3, 90, 50
+TOKENS = (0, 1, 2, 5, 64, 65, 130, 300)
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    set_num_threads(count)
+
+
+def choices(tokens: int, count: int = COUNT, top_k: int = TOP_K) -> tuple[Tensor, Tensor]:
+    """Those of low number more often, so that some see more rows than are computed at a time and others none."""
+    random = torch.Generator().manual_seed(tokens)
+    ranks = torch.rand(tokens, count, generator=random) - 0.6 * torch.arange(count) / count
+    return ranks.argsort(1, descending=True)[:, :top_k].int(), torch.rand(tokens, top_k, generator=random)
+
+
+def rows(tokens: int, size: int = HIDDEN) -> Tensor:
+    return torch.randn(tokens, size, generator=torch.Generator().manual_seed(tokens))
+
+
+@every_format
+@pytest.mark.parametrize("biased", [False, True])
+def test_any_number_of_tokens_matches_the_oracle_and_each_token_alone(
+    scheme: WeightScheme, dtype: torch.dtype, biased: bool
+) -> None:
+    torch.manual_seed(0)
+    of = random_experts(COUNT, HIDDEN, INNER, scheme, dtype, biased=biased)
+    x, (chosen, weights) = rows(max(TOKENS)), choices(max(TOKENS))
+    each = zip(x.split(1), chosen.split(1), weights.split(1), strict=True)
+    alone = torch.cat([binding.experts(*token, of) for token in each])
+    oracle = reference_experts.experts(x, chosen, weights, of)
+    torch.testing.assert_close(alone, oracle, rtol=1e-4, atol=1e-5)
+    for tokens in TOKENS:
+        assert torch.equal(binding.experts(x[:tokens], chosen[:tokens], weights[:tokens], of), alone[:tokens])
+    order = torch.randperm(len(x))
+    assert torch.equal(binding.experts(x[order], chosen[order], weights[order], of), alone[order])
+
+
+@every_format
+def test_threads_do_not_change_a_bit(scheme: WeightScheme, dtype: torch.dtype, restore_threads: None) -> None:
+    of = random_experts(16, 320, 256, scheme, dtype)
+    for tokens in (1, 4, 90):
+        x, (chosen, weights) = rows(tokens, 320), choices(tokens, 16, 4)
+        results = []
+        for threads in (1, 2, 3):
+            set_num_threads(threads)
+            results.append(binding.experts(x, chosen, weights, of))
+        assert all(torch.equal(result, results[0]) for result in results), tokens
+
+
+def test_the_order_of_a_token_s_choices_does_not_matter() -> None:
+    of = random_experts(COUNT, HIDDEN, INNER, FLOAT, torch.float32)
+    x, (chosen, weights) = rows(20), choices(20)
+    turned = binding.experts(x, chosen.flip(1).contiguous(), weights.flip(1).contiguous(), of)
+    assert torch.equal(turned, binding.experts(x, chosen, weights, of))
+
+
+def test_an_expert_that_nobody_chose_is_not_read() -> None:
+    of = random_experts(COUNT, HIDDEN, INNER, FLOAT, torch.float32)
+    of.down[3].data.fill_(torch.nan)
+    x, (chosen, weights) = rows(20), choices(20)
+    chosen[chosen == 3] = 6
+    assert binding.experts(x, chosen, weights, of).isfinite().all()
+
+
+@pytest.mark.parametrize(("routing", "count"), ROUTINGS, ids=str)
+def test_a_row_is_routed_by_itself(routing: Routing, count: int) -> None:
+    logits = rows(33, count)
+    together = binding.route(logits, None, routing)
+    for row in range(len(logits)):
+        alone = binding.route(logits[row : row + 1], None, routing)
+        assert all(
+            torch.equal(one, all_[row : row + 1]) for one, all_ in zip(alone, together, strict=True)
+        ), row
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_of_equal_scores_the_first_is_chosen(scores: str) -> None:
+    logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
+    for function in (ops.route.oracle, binding.route):
+        chosen, _ = function(logits, None, Routing(5, scores))
+        assert chosen.tolist() == [[1, 2, 4, 0, 3]]
+
+
+def test_logits_that_are_not_finite_still_choose_experts() -> None:
+    logits = torch.full((3, 10), torch.nan)
+    logits[1, 4:] = 0.0
+    logits[2, 3] = torch.inf
+    chosen, _ = binding.route(logits, None, Routing(4))
+    assert all(len({*row}) == 4 and 0 <= min(row) and max(row) < 10 for row in chosen.tolist())
+
+
+def test_a_tape_routes_what_it_reads() -> None:
+    of = random_experts(COUNT, HIDDEN, INNER, FLOAT, torch.float32)
+    gate, place = torch.randn(HIDDEN, COUNT), torch.empty(4, HIDDEN)
+
+    def layer(x: Tensor, logits: Tensor) -> Tensor:
+        return ops.experts(x, *ops.route(logits, None, Routing(TOP_K)), of)
+
+    logits = torch.empty(4, COUNT)
+    tape = record(lambda: layer(place, logits), Arena(1 << 20))
+    for _ in range(3):
+        place.normal_()
+        logits.copy_(place @ gate)
+        assert tape.play()
+        assert torch.equal(tape.result, layer(place, logits))
+
+
+def test_a_choice_of_no_expert_is_refused() -> None:
+    of = random_experts(COUNT, HIDDEN, INNER, FLOAT, torch.float32)
+    x, (chosen, weights) = rows(4), choices(4)
+    chosen[1, 0], chosen[2, 2] = -1, COUNT
+    for function in (ops.experts.oracle, binding.experts):
+        with pytest.raises(IndexError, match="experts: 2 choices are outside the 7 experts"):
+            function(x, chosen, weights, of)
+
+
+def test_wrong_arguments_are_clear_errors() -> None:
+    of = random_experts(COUNT, HIDDEN, INNER, FLOAT, torch.float32)
+    x, (chosen, weights) = rows(4), choices(4)
+    with pytest.raises(ValueError, match=r"x must be \[T, 90\]; it is float32 \[4, 89\]"):
+        binding.experts(x[:, 1:], chosen, weights, of)
+    with pytest.raises(ValueError, match=r"chosen must be contiguous int32 \[4, 3\]"):
+        binding.experts(x, chosen.long(), weights, of)
+    with pytest.raises(ValueError, match=r"weights must be contiguous float32 \[4, 3\]"):
+        binding.experts(x, chosen, weights[:, :2], of)
+    with pytest.raises(ValueError, match=r"experts: gate_up \[90, 50\] in 1 halves, down"):
+        binding.experts(x, chosen, weights, ExpertWeights(of.down, of.down))
+    with pytest.raises(ValueError, match="down must be 7 matrices of one shape and format"):
+        binding.experts(x, chosen, weights, replace(of, down=of.down[1:]))
+    with pytest.raises(ValueError, match="cannot be chosen from by"):
+        binding.route(rows(1, 8), None, Routing(5, groups=4, top_groups=2))
