@@ -133,3 +133,6 @@ class ModelArch:
     do_layer_norm_before: bool = True
     final_norm: bool = True
     word_embed_proj_dim: int | None = None
+
+    foreign_config: str = ""
+    """config.json itself, as JSON with overrides, of a model whose code reads it: one that transformers runs."""
