@@ -77,20 +77,24 @@ class RotaryTable(nn.Module):
         tables = self._tables[key]
         if tables is None:
             return self.rotary(x, position_ids, *args, **options)
-        return tuple(ops.embedding(position_ids[0], table)[None] for table in tables)
+        if tables[0].device != x.device and not x.is_meta:
+            tables = self._tables[key] = tuple(table.to(x.device) for table in tables)
+        return tuple(_rows(table, position_ids)[None] for table in tables)
 
     def _table(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, ...] | None:
-        positions = torch.arange(self._num_positions, device=x.device)[None]
-        rows = self.rotary(x[:, :1], positions, *args, **options)
+        with torch.device("cpu"):
+            positions = torch.arange(self._num_positions)[None]
+            rows = self.rotary(torch.zeros(1, 1, 1, dtype=x.dtype), positions, *args, **options)
         per_position = isinstance(rows, tuple) and all(
             isinstance(part, Tensor) and part.dim() == 3 and part.shape[:2] == positions.shape for part in rows
         )
         return tuple(part[0].contiguous() for part in rows) if per_position else None
 
 
-def as_rotary(module: nn.Module, config: EngineConfig) -> RotaryTable | None:
-    """A table for a module that is a rotary embedding of positions."""
-    return RotaryTable(module, config) if type(module).__name__.endswith("RotaryEmbedding") else None
+def _rows(table: Tensor, position_ids: Tensor) -> Tensor:
+    if position_ids.is_meta:
+        return table.new_empty(position_ids.shape[1], table.shape[1], device="meta")
+    return ops.embedding(position_ids[0], table)
 
 
 def as_linear(module: nn.Module, name: str, stored: Sequence[Stored], config: EngineConfig) -> HostedLinear | None:

@@ -26,7 +26,7 @@ from quire.layers.base import Layer, activation_dtype
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.transformers_backend import experts, sites
-from quire.models.transformers_backend.places import put_ours
+from quire.models.transformers_backend.places import put_ours, put_rotary_tables
 from quire.models.transformers_backend.rows import why_rows_are_not_apart
 from quire.models.transformers_backend.tensors import compute_buffers
 
@@ -47,8 +47,9 @@ class TransformersForCausalLM(CausalLM):
             self._backbone_name = model.base_model_prefix
             backbone = getattr(model, self._backbone_name)
             self._port = sites.give_port(model)
-            sites.find_sites(model, backbone, self._port, config)
             compute_buffers(model)
+            put_rotary_tables(model, config)
+            sites.find_sites(model, backbone, self._port, config)
             self._places = put_ours(model, config)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{config.arch.architecture} of transformers: {error}") from error
@@ -114,12 +115,15 @@ def _build(config: EngineConfig) -> PreTrainedModel:
     theirs = model_cls.config_class.from_dict(json.loads(arch.foreign_config))
     if theirs.is_encoder_decoder:
         raise UnsupportedModelError("it has an encoder")
-    model = model_cls._from_config(
-        theirs,
-        attn_implementation=sites.NAME,
-        experts_implementation=experts.RUN_WITHOUT_DATA,
-        dtype=activation_dtype(config),
-    ).eval()
+    try:
+        model = model_cls._from_config(
+            theirs,
+            attn_implementation=sites.NAME,
+            experts_implementation=experts.RUN_WITHOUT_DATA,
+            dtype=activation_dtype(config),
+        ).eval()
+    except Exception as error:
+        raise UnsupportedModelError(f"it cannot be built with attention of ours: {error!r}") from error
     num_rows = model.get_input_embeddings().num_embeddings
     if num_rows != arch.vocab_size:
         raise UnsupportedModelError(f"it embeds {num_rows} tokens, and config.json says {arch.vocab_size}")

@@ -13,7 +13,7 @@ from quire.errors import UnsupportedModelError
 from quire.layers.base import activation_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.models.transformers_backend import experts
-from quire.models.transformers_backend.hosted import TiedHead, as_embedding, as_head, as_linear, as_rotary
+from quire.models.transformers_backend.hosted import RotaryTable, TiedHead, as_embedding, as_head, as_linear
 from quire.models.transformers_backend.probes import as_activation, as_norm
 from quire.models.transformers_backend.tensors import (
     Loaded,
@@ -112,7 +112,14 @@ def _put_one(
     if layer is not None:
         loaded.append((module_names(parts), layer))
         return layer
-    return as_activation(module) or as_rotary(module, config)
+    return as_activation(module)
+
+
+def put_rotary_tables(model: PreTrainedModel, config: EngineConfig) -> None:
+    """Let every rotary embedding look up what it has computed once."""
+    for path, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            _put(model, path, RotaryTable(module, config))
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -34,7 +34,7 @@ class ActivationOf(nn.Module):
 
 def as_activation(module: nn.Module) -> ActivationOf | None:
     """Our module for an activation function; None if we have none that agrees."""
-    if type(module).__module__ not in _ACTIVATION_MODULES or any(module.parameters()):
+    if type(module).__module__ not in _ACTIVATION_MODULES or any(True for _ in module.parameters()):
         return None
     x = _numbers(_ROWS, 64)
     for function in PLAIN.values():
@@ -64,8 +64,7 @@ def as_norm(module: nn.Module, name: str, config: EngineConfig) -> Layer | None:
 def _kind_of_norm(module: nn.Module, params: Any, size: int, eps: float) -> str | None:
     x, w, b = _numbers(_ROWS, size), _numbers(size), _numbers(size)
     bias = b if "bias" in params else None
-    like = _with_parameters(module, {"weight": w, "bias": bias} if "bias" in params else {"weight": w})
-    theirs = like(x)
+    theirs = _with_parameters(module, {"weight": w, "bias": bias})(x)
     ours = {"layer": reference.layer_norm(x, w, bias, eps)}
     if bias is None:
         ours |= {"rms": reference.rms_norm(x, w, eps), "rms of weight + 1": reference.rms_norm(x, w + 1, eps)}
@@ -90,11 +89,9 @@ def embedding_scale(module: nn.Embedding) -> float | None:
 
 
 def _with_parameters(module: nn.Module, params: dict[str, Tensor | None]) -> Any:
-    """A module like this one, on the host, with other parameters."""
+    """A module like this one with other parameters, of those that it knows."""
     like = copy.copy(module)
-    like.__dict__["_parameters"] = {
-        key: None if value is None else nn.Parameter(value, requires_grad=False) for key, value in params.items()
-    }
+    like.__dict__["_parameters"] = {key: params.get(key) for key in module._parameters}
     return like
 
 
