@@ -56,14 +56,14 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     """
     load_general_plugins()
     model_dir = resolve_model_dir(config.model.model, config.model.revision, config.load.download_dir)
-    arch = read_hf_config(model_dir, config.model.hf_overrides)
+    arch = read_hf_config(model_dir, config.model.hf_overrides, config.model.model_impl)
     arch = dataclasses.replace(arch, generation=_generation_defaults(config, arch, model_dir))
     fit = config.model.max_model_len == FIT_MEMORY
     config = dataclasses.replace(
         config,
         model_dir=str(model_dir),
         model_arch=arch,
-        model_class=ModelRegistry.place_of(arch.architecture),
+        model_class=ModelRegistry.place_of(arch.architecture, config.model.model_impl),
         fit_max_model_len=fit,
     )
     if config.device.device == "auto":

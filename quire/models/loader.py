@@ -54,7 +54,8 @@ def load_model(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
             cache.write(_final_tensors(model))
     else:
         _restore(model, tensors)
-    return model.eval()
+    model.eval().loaded()
+    return model
 
 
 def without_weights(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
