@@ -193,18 +193,16 @@ def _methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
     kernels = config.kernels
     floats = WeightScheme(fast=_rounds_activations(config), invariant=kernels.batch_invariant)
     plain = method_of(floats)
-    if asked.quantization is None:
-        return [plain for _ in model.checkpoint_layers()]
     rounded = replace(
         floats,
-        kind=asked.quantization,
         group_size=asked.group_size,
         symmetric=asked.symmetric,
         fast=asked.fast,
         per_tensor=asked.per_tensor,
         vendor=asked.vendor,
     )
-    quantized, head = method_of(rounded), method_of(replace(rounded, kind=asked.head))
+    quantized = method_of(replace(rounded, kind=asked.quantization)) if asked.quantization else plain
+    head = method_of(replace(rounded, kind=asked.head)) if asked.rounds_head else plain
     unmatched = set(asked.ignore)
     methods = []
     for names, layer in model.checkpoint_layers():

@@ -319,6 +319,22 @@ def test_the_head_has_a_kind_of_its_own(
     assert 0 < (logits(model) - exact).norm() < 0.5 * exact.norm()
 
 
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("head", ["int8", "int4"])
+def test_the_head_alone_is_rounded(head: str, name: str, tiny_model: Callable[[str], Path]) -> None:
+    model = load_tiny(tiny_model(name), dtype="bfloat16", quantization_config={"head": head})
+    packed = [
+        (layer is model.lm_head, layer.packed)
+        for _, layer in model.checkpoint_layers()
+        if isinstance(layer, MatrixLayer) and layer.packed is not None
+    ]
+    assert {weights.scheme.kind for is_head, weights in packed if is_head} == {head}
+    assert {weights.scheme.kind for is_head, weights in packed if not is_head} == {"float"}
+    exact = logits(load_tiny(tiny_model(name)))
+    assert 0 < (logits(model) - exact).norm() < 0.5 * exact.norm()
+
+
 def test_a_head_cannot_be_ignored_and_have_a_kind(tiny_model: Callable[[str], Path]) -> None:
     for pattern in ("lm_head", "model.embed"):
         both = {"head": "int8", "ignore": [pattern]}
