@@ -51,8 +51,8 @@ def kv_cache_specs(model: nn.Module) -> dict[str, KVCacheSpec]:
 def allocate_kv_cache(kv_config: KVCacheConfig, device: torch.device) -> tuple[Tensor, ...]:
     """The tensors that the groups share, left as the system gives them.
 
-    Untouched pages cost no memory, and no kernel reads a slot that was not written. On a CPU pages are large, for blocks
-    lie all over them.
+    Untouched pages cost no memory, and no kernel reads a slot that was not written. On a CPU pages are large, because
+    blocks lie all over them.
     """
     shapes = [(kv_config.num_blocks, block_bytes) for block_bytes in kv_config.tensor_block_bytes]
     tensors = tuple(torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes)
