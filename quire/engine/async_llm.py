@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ from quire.config import EngineArgs, EngineConfig
 from quire.engine.admission import Admission
 from quire.engine.bedtime import Bedtime, OtherFrontEnds
 from quire.engine.client import closed_on_error
+from quire.engine.constraint_checks import ConstraintChecks
 from quire.engine.cores import Cores, CoreWatcher, OwnCores
 from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.input_processor import TokenizedPrompt
@@ -39,10 +39,6 @@ from quire.scheduler.explain import Explanation
 from quire.scheduler.output import SchedulerStats
 
 logger = logging.getLogger(__name__)
-
-MAX_CHECKS = 64
-_CHECKS = ThreadPoolExecutor(8, thread_name_prefix="quire-constraints")
-"""Threads that wait for the checkers of constraints; those that find none free wait there."""
 
 
 class AsyncLLM:
@@ -84,7 +80,7 @@ class AsyncLLM:
         self._restarts: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
-        self._num_checks = 0
+        self._checks = ConstraintChecks(self.input_processor.constraints)
         self._bedtime = Bedtime(self._front_end, self._send)
 
     @staticmethod
@@ -166,7 +162,7 @@ class AsyncLLM:
         # A beam search has one output, at the end.
         kind = None if isinstance(sampling_params, BeamSearchParams) else sampling_params.output_kind
         if isinstance(sampling_params, SamplingParams):
-            sampling_params = await self._constrained(sampling_params)
+            sampling_params = await self._checks.settled(sampling_params)
         stream = OutputStream(delta=kind is RequestOutputKind.DELTA, offer=offer)
         name, messages = self._front_end.submit(
             request_id,
@@ -329,19 +325,6 @@ class AsyncLLM:
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         num_chars = len(text) if isinstance(text, str) else 0
         return await beside_loop(num_chars, self.input_processor.tokenize, prompt)
-
-    async def _constrained(self, params: SamplingParams) -> SamplingParams:
-        """Check a constraint off the event loop."""
-        constraints = self.input_processor.constraints
-        if constraints.is_known(params):
-            return constraints.settled(params)
-        if self._num_checks >= MAX_CHECKS:
-            raise UnavailableError(f"{self._num_checks} constraints wait to be checked, the most that may")
-        self._num_checks += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(_CHECKS, constraints.settled, params)
-        finally:
-            self._num_checks -= 1
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:
         self._pumps.ensure()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reliability.service import ADMIN, Service, serving
+from tests.reliability.service import ADMIN, Baseline, Service, serving
 
 pytestmark = pytest.mark.more
 ROOT = Path(__file__).parents[2]
@@ -45,6 +45,10 @@ def document(service: Service, path: Path) -> Path:
 )
 def test_the_server_is_as_it_says(args: tuple[str, ...], paths: list[str], tmp_path: Path) -> None:
     with serving(tmp_path, *SMALL, *args, key="key") as service:
+        service.chat(
+            response_format={"type": "json_object"}
+        )  # who checks constraints stays from the first one on
+        service.baseline = Baseline(service)
         believe(service, paths, tmp_path)
         service.client.post("/wake_up", headers=ADMIN)
         service.baseline.check()
