@@ -24,6 +24,7 @@ from quire.entrypoints.chat.formats.constraint import (
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.errors import ValidationError
 from quire.structured_output.pointer import pointer
+from quire.structured_output.structural_tag import settle_tag
 
 GAP = r"[ \n]{0,4}"
 """What may stand between a marker and what it belongs to."""
@@ -50,6 +51,15 @@ def calls_only(tools: ToolFormat, functions: Iterable[Function], *, at_most_one:
         return listed(row(fixed(tools.opening), call, fixed(tools.closing)), tools.separator, 1, most)
     content, end = _section(tools, call, most)
     return row(fixed(tools.opening), content, fixed(end))
+
+
+def is_enforceable(tools: ToolFormat, function: Function) -> bool:
+    """Whether calls can be kept to the function's schema, as far as that is known without compiling it."""
+    try:
+        settle_tag(calls_only(tools, [function], at_most_one=True), closed=False)
+    except ValidationError:
+        return False
+    return True
 
 
 def calls_in_text(tools: ToolFormat, functions: Iterable[Function], *, at_most_one: bool) -> Form:

@@ -7,7 +7,7 @@ from typing import Any
 from quire.entrypoints.chat.formats.constraint import either
 from quire.entrypoints.chat.formats.events import Tools
 from quire.entrypoints.chat.formats.format import ToolFormat
-from quire.entrypoints.chat.tool_grammar import Function, calls_in_text, calls_only
+from quire.entrypoints.chat.tool_grammar import Function, calls_in_text, calls_only, is_enforceable
 from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
 from quire.entrypoints.openai.protocol.constraints import constraint_of
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, Tool
@@ -71,7 +71,7 @@ def _tag(
     if must_call:
         required = _required_tools(request)
         functions = [
-            _function(index, tool, strict=tool.function.strict is not False)
+            _required(calls, _function(index, tool, strict=True), is_lenient=tool.function.strict is False)
             for index, tool in enumerate(request.tools or [])
             if tool in required
         ]
@@ -88,6 +88,11 @@ def _tag(
 def _function(index: int, tool: Tool, *, strict: bool) -> Function:
     field = f"tools.{index}.function.parameters"
     return Function(tool.function.name, tool.function.parameters or {}, strict, field)
+
+
+def _required(calls: ToolFormat, function: Function, *, is_lenient: bool) -> Function:
+    """A function whose call is asked for. "strict": false asks for no more of its schema than can be enforced."""
+    return function._replace(strict=not is_lenient or is_enforceable(calls, function))
 
 
 def _required_tools(request: ChatCompletionRequest) -> list[Tool]:

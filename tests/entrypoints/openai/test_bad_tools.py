@@ -280,3 +280,16 @@ async def test_a_schema_that_is_not_enforced_is_told_by_its_place(
         message, param = await refused(client, CHAT, old)
         assert message.startswith(f"functions.1.parameters at {place}: "), message
         assert param == "functions.1.parameters"
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+async def test_a_function_that_is_not_strict_is_kept_to_what_can_be_enforced(parser: str) -> None:
+    """Where its call is asked for, as LlamaIndex does: nothing is refused that is not strict."""
+    async with client_for(engine := FakeEngine(FakeTokenizer()), tool_call_parser=parser) as client:
+        for schema, is_kept in ((described({"type": "integer"}), True), (described({"not": {}}), False)):
+            lenient = tool(CHAT, "f", schema)
+            lenient["function"]["strict"] = False
+            request = body(CHAT, tools=[lenient], tool_choice="required")
+            assert (await client.post(CHAT, json=request)).status_code == 200
+            constraint = engine.seen[-1][1].structured_outputs
+            assert ('"integer"' in constraint.structural_tag) == is_kept
