@@ -16,8 +16,8 @@ import triton.language as tl
 
 from quire.kernels import ops, philox, reference_sampling
 from quire.kernels.limits import ANY_LIMITS, NO_LIMITS, Limits
-from quire.kernels.triton import logits as logits_kernels
 from quire.kernels.triton import cut, logprobs, noise, penalties, sampling
+from quire.kernels.triton import logits as logits_kernels
 from tests.kernels.op_cases import compare, randn, random_keys, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are meant

@@ -94,20 +94,9 @@ def _race(
         if is_cut(setting, n):
             first = split * tiles * TILE
             collect(
-                kept_keys,
-                found,
-                row,
-                index,
-                first,
-                n,
-                tiles,
-                temperature,
-                largest,
-                lowest,
-                bound,
-                TILE,
-                CAPACITY,
-            )
+                kept_keys, found, row, setting, index, first, n, tiles, temperature, largest, lowest, bound,
+                TILE, CAPACITY,
+            )  # fmt: skip
             return
     seed, position = _random_key(random_keys, index, NOISE)
     best, chosen = tl.full([TILE], float("-inf"), tl.float64), tl.full([TILE], n, tl.int32)
