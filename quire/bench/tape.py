@@ -163,7 +163,9 @@ def _measure(backend: QuireBackend, weights: str, rows: int, rounds: int, buffer
     step_s = percentile(steps, 50)
     ops = [*_ops(calls, rounds * NUM_STEPS)]
     rest = step_s - sum(op.seconds for op in ops)
-    read = sum(op.num_bytes for op in ops if op.name.startswith("packed_linear")) + _head_bytes(weights)
+    read = sum(op.num_bytes for op in ops if op.name.startswith(("packed_linear", "experts"))) + _head_bytes(
+        weights
+    )
     ops.append(OpTime("head, sampling, host", 1, rest, 0))
     return TapeResult(weights, rows, ops, step_s, int(read), percentile(probes, 50))
 

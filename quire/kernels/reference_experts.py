@@ -47,7 +47,7 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Te
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         rows, places = (chosen == expert).nonzero(as_tuple=True)
-        out[rows] += weights[rows, places, None] * _expert(x[rows].float(), of, expert)
+        out.index_add_(0, rows, weights[rows, places, None] * _expert(x[rows].float(), of, expert))
     return out.to(x.dtype)
 
 

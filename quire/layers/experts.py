@@ -53,9 +53,16 @@ class Experts(Module):
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], as `Router` chose and weighted -> [T, H]."""
+        return ops.experts(x, chosen, weights, self._of())
+
+    def why_not_captured(self) -> str | None:
+        """See `Capturable`."""
+        return None if self._of().layout == "panels" else "experts by reference cannot be captured"
+
+    def _of(self) -> ExpertWeights:
         if self._weights is None:
             self._weights = self._gathered()
-        return ops.experts(x, chosen, weights, self._weights)
+        return self._weights
 
     def _gathered(self) -> ExpertWeights:
         """Raises ConfigError: the experts are not kept alike."""

@@ -15,7 +15,15 @@ from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec
 
 
 @runtime_checkable
-class CacheUser(Protocol):
+class Capturable(Protocol):
+    """A layer whose calls may be unfit for graphs and tapes; of layers that are not asked, all are fit."""
+
+    def why_not_captured(self) -> str | None:
+        """Why the layer's calls cannot be part of a graph or a tape: a phrase for people; None if they can."""
+
+
+@runtime_checkable
+class CacheUser(Capturable, Protocol):
     """A layer that keeps something of each request from step to step."""
 
     name: str
@@ -27,9 +35,6 @@ class CacheUser(Protocol):
     def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
         """Take the metadata of this group, and as cache this tensor, whose blocks are one or more of the spec's."""
 
-    def why_not_captured(self) -> str | None:
-        """Why the layer's calls cannot be part of a graph or a tape: a phrase for people; None if they can."""
-
 
 def cache_users(model: nn.Module) -> Iterator[CacheUser]:
     """A model's layers that use the cache, from the first to the last."""
@@ -38,8 +43,9 @@ def cache_users(model: nn.Module) -> Iterator[CacheUser]:
 
 def why_not_captured(model: object) -> str | None:
     """Why a model's steps cannot be part of a graph or a tape: a phrase for people; None if they can."""
-    users = cache_users(model) if isinstance(model, nn.Module) else ()
-    reasons = dict.fromkeys(reason for user in users if (reason := user.why_not_captured()) is not None)
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    asked = (module.why_not_captured() for module in modules if isinstance(module, Capturable))
+    reasons = dict.fromkeys(reason for reason in asked if reason is not None)
     return " and ".join(reasons) or None
 
 

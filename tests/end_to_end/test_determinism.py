@@ -38,6 +38,7 @@ FAMILIES = (
     "opt",
     "gpt2",
     "exaone4",
+    "qwen2moe",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
 NUM_BLOCKS = {

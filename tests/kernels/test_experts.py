@@ -61,7 +61,8 @@ def test_any_number_of_tokens_matches_the_oracle_and_each_token_alone(
     each = zip(x.split(1), chosen.split(1), weights.split(1), strict=True)
     alone = torch.cat([binding.experts(*token, of) for token in each])
     oracle = reference_experts.experts(x, chosen, weights, of)
-    torch.testing.assert_close(alone, oracle, rtol=1e-4, atol=1e-5)
+    # What is between the products may differ by its last bit, and so be rounded to another step.
+    torch.testing.assert_close(alone, oracle, rtol=1e-4, atol=1e-2 if scheme.fast else 1e-5)
     for tokens in TOKENS:
         assert torch.equal(binding.experts(x[:tokens], chosen[:tokens], weights[:tokens], of), alone[:tokens])
     order = torch.randperm(len(x))
@@ -119,7 +120,7 @@ def test_logits_that_are_not_finite_still_choose_experts() -> None:
     logits[1, 4:] = 0.0
     logits[2, 3] = torch.inf
     chosen, _ = binding.route(logits, None, Routing(4))
-    assert all(len({*row}) == 4 and 0 <= min(row) and max(row) < 10 for row in chosen.tolist())
+    assert all(len({*row}) == 4 and min(row) >= 0 and max(row) < 10 for row in chosen.tolist())
 
 
 def test_a_tape_routes_what_it_reads() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.cpu import library
+from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import PackedWeight, WeightScheme
 from tests.kernels.op_cases import (
     CASES,
@@ -29,6 +30,7 @@ from tests.kernels.op_cases import (
     make_metadata,
     randn,
     randn_caches,
+    random_experts,
     random_keys,
     tensors,
 )
@@ -65,6 +67,9 @@ def placed(value: Any, offset: int) -> Any:
         return memory.as_strided(value.shape, value.stride(), offset)
     if isinstance(value, PackedWeight | AttentionMetadata):
         return replace(value, **{name: placed(part, offset) for name, part in parts_of(value).items()})
+    if isinstance(value, ExpertWeights):
+        names = ("gate_up", "down", "gate_up_bias", "down_bias")
+        return replace(value, **{name: placed(getattr(value, name), offset) for name in names})
     if isinstance(value, dict):
         return {key: placed(item, offset) for key, item in value.items()}
     return tuple(placed(item, offset) for item in value) if isinstance(value, tuple) else value
@@ -87,6 +92,25 @@ def same(dtype: torch.dtype, ours: Any, theirs: Any) -> None:
     rtol, atol = TOLERANCES[dtype]
     for got, want in zip(tensors(ours), tensors(theirs), strict=True):
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
+
+
+@fuzz
+@given(
+    st.sampled_from([scheme for scheme in SCHEMES if not scheme.fast]),
+    dtypes,
+    st.tuples(*[st.integers(1, 90)] * 2),
+    st.integers(1, 9),
+    st.integers(0, 40),
+    seeds,
+)
+def test_experts(
+    scheme: WeightScheme, dtype: torch.dtype, size: tuple[int, int], count: int, tokens: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    of = random_experts(count, *size, scheme, dtype, biased=bool(seed % 2))
+    chosen = torch.rand(tokens, count).argsort(1)[:, : 1 + seed % count].int()
+    x, weights = randn(tokens, size[0], dtype=dtype), torch.rand(chosen.shape)
+    agree("experts", dtype, x, chosen, weights, of, offset=seed % 3)
 
 
 @pytest.mark.item(58)

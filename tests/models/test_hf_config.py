@@ -60,7 +60,19 @@ GPT_NEO: dict[str, Any] = {
 BLOOM: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 XGLM = {"vocab_size": 100, "d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}
 MPT: dict[str, Any] = {"vocab_size": 100, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}
+SPARSE = LLAMA | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = SPARSE | {"n_routed_experts": 8}
+MIXTRAL = LLAMA | {"num_local_experts": 8}
 OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported_archs(), LLAMA) | {
+    "Dots1ForCausalLM": DEEPSEEK,
+    "FlexOlmoForCausalLM": SPARSE,
+    "Glm4MoeForCausalLM": DEEPSEEK,
+    "HunYuanMoEV1ForCausalLM": LLAMA | {"num_experts": 8, "moe_topk": 2},
+    "MiniMaxM2ForCausalLM": MIXTRAL,
+    "MixtralForCausalLM": MIXTRAL,
+    "OlmoeForCausalLM": SPARSE,
+    "Qwen2MoeForCausalLM": SPARSE,
+    "Qwen3MoeForCausalLM": SPARSE,
     "BloomForCausalLM": BLOOM,
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT2,

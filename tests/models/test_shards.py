@@ -23,6 +23,7 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import METHODS
+from quire.layers.router import Router
 from quire.layers.shard import Shard
 from quire.layers.slot import Box, sizes, why_not_covered
 from quire.layers.step import StepContext
@@ -41,16 +42,20 @@ from tests.models.test_staged_copy import LateStream, same
 STEP = StepContext(())
 FAMILIES = [
     "llama", "llama-tied-bias", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3",
-    "opt", "opt-post-norm", "opt-no-bias", "gpt2", "falcon-40b",
+    "opt", "opt-post-norm", "opt-no-bias", "gpt2", "falcon-40b", "qwen2moe",
 ]  # fmt: skip
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES, "bloom-six-heads"})
 EVERY_FAMILY = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
 LARGER = {
     128: ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"),
-    256: ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
+    256: (
+        "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner",
+        "moe_intermediate_size", "shared_expert_intermediate_size",
+    ),
     32: ("head_dim", "kv_channels"),
     1: ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-}
+    0: ("first_k_dense_replace",),
+}  # fmt: skip
 """Sizes of which two ranks have whole groups and chunks of 64, and the keys that have them."""
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -110,7 +115,8 @@ def layers_of(whole: CausalLM, ranks: list[CausalLM]) -> Iterator[tuple[Layer, l
 
 
 def outputs(layer: Linear, x: Tensor) -> Tensor:
-    return layer(x, STEP)
+    result = layer(x, STEP)
+    return result[1] if isinstance(layer, Router) else result
 
 
 def heads(layer: Linear, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,6 +40,7 @@ FAMILIES = (
     "opt-post-norm",
     "gpt2",
     "apertus",
+    "qwen2moe",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
 ROOM = 1 << 12

@@ -33,6 +33,8 @@ class NativeExperts(NamedTuple):
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     code = dtype_code("route", "logits", logits)
+    if logits.dim() != 2:
+        raise ValueError(f"route: logits must be [T, E]; they are {say(logits)}")
     rows, count = logits.shape
     _check_routing(routing, count)
     if bias is not None:
@@ -56,7 +58,7 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Te
     count, hidden, inner = native.sizes
     if x.dim() != 2 or x.shape[1] != hidden:
         raise ValueError(f"experts: x must be [T, {hidden}]; it is {say(x)}")
-    tokens, top_k = len(x), chosen.shape[-1]
+    tokens, top_k = len(x), chosen.shape[-1] if chosen.dim() else 0
     check_array("experts", "chosen", chosen, torch.int32, (tokens, top_k))
     check_array("experts", "weights", weights, torch.float32, (tokens, top_k))
     wide = x.float().contiguous()
@@ -74,7 +76,9 @@ def _check_routing(routing: Routing, count: int) -> None:
     of_groups = count // routing.groups * routing.top_groups
     good = 0 < routing.top_groups <= routing.groups and count % routing.groups == 0
     if not good or not 0 < routing.top_k <= of_groups or count > _MOST_EXPERTS:
-        raise ValueError(f"route: {count} experts, at most {_MOST_EXPERTS}, cannot be chosen from by {routing}")
+        raise ValueError(
+            f"route: {count} experts, at most {_MOST_EXPERTS}, cannot be chosen from by {routing}"
+        )
 
 
 def _checked(of: ExpertWeights) -> NativeExperts:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 from quire.config.arch import CheckpointNames, ModelArch
 from quire.models.families.fields import read_head_dim, read_llama, rms_eps
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import read_rope
 
 
-def read_hunyuan(architecture: str, config: JsonObject) -> ModelArch:
-    """Its layers do not share keys and values (`use_cla`), and all norm q and k."""
+def read_hunyuan(
+    architecture: str, config: JsonObject, names: Mapping[str, str] = MappingProxyType({}), **fields: Any
+) -> ModelArch:
+    """Its layers do not share keys and values (`use_cla`), and all norm q and k; `names` are more that differ."""
     config.only("use_cla", False)
     config.only("use_qk_norm", True)
     head_dim = read_head_dim(config, config.integer("num_attention_heads"))
     return read_llama(
         architecture,
         config,
-        names=CheckpointNames({"q_norm": "query_layernorm", "k_norm": "key_layernorm"}),
+        names=CheckpointNames({"q_norm": "query_layernorm", "k_norm": "key_layernorm", **names}),
         head_dim=head_dim,
         rope=read_rope(_with_theta(config, head_dim), head_dim=head_dim),
         qk_norm="rms_after_rope",
         norm_eps=rms_eps(config, 1e-5),
+        **fields,
     )
 
 

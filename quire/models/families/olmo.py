@@ -31,9 +31,8 @@ def read_olmo(architecture: str, config: JsonObject) -> ModelArch:
 
 def read_olmo2(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
     """Norms behind attention and MLP, and of all of q and all of k."""
-    return read_llama(
-        architecture, config, block="norm_after", qk_norm="row_rms", norm_eps=rms_eps(config, 1e-5), **fields
-    )
+    norms = {"block": "norm_after", "qk_norm": "row_rms", "norm_eps": rms_eps(config, 1e-5)}
+    return read_llama(architecture, config, **(norms | fields))
 
 
 def read_olmo3(architecture: str, config: JsonObject) -> ModelArch:

@@ -11,15 +11,20 @@ from quire.models.families.fields import (
     biases,
     declared_windows,
     either,
+    read_head_dim,
     read_llama,
     rms_eps,
     uniform_window,
 )
+from quire.models.families.hunyuan import read_hunyuan
+from quire.models.families.olmo import read_olmo2
 from quire.models.json_object import JsonObject
+from quire.models.rope_config import read_rope
 
 MAX_EXPERTS = 4096
 
 _APART = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_SHARED_EXPERTS = {"shared_expert": "shared_experts"}
 
 
 def read_mixtral(architecture: str, config: JsonObject) -> ModelArch:
@@ -87,8 +92,105 @@ def read_qwen3_moe(architecture: str, config: JsonObject) -> ModelArch:
     )
 
 
+def read_flex_olmo(architecture: str, config: JsonObject) -> ModelArch:
+    """FlexOlmo (W. Shi et al., 2025, arXiv:2507.07024): OLMo 2 with experts in every layer."""
+    experts = read_experts(
+        config,
+        count="num_experts",
+        size="intermediate_size",
+        layers=_all_layers(config),
+        routing={"default_top_k": 5, "normalized": config.flag("norm_topk_prob", False)},
+    )
+    return read_olmo2(architecture, config, experts=experts, norm_eps=rms_eps(config, 1e-6), theta=5e5)
+
+
+def read_minimax_m2(architecture: str, config: JsonObject) -> ModelArch:
+    """MiniMax M2 (2025): norms of all of q and all of k; sigmoids choose, and a bias keeps the load even."""
+    head_dim = read_head_dim(config, config.integer("num_attention_heads"), 128)
+    partial = config.integer("rotary_dim", head_dim, high=head_dim) / head_dim
+    names = CheckpointNames(
+        {"mlp": "block_sparse_moe", "down_proj": "w2"}, _APART | {"gate_up_proj": ("w1", "w3")}
+    )
+    return read_llama(
+        architecture,
+        config,
+        names=names,
+        head_dim=head_dim,
+        rope=read_rope(config, head_dim=head_dim, theta=5e6, partial=partial),
+        qk_norm="row_rms",
+        experts=read_experts(
+            config,
+            count="num_local_experts",
+            size="intermediate_size",
+            layers=_all_layers(config),
+            routing={"default_top_k": 8, "scores": "sigmoid", "normalized": True},
+            correction_bias="e_score_correction_bias",
+        ),
+        **biases(False),
+    )
+
+
+def read_glm4_moe(architecture: str, config: JsonObject) -> ModelArch:
+    """GLM 4.5 to 4.7 (arXiv:2508.06471): half of each head is rotated; layers that guess ahead are left out."""
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    head_dim = read_head_dim(config, config.integer("num_attention_heads"))
+    names = CheckpointNames(
+        _SHARED_EXPERTS, unused=(r"\.rotary_emb\.inv_freq$", rf"^model\.layers\.{num_layers}\.")
+    )
+    return read_llama(
+        architecture,
+        config,
+        names=names,
+        head_dim=head_dim,
+        rope=read_rope(config, head_dim=head_dim, partial=0.5),
+        qk_norm="rms" if config.flag("use_qk_norm", False) else None,
+        norm_eps=rms_eps(config, 1e-5),
+        experts=read_deepseek_experts(config, default_top_k=8, first=1, shared=1, normalized=True),
+        **biases(qkv=config.flag("attention_bias", False)),
+    )
+
+
+def read_dots1(architecture: str, config: JsonObject) -> ModelArch:
+    """dots.llm1 (2025, arXiv:2506.05767): q and k are normed per head."""
+    first = config.integer("max_window_layers", 62, low=0)
+    return read_llama(
+        architecture,
+        config,
+        names=CheckpointNames(_SHARED_EXPERTS),
+        qk_norm="rms",
+        experts=read_deepseek_experts(config, default_top_k=None, first=0, shared=0, normalized=False),
+        **declared_windows(config, lambda layer: layer >= first),
+    )
+
+
+def read_hunyuan_moe(architecture: str, config: JsonObject) -> ModelArch:
+    """Hunyuan A13B (Tencent, 2025): experts, and one of their size that sees every token, in every layer."""
+    size = config.integer("intermediate_size", high=MAX_WIDTH)
+    for key, usual in (("num_experts", None), ("moe_topk", None), ("moe_intermediate_size", size)):
+        if isinstance(values := config.get(key), list) and values:
+            config.only(key, [usual or values[0]] * len(values))
+            config = config.with_values(**{key: values[0]})
+    config.only("num_shared_expert", 1, [1] * config.integer("num_hidden_layers", high=MAX_LAYERS))
+    experts = read_experts(
+        either(config, {"num_experts_per_tok": "moe_topk"}),
+        count="num_experts",
+        size="intermediate_size",
+        layers=_all_layers(config),
+        routing={"default_top_k": 1, "normalized": True},
+        shared_size=size,
+    )
+    more = {"gate": "gate.wg", "shared_expert": "shared_mlp"}
+    return read_hunyuan(architecture, config, names=more, experts=experts)
+
+
 def read_experts(
-    config: JsonObject, *, count: str, size: str, layers: tuple[int, ...], routing: dict[str, Any], **more: Any
+    config: JsonObject,
+    *,
+    count: str,
+    size: str,
+    layers: tuple[int, ...],
+    routing: dict[str, Any],
+    **more: Any,
 ) -> ExpertsArch | None:
     """The experts of the layers that have them, by the keys of their number and size; None if none has.
 
@@ -98,13 +200,48 @@ def read_experts(
         return None
     config.choice("hidden_act", ("silu",), "silu")
     experts = config.integer(count, high=MAX_EXPERTS)
-    top_k = config.integer("num_experts_per_tok", routing.pop("default_top_k"), high=experts)
+    default_top_k = routing.pop("default_top_k")
+    optional = {} if default_top_k is None else {"default": default_top_k}
+    top_k = config.integer("num_experts_per_tok", **optional, high=experts)
     return ExpertsArch(
         count=experts,
         intermediate_size=config.integer(size, high=MAX_WIDTH),
         routing=Routing(top_k, **routing),
         layers=layers,
         **more,
+    )
+
+
+def read_deepseek_experts(
+    config: JsonObject, *, default_top_k: int | None, first: int, shared: int, normalized: bool
+) -> ExpertsArch | None:
+    """Those of DeepSeek-V3 (arXiv:2412.19437), by its keys: groups, and a bias that keeps the load even.
+
+    The rest are defaults: of the experts of a token, the first sparse layer, the number of shared experts, and whether
+    weights are divided by their sum.
+    """
+    experts = config.integer("n_routed_experts", high=MAX_EXPERTS)
+    groups = config.integer("n_group", 1, high=experts)
+    if experts % groups:
+        raise config.wrong("n_group", f"a divisor of n_routed_experts ({experts})")
+    dense = config.integer("first_k_dense_replace", first, low=0)
+    size = config.integer("moe_intermediate_size", high=MAX_WIDTH)
+    return read_experts(
+        config,
+        count="n_routed_experts",
+        size="moe_intermediate_size",
+        layers=_all_layers(config)[dense:],
+        routing={
+            "default_top_k": default_top_k,
+            "scores": "sigmoid",
+            "groups": groups,
+            "top_groups": config.integer("topk_group", 1, high=groups),
+            "group_members": min(2, experts // groups),
+            "normalized": config.flag("norm_topk_prob", normalized),
+            "scale": config.number("routed_scaling_factor", 1.0),
+        },
+        correction_bias="gate.e_score_correction_bias",
+        shared_size=size * config.integer("n_shared_experts", shared, low=0, high=64),
     )
 
 
