@@ -91,7 +91,7 @@ class TransformersForCausalLM(CausalLM):
         with _naming(config), self._port.doing(sites.own_value), torch.inference_mode(), device:
             try:
                 self._first_position = position_offset(self._run, config, padding_idx)
-                check_rows_are_apart(self._run, config, padding_idx)
+                check_rows_are_apart(self._run, config, padding_idx, self._first_position)
                 self.compute_logits(self._run(torch.tensor([3]), torch.tensor([0])))
             except QuireError:
                 raise

@@ -35,18 +35,20 @@ def position_offset(run: Run, config: EngineConfig, padding_idx: int | None) -> 
         if _agree(run(ids, torch.arange(offset, offset + len(ids))), counted, config):
             most = config.arch.max_position_embeddings - offset
             if offset and config.model.max_model_len > most:
-                raise ConfigError(f"--max-model-len is {config.model.max_model_len}, but may be at most {most}")
+                raise ConfigError(
+                    f"--max-model-len is {config.model.max_model_len}, but may be at most {most}"
+                )
             return offset
     raise UnsupportedModelError("it numbers positions in a way of its own")
 
 
-def check_rows_are_apart(run: Run, config: EngineConfig, padding_idx: int | None) -> None:
+def check_rows_are_apart(run: Run, config: EngineConfig, padding_idx: int | None, offset: int) -> None:
     """Compare a token among others with the same token alone.
 
     Raises:
         UnsupportedModelError: it matters who else is there.
     """
-    last = (config.model.max_model_len or config.arch.max_position_embeddings) - 1
+    last = (config.model.max_model_len or config.arch.max_position_embeddings - offset) - 1
     middle, ids = min(5, last), _ids(config, padding_idx)
     together = run(ids, torch.tensor([0, middle, last]))[1:2]
     if not _agree(together, run(ids[1:2], torch.tensor([middle])), config):
