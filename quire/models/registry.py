@@ -120,7 +120,9 @@ class Registry:
             return f"--model-impl transformers: the installed transformers, if any, has no model {arch!r}"
         known = self.get_supported_archs()
         nearest = ", ".join(get_close_matches(arch, known, n=3, cutoff=0.0))
-        also = "" if model_impl == "quire" else ", and the installed transformers, if any, has none of that name"
+        also = (
+            "" if model_impl == "quire" else ", and the installed transformers, if any, has none of that name"
+        )
         return (
             f"architecture {arch!r} is not supported; of the {len(known)} that are (docs/models.md) "
             f"the nearest by name: {nearest}{also}"

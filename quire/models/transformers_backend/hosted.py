@@ -66,6 +66,7 @@ class RotaryTable(nn.Module):
     def __init__(self, rotary: nn.Module, config: EngineConfig) -> None:
         super().__init__()
         self.rotary = rotary
+        self.config = getattr(rotary, "config", None)
         self._num_positions = config.model.max_model_len or config.arch.max_position_embeddings
         self._tables: dict[Any, tuple[Tensor, ...] | None] = {}
 
@@ -86,7 +87,8 @@ class RotaryTable(nn.Module):
             positions = torch.arange(self._num_positions)[None]
             rows = self.rotary(torch.zeros(1, 1, 1, dtype=x.dtype), positions, *args, **options)
         per_position = isinstance(rows, tuple) and all(
-            isinstance(part, Tensor) and part.dim() == 3 and part.shape[:2] == positions.shape for part in rows
+            isinstance(part, Tensor) and part.dim() == 3 and part.shape[:2] == positions.shape
+            for part in rows
         )
         return tuple(part[0].contiguous() for part in rows) if per_position else None
 
@@ -97,7 +99,9 @@ def _rows(table: Tensor, position_ids: Tensor) -> Tensor:
     return ops.embedding(position_ids[0], table)
 
 
-def as_linear(module: nn.Module, name: str, stored: Sequence[Stored], config: EngineConfig) -> HostedLinear | None:
+def as_linear(
+    module: nn.Module, name: str, stored: Sequence[Stored], config: EngineConfig
+) -> HostedLinear | None:
     """Our layer for a module that multiplies with a matrix as checkpoints have it; None if it does anything else."""
     transposed = type(module).forward is Conv1D.forward
     if not transposed and type(module).forward is not nn.Linear.forward:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,13 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from quire.config import EngineConfig
-from quire.errors import UnsupportedModelError
-from quire.layers.base import Layer, activation_dtype
+from quire.errors import QuireError, UnsupportedModelError
+from quire.layers.base import Layer, activation_dtype, device_type
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.transformers_backend import experts, sites
 from quire.models.transformers_backend.places import put_ours, put_rotary_tables
-from quire.models.transformers_backend.rows import why_rows_are_not_apart
+from quire.models.transformers_backend.rows import check_rows_are_apart, position_offset
 from quire.models.transformers_backend.tensors import compute_buffers
 
 logger = logging.getLogger(__name__)
@@ -42,22 +43,21 @@ class TransformersForCausalLM(CausalLM):
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
-        try:
+        with _naming(config):
             model = _build(config)
-            self._backbone_name = model.base_model_prefix
-            backbone = getattr(model, self._backbone_name)
+            backbone = model.base_model
             self._port = sites.give_port(model)
             compute_buffers(model)
             put_rotary_tables(model, config)
             sites.find_sites(model, backbone, self._port, config)
             self._places = put_ours(model, config)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{config.arch.architecture} of transformers: {error}") from error
-        setattr(model, self._backbone_name, _Given())
+        self._first_position = 0
+        self._padding_idx = model.config.pad_token_id
+        setattr(model, model.base_model_prefix, _Given())
         self.backbone = backbone
         self.head = model
         self.lm_head = self._places.head
-        self.base_prefix = f"{self._backbone_name}."
+        self.base_prefix = f"{model.base_model_prefix}."
         self.unused = (
             r"\.rotary_emb\.inv_freq$",
             *(model._keys_to_ignore_on_load_unexpected or ()),
@@ -68,10 +68,14 @@ class TransformersForCausalLM(CausalLM):
         with self._port.during(positions, step):
             return self._run(inputs, positions)
 
-    def _run(self, inputs: Tensor, positions: Tensor) -> Tensor:
+    def _run(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
         kind = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
-        given: dict[str, Any] = {kind: inputs[None], "position_ids": positions[None], "use_cache": False}
-        hidden: Tensor = self.backbone(**given).last_hidden_state
+        if positions is not None and self._first_position:
+            positions = positions + self._first_position
+        numbers = None if positions is None else positions[None]
+        hidden: Tensor = self.backbone(
+            **{kind: inputs[None]}, position_ids=numbers, use_cache=False
+        ).last_hidden_state
         return hidden[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -82,9 +86,26 @@ class TransformersForCausalLM(CausalLM):
         return iter(self._places.loaded)
 
     def loaded(self) -> None:
-        reason = why_rows_are_not_apart(self._port, self._run, self.config)
-        if reason is not None:
-            raise UnsupportedModelError(f"{self.config.arch.architecture} of transformers: {reason}")
+        config, padding_idx = self.config, self._padding_idx
+        device = torch.device(device_type(config))
+        with _naming(config), self._port.doing(sites.own_value), torch.inference_mode(), device:
+            try:
+                self._first_position = position_offset(self._run, config, padding_idx)
+                check_rows_are_apart(self._run, config, padding_idx, self._first_position)
+                self.compute_logits(self._run(torch.tensor([3]), torch.tensor([0])))
+            except QuireError:
+                raise
+            except Exception as error:
+                raise UnsupportedModelError(f"it does not run with layers of ours: {error!r}") from error
+
+
+@contextmanager
+def _naming(config: EngineConfig) -> Iterator[None]:
+    """Say in errors which model it is."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{config.arch.architecture} of transformers: {error}") from error
 
 
 @dataclass

@@ -79,7 +79,12 @@ def own_value(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mappi
 
 
 def _through_port(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The registered function: [1, H, T, D] each -> [1, T, Hq, Dv], and no weights."""
     port = module.port
@@ -109,9 +114,7 @@ def find_sites(model: PreTrainedModel, backbone: nn.Module, port: Port, config: 
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, Attention] = {}
 
-    def take_notes(
-        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
-    ) -> Tensor:
+    def take_notes(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
         reason = _why_not(module, q, k, v, options)
         if reason is None and module in found:
             reason = "attends twice"
@@ -134,9 +137,7 @@ def find_sites(model: PreTrainedModel, backbone: nn.Module, port: Port, config: 
         module.paged = attention
 
 
-def _why_not(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
-) -> str | None:
+def _why_not(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> str | None:
     """Why the KV cache has no such attention: a phrase for people; None if it has."""
     if len(q) != len(k):
         return "attends to something else than the tokens before"

@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from quire.errors import UnsupportedModelError
 from quire.layers.base import Layer, parameter
 from quire.layers.slot import Slot
+from quire.models.transformers_backend.row_wise import RowWise
 
 Loaded = list[tuple[list[str], Layer]]
 """Layers with parameters, each under the names of the checkpoint's modules that it holds."""
@@ -108,7 +109,11 @@ class Held(Layer):
 
     def finish_loading(self) -> None:
         for module, name in self._places:
-            if name in module._parameters:
+            row_wise = None if isinstance(module, nn.Embedding) else RowWise.of(self.tensor.data)
+            if row_wise is not None and name in module._parameters:
+                del module._parameters[name]
+                module.__dict__[name] = row_wise
+            elif name in module._parameters:
                 module._parameters[name] = self.tensor
             else:
                 module._buffers[name] = self.tensor.data
@@ -165,7 +170,9 @@ def compute_buffers(model: PreTrainedModel) -> None:
                 model._init_weights(module)
             for name in names:
                 if torch.equal(module._buffers[name], _unwritten(module._buffers[name])):
-                    raise UnsupportedModelError(f"{path}.{name} is made where the model is built, and only there")
+                    raise UnsupportedModelError(
+                        f"{path}.{name} is made where the model is built, and only there"
+                    )
 
 
 def _unwritten(like: Tensor) -> Tensor:
