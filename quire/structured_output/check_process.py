@@ -111,7 +111,9 @@ def _place_of(question: Question, schema: dict[str, Any], error: str) -> Place |
     """Where the innermost part of a schema is that has an error."""
     places = sorted(_places(schema, ()), key=lambda place: -len(place[0]))[:MAX_PLACES]
     backend = resolve_backend(question.backend)(Vocabulary.of_bytes())
-    shared = {name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema}
+    shared: dict[str, Any] = {
+        name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema
+    }
     for path, inner in places:
         alone = StructuredOutputsParams(json={**shared, **inner}, whitespace_pattern="")
         try:
