@@ -340,5 +340,9 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path, tiny_model: Call
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ModelLoadError) as error:
         load_tiny(directory)
-    for part in ("'lm_head.weight' has shape [263, 64]", "'model.extra' has no place", "'model.norm.weight' is in none"):
+    for part in (
+        "'lm_head.weight' has shape [263, 64]",
+        "'model.extra' has no place",
+        "'model.norm.weight' is in none",
+    ):
         assert part in str(error.value)
