@@ -22,7 +22,7 @@ class ModelConfig(Config):
     served_model_name: tuple[str, ...] = option((), "Names under which the server offers the model.")
     model_impl: str = option(
         "auto",
-        "Whose code computes the model: quire's, that of the installed transformers, or (auto) quire's where it has some.",
+        "Whose code computes the model: quire's, the installed transformers', or (auto) quire's where it has some.",
         choices=("auto", "quire", "transformers"),
     )
     dtype: str = option(

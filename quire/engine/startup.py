@@ -73,6 +73,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         _choose_max_model_len(config),
         *_choose_batch(config, usage),
         *_choose_loop(config),
+        _choose_impl(config),
         _choose_name(config),
     ]
     for choice in filter(None, choices):
@@ -188,6 +189,14 @@ def _choose_loop(config: EngineConfig) -> list[Choice]:
         )
         choices.append(Choice("max_steps_in_flight", steps, reason))
     return choices
+
+
+def _choose_impl(config: EngineConfig) -> Choice | None:
+    if not config.arch.foreign_config:
+        return None
+    return Choice(
+        "model_impl", "transformers", "its code, slower than a file of ours would be (docs/performance.md)"
+    )
 
 
 def _choose_name(config: EngineConfig) -> Choice | None:

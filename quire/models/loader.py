@@ -24,6 +24,7 @@ from quire.layers.base import Layer, device_type, model_dtype
 from quire.layers.quantization import QuantMethod, method_of
 from quire.layers.shard import WHOLE, Shard
 from quire.models.base import CausalLM
+from quire.models.construction import construct
 from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.registry import ModelRegistry
 from quire.models.staged_copy import GpuCopyStream, StagedCopy
@@ -62,7 +63,7 @@ def without_weights(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
     """The model, whose parameters have their shapes and dtypes and no memory yet."""
     model_cls = ModelRegistry.resolve_model_cls(config.arch.architecture, config.model_class)
     with torch.device("meta"):
-        model = model_cls(config=config)
+        model = construct(model_cls, config)
         methods = _methods(model, config)
         for (_, layer), method in zip(model.checkpoint_layers(), methods, strict=True):
             layer.create_weights(method, shard)

@@ -345,3 +345,20 @@ def test_a_head_cannot_be_ignored_and_have_a_kind(tiny_model: Callable[[str], Pa
 def test_an_ignored_name_that_no_layer_bears(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="ignore names 'lm_haed', which no layer bears"):
         load_tiny(tiny_model("llama"), quantization="int8", quantization_config={"ignore": ["lm_haed"]})
+
+
+def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.extra"] = torch.zeros(2)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ModelLoadError) as error:
+        load_tiny(directory)
+    for part in (
+        "'lm_head.weight' has shape [263, 64]",
+        "'model.extra' has no place",
+        "'model.norm.weight' is in none",
+    ):
+        assert part in str(error.value)
