@@ -2,7 +2,7 @@
 
 Engines serve requests of all kinds on a device made of the host, and every kernel of Triton's is asked which variant it
 would compile, and not run; what it would have written is 0. Prints the variants that no one asked for before the first
-request, one a line. It wants a process of its own, without Triton's interpreter.
+request, one a line, and how many were asked for in time. It wants a process of its own, without Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -80,15 +80,14 @@ class StartedGpu(FakeGpu):
         return made
 
 
-def late_variants(model: str, **args: Any) -> set[str]:
+def variants_of(model: str, **args: Any) -> Variants:
     """Of one engine."""
     gpu = StartedGpu()
     gpu.variants = variants = Variants()
     knobs.runtime.jit_cache_hook = variants.ask
     uniproc.make_device = lambda _name: gpu
     serve(jobs_of_all_kinds(), model=model, **LIMITS | overlapped(2) | args)
-    assert variants.known
-    return variants.late
+    return variants
 
 
 def zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -102,10 +101,14 @@ def main(models: list[str]) -> None:
     cpu.supports = lambda _dtype: False
     launch.num_processors = lambda _device: NUM_PROCESSORS
     torch.empty, torch.empty_like = zeroed(torch.empty), zeroed(torch.empty_like)
+    count = 0
     for model in models:
-        for args in ({}, {"quantization": "int8"}):
-            late = late_variants(model, **args)
-            print("\n".join(f"{args} {variant}" for variant in sorted(late)))
+        for args in ({}, {"quantization": "int8"}, {"quantization": "int4"}):
+            variants = variants_of(model, **args)
+            count += len(variants.known)
+            for variant in sorted(variants.late):
+                print(f"late: {args} {variant}")
+    print(f"asked for before the first request: {count}")
 
 
 if __name__ == "__main__":

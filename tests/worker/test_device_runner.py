@@ -21,10 +21,11 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ScheduledRequest, SchedulerOutput
 from quire.worker.devices import make_device
 from quire.worker.graphs import DecodeGraphs, default_sizes
+from quire.worker.rehearsal import Rehearsal
 from tests.end_to_end.test_overlapped import Job, facts, jobs_of_all_kinds, overlapped, serve
 from tests.worker.fake_gpu import POISON, FakeGpu
 from tests.worker.harness import POISON as BAD_TOKEN
-from tests.worker.harness import Driver, Sequence, request, toy_runner
+from tests.worker.harness import Driver, Sequence, request, tiny_config, toy_runner
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=99, logprobs=2, prompt_logprobs=1),
@@ -283,6 +284,8 @@ def test_families_equal_the_hosts(
     args = {"model": str(tiny_model(name)), "max_model_len": 64, "max_num_seqs": 4}
     jobs = jobs_of_all_kinds()[:4]
     got, _ = serve(jobs, **args, **overlapped(2))
-    assert on_fake_gpu[0].num_rehearsals == 3
+    assert on_fake_gpu[0].num_rehearsals == 1 + len(
+        Rehearsal(tiny_config(max_model_len=64, max_num_seqs=4), 1 << 40, 1 << 40).plans()
+    )
     monkeypatch.undo()
     assert facts(got) == facts(serve(jobs, **args)[0])
