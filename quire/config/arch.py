@@ -82,6 +82,8 @@ class ExpertsArch:
     routing: Routing
     layers: tuple[int, ...]
     """The layers that have experts, by number; the others have the model's MLP."""
+    stacked: bool = False
+    """Whether the checkpoint has the matrices of all experts in one tensor."""
     correction_bias: str | None = None
     """What is added to scores for the choice alone: its tensor, as seen from the layer's MLP."""
     shared_size: int = 0

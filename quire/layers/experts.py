@@ -5,6 +5,8 @@ Shapes: T tokens of the step, H hidden size, I intermediate size of an expert, k
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from torch import Tensor
 
 from quire.config import EngineConfig
@@ -15,15 +17,37 @@ from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import FLOAT, PackedWeight
 from quire.layers.base import Module, model_dtype
 from quire.layers.linear import GateUpLinear, Linear
+from quire.layers.matrix import MatrixLayer
+from quire.layers.slot import Slot
+
+
+class _InStack(MatrixLayer):
+    """Mixed into a layer of an expert whose matrix is one of a stack, [E, N, K], in the checkpoint."""
+
+    index: int
+    count: int
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        for name, slot in super().slots(names):
+            yield ".".join(name.rsplit(f".{self.index}.", 1)), slot.of_stack(self.index, self.count)
+
+
+class _GateUpInStack(_InStack, GateUpLinear):
+    pass
+
+
+class _LinearInStack(_InStack, Linear):
+    pass
 
 
 class Expert(Module):
     """The two matrices of one expert, [2 I, H] and [H, I]; `Experts` multiplies by them."""
 
-    def __init__(self, *, config: EngineConfig, experts: ExpertsArch, prefix: str) -> None:
+    def __init__(self, *, config: EngineConfig, experts: ExpertsArch, index: int, prefix: str) -> None:
         super().__init__()
         arch = config.arch
-        self.gate_up_proj = GateUpLinear(
+        stacked = experts.stacked
+        self.gate_up_proj = (_GateUpInStack if stacked else GateUpLinear)(
             hidden_size=arch.hidden_size,
             intermediate_size=experts.intermediate_size,
             bias=False,
@@ -31,7 +55,7 @@ class Expert(Module):
             activation="silu",
             name=f"{prefix}.gate_up_proj",
         )
-        self.down_proj = Linear(
+        self.down_proj = (_LinearInStack if stacked else Linear)(
             in_features=experts.intermediate_size,
             out_features=arch.hidden_size,
             bias=False,
@@ -39,6 +63,9 @@ class Expert(Module):
             name=f"{prefix}.down_proj",
             cut="input",
         )
+        for layer in (self.gate_up_proj, self.down_proj):
+            if isinstance(layer, _InStack):
+                layer.index, layer.count = index, experts.count
 
 
 class Experts(Module):
@@ -48,7 +75,8 @@ class Experts(Module):
         super().__init__()
         self.name = prefix
         for index in range(experts.count):
-            self.add_module(str(index), Expert(config=config, experts=experts, prefix=f"{prefix}.{index}"))
+            name = f"{prefix}.{index}"
+            self.add_module(str(index), Expert(config=config, experts=experts, index=index, prefix=name))
         self._weights: ExpertWeights | None = None
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -99,6 +99,14 @@ class Slot:
         target, part = self.target.narrow(dim, start, stop - start), self.source.narrow(dim, start, stop)
         return replace(self, target=target, part=part, adopt=None)
 
+    def of_stack(self, index: int, count: int) -> "Slot":
+        """The same of a tensor in which so many such tensors stand one behind the other, this one at `index`."""
+        assert self.convert is None, "rows of a stack would be its members"
+        side, whole, adopt = slice(index, index + 1), self.source, self.adopt
+        part = Part((count, *whole.shape), (side, *whole.region), (side, *whole.box))
+        alone = None if adopt is None else lambda tensor: adopt(tensor[0])
+        return replace(self, target=self.target.unsqueeze(0), part=part, adopt=alone)
+
 
 def why_not_covered(shape: Sequence[int], regions: Sequence[Box]) -> str | None:
     """Why regions do not cover a tensor of such a shape, each element once: a phrase; None if they do."""

@@ -81,6 +81,10 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("GPTNeoForCausalLM", "gpt2:read_gpt_neo", "GPT-Neo, TinyStories"),
         BuiltIn("GPTNeoXForCausalLM", "neox:read_gpt_neox", "GPT-NeoX, Pythia, Dolly 2, RedPajama-INCITE"),
         BuiltIn("GraniteForCausalLM", "llama:read_granite", "Granite 3"),
+        BuiltIn("GraniteMoeForCausalLM", "sparse:read_granite_moe", "Granite 3 1B-A400M and 3B-A800M"),
+        BuiltIn(
+            "GraniteMoeSharedForCausalLM", "sparse:read_granite_moe", "Granite 3 MoE with a shared expert"
+        ),
         BuiltIn("HeliumForCausalLM", "llama:read_helium", "Helium 1"),
         BuiltIn("HunYuanDenseV1ForCausalLM", "hunyuan:read_hunyuan", "Hunyuan 0.5B to 7B"),
         BuiltIn("HunYuanMoEV1ForCausalLM", "sparse:read_hunyuan_moe", "Hunyuan A13B"),

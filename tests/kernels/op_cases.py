@@ -259,7 +259,8 @@ def route(dtype: torch.dtype) -> Iterator[Arguments]:
 
 @cases
 def experts(dtype: torch.dtype) -> Iterator[Arguments]:
-    for scheme in SCHEMES:
+    # What is between two products that round their activations may differ by a step, so those are left to test_experts.
+    for scheme in [scheme for scheme in SCHEMES if not scheme.fast]:
         for count, top_k, hidden, inner in [(1, 1, 16, 8), (5, 2, 45, 33), (8, 3, 130, 70)]:
             of = random_experts(count, hidden, inner, scheme, dtype)
             for tokens in (0, 1, 2, 70):

@@ -67,6 +67,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "Dots1ForCausalLM": DEEPSEEK,
     "FlexOlmoForCausalLM": SPARSE,
     "Glm4MoeForCausalLM": DEEPSEEK,
+    "GraniteMoeForCausalLM": MIXTRAL,
+    "GraniteMoeSharedForCausalLM": MIXTRAL,
     "HunYuanMoEV1ForCausalLM": LLAMA | {"num_experts": 8, "moe_topk": 2},
     "MiniMaxM2ForCausalLM": MIXTRAL,
     "MixtralForCausalLM": MIXTRAL,

@@ -50,7 +50,7 @@ LARGER = {
     128: ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"),
     256: (
         "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner",
-        "moe_intermediate_size", "shared_expert_intermediate_size",
+        "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
     ),
     32: ("head_dim", "kv_channels"),
     1: ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),

@@ -17,6 +17,7 @@ from quire.models.families.fields import (
     uniform_window,
 )
 from quire.models.families.hunyuan import read_hunyuan
+from quire.models.families.llama import read_granite
 from quire.models.families.olmo import read_olmo2
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import read_rope
@@ -24,6 +25,14 @@ from quire.models.rope_config import read_rope
 MAX_EXPERTS = 4096
 
 _APART = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_GRANITE_NAMES = {
+    "mlp": "",
+    "gate": "block_sparse_moe.router.layer",
+    "experts": "block_sparse_moe",
+    "shared_expert": "shared_mlp",
+    "gate_up_proj": "input_linear",
+    "down_proj": "output_linear",
+}
 _SHARED_EXPERTS = {"shared_expert": "shared_experts"}
 
 
@@ -161,6 +170,20 @@ def read_dots1(architecture: str, config: JsonObject) -> ModelArch:
         experts=read_deepseek_experts(config, default_top_k=None, first=0, shared=0, normalized=False),
         **declared_windows(config, lambda layer: layer >= first),
     )
+
+
+def read_granite_moe(architecture: str, config: JsonObject) -> ModelArch:
+    """Granite 3 MoE (IBM, 2024): the experts of a layer in one tensor, and perhaps one that sees every token."""
+    experts = read_experts(
+        config,
+        count="num_local_experts",
+        size="intermediate_size",
+        layers=_all_layers(config),
+        routing={"default_top_k": 2, "normalized": True},
+        stacked=True,
+        shared_size=config.integer("shared_intermediate_size", 0, low=0, high=MAX_WIDTH),
+    )
+    return read_granite(architecture, config, names=CheckpointNames(_GRANITE_NAMES, _APART), experts=experts)
 
 
 def read_hunyuan_moe(architecture: str, config: JsonObject) -> ModelArch:
