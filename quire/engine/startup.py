@@ -195,7 +195,7 @@ def _choose_impl(config: EngineConfig) -> Choice | None:
     if not config.arch.foreign_config:
         return None
     return Choice(
-        "model_impl", "transformers", "its code, slower than a file of ours would be (docs/performance.md)"
+        "model_impl", "transformers", "its code, slower than a file of ours would be (docs/models.md)"
     )
 
 
