@@ -8,7 +8,7 @@ host. A request that fails costs itself alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from quire.worker.inputs import StepInputs, lay_out
 from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
 from quire.worker.pipeline import LanguageModel
 from quire.worker.prompt_logprobs import PromptLogprobs
-from quire.worker.sampler import Sampled, Sampler, StagedRows
+from quire.worker.sampler import Sampled, Sampler
 from quire.worker.sampler.logprobs import LogprobsMode
 from quire.worker.validation import why_unusable
 
@@ -120,11 +120,10 @@ class ModelRunner:
         if self._pipeline.reads_host_tokens:
             self._read_results()
         inputs = self._pipeline.gather(lay_out(self.batch, scheduled))
-        staged = self._stage(inputs.layout.samples)
         hidden = self._pipeline.forward(inputs)
         forwarded = self._transfers.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden)
-        sampled = self._sample(inputs, hidden, scheduled, staged)
+        sampled = self._sample(inputs, hidden, scheduled)
         marks = Marks(started, forwarded, self._transfers.mark())
         step = LaunchedStep(plan.step_id, ids, unusable, marks, self.batch, sampled, prompts, self._drafter)
         self._unread = [*(earlier for earlier in self._unread if not earlier.is_read), step]
@@ -178,26 +177,14 @@ class ModelRunner:
             self._sampler.remove_request(row)
             self._prompt_logprobs.remove_request(row)
 
-    def _stage(self, samples: Samples) -> Iterable[StagedRows]:
-        """The host's part of sampling, for each slice: now if the tokens are here, or else when it is asked for."""
-        is_ahead = self._pipeline.reads_host_tokens
-        slices = self._slices(len(samples.rows))
-        staged = (self._sampler.stage(samples.part(part), ahead=is_ahead) for part in slices)
-        return list(staged) if is_ahead else staged
-
     def _sample(
-        self,
-        inputs: StepInputs,
-        hidden: Tensor,
-        scheduled: list[ScheduledRequest],
-        staged: Iterable[StagedRows],
+        self, inputs: StepInputs, hidden: Tensor, scheduled: list[ScheduledRequest]
     ) -> SampledTokens | None:
         """Sample what is planned, and make room in the rows for it; how far drafts lead is known with the result."""
         layout, samples = inputs.layout, inputs.layout.samples
         if self._sampler.reads_tokens(samples.rows):
             self._read_results()
-        slices = self._slices(len(samples.rows))
-        parts = [self._sample_part(inputs, hidden, *part) for part in zip(slices, staged, strict=True)]
+        parts = [self._sample_part(inputs, hidden, samples, part) for part in self._slices(len(samples.rows))]
         drafts: dict[int, list[int]] = {}
         if layout.num_drafts is None:
             self.batch.advance(layout.rows, layout.ends, layout.num_samples)
@@ -210,7 +197,7 @@ class ModelRunner:
         downloaded = [part.moved(self._transfers.download) for part in parts]
         return SampledTokens(layout.sampling, downloaded, self.batch.places(samples), drafts)
 
-    def _sample_part(self, inputs: StepInputs, hidden: Tensor, part: slice, staged: StagedRows) -> Sampled:
+    def _sample_part(self, inputs: StepInputs, hidden: Tensor, samples: Samples, part: slice) -> Sampled:
         layout = inputs.layout
         if layout.is_all_sampled:  # then nothing has to be gathered
             last = hidden[: layout.num_tokens][part]
@@ -219,7 +206,7 @@ class ModelRunner:
         logits = self._model.compute_logits(last).contiguous()
         if logits.shape[1] != self._vocab_size:
             raise EngineError(f"the model gave {logits.shape[1]} logits for {self._vocab_size} tokens")
-        return self._sampler.sample(logits, staged)
+        return self._sampler.sample(logits, self._sampler.stage(samples.part(part)))
 
     def _slices(self, count: int) -> Iterator[slice]:
         return (slice(i, i + self._slice_size) for i in range(0, count, self._slice_size))

@@ -18,8 +18,6 @@ from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, ThinkingMarkers
-from quire.worker.cpu import CpuDevice
-from quire.worker.sampler.grammar import GrammarMask
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
 STEPS_IN_FLIGHT = (1, 2, 4)
@@ -132,35 +130,6 @@ def test_all_parameters_with_aborts_and_preemption(
         assert facts(outputs) == facts(expected), f"{steps} steps in flight"
         assert stats["num_preemptions"] > 0
         assert stats["prefix_cache_hits"] > 0
-
-
-@pytest.mark.parametrize("loop", [{}, overlapped(2)], ids=["plain", "overlapped"])
-def test_masks_made_beside_the_forward_pass_change_nothing(
-    loop: dict[str, Any],
-    tiny_model: Callable[[str], Path],
-    restore_threads: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also where a step's samples are taken in parts."""
-    constraints = [
-        StructuredOutputsParams(regex=r"[a-z]{2,9}(?: [0-9a-f]+)*!"),
-        None,
-        StructuredOutputsParams(json={"type": "array", "items": {"enum": ["a", "bc", "bcd"]}, "minItems": 2}),
-    ]
-    shared: dict[str, Any] = {"max_tokens": 24, "temperature": 1.5, "logprobs": 2}
-    jobs = []
-    for seed in range(24):
-        params = SamplingParams(structured_outputs=constraints[seed % 3], seed=seed, n=1 + seed % 2, **shared)
-        jobs.append(Job(STEM[: 5 + seed], params))
-    args: dict[str, Any] = {"model": str(tiny_model("llama-tied-bias")), "max_model_len": 96, **loop}
-    args |= {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_gpu_blocks_override": 16}
-    with monkeypatch.context() as patched:
-        patched.setattr(GrammarMask, "stages_long", False)
-        expected, _ = serve(jobs, **args)
-    monkeypatch.setattr(CpuDevice, "logits_elements", 3 * VOCAB_SIZE)
-    found, stats = serve(jobs, **args)
-    assert facts(found) == facts(expected)
-    assert stats["num_preemptions"] > 0
 
 
 @pytest.mark.parametrize("steps", STEPS_IN_FLIGHT)

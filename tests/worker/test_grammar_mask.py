@@ -19,7 +19,6 @@ from quire.structured_output.vocabulary import Vocabulary
 from quire.worker.cpu import HostTransfers
 from quire.worker.input_batch import Samples
 from quire.worker.sampler import Sampler, SamplerOutput
-from quire.worker.sampler.grammar import ConstrainedText
 from tests.worker.harness import append_tokens, input_batch, next_samples, request, rows_of
 
 END = 256
@@ -194,15 +193,6 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> GrammarStore:
     table: PluginTable[type[GrammarBackend]] = PluginTable("none", "", {"failing": FailingBackend}, FACTORY)
     monkeypatch.setattr(backends, "BACKENDS", table)
     return store(backend="failing")
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_defect_of_ours_while_staging_is_not_lost(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench([member("a")])
-    monkeypatch.setattr(ConstrainedText, "fill", lambda *args: 1 / 0)
-    samples, logits = next_samples(bench.batch, bench.rows), torch.zeros(1, VOCAB)
-    with pytest.raises(ZeroDivisionError):
-        bench.sampler.sample(logits, bench.sampler.stage(samples, ahead=ahead))
 
 
 def test_limits_of_what_texts_share_do_not_end_one_that_keeps_within_them_alone(

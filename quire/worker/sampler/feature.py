@@ -35,8 +35,6 @@ class Feature(ABC, Generic[Staged]):
 
     reads_tokens: ClassVar[bool] = False
     """Whether `stage` reads tokens that were sampled, which must have reached the host then."""
-    stages_long: ClassVar[bool] = False
-    """Whether `stage` takes so long that it is worth a thread of its own while the model computes."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._is_user = np.zeros(max_num_seqs, dtype=np.bool_)

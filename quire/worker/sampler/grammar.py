@@ -46,7 +46,6 @@ class GrammarMask(LogitsFeature[StagedMask]):
     """
 
     reads_tokens = True
-    stages_long = True
 
     def __init__(self, batch: InputBatch, vocab_size: int, grammars: GrammarStore) -> None:
         super().__init__(batch.max_num_seqs)

@@ -8,7 +8,6 @@ bit for bit; every feature works sample by sample. A new way to change logits is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,7 +103,6 @@ class StagedRows(NamedTuple):
     """What all features need for the rows of a step."""
 
     features: list[tuple[LogitsFeature[Any], Any]]
-    """Each with what it staged, or with the future of that."""
     draw: StagedDraw | None
     logprobs: StagedLogprobs | None
 
@@ -138,7 +136,6 @@ class Sampler:
         self._draw = Draw(batch, vocab_size, transfers.torch_device)
         self._logprobs = Logprobs(batch)
         self._features: list[Feature[Any]] = [*self._logits_features, self._draw, self._logprobs]
-        self._thread = ThreadPoolExecutor(1, "quire-stage")  # begins with its first call
 
     def add_request(self, row: int, request: NewRequestData) -> None:
         """Take in a request that was given a row."""
@@ -154,24 +151,14 @@ class Sampler:
         """Whether `stage` needs these rows' sampled tokens on the host."""
         return any(feature.reads_tokens and feature.has_users(rows) for feature in self._features)
 
-    def stage(self, samples: Samples, *, ahead: bool = False) -> StagedRows:
-        """The host's part of sampling for N samples; needs no logits, so it can run while the model computes.
-
-        Args:
-            ahead: the model computes between this call and `sample`, and keeps this thread busy: what takes long is
-                only begun here. Rows stay as they are until then.
-        """
-        begun = ((feature, self._begun(feature, samples, ahead=ahead)) for feature in self._logits_features)
+    def stage(self, samples: Samples) -> StagedRows:
+        """The host's part of sampling for N samples; needs no logits, so it can run while the model computes."""
+        staged = ((feature, self._staged(feature, samples)) for feature in self._logits_features)
         return StagedRows(
-            features=[(feature, value) for feature, value in begun if value is not None],
+            features=[(feature, value) for feature, value in staged if value is not None],
             draw=self._staged(self._draw, samples),
             logprobs=self._staged(self._logprobs, samples),
         )
-
-    def _begun(self, feature: LogitsFeature[Any], samples: Samples, *, ahead: bool) -> Any:
-        if ahead and feature.stages_long and feature.has_users(samples.rows):
-            return self._thread.submit(self._staged, feature, samples)
-        return self._staged(feature, samples)
 
     def _staged(self, feature: Feature[Any], samples: Samples) -> Any:
         value = feature.stage(samples)
@@ -182,7 +169,6 @@ class Sampler:
         is_bad, wanted, failures = clear_unusable(logits), staged.logprobs, Failures()
         reported = None if wanted is None or self._mode.is_processed else _raw_logits(logits, staged, wanted)
         for feature, value in staged.features:
-            value = value.result() if isinstance(value, Future) else value
             failures.update(feature.apply(logits, value) or {})
         if wanted is not None and self._mode.is_processed:
             reported = self._draw.shaped(logits, staged.draw, wanted.indices)
