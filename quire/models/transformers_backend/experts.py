@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class PackedExperts(nn.Module):
         self.down = nn.ModuleList(down)
 
 
-def _through_packed(module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _through_packed(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """The registered function: x [T, H], the experts of each token and their weights [T, k] -> [T, H]."""
     packed = module.packed
     assert isinstance(packed, PackedExperts)

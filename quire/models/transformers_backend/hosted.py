@@ -106,10 +106,12 @@ def as_linear(
     transposed = type(module).forward is Conv1D.forward
     if not transposed and type(module).forward is not nn.Linear.forward:
         return None
-    spans = row_spans(stored, module.weight.shape, transposed)
+    weight = module.weight
+    assert isinstance(weight, Tensor), "the forward pass multiplies by it"
+    spans = row_spans(stored, weight.shape, transposed)
     if spans is None:
         return None
-    inputs = module.weight.shape[0 if transposed else 1]
+    inputs = weight.shape[0 if transposed else 1]
     return HostedLinear(
         in_features=inputs,
         out_features=sum(span.size for span in spans),

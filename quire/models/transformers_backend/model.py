@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from quire.config import EngineConfig
 from quire.errors import QuireError, UnsupportedModelError
@@ -109,7 +109,7 @@ def _naming(config: EngineConfig) -> Iterator[None]:
 
 
 @dataclass
-class _Output(ModelOutput):  # type: ignore[misc]
+class _Output(ModelOutput):
     """What any of transformers' models returns of its backbone."""
 
     last_hidden_state: Tensor | None = None
@@ -133,6 +133,7 @@ def _build(config: EngineConfig) -> PreTrainedModel:
     model_cls = getattr(transformers, arch.architecture, None)
     if not (isinstance(model_cls, type) and issubclass(model_cls, PreTrainedModel)):
         raise UnsupportedModelError("the installed version does not offer it")
+    assert model_cls.config_class is not None, "models that can be made have one"
     theirs = model_cls.config_class.from_dict(json.loads(arch.foreign_config))
     if theirs.is_encoder_decoder:
         raise UnsupportedModelError("it has an encoder")

@@ -83,7 +83,7 @@ class Held(Layer):
     `places` are the modules that have it, and what they call it.
     """
 
-    tensor: Tensor
+    tensor: nn.Parameter
 
     def __init__(
         self,
