@@ -50,6 +50,6 @@ class Router(Linear):
             bias = self.correction_bias.unsqueeze(0) if self._correction_is_row else self.correction_bias
             yield f"{around}.{self._correction}", Slot(bias, "zeros")
 
-    def forward(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+    def choose(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each token, int32 [T, k], and their weights, float32 [T, k]."""
-        return ops.route(super().forward(x, step), self.correction_bias, self.routing)
+        return ops.route(self(x, step), self.correction_bias, self.routing)

@@ -179,6 +179,7 @@ def read_ernie_moe(architecture: str, config: JsonObject) -> ModelArch:
     interval = config.integer("moe_layer_interval", 1)
     layers = all_layers(config)
     size = config.integer("moe_intermediate_size", high=MAX_WIDTH)
+    config = config.with_values(head_dim=read_head_dim(config, config.integer("num_attention_heads")))
     experts = read_experts(
         either(config, {"num_experts_per_tok": "moe_k"}),
         count="moe_num_experts",
