@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from benchmarks.gpu.target import Target
 
 GROUPS = {
+    "engine": imports.ENGINE,
     "kernels": imports.KERNELS,
     "models": imports.MODELS,
-    "engine": imports.ENGINE,
     "cases": imports.KERNELS,
 }
-"""Group of checks -> the packages that it needs."""
+"""Group of checks -> the packages that it needs; first what nothing but a device can show."""
 
 
 def parser() -> argparse.ArgumentParser:

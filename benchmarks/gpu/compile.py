@@ -234,15 +234,17 @@ def _packed(scheme: WeightScheme, outputs: int, inputs: int) -> PackedWeight:
 def _sampling(shape: Shape) -> Iterator[Launch]:
     from quire.kernels.limits import ANY_LIMITS, NO_LIMITS, Limits
     from quire.kernels.triton import logits as tail
-    from quire.kernels.triton import logprobs, sampling
+    from quire.kernels.triton import logprobs, penalties, sampling
 
     logits, ids = empty(4, shape.vocab, dtype=torch.float32), empty(4, dtype=torch.int64)
-    numbers, settings = empty(4, dtype=torch.float64), empty(4, 4, dtype=torch.float64)
+    settings = empty(4, 4, dtype=torch.float64)
     yield "unusable_rows", lambda: tail.unusable_rows(logits)
     yield "clear_rows", lambda: tail.clear_rows(logits, empty(4, dtype=torch.bool))
     words = empty(4, -(-shape.vocab // 32), dtype=torch.int32)
     yield "mask_logits", lambda: tail.mask_logits(logits, ids, words)
-    yield "apply_penalties", lambda: tail.apply_penalties(logits, ids, numbers, numbers)
+    places, factors = empty(4, 4, dtype=torch.int64), empty(4, 3, dtype=torch.float64)
+    rows = empty(4, 900, dtype=torch.int32)
+    yield "penalise_rows", lambda: penalties.penalise_rows(logits, rows, places, factors, 900)
     limits = {"none": NO_LIMITS, "min_p": Limits(top_k=False, top_p=False), "all": ANY_LIMITS}
     for name, used in limits.items():
         sample = partial(sampling.sample_tokens, logits, settings, empty(4, 2, dtype=torch.int64), used)

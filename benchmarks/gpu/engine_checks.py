@@ -17,6 +17,7 @@ from benchmarks.gpu.engine import Engine, Generated, engine, greedy
 from benchmarks.gpu.runner import Check
 from benchmarks.gpu.shapes import QWEN_05B, TINY_TIED
 from benchmarks.gpu.target import Target
+from quire.kernels.triton import compiles
 
 _EAGER = {"enforce_eager": True}
 _COMMON: dict[str, Any] = {
@@ -81,6 +82,11 @@ def checks(target: Target, scratch: Path) -> Iterator[Check]:
     yield Check(
         f"{shape.name}: seeded sampling, graphs and eager", partial(_sampled, expected, invariant, eager)
     )
+    yield Check(
+        f"{shape.name}: seeded sampling, overlapped and not",
+        partial(_sampled, expected, invariant, {"async_scheduling": True}),
+    )
+    yield Check(f"{shape.name}: no kernel compiled after start", partial(_late_kernels, expected))
     kinds = ("int8", "int4", "fp8") if target.is_gpu else ("int8", "int4")
     for kind in kinds:
         run = partial(_same_twice, expected, {"quantization": kind})
@@ -116,10 +122,28 @@ def _alone(expected: Expected, args: dict[str, Any]) -> float:
     return _different(alone, expected.results)
 
 
-def _sampled(expected: Expected, invariant: dict[str, Any], eager: dict[str, Any]) -> float:
+def _late_kernels(expected: Expected) -> float:
+    """Raises with their names, if there are any."""
+    names: list[str] = []
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9, "seed": 7},
+        {"temperature": 0.9, "seed": 7, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1, "logprobs": 2},
+    ]
+    with expected.engine(async_scheduling=True) as running:
+        compiles.watch(names.append)
+        for params in kinds:
+            running.generate(expected.prompts, greedy(8, **params))
+        compiles.watch(None)
+    if names:
+        raise RuntimeError(f"compiled after start: {', '.join(names)}")
+    return 0.0
+
+
+def _sampled(expected: Expected, invariant: dict[str, Any], other: dict[str, Any]) -> float:
     params = greedy(8, temperature=0.9, top_p=0.9, top_k=50, repetition_penalty=1.1, seed=7, logprobs=2)
     results = []
-    for args in (invariant, invariant | eager):
+    for args in (invariant, invariant | other):
         with expected.engine(**args) as running:
             results.append(running.generate(expected.prompts, params))
     return _different(*results)

@@ -24,7 +24,7 @@ LIMITS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 E4M3_LIMITS = {True: 0.08, False: 0.6}
 """The same for numbers in E4M3, by whether the target is a GPU: their largest step is 32 of 448, and a last bit may
 decide on which side one falls. Triton's interpreter drops the carry of some, and so halves them."""
-_FAST_TO_INTERPRET = ("write_kv", "embedding", "apply_penalties")
+_FAST_TO_INTERPRET = ("write_kv", "embedding", "penalise_rows")
 
 
 def checks(target: Target) -> Iterator[Check]:

@@ -16,7 +16,7 @@ constexpr int64_t kTileStride = kKeyTile + kPadding;
 // Rows are kept as whole pieces.
 inline int64_t row_floats(int64_t head_size) { return round_up(head_size, kPiece); }
 
-// The keys of a tile that some row of the item sees: positions [low, high).
+// The keys of a tile that some row of the item, or of a block of its rows, sees: positions [low, high).
 struct Seen {
     int64_t start, low, high;
 
@@ -24,6 +24,16 @@ struct Seen {
         : start(tile * kKeyTile),
           low(larger_of(item.first_key(call.features), start)),
           high(smaller_of(item.last() + 1, start + kKeyTile)) {}
+
+    // Those that some of `count` rows sees.
+    Seen by_rows(const Call& call, const Item& item, int64_t row, int64_t count) const {
+        Seen seen = *this;
+        const int64_t first = item.position + row / call.group, last = item.position + (row + count - 1) / call.group;
+        if (call.features.window) seen.low = larger_of(low, first - call.features.window + 1);
+        seen.high = smaller_of(high, last + 1);
+        return seen;
+    }
+    bool is_empty() const { return low >= high; }
 
     // In pieces from `start`.
     int64_t first_piece() const { return (low - start) / kPiece; }

@@ -1,23 +1,15 @@
-// Who computes what: the splits of all items, laid end to end by cost, are cut into one stretch for each worker. The parts of
-// an item that a cut goes through are kept, and merged by the worker of its last split when all workers are done.
+// A plan carried out: memory for every worker, their stretches, and the merging of what a cut went through.
 //
 // A split starts from nothing and is merged, in order, into the splits before it, always, whether or not they ran on different
 // threads. So the number of threads changes no bit.
 
 #pragma once
 
-#include "attention_tile.h"
-
-#include <cstdlib>
+#include "attention_plan.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-constexpr int64_t kStretchWork = 1 << 15;    // multiply-adds for which a stretch of its own is worth the merging
-constexpr int64_t kStretchesPerThread = 4;  // at most, for threads are not equally fast
 constexpr int64_t kNoMemory = -2;
-
-// Even, so that pointers may follow.
-inline int64_t part_floats(int64_t rows, int64_t n) { return rows * (row_floats(n) + 2); }
 
 inline Part part_at(Float32* memory, int64_t rows, int64_t n) {
     return {memory, reinterpret_cast<Running*>(memory + rows * row_floats(n))};
@@ -42,52 +34,19 @@ inline Scratch scratch_at(Float32* memory, int64_t rows, int64_t n) {
     return s;
 }
 
-struct Schedule {
-    int64_t total = 0, workers = 1;
-
-    // In multiply-adds: those of a row with a tile's keys, and with its values.
-    int64_t work(const Call& call) const { return total * 2 * kKeyTile * call.shape.head_size; }
-
-    void choose_workers(const Call& call) {
-        const int64_t threads = team_threads(), most = threads * kStretchesPerThread;
-        if (threads > 1) workers = larger_of(1, smaller_of(most, work(call) / kStretchWork));
-    }
-
-    int64_t worker_of(int64_t at) const {
-        int64_t worker = at * workers / total;
-        while (at >= total * (worker + 1) / workers) ++worker;
-        return worker;
-    }
-};
-
-// Calls body(item, first split's worker, last split's worker, cost before the item).
-template <class Body>
-inline void for_each_scheduled(const Call& call, const Schedule& schedule, Body body) {
-    int64_t at = 0;
-    for_each_item(call, [&](const Item& item) {
-        const int64_t begin = at;
-        int64_t last = at;
-        for (int64_t split = item.first_split(call.features); split < item.end_split(call.features); ++split) {
-            last = at;
-            at += cost(call, item, split);
-        }
-        body(item, schedule.worker_of(begin), schedule.worker_of(last), begin);
-    });
-}
-
 struct Memory {
     Float32* scratch;  // one for each worker
-    Float32** parts;   // [workers]: the parts of the cut item whose last split is the worker's
+    Float32* parts;    // of all items that a cut goes through
     int64_t rows;      // of the largest item
-    int64_t cut_floats;  // of all parts that are kept
 
     Scratch of(const Call& call, int64_t worker) const {
         const int64_t n = call.shape.head_size;
         return scratch_at(scratch + worker * scratch_floats(rows, n), rows, n);
     }
-    Part cut(const Call& call, const Item& item, int64_t worker, int64_t split) const {
-        const int64_t rows = item.rows(call), n = call.shape.head_size;
-        return part_at(parts[worker] + (split - item.first_split(call.features)) * part_floats(rows, n), rows, n);
+    Part part(const Call& call, const Planned& planned, int64_t split) const {
+        const int64_t rows = planned.item.rows(call), n = call.shape.head_size;
+        const int64_t index = split - planned.item.first_split(call.features);
+        return part_at(parts + planned.parts + index * part_floats(rows, n), rows, n);
     }
 };
 
@@ -105,80 +64,54 @@ inline void finish(const Call& call, const Item& item, const Part& whole) {
     }
 }
 
-inline void run_worker(const Call& call, const Schedule& schedule, const Memory& memory, int64_t worker) {
+inline void run_worker(const Call& call, const Plan& plan, const Memory& memory, int64_t worker) {
     const int64_t n = call.shape.head_size;
     Scratch scratch = memory.of(call, worker);
     const Part own = scratch.split;
-    for_each_scheduled(call, schedule, [&](const Item& item, int64_t first, int64_t last, int64_t at) {
-        if (worker < first || worker > last) return;
+    plan.for_each_of(worker, [&](const Planned& planned) {
+        const Item& item = planned.item;
         call.types.load_queries(scratch.queries, call, item);
         scratch.whole.clear(item.rows(call), n);
+        int64_t at = planned.begin;
         for (int64_t split = item.first_split(call.features); split < item.end_split(call.features); ++split) {
-            const bool mine = schedule.worker_of(at) == worker;
+            const bool mine = !planned.is_cut() || plan.worker_of(at) == worker;
             at += cost(call, item, split);
             if (!mine) continue;
-            scratch.split = first == last ? own : memory.cut(call, item, last, split);
+            scratch.split = planned.is_cut() ? memory.part(call, planned, split) : own;
             attend_split(call, item, split, scratch);
-            if (first == last) scratch.whole.add(scratch.split, item.rows(call), n);
+            if (!planned.is_cut()) scratch.whole.add(scratch.split, item.rows(call), n);
         }
-        if (first == last) finish(call, item, scratch.whole);
+        if (!planned.is_cut()) finish(call, item, scratch.whole);
     });
 }
 
-inline void merge_cut(const Call& call, const Schedule& schedule, const Memory& memory, int64_t worker) {
-    const int64_t n = call.shape.head_size;
-    for_each_scheduled(call, schedule, [&](const Item& item, int64_t first, int64_t last, int64_t) {
-        if (first == last || last != worker) return;
-        const Part whole = memory.of(call, worker).whole;
-        whole.clear(item.rows(call), n);
-        for (int64_t split = item.first_split(call.features); split < item.end_split(call.features); ++split)
-            whole.add(memory.cut(call, item, worker, split), item.rows(call), n);
-        finish(call, item, whole);
-    });
+// The parts of an item into its first.
+inline void merge_cut(const Call& call, const Memory& memory, const Planned& planned) {
+    const Item& item = planned.item;
+    const int64_t first = item.first_split(call.features);
+    const Part whole = memory.part(call, planned, first);
+    for (int64_t split = first + 1; split < item.end_split(call.features); ++split)
+        whole.add(memory.part(call, planned, split), item.rows(call), call.shape.head_size);
+    finish(call, item, whole);
 }
 
-inline void run(const Call& call, const Schedule& schedule, const Memory& memory) {
-    share(schedule.workers, schedule.work(call), [&](int64_t worker) { run_worker(call, schedule, memory, worker); });
-    if (memory.cut_floats == 0) return;
-    share(schedule.workers, memory.cut_floats * kElementWork,
-          [&](int64_t worker) { merge_cut(call, schedule, memory, worker); });
+inline void run(const Call& call, const Plan& plan, const Memory& memory) {
+    share(plan.workers, plan.work(call), [&](int64_t worker) { run_worker(call, plan, memory, worker); });
+    share(plan.cut_items(), plan.parts_floats * kElementWork,
+          [&](int64_t i) { merge_cut(call, memory, plan.cut_item(i)); });
 }
 
-// Calls body(worker of the last split, floats) for each item that a cut goes through.
-template <class Body>
-inline void for_each_cut(const Call& call, const Schedule& schedule, Body body) {
-    if (schedule.workers == 1) return;
-    for_each_scheduled(call, schedule, [&](const Item& item, int64_t first, int64_t last, int64_t) {
-        const int64_t splits = item.end_split(call.features) - item.first_split(call.features);
-        if (first != last) body(last, splits * part_floats(item.rows(call), call.shape.head_size));
-    });
-}
-
-// Takes the memory that the schedule needs, runs, and gives it back.
+// Takes the memory that the plan needs, runs, and gives it back.
 inline int64_t plan_and_run(const Call& call) {
-    const int64_t n = call.shape.head_size;
-    Schedule schedule;
-    Memory memory{nullptr, nullptr, 0, 0};
-    for_each_item(call, [&](const Item& item) {
-        memory.rows = larger_of(memory.rows, item.rows(call));
-        for (int64_t split = item.first_split(call.features); split < item.end_split(call.features); ++split)
-            schedule.total += cost(call, item, split);
-    });
-    if (schedule.total == 0) return 0;
-    schedule.choose_workers(call);
-
-    const int64_t own = schedule.workers * scratch_floats(memory.rows, n);
-    for_each_cut(call, schedule, [&](int64_t, int64_t needed) { memory.cut_floats += needed; });
-    const int64_t floats = own + memory.cut_floats;
-    const int64_t bytes = floats * static_cast<int64_t>(sizeof(Float32)) +
-                          schedule.workers * static_cast<int64_t>(sizeof(Float32*));
-    memory.scratch = static_cast<Float32*>(std::aligned_alloc(64, static_cast<size_t>(round_up(bytes, 64))));
-    if (!memory.scratch) return kNoMemory;
-    memory.parts = reinterpret_cast<Float32**>(memory.scratch + floats);
-    Float32* next = memory.scratch + own;
-    for_each_cut(call, schedule, [&](int64_t worker, int64_t needed) { memory.parts[worker] = next, next += needed; });
-    run(call, schedule, memory);
-    std::free(memory.scratch);
+    static thread_local Plan plan;
+    if (!plan.serve(call)) return kNoMemory;
+    if (plan.total == 0) return 0;
+    const int64_t own = plan.workers * scratch_floats(plan.rows, call.shape.head_size);
+    const int64_t bytes = (own + plan.parts_floats) * static_cast<int64_t>(sizeof(Float32));
+    const auto memory = static_cast<Float32*>(std::aligned_alloc(64, static_cast<size_t>(round_up(bytes, 64))));
+    if (!memory) return kNoMemory;
+    run(call, plan, {memory, memory + own, plan.rows});
+    std::free(memory);
     return 0;
 }
 

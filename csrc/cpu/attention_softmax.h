@@ -5,15 +5,22 @@
 
 #pragma once
 
-#include "attention.h"
+#include "attention_product.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
 inline Vec lane_offsets(int64_t first) { return Vec{0, 1, 2, 3, 4, 5, 6, 7} + static_cast<float>(first); }
 
+// Columns [begin, end) of a tile, in whole pieces.
+struct Columns {
+    int64_t begin, end;
+
+    explicit Columns(const Seen& seen) : begin(seen.first_piece() * kPiece), end(seen.end_piece() * kPiece) {}
+};
+
 // Soft cap and linear bias (ALiBi) on a row's scores; `distance` is from the query back to the tile's first key.
-inline void apply_features(Float32* scores, int64_t columns, const Features& features, float slope, int64_t distance) {
-    for (int64_t i = 0; i < columns; i += kLanes) {
+inline void apply_features(Float32* scores, Columns columns, const Features& features, float slope, int64_t distance) {
+    for (int64_t i = columns.begin; i < columns.end; i += kLanes) {
         Vec s = load(scores + i, All{});
         if (features.soft_cap != 0.0f) s = features.soft_cap * tanh(s / features.soft_cap);
         if (features.slopes) s = s - slope * (static_cast<float>(distance) - lane_offsets(i));
@@ -22,8 +29,8 @@ inline void apply_features(Float32* scores, int64_t columns, const Features& fea
 }
 
 // -infinity outside [low, high): a selection, so that whatever stands there, NaN included, is gone.
-inline void mask_row(Float32* scores, int64_t columns, int64_t low, int64_t high) {
-    for (int64_t i = 0; i < columns; i += kLanes) {
+inline void mask_row(Float32* scores, Columns columns, int64_t low, int64_t high) {
+    for (int64_t i = columns.begin; i < columns.end; i += kLanes) {
         if (i >= low && i + kLanes <= high) continue;
         const Ints lane = Ints{0, 1, 2, 3, 4, 5, 6, 7} + static_cast<int32_t>(i);
         const Ints seen = (lane >= static_cast<int32_t>(low)) & (lane < static_cast<int32_t>(high));
@@ -44,12 +51,12 @@ inline float rescale(float from, float to) { return from == to ? 1.0f : exp2(spl
 
 // Scores to weights relative to the new maximum (Milakov and Gimelshein, 2018, arXiv:1805.02867). Returns what earlier
 // weights have to be multiplied with. Keys of weight 0 change nothing, not even a bit.
-inline float softmax_row(Float32* scores, int64_t columns, Running& running) {
+inline float softmax_row(Float32* scores, Columns columns, Running& running) {
     Vec top = splat(running.top);
-    for (int64_t i = 0; i < columns; i += kLanes) top = larger(load(scores + i, All{}), top);
+    for (int64_t i = columns.begin; i < columns.end; i += kLanes) top = larger(load(scores + i, All{}), top);
     const float new_top = largest(top), shift = shift_of(new_top);
     Vec total = {};
-    for (int64_t i = 0; i < columns; i += kLanes) {
+    for (int64_t i = columns.begin; i < columns.end; i += kLanes) {
         const Vec weight = exp2(load(scores + i, All{}) - shift);
         total = total + weight;
         store(scores + i, weight, All{});
@@ -59,21 +66,30 @@ inline float softmax_row(Float32* scores, int64_t columns, Running& running) {
     return factor;
 }
 
-// Scores of a tile that begins at `start` to weights, row by row; `factors` are what earlier sums must be multiplied with.
-inline void weigh(const Call& call, const Item& item, int64_t start, int64_t columns, Float32* scores, Running* running,
-                  float* factors) {
+// A row's scores to weights, in all columns that its block of rows sees; returns what earlier sums must be multiplied with.
+inline float weigh_row(const Call& call, const Item& item, const Seen& seen, int64_t row, Float32* scores, Running& running) {
     const Features& features = call.features;
-    for (int64_t row = 0; row < item.rows(call); ++row, scores += kKeyTile) {
-        const int64_t position = item.position + row / call.group;
-        if (features.soft_cap != 0.0f || features.slopes) {
-            const float slope = features.slopes ? features.slopes[item.head * call.group + row % call.group] : 0.0f;
-            apply_features(scores, columns, features, slope * kLog2E, position - start);
-        }
-        const int64_t low = features.window ? position - features.window + 1 - start : 0;
-        const int64_t high = position + 1 - start;
-        if (low > 0 || high < columns)
-            mask_row(scores, columns, smaller_of(larger_of(low, 0), kKeyTile), smaller_of(larger_of(high, 0), kKeyTile));
-        factors[row] = softmax_row(scores, columns, running[row]);
+    const Columns columns(seen);
+    const int64_t position = item.position + row / call.group, start = seen.start;
+    if (features.soft_cap != 0.0f || features.slopes) {
+        const float slope = features.slopes ? features.slopes[item.head * call.group + row % call.group] : 0.0f;
+        apply_features(scores, columns, features, slope * kLog2E, position - start);
+    }
+    const int64_t low = features.window ? larger_of(position - features.window + 1 - start, 0) : 0;
+    const int64_t high = smaller_of(position + 1 - start, kKeyTile);
+    if (low > columns.begin || high < columns.end) mask_row(scores, columns, low, high);
+    return softmax_row(scores, columns, running);
+}
+
+// Scores of a tile to weights, row by row; `factors` are what earlier sums must be multiplied with.
+inline void weigh(const Call& call, const Item& item, const Seen& tile, Float32* scores, Running* running, float* factors) {
+    const int64_t rows = item.rows(call);
+    for (int64_t block = 0; block < row_blocks(rows); ++block) {
+        const int64_t first = block_row(rows, block), end = block_row(rows, block + 1);
+        const Seen seen = tile.by_rows(call, item, first, end - first);
+        if (seen.is_empty()) continue;
+        for (int64_t row = first; row < end; ++row)
+            factors[row] = weigh_row(call, item, seen, row, scores + row * kKeyTile, running[row]);
     }
 }
 

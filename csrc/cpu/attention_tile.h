@@ -30,6 +30,9 @@ struct Part {
     }
 };
 
+// Even, so that pointers may follow.
+inline int64_t part_floats(int64_t rows, int64_t n) { return rows * (row_floats(n) + 2); }
+
 // One thread's memory for any item of a call.
 struct Scratch {
     Part split, whole;
@@ -74,12 +77,14 @@ void store_row(const Call& call, int64_t token, int64_t head, const Float32* row
     for (int64_t d = 0; d < n; d += kLanes) store(out + d, load(row + d, All{}) * factor + 0.0f, All{});
 }
 
-// scores = queries * keys, for the pieces that are seen.
+// scores = queries * keys, for the pieces that a block of rows sees.
 template <class B>
-inline void score(const Scratch& scratch, int64_t rows, int64_t n, const Seen& seen, const Pieces<B>& keys,
+inline void score(const Call& call, const Item& item, const Scratch& scratch, const Seen& tile, const Pieces<B>& keys,
                   const Pieces<B>& values) {
-    for_each_row_block(rows, [&](auto count, int64_t row) {
+    const int64_t n = call.shape.head_size;
+    for_each_row_block(item.rows(call), [&](auto count, int64_t row) {
         constexpr int R = decltype(count)::value;
+        const Seen seen = tile.by_rows(call, item, row, R);
         const Float32* q = scratch.queries + row * n;
         for_each_pieces<R>(seen.first_piece(), seen.end_piece(), [&](auto pieces, int64_t piece) {
             constexpr int N = decltype(pieces)::value;
@@ -96,11 +101,13 @@ inline void score(const Scratch& scratch, int64_t rows, int64_t n, const Seen& s
 
 // out = out * factors + weights * values, in the order of positions.
 template <class B>
-inline void mix(const Scratch& scratch, int64_t rows, int64_t n, const Seen& seen, const Pieces<B>& values,
+inline void mix(const Call& call, const Item& item, const Scratch& scratch, const Seen& tile, const Pieces<B>& values,
                 const Pieces<B>& next_keys) {
-    const int64_t floats = row_floats(n);
-    for_each_row_block(rows, [&](auto count, int64_t row) {
+    const int64_t floats = row_floats(call.shape.head_size);
+    for_each_row_block(item.rows(call), [&](auto count, int64_t row) {
         constexpr int R = decltype(count)::value;
+        const Seen seen = tile.by_rows(call, item, row, R);
+        if (seen.is_empty()) return;
         for_each_pieces<R>(0, floats / kPiece, [&](auto pieces, int64_t piece) {
             constexpr int N = decltype(pieces)::value;
             Float32* out = scratch.split.out + row * floats + piece * kPiece;
@@ -126,25 +133,23 @@ inline void mix(const Scratch& scratch, int64_t rows, int64_t n, const Seen& see
 
 template <class C>
 inline void score_tile(const Call& call, const Item& item, const Seen& seen, const Scratch& scratch) {
-    const int64_t rows = item.rows(call), n = call.shape.head_size;
     if (in_place<C>(call, item))
-        return score(scratch, rows, n, seen, cached_keys<C>(call, item, seen), cached_values<C>(call, item, seen));
+        return score(call, item, scratch, seen, cached_keys<C>(call, item, seen), cached_values<C>(call, item, seen));
     copy_keys<C>(call, item, seen, scratch.tile);
     Pieces<Float32> pieces{{}, kTileStride};
     for (int64_t p = 0; p < kTilePieces; ++p) pieces.at[p] = scratch.tile + p * kPiece;
-    score(scratch, rows, n, seen, pieces, pieces);
+    score(call, item, scratch, seen, pieces, pieces);
 }
 
 template <class C>
 inline void mix_tile(const Call& call, const Item& item, const Seen& seen, const Seen& next, const Scratch& scratch) {
-    const int64_t rows = item.rows(call), n = call.shape.head_size;
     if (in_place<C>(call, item))
-        return mix(scratch, rows, n, seen, cached_values<C>(call, item, seen), cached_keys<C>(call, item, next));
+        return mix(call, item, scratch, seen, cached_values<C>(call, item, seen), cached_keys<C>(call, item, next));
     copy_values<C>(call, item, seen, scratch.tile);
-    const int64_t stride = row_floats(n) + kPadding;
+    const int64_t stride = row_floats(call.shape.head_size) + kPadding;
     Pieces<Float32> pieces{{}, stride};
     for (int64_t p = 0; p < kTilePieces; ++p) pieces.at[p] = scratch.tile + p * kPiece * stride;
-    mix(scratch, rows, n, seen, pieces, pieces);
+    mix(call, item, scratch, seen, pieces, pieces);
 }
 
 inline void multiply_rows(Float32* rows, int64_t count, int64_t columns, const Float32* scales) {
@@ -164,7 +169,7 @@ void attend_tile(const Call& call, const Item& item, int64_t tile, const Scratch
         multiply_rows(scratch.scores, item.rows(call), columns, scratch.scales);
         ask_for_key_scales(call, item, next);
     }
-    weigh(call, item, seen.start, columns, scratch.scores, scratch.split.running, scratch.factors);
+    weigh(call, item, seen, scratch.scores, scratch.split.running, scratch.factors);
     if constexpr (kScaled) {
         load_value_scales(call, item, seen, scratch.scales);
         multiply_rows(scratch.scores, item.rows(call), columns, scratch.scales);

@@ -2,10 +2,7 @@
 
 #include <cstddef>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
+#include "memory.h"
 #include "panels.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
@@ -170,21 +167,6 @@ inline float element(const Weight& from, int64_t panel, int64_t lane, int64_t k,
                    to_float(static_cast<const BFloat16*>(from.scales)[group]);
         }
     }
-}
-
-// A large matrix is read from end to end, faster through pages of 2 MiB than of 4 KiB. Wherever there are none, nothing is
-// lost. Small ones have no such page, and advice for each would cut the process's memory into too many areas.
-inline void prefer_huge_pages(void* data, int64_t bytes) {
-#ifdef __linux__
-    constexpr uintptr_t kPage = 1 << 12;
-    constexpr int64_t kHugePage = 1 << 21;
-    if (bytes < kHugePage) return;
-    const uintptr_t start = reinterpret_cast<uintptr_t>(data) & ~(kPage - 1);
-    const uintptr_t end = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes);
-    madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-#else
-    static_cast<void>(data), static_cast<void>(bytes);
-#endif
 }
 
 }  // namespace

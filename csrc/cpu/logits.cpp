@@ -16,11 +16,45 @@ inline bool is_usable(const float* x, int64_t n) {
     return !any(bad) && any(possible);
 }
 
+// What the words [begin, end) of a row's mask say of its n logits.
+inline void mask_words(float* x, const uint32_t* words, int64_t begin, int64_t end, int64_t n) {
+    constexpr Bits kFirst = {1, 2, 4, 8, 16, 32, 64, 128};
+    for (int64_t word = begin; word < end; ++word) {
+        const uint32_t bits = words[word];
+        if (bits == 0xffffffff) continue;
+        float* first = x + 32 * word;
+        for_each_vector(n - 32 * word < 32 ? n - 32 * word : 32, [=](int64_t i, auto lanes) {
+            const Vec kept = (kFirst & (bits >> i)) != 0 ? load_logits(first + i, lanes) : splat(-kInfinity);
+            store(reinterpret_cast<Float32*>(first + i), kept, lanes);
+        });
+    }
+}
+
 }  // namespace
 
 int64_t unusable_rows(void* out, const void* logits, int64_t rows, int64_t n) {
     const float* x = static_cast<const float*>(logits);
     share(rows, kElementWork * rows * n, [=](int64_t row) { static_cast<bool*>(out)[row] = !is_usable(x + row * n, n); });
+    return 0;
+}
+
+// Shared by words and not by rows, so that a single request with a large vocabulary has all threads, too.
+int64_t mask_logits(void* logits, const void* rows, const void* words, int64_t count, int64_t num_rows, int64_t n) {
+    const int64_t* row_of = static_cast<const int64_t*>(rows);
+    int64_t refused = 0;
+    for (int64_t i = 0; i < count; ++i) refused += row_of[i] < 0 || row_of[i] >= num_rows;
+    if (refused) return refused;
+    float* x = static_cast<float*>(logits);
+    const uint32_t* masks = static_cast<const uint32_t*>(words);
+    const int64_t width = (n + 31) / 32;
+    share_ranges(count * width, kElementWork * count * n, [=](int64_t begin, int64_t end) {
+        for (int64_t at = begin; at < end;) {
+            const int64_t mask = at / width, word = at % width, rest = end - at;
+            const int64_t last = rest < width - word ? word + rest : width;
+            mask_words(x + row_of[mask] * n, masks + mask * width, word, last, n);
+            at += last - word;
+        }
+    });
     return 0;
 }
 

@@ -49,6 +49,9 @@ QUIRE_CPU_EXPORT int64_t quire_cpu_pin_threads(const int64_t* cpus, int64_t coun
 QUIRE_CPU_EXPORT void quire_cpu_share(int64_t count, int64_t work, void (*body)(const void*, int64_t, int64_t),
                                       const void* context);
 
+// Asks for pages of 2 MiB under large memory that is read often; does nothing where there are none.
+QUIRE_CPU_EXPORT void quire_cpu_prefer_huge_pages(void* data, int64_t bytes);
+
 // For tests: from now on all loops are shared, however short, and taken in another order; 0 is as usual.
 QUIRE_CPU_EXPORT void quire_cpu_shuffle(int64_t seed);
 

@@ -58,6 +58,7 @@ int64_t peak_fma(void* out, int64_t iterations);
 int64_t read_memory(void* out, const void* data, int64_t bytes);
 
 int64_t unusable_rows(void* out, const void* logits, int64_t rows, int64_t n);
+int64_t mask_logits(void* logits, const void* rows, const void* words, int64_t count, int64_t num_rows, int64_t n);
 int64_t apply_penalties(void* logits, const void* indices, const void* repetition, const void* subtracted,
                         int64_t count, int64_t size);
 int64_t philox_uniform(void* out, const void* seeds, const void* positions, int64_t count);
@@ -128,6 +129,7 @@ const Kernel kernels[] = {
     QUIRE_ROW(rotary_and_write_kv),
     QUIRE_ROW(paged_attention),
     QUIRE_ROW(unusable_rows),
+    QUIRE_ROW(mask_logits),
     QUIRE_ROW(apply_penalties),
     QUIRE_ROW(philox_uniform),
     QUIRE_ROW(sample_tokens),

@@ -176,6 +176,9 @@ class ModelArch:
     final_norm: bool = True
     word_embed_proj_dim: int | None = None
 
+    foreign_config: str = ""
+    """config.json itself, as JSON with overrides, of a model whose code reads it: one that transformers runs."""
+
     def mlp_of(self, layer: int) -> str:
         """The kind of a layer's MLP."""
         return "sparse" if self.experts is not None and layer in self.experts.layers else self.mlp

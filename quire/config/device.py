@@ -72,7 +72,7 @@ class KernelConfig(Config):
     )
     matmul_precision: str = option(
         "auto",
-        "highest, or medium: on a CPU activations that meet bfloat16 weights are rounded to it; auto: where that is "
-        "faster.",
+        "auto: medium where that is faster, else highest; medium: on a CPU activations that meet bfloat16 weights are "
+        "rounded to it.",
         choices=("auto", "highest", "medium"),
     )

@@ -20,6 +20,11 @@ class ModelConfig(Config):
     tokenizer: str | None = option(None, "Directory or id of the tokenizer; default: the model's own.")
     revision: str | None = option(None, "Branch, tag or commit of a Hugging Face id.")
     served_model_name: tuple[str, ...] = option((), "Names under which the server offers the model.")
+    model_impl: str = option(
+        "auto",
+        "Whose code computes the model: quire's, the installed transformers', or (auto) quire's where it has some.",
+        choices=("auto", "quire", "transformers"),
+    )
     dtype: str = option(
         "auto",
         "Precision of the weights; auto: the checkpoint's where its kernels exist. Activations are float32 on a CPU.",

@@ -85,11 +85,17 @@ class QuantizationConfig(Config):
             )
 
     def _used_keys(self, device: str) -> set[str]:
-        if self.quantization is None:
-            return set()
         cpu_only = {"mode"} if device != "cpu" else set()
-        keys = (*METHODS[self.quantization].keys, *METHODS[self.head].keys)
-        return {*keys, "head", "ignore"} - cpu_only
+        if self.quantization is not None:
+            keys = {*METHODS[self.quantization].keys, *METHODS[self.head].keys, "head", "ignore"}
+        else:
+            keys = {*METHODS[self.head].keys, "head"} if self.rounds_head else set()
+        return keys - cpu_only
+
+    @property
+    def rounds_head(self) -> bool:
+        """Whether the output head is kept in fewer bits: with everything else, or alone if it is named."""
+        return self.quantization is not None or "head" in self.quantization_config
 
     @property
     def group_size(self) -> int:

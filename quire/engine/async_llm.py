@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -18,8 +17,9 @@ import msgspec
 from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.admission import Admission
-from quire.engine.bedtime import Bedtime
+from quire.engine.bedtime import Bedtime, OtherFrontEnds
 from quire.engine.client import closed_on_error
+from quire.engine.constraint_checks import ConstraintChecks
 from quire.engine.cores import Cores, CoreWatcher, OwnCores
 from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.input_processor import TokenizedPrompt
@@ -27,6 +27,7 @@ from quire.engine.messages import CoreMessage, Detach
 from quire.engine.output_stream import Offer, OutputStream
 from quire.engine.pumps import Pumps
 from quire.engine.queue_limits import WaitingSequences
+from quire.engine.sleep import Rest
 from quire.engine.startup import prepare
 from quire.engine.tokenizer import beside_loop
 from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableError
@@ -38,10 +39,6 @@ from quire.scheduler.explain import Explanation
 from quire.scheduler.output import SchedulerStats
 
 logger = logging.getLogger(__name__)
-
-MAX_CHECKS = 64
-_CHECKS = ThreadPoolExecutor(8, thread_name_prefix="quire-constraints")
-"""Threads that wait for the checkers of constraints; those that find none free wait there."""
 
 
 class AsyncLLM:
@@ -83,7 +80,7 @@ class AsyncLLM:
         self._restarts: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
-        self._num_checks = 0
+        self._checks = ConstraintChecks(self.input_processor.constraints)
         self._bedtime = Bedtime(self._front_end, self._send)
 
     @staticmethod
@@ -165,7 +162,7 @@ class AsyncLLM:
         # A beam search has one output, at the end.
         kind = None if isinstance(sampling_params, BeamSearchParams) else sampling_params.output_kind
         if isinstance(sampling_params, SamplingParams):
-            sampling_params = await self._constrained(sampling_params)
+            sampling_params = await self._checks.settled(sampling_params)
         stream = OutputStream(delta=kind is RequestOutputKind.DELTA, offer=offer)
         name, messages = self._front_end.submit(
             request_id,
@@ -251,6 +248,14 @@ class AsyncLLM:
         self._pumps.ensure()
         await self._bedtime.wake_up(tags)
 
+    def sleep_with(self, others: OtherFrontEnds) -> None:
+        """The cores have other front ends, too, for which this one decides when they sleep."""
+        self._bedtime.others = others
+
+    def rest(self, rest: Rest, *, dozes: bool) -> None:
+        """The front end that decides has put the cores to sleep, is about to, or has woken them."""
+        self._front_end.rest, self._front_end.dozes = rest, dozes
+
     async def explain(self, request_id: str) -> list[Explanation]:
         """Why the requests of this label wait or waited, for each of their sequences.
 
@@ -320,19 +325,6 @@ class AsyncLLM:
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         num_chars = len(text) if isinstance(text, str) else 0
         return await beside_loop(num_chars, self.input_processor.tokenize, prompt)
-
-    async def _constrained(self, params: SamplingParams) -> SamplingParams:
-        """Check a constraint off the event loop."""
-        constraints = self.input_processor.constraints
-        if constraints.is_known(params):
-            return constraints.settled(params)
-        if self._num_checks >= MAX_CHECKS:
-            raise UnavailableError(f"{self._num_checks} constraints wait to be checked, the most that may")
-        self._num_checks += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(_CHECKS, constraints.settled, params)
-        finally:
-            self._num_checks -= 1
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:
         self._pumps.ensure()

@@ -6,8 +6,8 @@ time proportional to the new tokens, and no delta ends in a character that later
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
+from encodings import utf_8
 
 from quire.engine.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ class IncrementalDetokenizer:
         self._place = tokenizer.place_after(
             prompt_token_ids, skip_special_tokens=skip_special_tokens, shown=shown
         )
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = utf_8.IncrementalDecoder("replace")
         self._utf8.decode(self._place.unfinished)
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -39,7 +39,10 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that became certain with these tokens."""
-        return self._utf8.decode(b"".join(map(self._place.advance, token_ids)))
+        added = b"".join(map(self._place.advance, token_ids))
+        if added.isascii() and not self._utf8.buffer:  # as nearly all are; the decoder is written in Python
+            return added.decode()
+        return self._utf8.decode(added)
 
     def flush(self) -> str:
         """The held-back rest, when no more tokens follow."""

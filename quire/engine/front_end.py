@@ -65,7 +65,7 @@ class FrontEnd:
     Attributes:
         config: with the context length that the cores have settled, once all of them are ready.
         dead_error: what ended the engine.
-        rest: what of the engine sleeps.
+        rest: what of the engine sleeps; only the first front end puts cores to sleep, and the others are told.
         dozes: whether it takes no requests because it is about to sleep.
 
     Raises:
@@ -99,6 +99,7 @@ class FrontEnd:
         self.dead_error: QuireError | None = None
         self._rest = Rest()
         self.dozes = False
+        self._is_first = number == 0
         self._ready: list[CoreReady | None] = [None] * num_cores
         self._flights = Flights(num_cores, number)
         self._calls = UtilityCalls(number)
@@ -296,9 +297,8 @@ class FrontEnd:
         """
         flights = self.in_flight(core).values()
         owed = self._calls.owed_by(core)
-        messages: list[CoreRequest] = [
-            self._calls.start(core, method, args)[1] for method, args in self.rest.verbs()
-        ]
+        verbs = self.rest.verbs() if self._is_first else []
+        messages: list[CoreRequest] = [self._calls.start(core, method, args)[1] for method, args in verbs]
         owners = (self.output_processor, self._beam_searches)
         lost = [owner.resume(core_ids) for core_ids in flights for owner in owners]
         messages += [add_message(requests) for requests in lost if requests]

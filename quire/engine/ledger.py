@@ -32,6 +32,8 @@ class Column(IntEnum):
     COMPUTED_TOKENS = 4
     """Tokens of prompts that were computed, and tokens that were generated, since the process began."""
     GENERATED_TOKENS = 5
+    TURNS = 6
+    """Turns of the process's event loop, as its pulse."""
 
 
 class Ledger:

@@ -68,9 +68,9 @@ class OutputProcessor:
         """
         stats, ends, touched = IterationStats(), Ends(), list[RequestGroup]()
         for update in outputs.updates:
-            if update.request_id not in self._running:
+            if (found := self._running.get(update.request_id)) is None:
                 continue
-            sequence, group = self._running[update.request_id]
+            sequence, group = found
             try:
                 sequence.apply(update, now, stats)
             except BaseException as error:
@@ -186,7 +186,7 @@ class RequestGroup:
         first = self.sequences[0]
         is_one = len(self.sequences) == 1
         finished, kind = first.finished if is_one else self.finished, self.params.output_kind
-        if not finished and self._gathers():
+        if not finished and self.params.stream_interval and self._gathers():
             return
         if kind is RequestOutputKind.FINAL_ONLY and not finished:
             return

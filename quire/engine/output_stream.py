@@ -30,7 +30,7 @@ class OutputStream:
         self._pending: RequestOutput | None = None
         self._error: Exception | None = None
         self._filled = asyncio.Event()
-        self._is_awaited = False
+        self._is_awaited = False  # whether `get` waits, and has nothing to return yet
 
     def put(self, output: RequestOutput | Exception) -> None:
         """Add an output, or the error that ends the stream, behind which nothing comes."""
@@ -44,17 +44,21 @@ class OutputStream:
             self._pending.add(output)
         else:
             self._pending = output
-        self._filled.set()
+        self._fill()
 
     def _is_taken(self, output: RequestOutput) -> bool:
-        if self._offer is None or not self._is_awaited or output.finished or self._filled.is_set():
+        if not self._is_awaited or self._offer is None or output.finished:
             return False
         try:
             return self._offer(output)
         except Exception as error:  # the consumer's own, who gets it where it waits
             self._error = error
-            self._filled.set()
+            self._fill()
             return True
+
+    def _fill(self) -> None:
+        self._is_awaited = False
+        self._filled.set()
 
     async def get(self) -> RequestOutput:
         """Wait for the next output; raises the error once everything before it was fetched."""
@@ -68,7 +72,7 @@ class OutputStream:
         return output
 
     async def _wait(self) -> None:
-        self._is_awaited = True
+        self._is_awaited = not self._filled.is_set()
         try:
             await self._filled.wait()
         finally:

@@ -195,7 +195,8 @@ class SequenceState:
         if update.scheduled_ts and not mine.scheduled_ts:
             mine.queued_ts, mine.scheduled_ts = update.queued_ts, update.scheduled_ts
             self.num_cached_tokens = update.num_cached_tokens
-        mine.num_preemptions = max(mine.num_preemptions, update.num_preemptions)
+        if update.num_preemptions > mine.num_preemptions:
+            mine.num_preemptions = update.num_preemptions
 
     def _record_tokens(self, count: int, now: float, stats: IterationStats) -> None:
         mine = self.stats

@@ -56,14 +56,14 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     """
     load_general_plugins()
     model_dir = resolve_model_dir(config.model.model, config.model.revision, config.load.download_dir)
-    arch = read_hf_config(model_dir, config.model.hf_overrides)
+    arch = read_hf_config(model_dir, config.model.hf_overrides, config.model.model_impl)
     arch = dataclasses.replace(arch, generation=_generation_defaults(config, arch, model_dir))
     fit = config.model.max_model_len == FIT_MEMORY
     config = dataclasses.replace(
         config,
         model_dir=str(model_dir),
         model_arch=arch,
-        model_class=ModelRegistry.place_of(arch.architecture),
+        model_class=ModelRegistry.place_of(arch.architecture, config.model.model_impl),
         fit_max_model_len=fit,
     )
     if config.device.device == "auto":
@@ -73,6 +73,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         _choose_max_model_len(config),
         *_choose_batch(config, usage),
         *_choose_loop(config),
+        _choose_impl(config),
         _choose_name(config),
     ]
     for choice in filter(None, choices):
@@ -188,6 +189,14 @@ def _choose_loop(config: EngineConfig) -> list[Choice]:
         )
         choices.append(Choice("max_steps_in_flight", steps, reason))
     return choices
+
+
+def _choose_impl(config: EngineConfig) -> Choice | None:
+    if not config.arch.foreign_config:
+        return None
+    return Choice(
+        "model_impl", "transformers", "its code, slower than a file of ours would be (docs/models.md)"
+    )
 
 
 def _choose_name(config: EngineConfig) -> Choice | None:

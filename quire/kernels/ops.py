@@ -481,7 +481,7 @@ def clear_rows(logits: Tensor, cleared: Tensor, /) -> None:
     reference_sampling.clear_rows(logits, cleared)
 
 
-@op(_cpu("sampling.apply_penalties"), _triton("logits.apply_penalties"))
+@op(_cpu("sampling.apply_penalties"))
 def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor, /) -> None:
     """Change some logits in place, in float64: x -> (x / r if x > 0 else x * r) - s, held to float32's maximum.
 
@@ -489,6 +489,19 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
     Repetition: N. Keskar et al., "CTRL" (2019), section 4.1. An index outside the logits is an IndexError.
     """
     reference_sampling.apply_penalties(logits, indices, repetition, subtracted)
+
+
+@op(_triton("penalties.penalise_rows"))
+def penalise_rows(
+    logits: Tensor, token_rows: Tensor, places: Tensor, factors: Tensor, /, longest: int
+) -> None:
+    """`apply_penalties` to every token that stands in a row of tokens, counted here; logits [N, V], in place.
+
+    token_rows [rows, columns] int32 in [0, V). places [U, 4] int64, of each of U samples: its row of the logits, all
+    different; its row of tokens; how many tokens of that are the prompt's, and how many there are, at most `longest`.
+    factors [U, 3] float64: repetition; frequency, for each time that a token was generated; presence, if it was.
+    """
+    reference_sampling.penalise_rows(logits, token_rows, places, factors)
 
 
 @op(_cpu("sampling.mask_logits"), _triton("logits.mask_logits"))

@@ -49,6 +49,17 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
     flat[indices] = (values - subtracted).clamp_(max=_MAX_LOGIT).float()
 
 
+def penalise_rows(logits: Tensor, token_rows: Tensor, places: Tensor, factors: Tensor) -> None:
+    vocab_size = logits.shape[1]
+    for (sample, row, num_prompt, num_tokens), of_row in zip(places.tolist(), factors, strict=True):
+        tokens = token_rows[row, :num_tokens].long()
+        counts = torch.bincount(tokens[num_prompt:], minlength=vocab_size)
+        seen = tokens.unique()
+        repetition, frequency, presence = of_row
+        subtracted = frequency * counts[seen] + presence * (counts[seen] > 0)
+        apply_penalties(logits, sample * vocab_size + seen, repetition.expand(len(seen)), subtracted)
+
+
 def sample_tokens(logits: Tensor, settings: Tensor, keys: Tensor | None) -> Tensor:
     if keys is None:
         keys = torch.zeros(len(logits), 2, dtype=torch.int64, device=logits.device)

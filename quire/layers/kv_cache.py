@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.cpu.huge_pages import prefer_huge_pages
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec
 
 
@@ -56,10 +57,15 @@ def kv_cache_specs(model: nn.Module) -> dict[str, KVCacheSpec]:
 def allocate_kv_cache(kv_config: KVCacheConfig, device: torch.device) -> tuple[Tensor, ...]:
     """The tensors that the groups share, left as the system gives them.
 
-    Untouched pages cost no memory, and no kernel reads a slot that was not written.
+    Untouched pages cost no memory, and no kernel reads a slot that was not written. On a CPU pages are large, because
+    blocks lie all over them.
     """
     shapes = [(kv_config.num_blocks, block_bytes) for block_bytes in kv_config.tensor_block_bytes]
-    return tuple(torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes)
+    tensors = tuple(torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes)
+    if device.type == "cpu":
+        for tensor in tensors:
+            prefer_huge_pages(tensor)
+    return tensors
 
 
 def bind_kv_cache(model: nn.Module, kv_config: KVCacheConfig, tensors: Sequence[Tensor]) -> None:

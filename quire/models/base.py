@@ -49,6 +49,13 @@ class CausalLM(Module):
         """hidden [N, H] -> float32 logits [N, V]."""
         return self.lm_head.logits(hidden)
 
+    def loaded(self) -> None:
+        """Called once, when all layers have their weights, on the device.
+
+        Raises:
+            UnsupportedModelError: with these weights the model cannot be served.
+        """
+
     def checkpoint_layers(self) -> Iterator[tuple[list[str], Layer]]:
         """Each layer with parameters, under the names of the checkpoint's modules that it holds."""
         for path, module in self.named_modules():

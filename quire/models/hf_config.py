@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config.arch import ModelArch
 from quire.errors import UnsupportedModelError
 from quire.models.generation_config import generation_file, read_generation_config, token_ids
 from quire.models.json_object import JsonObject, read_json_object
 from quire.models.registry import ModelRegistry
+
+if TYPE_CHECKING:
+    from quire.models.registry import ConfigReader
 
 # Option -> values under which it changes nothing that we compute; a family that reads it knows better.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -33,8 +36,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def read_hf_config(model_dir: Path, overrides: dict[str, Any]) -> ModelArch:
+def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str = "auto") -> ModelArch:
     """The shape and options of the model in `model_dir`; `overrides` replace top-level keys of config.json.
+
+    `model_impl` is that of `ModelConfig`.
 
     Raises:
         ModelLoadError: a file is missing or malformed; the message names file, key, value and what is allowed.
@@ -42,14 +47,14 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any]) -> ModelArch:
     """
     file = read_json_object(model_dir / "config.json")
     config = JsonObject(file.where, {**file.values, **overrides}, refused=[])
-    arch = _read_all(_architecture(config), config)
+    architecture = _architecture(config)
+    arch = _read_all(architecture, config, ModelRegistry.resolve_config_reader(architecture, model_impl))
     more = token_ids(generation_file(model_dir), "eos_token_id", arch.vocab_size)
     eos_token_ids = tuple(dict.fromkeys(arch.eos_token_ids + more))
     return replace(arch, eos_token_ids=eos_token_ids, generation=read_generation_config(model_dir))
 
 
-def _read_all(architecture: str, config: JsonObject) -> ModelArch:
-    reader = ModelRegistry.resolve_config_reader(architecture)
+def _read_all(architecture: str, config: JsonObject, reader: ConfigReader) -> ModelArch:
     refused: list[UnsupportedModelError] = []
     try:
         arch = reader(architecture, config)

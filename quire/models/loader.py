@@ -24,6 +24,7 @@ from quire.layers.base import Layer, device_type, model_dtype
 from quire.layers.quantization import QuantMethod, method_of
 from quire.layers.shard import WHOLE, Shard
 from quire.models.base import CausalLM
+from quire.models.construction import construct
 from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.registry import ModelRegistry
 from quire.models.staged_copy import GpuCopyStream, StagedCopy
@@ -54,14 +55,15 @@ def load_model(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
             cache.write(_final_tensors(model))
     else:
         _restore(model, tensors)
-    return model.eval()
+    model.eval().loaded()
+    return model
 
 
 def without_weights(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
     """The model, whose parameters have their shapes and dtypes and no memory yet."""
     model_cls = ModelRegistry.resolve_model_cls(config.arch.architecture, config.model_class)
     with torch.device("meta"):
-        model = model_cls(config=config)
+        model = construct(model_cls, config)
         methods = _methods(model, config)
         for (_, layer), method in zip(model.checkpoint_layers(), methods, strict=True):
             layer.create_weights(method, shard)
@@ -192,18 +194,16 @@ def _methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
     kernels = config.kernels
     floats = WeightScheme(fast=_rounds_activations(config), invariant=kernels.batch_invariant)
     plain = method_of(floats)
-    if asked.quantization is None:
-        return [plain for _ in model.checkpoint_layers()]
     rounded = replace(
         floats,
-        kind=asked.quantization,
         group_size=asked.group_size,
         symmetric=asked.symmetric,
         fast=asked.fast,
         per_tensor=asked.per_tensor,
         vendor=asked.vendor,
     )
-    quantized, head = method_of(rounded), method_of(replace(rounded, kind=asked.head))
+    quantized = method_of(replace(rounded, kind=asked.quantization)) if asked.quantization else plain
+    head = method_of(replace(rounded, kind=asked.head)) if asked.rounds_head else plain
     unmatched = set(asked.ignore)
     methods = []
     for names, layer in model.checkpoint_layers():

@@ -18,7 +18,8 @@ INTRODUCTION = """\
 This page is generated: `python -m quire.models.page`.
 
 quire serves a Hugging Face model if `architectures` in its config.json names one of the {count} below, and its weights
-are safetensors. The class decides, not the maker: many models of many makers are Llamas. Names of models are examples.
+are safetensors; [many others](#any-other) run with transformers' code.
+The class decides, not the maker: many models of many makers are Llamas. Names of models are examples.
 Options that would change what is computed and that quire does not do are refused at start-up, all in one sentence.
 
 For every architecture the tests make a small checkpoint with random weights, biases and norms, and hold that
@@ -46,6 +47,27 @@ NOTES = """
 - QWen (2023) contexts end at `seq_length`: beyond it the model would rescale queries by the length of the prompt.
 - MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.
 - Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
+
+## Any other
+
+With transformers installed (`pip install quire[hf]`), a causal language model that has no row here runs with its
+code, on quire's attention and KV cache, and with its matrices packed (and with `--quantization` quantised), experts
+included: batching, chunked prefill and prefix caching are those of every model. `--model-impl transformers` asks for
+that also where there is a row, `--model-impl quire` forbids it. Nothing of it is remote code: what the installed
+version does not define is unknown.
+
+Before the first request the model is run without data, which shows what attends and how, and on a few tokens. Refused
+then, with the reason: attention that is not called through transformers' interface, that hands over a mask, biases or
+sinks, or that looks ahead; encoders; a layer of which two tokens know without attention (convolutions, states);
+checkpoints whose tensors are computed into the model's and not copied. `tests/models/test_transformers_backend.py`
+runs 30 such architectures (BERT as a decoder, NanoChat, ModernBERT's decoder, Afmoe, Laguna, MiniMax M2 ...).
+
+- It is slower than a row of the table, by calls between kernels: there are no tapes or graphs.
+- Rows have the same bits in every batch where all that mixes the elements of a row is quire's. A module of its own
+  that multiplies or sums otherwise, such as a sigmoid router, may make the last bit depend on the batch.
+- Matrices are not cut for several ranks. What is neither matrix nor norm is kept in the precision of activations.
+- config.json must name the sizes (`vocab_size`, `hidden_size`, layers, heads, `max_position_embeddings`); what is
+  left to defaults of transformers can be given with `--hf-overrides`.
 
 To add an architecture: [CONTRIBUTING.md](../CONTRIBUTING.md); to add one from a package: [plugins.md](plugins.md).
 """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from quire.models.built_in import BUILT_IN, BuiltIn
+from quire.models.transformers_backend.reader import transformers_has
 from quire.plugins import PluginTable, import_place, instance_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,13 @@ class ModelEntry:
 MODEL_PLUGINS: PluginTable[ModelEntry] = PluginTable(
     "quire.models", "an architecture", {}, instance_of(ModelEntry)
 )
+
+
+_TRANSFORMERS = ModelEntry(
+    "quire.models.transformers_backend.model:TransformersForCausalLM",
+    "quire.models.transformers_backend.reader:read_transformers",
+)
+"""Of every architecture that has no row."""
 
 
 def _built_in(row: BuiltIn) -> ModelEntry:
@@ -83,30 +91,41 @@ class Registry:
         model: type[CausalLM] = _imported(self._row(arch).model if is_here or not place else place, arch)
         return model
 
-    def place_of(self, arch: str) -> str:
+    def place_of(self, arch: str, model_impl: str = "auto") -> str:
         """Where another process finds the class of an architecture, as "module:Name"; imports nothing.
 
         Raises:
-            UnsupportedModelError: nobody registered it.
+            UnsupportedModelError: nobody registered it, and transformers is not to be asked or has none of the name.
         """
-        model = self._row(arch).model
+        model = self._row(arch, model_impl).model
         return model if isinstance(model, str) else f"{model.__module__}:{model.__qualname__}"
 
-    def resolve_config_reader(self, arch: str) -> ConfigReader:
-        """The function that turns config.json into a `ModelArch`; raises as `resolve_model_cls` does."""
-        reader: ConfigReader = _imported(self._row(arch).config_reader, arch)
+    def resolve_config_reader(self, arch: str, model_impl: str = "auto") -> ConfigReader:
+        """The function that turns config.json into a `ModelArch`; raises as `place_of` does."""
+        reader: ConfigReader = _imported(self._row(arch, model_impl).config_reader, arch)
         return reader
 
-    def _row(self, arch: str) -> ModelEntry:
-        if arch in self._rows:
+    def _row(self, arch: str, model_impl: str = "auto") -> ModelEntry:
+        """`model_impl` is that of `ModelConfig`."""
+        if model_impl != "transformers" and arch in self._rows:
             return self._rows[arch]
-        if arch in MODEL_PLUGINS.names():
+        if model_impl != "transformers" and arch in MODEL_PLUGINS.names():
             return MODEL_PLUGINS.resolve(arch)
+        if model_impl != "quire" and transformers_has(arch):
+            return _TRANSFORMERS
+        raise UnsupportedModelError(self._say_unknown(arch, model_impl))
+
+    def _say_unknown(self, arch: str, model_impl: str) -> str:
+        if model_impl == "transformers":
+            return f"--model-impl transformers: the installed transformers, if any, has no model {arch!r}"
         known = self.get_supported_archs()
         nearest = ", ".join(get_close_matches(arch, known, n=3, cutoff=0.0))
-        raise UnsupportedModelError(
+        also = (
+            "" if model_impl == "quire" else ", and the installed transformers, if any, has none of that name"
+        )
+        return (
             f"architecture {arch!r} is not supported; of the {len(known)} that are (docs/models.md) "
-            f"the nearest by name: {nearest}"
+            f"the nearest by name: {nearest}{also}"
         )
 
 

@@ -7,7 +7,7 @@ or to another rank, and every slot gets its part; this is settled from the files
 import hashlib
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -26,6 +26,8 @@ from quire.models.safetensors_file import SafetensorsFile, TensorInfo
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_MOST_TOLD = 8
+"""Tensors that do not fit and are named in one message."""
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
@@ -76,8 +78,8 @@ class CheckpointWeights:
     """The tensors of the checkpoint in `model_dir`, each checked against the model's slots of its name.
 
     Raises:
-        ModelLoadError: no safetensors file; a file is corrupt; a tensor is missing, left over, stored twice, or of the
-            wrong shape or dtype; parts of it are taken twice or not at all. The message names file and tensor.
+        ModelLoadError: no safetensors file; a file is corrupt; tensors are missing, left over, stored twice, or of the
+            wrong shape or dtype; parts of them are taken twice or not at all. One message names all files and tensors.
     """
 
     def __init__(
@@ -186,24 +188,31 @@ def _plan(model: CausalLM, files: list[SafetensorsFile], model_dir: Path) -> dic
     slots = model.checkpoint_slots()
     prefix = _missing_prefix(model, files)
     sources: dict[str, _Source] = {}
+    wrong: list[str] = []
     for file in files:
         for info in file.tensors.values():
             name = info.name if info.name in slots else prefix + info.name
+            at = f"{file.path}: tensor {info.name!r}"
             if name in sources:
-                raise ModelLoadError(
-                    f"{file.path}: tensor {info.name!r} is also in {sources[name].file.path}"
-                )
-            if name in slots:
-                sources[name] = _checked(file, info, slots[name])
+                wrong.append(f"{at} is also in {sources[name].file.path}")
+            elif name in slots:
+                sources[name] = _Source(file, info, slots[name])
+                wrong += (f"{at} {reason}" for reason in _why_unfit(info, slots[name]))
             elif not model.leaves_out(name):
-                raise ModelLoadError(
-                    f"{file.path}: tensor {info.name!r} has no place in {type(model).__name__}"
-                )
-    missing = [name for name in slots if name not in sources]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelLoadError(f"{model_dir}: tensor {missing[0]!r}{more} is in none of the safetensors files")
+                wrong.append(f"{at} has no place in {type(model).__name__}")
+    wrong += (
+        f"{model_dir}: tensor {name!r} is in none of the safetensors files"
+        for name in slots
+        if name not in sources
+    )
+    if wrong:
+        raise ModelLoadError(_in_one_sentence(wrong))
     return sources
+
+
+def _in_one_sentence(wrong: list[str]) -> str:
+    more = len(wrong) - _MOST_TOLD
+    return "; ".join([*wrong[:_MOST_TOLD], *([f"and {more} more such tensors"] if more > 0 else [])])
 
 
 def _missing_prefix(model: CausalLM, files: list[SafetensorsFile]) -> str:
@@ -211,19 +220,18 @@ def _missing_prefix(model: CausalLM, files: list[SafetensorsFile]) -> str:
     return "" if present else model.base_prefix
 
 
-def _checked(file: SafetensorsFile, info: TensorInfo, slots: list[Slot]) -> _Source:
-    at = f"{file.path}: tensor {info.name!r}"
+def _why_unfit(info: TensorInfo, slots: list[Slot]) -> Iterator[str]:
+    """What is wrong with a tensor, for the slots of its name: one phrase, or none."""
     for slot in slots:
         if info.shape != slot.source.shape:
-            implied = list(slot.source.shape)
-            raise ModelLoadError(f"{at} has shape {list(info.shape)}, config.json implies {implied}")
+            yield f"has shape {list(info.shape)}, config.json implies {list(slot.source.shape)}"
+            return
         if info.dtype not in slot.dtypes:
-            expected = " or ".join(_text(dtype) for dtype in slot.dtypes)
-            raise ModelLoadError(f"{at} is {_text(info.dtype)}; expected {expected}")
+            yield f"is {_text(info.dtype)}; expected {' or '.join(_text(dtype) for dtype in slot.dtypes)}"
+            return
     reason = why_not_covered(info.shape, [slot.source.region for slot in slots])
     if reason is not None:
-        raise ModelLoadError(f"{at} does not go into the model once: {reason}")
-    return _Source(file, info, slots)
+        yield f"does not go into the model once: {reason}"
 
 
 def _text(dtype: torch.dtype) -> str:

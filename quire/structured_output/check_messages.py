@@ -23,10 +23,11 @@ class Question(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """The constraint as it is to be compiled; None, and why not."""
+    """The constraint as it is to be compiled; None, and why not, by a whole message if another `field` is to blame."""
 
     params: StructuredOutputsParams | None = None
     error: str = ""
+    field: str = ""
 
 
 def read_frame(stream: IO[bytes]) -> bytes | None:

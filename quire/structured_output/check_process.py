@@ -30,6 +30,7 @@ from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.pointer import Path as Place
 from quire.structured_output.pointer import pointer
 from quire.structured_output.settle import FLEXIBLE_SPACE
+from quire.structured_output.structural_tag import at_origin, parts_of
 from quire.structured_output.vocabulary import Vocabulary
 
 NICENESS = 10
@@ -72,7 +73,7 @@ def find_out(question: Question) -> Answer:
         _try(backend, params)
         return Answer(params)
     except GrammarError as error:
-        return Answer(error=_placed(question, str(error)))
+        return _placed(question, str(error))
 
 
 def _try(backend: GrammarBackend, params: StructuredOutputsParams) -> None:
@@ -92,22 +93,35 @@ def _check_white_space(backend: GrammarBackend, params: StructuredOutputsParams)
         raise GrammarError("whitespace_pattern must match spaces, tabs and line ends only")
 
 
-def _placed(question: Question, error: str) -> str:
+def _placed(question: Question, error: str) -> Answer:
     """The error with a pointer to the innermost schema that has it."""
-    if question.params.json is None:
-        return error
-    schema = json.loads(str(question.params.json))
+    if question.params.json is not None:
+        place = _place_of(question, json.loads(str(question.params.json)), error)
+        return Answer(error=error if place is None else f"at {pointer(place)}: {error}")
+    tag = json.loads(str(question.params.structural_tag or "{}"))
+    for one in parts_of(tag):
+        place = _place_of(question, one["json_schema"], error) if "origin" in one else None
+        if place is not None:
+            refusal = at_origin(one["origin"], place, error)
+            return Answer(error=refusal.message, field=refusal.param or "")
+    return Answer(error=error)
+
+
+def _place_of(question: Question, schema: dict[str, Any], error: str) -> Place | None:
+    """Where the innermost part of a schema is that has an error."""
     places = sorted(_places(schema, ()), key=lambda place: -len(place[0]))[:MAX_PLACES]
     backend = resolve_backend(question.backend)(Vocabulary.of_bytes())
-    shared = {name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema}
+    shared: dict[str, Any] = {
+        name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema
+    }
     for path, inner in places:
         alone = StructuredOutputsParams(json={**shared, **inner}, whitespace_pattern="")
         try:
             _try(backend, alone)
         except GrammarError as found:
             if str(found) == error:
-                return f"at {pointer(path)}: {error}"
-    return error
+                return path
+    return None
 
 
 def _places(value: Any, path: Place) -> Iterator[tuple[Place, dict[str, Any]]]:

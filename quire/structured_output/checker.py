@@ -17,7 +17,7 @@ from typing import IO
 
 import msgspec
 
-from quire.errors import UnavailableError
+from quire.errors import UnavailableError, ValidationError
 from quire.structured_output.check_messages import Answer, Question, read_frame, write_frame
 from quire.structured_output.params import StructuredOutputsParams, invalid
 from quire.structured_output.settings import StructuredOutputsSettings
@@ -61,6 +61,8 @@ class Checker:
             answer = self._ask(params, special)
         finally:
             self._free.release()
+        if answer.field:
+            raise ValidationError(answer.error, param=answer.field)
         if answer.params is None:
             raise invalid(
                 params.kind, answer.error if answer.error.startswith("at ") else f"is refused: {answer.error}"

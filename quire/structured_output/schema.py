@@ -7,7 +7,7 @@ that is refused, with a JSON pointer to it. A keyword that the standard does not
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from quire.errors import ValidationError
@@ -16,11 +16,12 @@ from quire.structured_output.ecma_regex import RegexError, to_rust
 from quire.structured_output.formats import AS_PATTERN
 from quire.structured_output.formats import REFUSED as REFUSED_FORMATS
 from quire.structured_output.params import invalid
-from quire.structured_output.pointer import Path, find, path_of, pointer
+from quire.structured_output.pointer import Path, find, path_of
 
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_DEPTH = 64
 Schema = dict[str, Any]
+Refusal = Callable[[Path, str], ValidationError]
 
 
 def parse_json(name: str, text: str) -> Any:
@@ -49,28 +50,26 @@ def dump_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def settle_schema(name: str, schema: Any, *, closed: bool, root: Path = ()) -> Schema:
+def settle_schema(schema: Any, refusal: Refusal, *, closed: bool) -> Schema:
     """A copy of a schema in the grammar library's terms.
 
     Args:
-        name: the field that it is in, for errors.
+        refusal: the error that something is wrong at a place of the schema.
         closed: objects have no properties but those that are named, unless the schema says so.
-        root: where in the field the schema stands, for errors.
 
     Raises:
-        ValidationError: a keyword has a bad value or cannot be enforced; the message has the JSON pointer.
+        ValidationError: a keyword has a bad value or cannot be enforced.
     """
-    return _Settler(name, schema, closed, root).settled()
+    return _Settler(schema, refusal, closed).settled()
 
 
 class _Settler:
     """Walks over every place of a document that is a schema, once."""
 
-    def __init__(self, name: str, document: Any, closed: bool, root: Path) -> None:
-        self._name = name
+    def __init__(self, document: Any, refusal: Refusal, closed: bool) -> None:
         self._document = json.loads(dump_json(document))
+        self._error = refusal
         self._closed = closed
-        self._root = root
         self._seen: set[int] = set()
         self._referred: list[tuple[Any, Path]] = []
         self._anchors = {
@@ -88,9 +87,6 @@ class _Settler:
             self._walk(*self._referred.pop())
         settled: Schema = self._document
         return settled
-
-    def _error(self, path: Path, why: str) -> ValidationError:
-        return invalid(self._name, f"at {pointer(self._root + path)}: {why}")
 
     def _walk(self, schema: Any, path: Path) -> None:
         if isinstance(schema, bool):

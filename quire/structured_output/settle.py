@@ -6,7 +6,9 @@ within the limits here; whether it compiles within time and memory is for `Check
 
 from __future__ import annotations
 
+from quire.errors import ValidationError
 from quire.structured_output.params import StructuredOutputsParams, invalid
+from quire.structured_output.pointer import Path, pointer
 from quire.structured_output.schema import MAX_SCHEMA_BYTES, dump_json, parse_json, settle_schema
 from quire.structured_output.settings import StructuredOutputsSettings
 from quire.structured_output.structural_tag import settle_tag
@@ -33,7 +35,7 @@ def settle(params: StructuredOutputsParams, settings: StructuredOutputsSettings)
     for name in ("regex", "grammar", "whitespace_pattern"):
         _check_size(name, getattr(params, name))
     if params.json is not None:
-        schema = settle_schema("json", parse_json("json", _text(params.json)), closed=closed)
+        schema = settle_schema(parse_json("json", _text(params.json)), _refusal, closed=closed)
         return StructuredOutputsParams(json=dump_json(schema), whitespace_pattern=space)
     if params.json_object:
         return StructuredOutputsParams(json='{"type":"object"}', whitespace_pattern=space)
@@ -44,6 +46,10 @@ def settle(params: StructuredOutputsParams, settings: StructuredOutputsSettings)
         _check_size("choice", "".join(params.choice))
         return StructuredOutputsParams(choice=params.choice)
     return StructuredOutputsParams(regex=params.regex, grammar=params.grammar)
+
+
+def _refusal(path: Path, why: str) -> ValidationError:
+    return invalid("json", f"at {pointer(path)}: {why}")
 
 
 def _text(value: object) -> str:

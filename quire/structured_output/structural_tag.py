@@ -8,7 +8,7 @@ value of that schema".
 | format | text that it takes |
 |---|---|
 | `const_string` `value` | that text |
-| `json_schema` `json_schema` | a JSON value of the schema |
+| `json_schema` `json_schema` | a JSON value of the schema; `origin` is the field that it is from, and its place there |
 | `regex` `pattern` | what matches as a whole |
 | `grammar` `grammar` | what a Lark grammar takes |
 | `any_text` | anything |
@@ -27,7 +27,7 @@ which the text does not begin as long as it is free, white space aside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from quire.errors import ValidationError
@@ -89,6 +89,21 @@ def as_tag(tag: Format, wanted: StructuredOutputsParams | None = None) -> Struct
     )
 
 
+def parts_of(tag: Format) -> Iterator[Format]:
+    """A settled format and all that it is made of."""
+    yield tag
+    inner = [tag[key] for key in ("content", "element") if key in tag]
+    for one in (*inner, *tag.get("elements", ()), *tag.get("tags", ())):
+        yield from parts_of(one)
+
+
+def at_origin(origin: Sequence[str], path: Path, why: str) -> ValidationError:
+    """An error at a place of a schema that is part of another field; definitions are those of all of it."""
+    field, *above = origin
+    whole = path if path[:1] in (("$defs",), ("definitions",)) else (*above, *path)
+    return ValidationError(f"{field} at {pointer(whole)}: {why}", param=field)
+
+
 def _error(path: Path, why: str) -> ValidationError:
     return invalid(NAME, f"at {pointer(path)}: {why}")
 
@@ -102,7 +117,7 @@ class _Reader:
             "const_string": lambda one, path: {"value": self._text(one, "value", path)},
             "regex": lambda one, path: {"pattern": self._text(one, "pattern", path)},
             "grammar": lambda one, path: {"grammar": self._text(one, "grammar", path)},
-            "json_schema": lambda one, path: {"json_schema": self._schema(one, "json_schema", path)},
+            "json_schema": self._value,
             "any_text": self._free,
             "sequence": self._elements,
             "or": self._elements,
@@ -213,8 +228,16 @@ class _Reader:
     def _ends(self, one: Format, path: Path) -> dict[str, str]:
         return {name: self._text(one, name, path) for name in ("begin", "end")}
 
-    def _schema(self, one: Format, key: str, path: Path) -> Format:
-        return settle_schema(NAME, one.get(key, True), closed=self._closed, root=(*path, key))
+    def _value(self, one: Format, path: Path) -> Format:
+        origin = self._texts(one, "origin", path) if one.get("origin") else []
+        more = {"origin": origin} if origin else {}
+        return {"json_schema": self._schema(one, "json_schema", path, origin), **more}
+
+    def _schema(self, one: Format, key: str, path: Path, origin: Sequence[str] = ()) -> Format:
+        def refusal(place: Path, why: str) -> ValidationError:
+            return at_origin(origin, place, why) if origin else _error((*path, key, *place), why)
+
+        return settle_schema(one.get(key, True), refusal, closed=self._closed)
 
     def _text(self, one: Format, key: str, path: Path) -> str:
         if not isinstance(one.get(key), str):

@@ -91,7 +91,7 @@ class _Group:
 
 
 class DeviceBatch:
-    """The device's copy of an `InputBatch`.
+    """The device's copy of an `InputBatch`, which it tells where its tokens are.
 
     Args:
         batch: the host's rows.
@@ -104,6 +104,7 @@ class DeviceBatch:
         self._transfers = transfers
         self._max_seq_len = batch.max_model_len
         self._tokens = torch.zeros(batch.token_ids.shape, dtype=torch.int32, device=on)
+        batch.device_tokens = self._tokens
         self._groups = [_Group(table, max_num_tokens, on) for table in batch.block_tables]
         self._generations: NDArray[np.int64] = np.full(batch.max_num_seqs, -1, dtype=np.int64)
         self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=on)

@@ -5,16 +5,21 @@ Invariant: nothing here waits for the device.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.kernels.triton import compiles
 from quire.worker.device_batch import DeviceBatch
 from quire.worker.devices import Transfers
 from quire.worker.graphs import Capturer, DecodeGraphs, default_sizes
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout
 from quire.worker.pipeline import LanguageModel
+
+logger = logging.getLogger(__name__)
 
 
 class DevicePipeline:
@@ -54,13 +59,18 @@ class DevicePipeline:
         self._rows.keep(codes[0] if len(codes) == 1 else torch.cat(codes))
 
     def prepare(self) -> None:
-        """Capture all graphs, unless each is to wait until it is needed."""
+        """Capture all graphs, unless each is to wait until it is needed; no kernel is to be compiled from then on."""
         if self._graphs is not None and self._captures_at_start:
             self._rows.blank(self._graphs.largest)
             self._graphs.capture_all()
+        compiles.watch(_say_late)
 
     def _run_decode(self, num_requests: int) -> Tensor:
         return self._model.forward(*self._rows.decode_inputs(num_requests))
+
+
+def _say_late(kernel: str) -> None:
+    logger.warning("the kernel %s was not ready when a step wanted it, and had to be compiled", kernel)
 
 
 def _sizes(config: EngineConfig) -> tuple[int, ...]:

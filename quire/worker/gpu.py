@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
+from quire.kernels.triton import compiles
 from quire.kernels.triton.copies import copy_blocks
 from quire.layers.kv_cache import why_not_captured
 from quire.worker.block_copies import Moves
@@ -139,6 +141,8 @@ class GpuDevice:
                 f"--device {self._type}: torch finds no such device; --device cpu is always there"
             )
         self._module.set_device(self._torch_device)
+        compiles.watch(None)
+        check_compiler(self._torch_device)
         asked = config.kernels.matmul_precision
         torch.set_float32_matmul_precision("highest" if asked == "auto" else asked)
         free, total = self._module.mem_get_info()
@@ -153,6 +157,22 @@ class GpuDevice:
     def _capturer(self, model: LanguageModel) -> Capturer | None:
         """What records graphs, where that can be done."""
         return None
+
+
+def check_compiler(torch_device: torch.device) -> None:
+    """Compile the smallest of kernels, and launch it.
+
+    Raises:
+        StartupError: that cannot be done on this machine.
+    """
+    blocks = torch.zeros(2, 8, dtype=torch.uint8, device=torch_device)
+    try:
+        copy_by_kernel([blocks], [blocks], torch.tensor([[0, 1]], device=torch_device))
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        raise StartupError(
+            "Triton cannot compile kernels on this machine. It needs a C compiler (gcc, clang, or the one that the "
+            f"environment's CC names) and Python's headers (as a rule the package python3-dev): {error}"
+        ) from error
 
 
 def copy_by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Tensor) -> None:

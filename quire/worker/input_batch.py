@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quire.errors import EngineError
 from quire.scheduler.output import NewRequestData, ScheduledRequest
@@ -75,6 +76,8 @@ class InputBatch:
         self.num_prompt_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
+        self.device_tokens: Tensor | None = None
+        """`token_ids` as a device keeps them, if one does: whatever stands before a sample is there in time."""
         self._rolls_back = rolls_back
         self._num_added = 0
         self._row_of: dict[str, int] = {}

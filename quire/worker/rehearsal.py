@@ -1,7 +1,7 @@
 """Plans for the largest steps that can come, to be run before memory is measured.
 
-Invariant: they use as many tokens and requests as the limits allow, and every part of sampling that has kernels of its
-own. What they compute means nothing.
+Invariant: they use as many tokens and requests as the limits allow, and, where a device compiles its kernels, every
+variant of one that a plan leads to. What they compute means nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,16 @@ from quire.kv_cache.spec import KVCacheGroup, KVCacheSpec, RecurrentStateSpec
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, ScheduledRequest, SchedulerOutput
 
-_PARAMS = SamplingParams(
+_ALL = SamplingParams(
     seed=0, temperature=0.9, top_k=2, top_p=0.9, repetition_penalty=1.1, logprobs=1, max_tokens=1
 )
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
+_RANDOM = SamplingParams(seed=0, max_tokens=1, logprobs=20)
+
+_SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+
+_SMALL = (([1], _GREEDY), ([1, 1], _RANDOM), *(([length], _SCORED) for length in (9, 20, 40, 80, 300)))
+"""Tokens of the requests of small steps, and what they ask for: few rows take other tiles than many."""
 
 
 def rehearsed_groups(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
@@ -29,11 +36,11 @@ def rehearsed_groups(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ..
 
 
 class Rehearsal:
-    """A step of prompts, and a step of one token each.
+    """A step of prompts, a step of one token each, and small steps of other kinds.
 
     Args:
         max_num_tokens: most tokens of the first.
-        max_num_seqs: most requests of the second; 0: there is none.
+        max_num_seqs: most requests of the second; 0: there is the first only.
         num_groups: KV cache groups, each of which gets blocks of its own.
     """
 
@@ -46,29 +53,34 @@ class Rehearsal:
         prompt = min(num_tokens, longest)
         self._block_size = config.cache.block_size
         self._num_groups = num_groups
-        self._prompts = [prompt] * min(max(num_tokens // prompt, 1), limits.max_num_seqs)
-        self._decodes = [1] * min(max_num_seqs, limits.max_num_seqs)
+        num_decodes = min(max_num_seqs, limits.max_num_seqs)
+        self._steps = [([prompt] * min(max(num_tokens // prompt, 1), limits.max_num_seqs), _ALL)]
+        if num_decodes:
+            small = [step for step in _SMALL if max(step[0]) <= prompt and len(step[0]) <= num_decodes]
+            self._steps += [([1] * num_decodes, _ALL), *small]
 
     @property
     def num_blocks(self) -> int:
         """Blocks that it takes, the null block included."""
-        most = max(sum(map(self._blocks_of, lengths)) for lengths in (self._prompts, self._decodes))
+        most = max(sum(map(self._blocks_of, lengths)) for lengths, _ in self._steps)
         return 1 + self._num_groups * most
 
     def plans(self) -> list[SchedulerOutput]:
         """For a runner with that many groups."""
-        prompts = [f"prompt {index}" for index in range(len(self._prompts))]
-        decodes = [f"decode {index}" for index in range(len(self._decodes))]
-        steps = [self._plan(1, dict(zip(prompts, self._prompts, strict=True)), [])]
-        if decodes:
-            steps.append(self._plan(2, dict(zip(decodes, self._decodes, strict=True)), prompts))
+        steps: list[SchedulerOutput] = []
+        names: list[str] = []
+        for step_id, (lengths, params) in enumerate(self._steps, 1):
+            before, names = names, [f"{step_id}, {index}" for index in range(len(lengths))]
+            steps.append(self._plan(step_id, dict(zip(names, lengths, strict=True)), params, before))
         return steps
 
-    def _plan(self, step_id: int, lengths: dict[str, int], removed: list[str]) -> SchedulerOutput:
+    def _plan(
+        self, step_id: int, lengths: dict[str, int], params: SamplingParams, removed: list[str]
+    ) -> SchedulerOutput:
         new, scheduled, unused = [], [], count(1)
         for name, length in lengths.items():
             block_ids = [list(islice(unused, self._blocks_of(length))) for _ in range(self._num_groups)]
-            new.append(NewRequestData(name, [0] * length, length, _PARAMS, block_ids, 0))
+            new.append(NewRequestData(name, [0] * length, length, params, block_ids, 0))
             scheduled.append(
                 ScheduledRequest(name, start=0, num_tokens=length, num_samples=1, new_block_ids=[])
             )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.kernels import ops
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.models.base import CausalLM
@@ -168,7 +169,8 @@ class Worker:
         groups = rehearsed_groups(specs)
         rehearsal = Rehearsal(self._config, memory.warm_up_tokens, memory.warm_up_seqs, len(groups))
         cache = KVCacheConfig(rehearsal.num_blocks, groups, specs)
-        self._bind_cache(cache)
+        tensors = self._bind_cache(cache)
+        self._launch_what_no_plan_reaches(tensors)
         with memory.rehearsal():
             runner = ModelRunner(self._loaded(), self._config, cache, device, is_rehearsal=True)
         for plan in rehearsal.plans():
@@ -178,6 +180,14 @@ class Worker:
             rate = plan.total_num_scheduled_tokens / (time.perf_counter() - started)
             self._tokens_per_s = max(self._tokens_per_s, rate)
         self._bind_least_cache()
+
+    def _launch_what_no_plan_reaches(self, cache: tuple[Tensor, ...]) -> None:
+        """Copies of blocks, and masks of grammars, whose vocabulary comes later."""
+        transfers, vocab_size = self._device.transfers, self._config.arch.vocab_size
+        transfers.copy_blocks(cache, cache, [(0, 1)])
+        logits = torch.zeros(1, vocab_size, device=transfers.torch_device)
+        words = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=transfers.torch_device)
+        ops.mask_logits(logits, torch.zeros(1, dtype=torch.int64, device=transfers.torch_device), words)
 
     def _bind_least_cache(self) -> None:
         """Have the model let go of its cache."""

@@ -7,7 +7,7 @@ from quire.config import DEMO_MODEL
 
 BOUNDS = {
     "bf16": (1e-3, 0.001, 0.995),
-    "bf16, medium": (0.01, 0.02, 0.98),
+    "bf16, auto": (0.01, 0.02, 0.98),
     "bf16, int8 cache": (0.02, 0.05, 0.97),
     "int8 precise": (0.03, 0.08, 0.95),
     "int8 fast": (0.04, 0.1, 0.95),

@@ -61,8 +61,15 @@ def test_a_head_of_its_own_kind(quantization: str) -> None:
     config = QuantizationConfig(quantization, {"head": "int4", "group_size": 64, "symmetric": False})
     config.check("cuda")
     assert (config.head, config.group_size, config.symmetric) == ("int4", 64, False)
-    with pytest.raises(ConfigError, match="head means nothing with no --quantization"):
-        QuantizationConfig(None, {"head": "int8"}).check("cpu")
+
+
+def test_a_head_alone_may_be_rounded() -> None:
+    assert not QuantizationConfig().rounds_head
+    config = QuantizationConfig(None, {"head": "int8", "mode": "precise"})
+    config.check("cpu")
+    assert config.rounds_head
+    with pytest.raises(ConfigError, match="group_size, ignore means nothing with no --quantization"):
+        QuantizationConfig(None, {"head": "int8", "group_size": 32, "ignore": ["lm_head"]}).check("cpu")
 
 
 def test_fp8_is_for_gpus() -> None:

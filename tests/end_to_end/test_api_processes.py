@@ -129,6 +129,7 @@ def check_controls(server: Server, pool: ThreadPoolExecutor) -> None:
     wait_until(lambda: metric(server, "num_requests_running") == 0)
 
 
+@pytest.mark.item(50)
 def test_the_death_of_one_process_costs_its_streams_alone(tmp_path: Path) -> None:
     with several(tmp_path) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
         wanted = whole(events(server, LONG))
@@ -146,6 +147,25 @@ def test_the_death_of_one_process_costs_its_streams_alone(tmp_path: Path) -> Non
         assert len(set(server.children(MEMBER)) - set(before)) == 1
         assert Streams(server, pool).results().count(None) == 0
         assert server.stop() == 0
+
+
+@pytest.mark.item(50)
+@pytest.mark.more
+def test_a_process_that_hangs_is_replaced_and_costs_its_streams_alone(tmp_path: Path) -> None:
+    with several(tmp_path) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
+        wanted = whole(events(server, LONG))
+        before = server.children(MEMBER)
+        streams = Streams(server, pool)
+        os.kill(before[0], signal.SIGSTOP)
+        results = streams.results()  # also of those whose connections are closed for them
+        assert results.count(None) == NUM_STREAMS // NUM_PROCESSES
+        assert [one for one in results if one is not None] == [wanted] * (NUM_STREAMS - results.count(None))
+        wait_until(lambda: num_starts(server) == NUM_PROCESSES)
+        assert not is_alive(before[0])
+        assert before[1] in server.children(MEMBER)
+        assert "has not gone on for" in server.log.read_text()
+        wait_until(lambda: metric(server, "num_requests_running") == 0)
+        assert Streams(server, pool).results() == [wanted] * NUM_STREAMS
 
 
 def test_nothing_outlives_the_first_process(tmp_path: Path) -> None:
@@ -245,6 +265,98 @@ def test_a_failed_start_is_told_once(tmp_path: Path) -> None:
     (reason,) = [line for line in server.log.read_text().splitlines() if line.startswith("error: ")]
     assert "KV cache blocks" in reason
     assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.item(54)
+def test_all_processes_sleep_and_wake_as_one(tmp_path: Path) -> None:
+    args = ("--no-enable-prefix-caching", "--admin-api-key", "admin")
+    with several(tmp_path, *args) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
+        wanted = whole(events(server, LONG))
+        streams = Streams(server, pool)
+        assert control(server, "/sleep?level=2&mode=keep") == {"is_sleeping": True, "asleep": ALL}
+        for _ in range(NUM_PROCESSES):
+            assert state(server) == {"is_sleeping": True, "asleep": ALL}
+            assert server.health() == 503
+            assert complete(server).status_code == 503
+        assert not any(task.done() for task in streams.tasks)
+        refused = httpx.post(f"{server.url}/wake_up?tags=kv_cache", headers=ADMIN)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (409, "ConflictError")
+        for _ in range(NUM_PROCESSES):  # whoever is asked
+            control(server, "/wake_up?tags=weights")
+            assert state(server)["asleep"] == ["kv_cache", "scheduling"]
+        assert control(server, "/wake_up") == AWAKE
+        assert streams.results() == [wanted] * NUM_STREAMS
+        for _ in range(NUM_PROCESSES):
+            assert state(server) == AWAKE
+            assert whole(events(server, LONG)) == wanted
+
+
+@pytest.mark.item(54)
+@pytest.mark.more
+def test_who_is_asleep_stays_so_whoever_dies(tmp_path: Path) -> None:
+    args = ("--no-enable-prefix-caching", "--admin-api-key", "admin")
+    with several(tmp_path, *args) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
+        wanted = whole(events(server, LONG))
+        streams = Streams(server, pool)
+        control(server, "/sleep?level=1&mode=keep")
+        core, member = server.core_pid(), server.children(MEMBER)[0]
+        assert core is not None
+        os.kill(core, signal.SIGKILL)
+        os.kill(member, signal.SIGKILL)
+        wait_until(lambda: num_starts(server) == NUM_PROCESSES)
+        for _ in range(NUM_PROCESSES):
+            assert state(server) == {"is_sleeping": True, "asleep": ALL}
+            assert complete(server).status_code == 503
+        assert metric(server, "num_requests_running") == 0
+        assert control(server, "/wake_up") == AWAKE
+        results = streams.results()
+        assert results.count(None) == NUM_STREAMS // NUM_PROCESSES
+        assert [one for one in results if one is not None] == [wanted] * (NUM_STREAMS - results.count(None))
+        for _ in range(NUM_PROCESSES):
+            assert whole(events(server, LONG)) == wanted
+
+
+@pytest.mark.item(54)
+@pytest.mark.more
+def test_requests_of_all_processes_end_or_are_waited_for_before_they_sleep(tmp_path: Path) -> None:
+    with (
+        several(tmp_path, "--admin-api-key", "admin") as server,
+        ThreadPoolExecutor(NUM_STREAMS + 1) as pool,
+    ):
+        streams = Streams(server, pool)
+        control(server, "/sleep?mode=wait")
+        assert all(task.done() for task in streams.tasks)
+        assert None not in streams.results()
+        control(server, "/wake_up")
+        streams = Streams(server, pool, ENDLESS)
+        waiting = pool.submit(httpx.post, f"{server.url}/sleep?mode=wait", headers=ADMIN)
+        wait_until(lambda: [state(server)["is_sleeping"] for _ in range(NUM_PROCESSES)] == [True] * 3)
+        control(server, "/wake_up")
+        assert waiting.result().status_code == 409
+        assert [state(server) for _ in range(NUM_PROCESSES)] == [AWAKE] * NUM_PROCESSES
+        control(server, "/sleep?mode=abort")
+        assert all(is_cut(task.result()) for task in streams.tasks)
+        control(server, "/wake_up")
+        assert Streams(server, pool).results().count(None) == 0
+
+
+ALL = ["kv_cache", "scheduling", "weights"]
+AWAKE = {"is_sleeping": False, "asleep": []}
+
+
+def control(server: Server, path: str) -> Any:
+    """Over a connection of its own, as all of these are."""
+    response = httpx.post(f"{server.url}{path}", headers=ADMIN, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def state(server: Server) -> Any:
+    return httpx.get(f"{server.url}/is_sleeping", headers=ADMIN).json()
+
+
+def complete(server: Server) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hello", "max_tokens": 2}, timeout=60)
 
 
 @pytest.mark.more

@@ -53,6 +53,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16", "matmul_precision": "highest"},
     "bfloat16-auto": {"dtype": "bfloat16"},
+    "bfloat16-int8-head": {"dtype": "bfloat16", "quantization_config": {"head": "int8"}},
     "float16": {"dtype": "float16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int8-precise": {"quantization": "int8", "quantization_config": {"mode": "precise"}},

@@ -25,6 +25,7 @@ SMALLER = (
     (r"--request-rate \S+", "--request-rate 100"),
     (r"(prefix_cache.py \w+)", r"\1 --num-rounds 1 --num-warm-up-rounds 1"),
     (r"served.py", "served.py --num-rounds 1 --num-prompts 4"),
+    (r"structured.py", "structured.py --num-rounds 1 --num-tokens 8"),
     (r"kv_waste.py", "kv_waste.py --num-requests 20"),
 )
 """The same command with less work."""

@@ -199,6 +199,7 @@ def test_each_of_several_completions_is_constrained(llm: LLM) -> None:
         jsonschema.validate(json.loads(output.text), CITY)
 
 
+@pytest.mark.item(15)
 def test_a_request_that_can_have_no_token_fails_alone(llm: LLM) -> None:
     """Its own list of tokens has none that the grammar allows."""
     (letter,) = llm.get_tokenizer().encode("a", add_special_tokens=False)

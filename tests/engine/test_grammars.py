@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.engine.async_llm import MAX_CHECKS, AsyncLLM
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.constraint_checks import MAX_CHECKS
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.engine.llm_engine import LLMEngine
@@ -202,7 +203,7 @@ async def test_the_event_loop_goes_on_while_a_constraint_is_checked(null_model_d
 
 async def test_no_more_constraints_wait_to_be_checked_than_may(null_model_dir: Path) -> None:
     engine = AsyncLLM(EngineConfig.from_args(model=str(null_model_dir), **NULL), in_process=True)
-    engine._num_checks = MAX_CHECKS
+    engine._checks.num_waiting = MAX_CHECKS
     with pytest.raises(UnavailableError, match="wait to be checked"):
         await anext(engine.generate([1, 2], params("a"), "one too many"))
     assert (await anext(engine.generate([1, 2], params(None), "free"))).request_id == "free"

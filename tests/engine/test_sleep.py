@@ -158,6 +158,18 @@ async def test_deadlines_hold_while_asleep(engine: AsyncLLM) -> None:
     assert (await generate(engine, "b", params())).finished
 
 
+async def test_who_is_being_woken_wakes_also_if_the_caller_leaves(engine: AsyncLLM) -> None:
+    await engine.sleep(1)
+    waking = asyncio.create_task(engine.wake_up())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it is on its way
+    waking.cancel()
+    await asyncio.gather(waking, return_exceptions=True)
+    await engine.wake_up(["scheduling"])  # behind it, and wrong while anything else sleeps
+    assert not engine.is_sleeping
+    assert (await generate(engine, "a", params(2))).finished
+
+
 @pytest.mark.parametrize("tags", [[], ["weights"]])
 async def test_a_core_that_takes_anothers_place_sleeps_as_deep(tags: list[str]) -> None:
     engine = await started(MODEL)
@@ -268,6 +280,7 @@ def test_the_synchronous_engine_sleeps(mode: str) -> None:
     check_result(whole.result("a"), expected, disturbed=mode == "abort")
 
 
+@pytest.mark.item(54)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), overlapped=st.booleans(), swap=st.booleans(), window=st.sampled_from([None, 8]))
 def test_sleeping_at_any_time_changes_no_token(

@@ -322,6 +322,26 @@ def apply_penalties(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 @cases
+def penalise_rows(dtype: torch.dtype) -> Iterator[Arguments]:
+    """No users, empty rows and prompts, tokens of one kind only, and several samples of a row, as drafts have them."""
+    rows = torch.randint(0, 23, (5, 3000), dtype=torch.int32)
+    rows[3] = 7
+    for places in ([], [(0, 2, 0, 0)], [(1, 4, 3, 9), (0, 3, 2, 2500), (3, 0, 0, 1030), (2, 0, 5, 5)]):
+        numbers = torch.tensor(places, dtype=torch.int64).view(-1, 4)
+        factors = torch.rand(len(places), 3, dtype=torch.float64) * 2 - torch.tensor([0.0, 1.0, 1.0])
+        factors[:, 0] += 1e-300
+        longest = max((place[3] for place in places), default=0)
+        yield (3 * randn(4, 23), rows, numbers, factors), {"longest": longest}
+    extremes = torch.tensor([[3e38, -3e38, 0.0, 1.0, -torch.inf]])
+    of_all, place = torch.arange(5, dtype=torch.int32)[None], torch.tensor([[0, 0, 1, 5]])
+    for factor in (5e-324, 1.7e308):
+        yield (
+            (extremes, of_all, place, torch.tensor([[factor, 0.5, 0.5]], dtype=torch.float64)),
+            {"longest": 5},
+        )
+
+
+@cases
 def sample_tokens(dtype: torch.dtype) -> Iterator[Arguments]:
     for rows, vocab_size in [(0, 9), (5, 1), (40, 17), (40, 1003), (8, 20_011)]:
         yield (3 * randn(rows, vocab_size), settings(rows, vocab_size), random_keys(rows)), {}

@@ -236,6 +236,43 @@ def test_batch_placement_and_threads_change_no_bit(shape: Shape, feature: str, r
         assert torch.equal(cache.attend([(0, 1299, 1300)], **options)[0], alone[0][1299:])
 
 
+def test_a_plan_serves_the_batch_that_it_was_made_for_and_no_other(restore_threads: None) -> None:
+    """A thread keeps the last one; here a call differs from the one before in a single thing that plans depend on."""
+    few, many, small = Shape(), Shape(q_heads=8), Shape(size=32)
+    caches = {shape: Cache(shape, [700, 600, 650]) for shape in (few, many, small)}
+    decode, other, chunk = (
+        [(0, 699, 700), (1, 9, 10)],
+        [(0, 699, 700), (1, 599, 600)],
+        [(2, 0, 650), (1, 0, 600)],
+    )
+    calls = [
+        (few, decode, 0),
+        (few, other, 0),
+        (few, other, 70),
+        (many, other, 70),
+        (small, other, 70),
+        (few, chunk, 0),
+    ]
+    for threads in (1, 8, 2):
+        set_num_threads(threads)
+        for shape, spans, window in [*calls, *reversed(calls)]:
+            caches[shape].compare(spans, **({"sliding_window": window} if window else {}))
+
+
+def test_a_batch_that_changed_where_it_lies_is_planned_again() -> None:
+    shape = Shape()
+    cache = Cache(shape, [700, 600])
+    q, metadata = cache.step([(0, 699, 700), (1, 9, 10)])
+    attention.paged_attention(q, cache.k, cache.v, metadata, 0.125)
+    later_q, later = cache.step([(0, 699, 700), (1, 599, 600)])
+    metadata.seq_lens.copy_(later.seq_lens)
+    metadata.block_tables.copy_(later.block_tables)
+    out = attention.paged_attention(later_q, cache.k, cache.v, metadata, 0.125)
+    assert torch.equal(out, attention.paged_attention(later_q, cache.k, cache.v, later, 0.125))
+    assert torch.equal(out, torch.cat(cache.attend([(0, 699, 700), (1, 599, 600)])))
+    torch.testing.assert_close(out, reference.paged_attention(later_q, cache.k, cache.v, later, 0.125))
+
+
 def test_portable_kernels_keep_the_contract_too(
     monkeypatch: pytest.MonkeyPatch, restore_threads: None
 ) -> None:

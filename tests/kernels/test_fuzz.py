@@ -251,6 +251,9 @@ def test_sampling(rows: int, vocab_size: int, spread: float, seed: int) -> None:
     penalties = torch.rand(count, dtype=torch.float64) + 0.5, torch.randn(count, dtype=torch.float64)
     indices = torch.randperm(rows * vocab_size)[:count]
     agree("apply_penalties", torch.float32, logits, indices, *penalties, offset=offset)
+    masked = torch.randperm(rows)[: seed % (rows + 1)]
+    words = torch.randint(-(2**31), 2**31, (len(masked), -(-vocab_size // 32)), dtype=torch.int32)
+    agree("mask_logits", torch.float32, logits, masked, words, offset=offset)
     if logits.numel():
         logits.view(-1)[seed % logits.numel()] = (torch.nan, torch.inf, 1.0)[seed % 3]
     agree("unusable_rows", torch.float32, logits, offset=offset)

@@ -149,6 +149,21 @@ def test_logits_that_are_not_finite_stay_within_memory(bad: float) -> None:
     assert int(chosen.max()) < 70
 
 
+def test_a_mask_does_the_same_to_its_rows_on_any_threads_and_nothing_to_others(restore_threads: None) -> None:
+    torch.manual_seed(2)
+    x, rows = torch.randn(9, 40_011), torch.tensor([7, 0, 4, 8])
+    words = torch.randint(-(2**31), 2**31, (4, 1251), dtype=torch.int32)
+    words[:, ::3], words[:, 1::3] = 0, -1
+    expected = x.clone()
+    reference_sampling.mask_logits(expected, rows, words)
+    assert expected.isinf().sum(1).bool().tolist() == [True, *[False] * 3, True, *[False] * 2, True, True]
+    for threads in (1, 2, 3):
+        set_num_threads(threads)
+        found = x.clone()
+        sampling.mask_logits(found, rows, words)
+        assert torch.equal(found, expected)
+
+
 def good() -> dict[str, Tensor]:
     return {
         "logits": torch.zeros(2, 5),
@@ -185,6 +200,9 @@ def good() -> dict[str, Tensor]:
         (lambda: penalties(torch.tensor([10])), IndexError, "outside the 10 logits"),
         (lambda: penalties(torch.tensor([-1])), IndexError, "outside the 10 logits"),
         (lambda: penalties(torch.tensor([1, 2])), ValueError, "repetition must be"),
+        (lambda: mask(torch.tensor([0, 2])), IndexError, r"1 of \[0, 2\] are no rows of 2"),
+        (lambda: mask(torch.tensor([-1, 1])), IndexError, "are no rows"),
+        (lambda: mask(torch.tensor([1])), ValueError, r"words must be contiguous int32 \[1, 1\]"),
     ],
 )
 def test_wrong_arguments_are_clear_errors(
@@ -201,3 +219,7 @@ def sample(**changed: Tensor) -> None:
 def penalties(indices: Tensor) -> None:
     one_each = torch.ones(1, dtype=torch.float64)
     sampling.apply_penalties(torch.zeros(2, 5), indices, one_each, one_each)
+
+
+def mask(rows: Tensor) -> None:
+    sampling.mask_logits(torch.zeros(2, 5), rows, torch.zeros(2, 1, dtype=torch.int32))

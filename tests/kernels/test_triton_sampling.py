@@ -16,8 +16,8 @@ import triton.language as tl
 
 from quire.kernels import ops, philox, reference_sampling
 from quire.kernels.limits import ANY_LIMITS, NO_LIMITS, Limits
+from quire.kernels.triton import cut, logprobs, noise, penalties, sampling
 from quire.kernels.triton import logits as logits_kernels
-from quire.kernels.triton import logprobs, noise, sampling
 from tests.kernels.op_cases import compare, randn, random_keys, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are meant
@@ -88,7 +88,7 @@ def test_tokens_are_those_of_the_oracle_in_any_number_of_splits() -> None:
 
 
 @pytest.mark.parametrize("used", range(4))
-def test_a_search_that_no_row_needs_is_left_out(used: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_row_uses_may_be_left_out(used: int) -> None:
     torch.manual_seed(0)
     setting = torch.tensor(OFF, dtype=torch.float64).repeat(3, 1)
     setting[:, 2] = 301
@@ -96,11 +96,7 @@ def test_a_search_that_no_row_needs_is_left_out(used: int, monkeypatch: pytest.M
         setting[::2, used] = (0.0, -1.5, 40.0, 0.7)[used]
     limits = [Limits(*(column == used for column in (1, 2, 3))), NO_LIMITS][used == 0]
     case = (3 * randn(3, 301), setting, random_keys(3))
-    launched: list[Limits] = []
-    search = sampling.search
-    monkeypatch.setattr(sampling, "search", lambda *args: (launched.append(args[-1]), search(*args))[1])
     got = sampling.sample_tokens(*case, limits)
-    assert len(launched) == (used in (2, 3))
     assert torch.equal(got, sampling.sample_tokens(*case, ANY_LIMITS))
     assert torch.equal(got, reference_sampling.sample_by_gumbel(*case))
 
@@ -113,8 +109,8 @@ def test_greedy_rows_need_no_keys() -> None:
 
 def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
     torch.manual_seed(0)
-    case = (3 * randn(4, 301), settings(4, 301), random_keys(4))
-    alone = [sampling.sample_tokens(*(part[i : i + 1] for part in case)) for i in range(4)]
+    case = (3 * randn(3, 301), settings(3, 301), random_keys(3))
+    alone = [sampling.sample_tokens(*(part[i : i + 1] for part in case)) for i in range(3)]
     assert torch.equal(torch.cat(alone), sampling.sample_tokens(*case))
 
 
@@ -129,6 +125,18 @@ def test_a_cut_in_a_crowd_of_equals_is_by_id(top_k: int) -> None:
     chosen = sampling.sample_in_splits(logits, setting, keys, ANY_LIMITS, 3)
     assert set(chosen.tolist()) <= kept
     assert torch.equal(chosen, reference_sampling.sample_by_gumbel(logits, setting, keys))
+
+
+def test_more_tokens_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the row itself is read again."""
+    monkeypatch.setattr(cut, "CAPACITY", 4)
+    torch.manual_seed(0)
+    limits = torch.tensor(
+        [(0.7, -torch.inf, 40, 1.0), (1.3, -9.0, 301, 0.9), (1.0, -torch.inf, 2, 0.9)]
+    ).double()
+    case = (3 * randn(3, 301), limits, random_keys(3))
+    want = reference_sampling.sample_by_gumbel(case[0].clone(), *case[1:])
+    assert torch.equal(sampling.sample_tokens(*case), want)
 
 
 PROBABILITIES = torch.tensor([0.4, 0.2, 0.2, 0.1, 0.05, 0.03, 0.02])
@@ -193,7 +201,7 @@ def test_masks() -> None:
 
 
 def test_penalties() -> None:
-    compare(ops.apply_penalties, logits_kernels.apply_penalties, torch.float32, "cpu")
+    compare(ops.penalise_rows, penalties.penalise_rows, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("vocab_size", [2100, 20_011])

@@ -20,6 +20,7 @@ from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.hf_config import read_hf_config
 from quire.models.loader import load_model
+from quire.models.registry import ModelRegistry
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
@@ -29,8 +30,10 @@ def prepared_config(model_dir: Path, **args: Any) -> EngineConfig:
     """An engine config as the model sees it: arch read, dtype settled."""
     args = {"dtype": "float32", "block_size": BLOCK_SIZE, "device": "cpu"} | args
     config = EngineConfig.from_args(model=str(model_dir), **args)
-    arch = read_hf_config(model_dir, config.model.hf_overrides)
-    return dataclasses.replace(config, model_dir=str(model_dir), model_arch=arch)
+    impl = config.model.model_impl
+    arch = read_hf_config(model_dir, config.model.hf_overrides, impl)
+    place = ModelRegistry.place_of(arch.architecture, impl)
+    return dataclasses.replace(config, model_dir=str(model_dir), model_arch=arch, model_class=place)
 
 
 def load_tiny(model_dir: Path, **args: Any) -> CausalLM:

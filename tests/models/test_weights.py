@@ -319,6 +319,22 @@ def test_the_head_has_a_kind_of_its_own(
     assert 0 < (logits(model) - exact).norm() < 0.5 * exact.norm()
 
 
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("head", ["int8", "int4"])
+def test_the_head_alone_is_rounded(head: str, name: str, tiny_model: Callable[[str], Path]) -> None:
+    model = load_tiny(tiny_model(name), dtype="bfloat16", quantization_config={"head": head})
+    packed = [
+        (layer is model.lm_head, layer.packed)
+        for _, layer in model.checkpoint_layers()
+        if isinstance(layer, MatrixLayer) and layer.packed is not None
+    ]
+    assert {weights.scheme.kind for is_head, weights in packed if is_head} == {head}
+    assert {weights.scheme.kind for is_head, weights in packed if not is_head} == {"float"}
+    exact = logits(load_tiny(tiny_model(name)))
+    assert 0 < (logits(model) - exact).norm() < 0.5 * exact.norm()
+
+
 def test_a_head_cannot_be_ignored_and_have_a_kind(tiny_model: Callable[[str], Path]) -> None:
     for pattern in ("lm_head", "model.embed"):
         both = {"head": "int8", "ignore": [pattern]}
@@ -329,3 +345,20 @@ def test_a_head_cannot_be_ignored_and_have_a_kind(tiny_model: Callable[[str], Pa
 def test_an_ignored_name_that_no_layer_bears(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="ignore names 'lm_haed', which no layer bears"):
         load_tiny(tiny_model("llama"), quantization="int8", quantization_config={"ignore": ["lm_haed"]})
+
+
+def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.extra"] = torch.zeros(2)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ModelLoadError) as error:
+        load_tiny(directory)
+    for part in (
+        "'lm_head.weight' has shape [263, 64]",
+        "'model.extra' has no place",
+        "'model.norm.weight' is in none",
+    ):
+        assert part in str(error.value)

@@ -82,12 +82,13 @@ FAULTS = {
     47: Item("a step fails, or gives NaN: a pause, or the end of that request alone", "vLLM's evil_forward"),
     48: Item("SIGTERM: streams finish to the byte, new requests get 503, exit code 0; twice: an error event", "#24885"),
     49: Item("a start that cannot succeed is a sentence and an exit code, and leaves nothing", "#17618"),
-    50: Item("foreign code that hangs or dies costs its request", ""),
+    50: Item("foreign code that hangs or dies costs its request, and an API process its connections", ""),
     51: Item("garbage on the internal sockets is dropped", "#44486"),
     52: Item("the cache is sized by what memory there is, new work refused when it is short, and a step that gets none "
              "costs a pause", "#9011"),
     53: Item("clocks that jump, full disks, closed streams, no descriptors: it keeps serving", ""),
-    54: Item("sleeping and waking under load", "#24849, #28443, CVE-2026-43631"),
+    54: Item("it sleeps and wakes under load, in one process or several; models are not swapped",
+             "#24849, #28443, CVE-2026-43631"),
 }  # fmt: skip
 WHOLE = {
     55: Item("state machines over pool, prefix cache and scheduler, against models of them", "users' ref_cnt asserts"),
@@ -106,26 +107,3 @@ SECTIONS = {
     "The whole": WHOLE,
 }
 ITEMS = {number: item for section in SECTIONS.values() for number, item in section.items()}
-NOT_BUILT = {
-    54: "with sleeping; swapping models is not planned",
-}
-"""Why an item has no test; counts only until there is one."""
-UNMARKED = {
-    12: (
-        ("structured_output/test_checker.py", "test_what_cannot_be_had_is_refused_with_a_reason"),
-        ("structured_output/test_checker.py", "test_time_is_limited"),
-    ),
-    13: (("structured_output/test_checker.py", "test_a_slow_constraint_does_not_keep_another_waiting"),),
-    15: (("end_to_end/test_structured_output.py", "test_a_request_that_can_have_no_token_fails_alone"),),
-    50: (
-        ("structured_output/test_checker.py", "test_a_checker_that_is_killed_at_work_costs_its_own_request"),
-    ),
-    54: (("engine/test_sleep.py", "test_sleeping_at_any_time_changes_no_token"),),
-    57: (("end_to_end/test_schemathesis.py", "test_the_server_is_as_it_says"),),
-}
-"""Tests that hold an item and have no mark; they count where they are."""
-PARTLY = {
-    50: "there are no helper processes: templates run in bounded threads, and tokenizing in a few of their own",
-    57: "fields of the published schema against a fake engine, and a live server in the soak",
-}  # fmt: skip
-"""What is missing of an item that has tests; where some of those are unmarked, as long as these are missing."""

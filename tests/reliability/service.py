@@ -64,13 +64,16 @@ def rss_bytes(pid: int) -> int:
 
 
 class Service:
-    """A server with an admin key, and its clients."""
+    """A server with an admin key, and its clients, who bring `key`, be it needed or not."""
 
-    def __init__(self, *args: str, log: Path, **options: str) -> None:
+    def __init__(self, *args: str, log: Path, key: str = "", **options: str) -> None:
         self.process = Server(*args, "--admin-api-key", "admin", log=log, **options)
         self.process.wait_ready()
         self.client = httpx.Client(
-            base_url=self.process.url, timeout=60, limits=httpx.Limits(max_keepalive_connections=0)
+            base_url=self.process.url,
+            timeout=60,
+            limits=httpx.Limits(max_keepalive_connections=0),
+            headers={"x-api-key": key} if key else {},
         )
         self.baseline = Baseline(self)
 
@@ -180,7 +183,10 @@ def wait_until(condition: Any, within_s: float, message: Any) -> None:
 
 @contextlib.contextmanager
 def serving(folder: Path, *args: str, **options: str) -> Iterator[Service]:
-    """A server of one's own (`options`: see `Server`), killed at the end if it still runs; its log is `folder`/log."""
+    """A server of one's own, killed at the end if it still runs; its log is `folder`/log.
+
+    `options`: see `Service` and `Server`.
+    """
     service = Service(*args, log=folder / "log", **options)
     try:
         yield service

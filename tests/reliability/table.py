@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.reliability.items import ITEMS, NOT_BUILT, PARTLY, SECTIONS, UNMARKED
+from tests.reliability.items import ITEMS, SECTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -24,18 +24,7 @@ def marked_tests() -> dict[int, list[tuple[str, str]]]:
             for test, numbers in _marked(ast.parse(source)):
                 for number in numbers:
                     found[number].append((str(path.relative_to(ROOT / "tests")), test))
-    for number in UNMARKED:
-        found[number] += unmarked_tests(number)
     return found
-
-
-def unmarked_tests(number: int) -> list[tuple[str, str]]:
-    """Those of `UNMARKED` that there are."""
-    return [(path, test) for path, test in UNMARKED.get(number, ()) if _exists(ROOT / "tests" / path, test)]
-
-
-def _exists(path: Path, test: str) -> bool:
-    return path.exists() and f"def {test}(" in path.read_text(encoding="utf-8")
 
 
 def _marked(module: ast.Module) -> Iterator[tuple[str, list[int]]]:
@@ -58,11 +47,10 @@ def table() -> str:
     lines: list[str] = []
     for title, items in SECTIONS.items():
         lines += ["", f"## {title}", "", "| # | what | tests | broke elsewhere |", "|---|---|---|---|"]
-        for number, item in items.items():
-            where = _cell(found[number]) if found[number] else f"*not built: {NOT_BUILT[number]}*"
-            if found[number] and number in PARTLY and not unmarked_tests(number):
-                where += f"; *partly: {PARTLY[number]}*"
-            lines.append(f"| {number} | {item.promise} | {where} | {item.elsewhere} |")
+        lines += [
+            f"| {number} | {item.promise} | {_cell(found[number])} | {item.elsewhere} |"
+            for number, item in items.items()
+        ]
     return "\n".join([*lines, ""])
 
 

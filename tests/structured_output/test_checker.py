@@ -90,6 +90,7 @@ def check(checker: Checker, fields: dict[str, Any]) -> StructuredOutputsParams:
     return checker.checked(settle(StructuredOutputsParams(**fields), SETTINGS))
 
 
+@pytest.mark.item(12)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_had_is_refused_with_a_reason(checker: Checker, name: str) -> None:
     fields, reason = REFUSED[name]
@@ -107,6 +108,7 @@ def test_what_looks_bad_and_is_not_compiles(checker: Checker, name: str) -> None
     check(checker, COMPILED[name])
 
 
+@pytest.mark.item(12)
 def test_time_is_limited() -> None:
     checker = Checker(StructuredOutputsSettings(compile_timeout_s=0.3, compile_memory_mb=4096))
     with pytest.raises(ValidationError, match=r"longer to compile than 0\.3 s"):
@@ -132,6 +134,7 @@ def test_a_checker_that_is_killed_is_replaced() -> None:
     checker.close()
 
 
+@pytest.mark.item(50)
 def test_a_checker_that_is_killed_at_work_costs_its_own_request() -> None:
     checker = Checker(SETTINGS)
     check(checker, {"regex": "a"})
@@ -144,6 +147,7 @@ def test_a_checker_that_is_killed_at_work_costs_its_own_request() -> None:
     checker.close()
 
 
+@pytest.mark.item(13)
 def test_a_slow_constraint_does_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[CheckProcess] = []
 

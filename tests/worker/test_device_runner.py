@@ -21,10 +21,11 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ScheduledRequest, SchedulerOutput
 from quire.worker.devices import make_device
 from quire.worker.graphs import DecodeGraphs, default_sizes
+from quire.worker.rehearsal import Rehearsal
 from tests.end_to_end.test_overlapped import Job, facts, jobs_of_all_kinds, overlapped, serve
 from tests.worker.fake_gpu import POISON, FakeGpu
 from tests.worker.harness import POISON as BAD_TOKEN
-from tests.worker.harness import Driver, Sequence, request, toy_runner
+from tests.worker.harness import Driver, Sequence, request, tiny_config, toy_runner
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=99, logprobs=2, prompt_logprobs=1),
@@ -126,7 +127,7 @@ def test_nothing_is_read_before_the_result_is_asked_for() -> None:
     plain, ahead = Driver(toy_runner()), Driver(toy_runner(device=FakeGpu()))
     for driver in (plain, ahead):
         driver.submit("a", [5, 6, 7], PARAMS[0])
-        driver.submit("b", [8], PARAMS[1].clone(frequency_penalty=0.0, repetition_penalty=1.0))
+        driver.submit("b", [8], PARAMS[1])
     expected = [plain.step({"a": 3, "b": 1})] + [plain.step({"a": 1, "b": 1}) for _ in range(5)]
     steps = [ahead.launch({"a": 3, "b": 1})] + [ahead.launch({"a": 1, "b": 1}) for _ in range(5)]
     row = ahead.runner.batch.row("a")
@@ -166,6 +167,24 @@ def test_penalties_see_the_tokens_in_flight() -> None:
     expected = plain.generate("a", 8).output
     steps = [ahead.launch({"a": 3})] + [ahead.launch({"a": 1}) for _ in range(7)]
     assert [step.result().sampled_token_ids["a"] for step in steps] == [[token] for token in expected]
+
+
+def test_penalties_count_the_drafts_before_each_sample() -> None:
+    """Right ones and wrong ones."""
+    plain, ahead = Driver(toy_runner()), Driver(toy_runner(device=FakeGpu()))
+    sampling = PARAMS[1].clone(frequency_penalty=-1.5)
+    told = Driver(toy_runner())
+    told.submit("a", [1, 2, 3], sampling)
+    output = told.generate("a", 12).output
+    for driver in (plain, ahead):
+        driver.submit("a", [1, 2, 3], sampling)
+        driver.step({"a": 3})
+        while len(driver.sequences["a"].output) < 12:
+            count = len(driver.sequences["a"].output)
+            driver.drafts["a"] = [*output[count : count + 2], (output[min(count + 2, 11)] + 1) % 22]
+            driver.step({"a": 1})
+    assert plain.sequences == ahead.sequences
+    assert ahead.sequences["a"].output[:12] == output
 
 
 def test_failures_of_steps_in_flight() -> None:
@@ -265,6 +284,8 @@ def test_families_equal_the_hosts(
     args = {"model": str(tiny_model(name)), "max_model_len": 64, "max_num_seqs": 4}
     jobs = jobs_of_all_kinds()[:4]
     got, _ = serve(jobs, **args, **overlapped(2))
-    assert on_fake_gpu[0].num_rehearsals == 3
+    assert on_fake_gpu[0].num_rehearsals == 1 + len(
+        Rehearsal(tiny_config(max_model_len=64, max_num_seqs=4), 1 << 40, 1 << 40).plans()
+    )
     monkeypatch.undo()
     assert facts(got) == facts(serve(jobs, **args)[0])

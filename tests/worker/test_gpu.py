@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="no Triton for this platform")
+from triton import knobs
+
 from quire.errors import ConfigError, StartupError
+from quire.kernels.triton import compiles
 from quire.worker import devices
+from quire.worker import gpu as gpu_module
 from quire.worker.cpu import CpuDevice
 from quire.worker.devices import make_device, moved
 from quire.worker.gpu import CudaDevice, GpuDevice, GpuMemory, copy_by_kernel
@@ -84,6 +91,26 @@ def test_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--device cuda needs Triton"):
         make_device("cuda")
     assert make_device("cpu").transfers.torch_device.type == "cpu"
+
+
+def test_a_machine_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: object) -> None:
+        raise RuntimeError("Failed to find C compiler.")
+
+    gpu_module.check_compiler(torch.device("cpu"))
+    monkeypatch.setattr(gpu_module, "copy_blocks", fail)
+    with pytest.raises(StartupError, match=r"needs a C compiler .*python3-dev\): Failed to find C compiler"):
+        gpu_module.check_compiler(torch.device("cpu"))
+
+
+def test_kernels_that_are_compiled_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, names = knobs.runtime, list[str]()
+    monkeypatch.setattr(runtime, "jit_post_compile_hook", None)
+    compiles.watch(names.append)
+    runtime.jit_post_compile_hook(fn=SimpleNamespace(name="_race"), key="", is_manual_warmup=False)
+    assert names == ["_race"]
+    compiles.watch(None)
+    assert runtime.jit_post_compile_hook is None
 
 
 def test_the_table_of_devices() -> None:

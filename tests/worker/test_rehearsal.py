@@ -34,7 +34,8 @@ STATE = RecurrentStateSpec(BLOCK_SIZE, 96)
     ],
 )
 def test_steps_are_as_large_as_the_limits(limits: dict[str, int], prompts: list[int], decodes: int) -> None:
-    first, second = Rehearsal(tiny_config(**limits), ALL, ALL).plans()
+    first, second, *small = Rehearsal(tiny_config(**limits), ALL, ALL).plans()
+    assert all(plan.total_num_scheduled_tokens <= limits["max_num_batched_tokens"] for plan in small)
     assert list(first.num_scheduled_tokens.values()) == prompts
     assert list(second.num_scheduled_tokens.values()) == [1] * decodes
 

@@ -36,7 +36,7 @@ def _call(message: dict[str, Any], index: int, ids: dict[str, str]) -> dict[str,
     where = f"messages.{index}.function_call"
     rest = dict(message)
     function = rest.pop("function_call")
-    if message.get("role") != "assistant" or message.get("tool_calls"):
+    if message.get("role") != "assistant" or message.get("tool_calls") not in (None, []):
         raise ValidationError(f"{where} belongs to an assistant's message without tool_calls", param=where)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValidationError(f"{where} must be an object with name and arguments", param=where)

@@ -18,21 +18,25 @@ from quire.entrypoints.chat.formats.constraint import (
     fixed,
     listed,
     matching,
+    placed,
     row,
 )
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.errors import ValidationError
+from quire.structured_output.pointer import pointer
+from quire.structured_output.structural_tag import settle_tag
 
 GAP = r"[ \n]{0,4}"
 """What may stand between a marker and what it belongs to."""
 
 
 class Function(NamedTuple):
-    """What may be called; unless `strict`, the arguments may be any."""
+    """What may be called; unless `strict`, the arguments may be any. `field` of the request is its schema."""
 
     name: str
     schema: Schema
     strict: bool
+    field: str = "tools"
 
 
 def calls_only(tools: ToolFormat, functions: Iterable[Function], *, at_most_one: bool) -> Form:
@@ -47,6 +51,15 @@ def calls_only(tools: ToolFormat, functions: Iterable[Function], *, at_most_one:
         return listed(row(fixed(tools.opening), call, fixed(tools.closing)), tools.separator, 1, most)
     content, end = _section(tools, call, most)
     return row(fixed(tools.opening), content, fixed(end))
+
+
+def is_enforceable(tools: ToolFormat, function: Function) -> bool:
+    """Whether calls can be kept to the function's schema, as far as that is known without compiling it."""
+    try:
+        settle_tag(calls_only(tools, [function], at_most_one=True), closed=False)
+    except ValidationError:
+        return False
+    return True
 
 
 def calls_in_text(tools: ToolFormat, functions: Iterable[Function], *, at_most_one: bool) -> Form:
@@ -127,12 +140,13 @@ def _call(tools: ToolFormat, function: Function) -> Form:
     syntax = tools.calls[0]
     try:
         _check_names(tools, function)
-        return syntax.constraint(function.name, function.schema, strict=function.strict)
+        form = syntax.constraint(function.name, function.schema, strict=function.strict)
     except UnsayableError as error:
+        why = f"--tool-call-parser {tools.name} cannot be enforced for the function {function.name!r:.80}: {error}"
         raise ValidationError(
-            f"--tool-call-parser {tools.name} cannot be enforced for the function {function.name!r:.80}: {error}",
-            param="tools",
+            f"{function.field} at {pointer(error.path)}: {why}", param=function.field
         ) from None
+    return placed(form, function.field)
 
 
 def _check_names(tools: ToolFormat, function: Function) -> None:

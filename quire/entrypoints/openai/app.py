@@ -71,9 +71,12 @@ QUESTIONS: dict[str, Question] = {
     "explain": requests.explained,
     "list": requests.listed,
     "abort": requests.aborted,
+    "unfinished": sleep.num_unfinished,
     metrics.QUESTION: metrics.measured,
 }
 """What each process of a server can be asked about itself by the others."""
+DECISIONS: dict[str, Question] = {"sleep": sleep.fall_asleep, "wake_up": sleep.wake}
+"""What the first process of a server does for all."""
 EXPOSED_HEADERS = ("x-request-id", "retry-after", *RATE_LIMIT_HEADERS, IGNORED_HEADER, ADJUSTED_HEADER)
 """What scripts of a page may read of a response besides its body."""
 
@@ -92,7 +95,7 @@ def build_app(
     disconnects = make_family("http_client_disconnects", registry)
     registry.register(LostLines())
     keys = keyring(config) if keys is None else keys
-    state = ServerState(engine, config, registry, keys, InFlight(disconnects.inc), QUESTIONS)
+    state = ServerState(engine, config, registry, keys, InFlight(disconnects.inc), QUESTIONS, DECISIONS)
     meters = Meters(state.keys.tenants, page=page)
     engine.add_stat_logger(meters)
     engine.add_stat_logger(

@@ -75,11 +75,12 @@ class ChatChoiceBuilder:
 
     def parts(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> list[ChoicePart]:
         """The same in the model's order: in each part that is reasoning, text, calls. At least one part."""
-        if self._counter is not None:
-            self._counter.add(token_ids)
         found = self._reader.feed(text)
         if finish_reason is not None:
             found += self._reader.finish()
+        if self._counter is not None:
+            self._counter.add(token_ids)
+            self._counter.settle(self._reader.call_markers)
         parts = [ChoicePart()]
         for event in found:
             self._add(event, parts)

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.entrypoints.chat.formats.model import PromptEnd
-from quire.entrypoints.chat.tool_schemas import check_names
 from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder, ChoicePart
 from quire.entrypoints.openai.chat_frames import ChatFrames
@@ -69,8 +68,9 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_request(request, ChatCompletionRequest)
     answer_id = f"chatcmpl-{request_id_of(request.scope)}"
     translate(body)
-    answer = ChatAnswer(server_of(request), body, answer_id, tenant_of(request, body))
-    return await respond(request, body, answer)
+    with old_names(body):
+        answer = ChatAnswer(server_of(request), body, answer_id, tenant_of(request, body))
+        return await respond(request, body, answer)
 
 
 class ChatAnswer:
@@ -85,16 +85,9 @@ class ChatAnswer:
         self._tenant = tenant
         self._model = server.check_model(request.model)
         self._created = int(time.time())
-        with old_names(request):
-            self._tools = tools_in_use(server, request)
-            self._check_names()
+        self._tools = tools_in_use(server, request)
         self._begin = PromptEnd()
         self._choices: dict[int, ChatChoiceBuilder] = {}
-
-    def _check_names(self) -> None:
-        tool_format = self._server.answer_format.formats.tools if self._tools else None
-        if self._tools and tool_format is not None:
-            check_names(self._tools, tool_format)
 
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
@@ -103,9 +96,8 @@ class ChatAnswer:
         params = beam_search_params(request, room, answers.shown_ids) or chat_params(
             request, engine.input_processor.default_sampling_params
         )
-        with old_names(request):
-            constraint = tool_constraint(self._server, request, self._tools)
-            chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
+        constraint = tool_constraint(self._server, request, self._tools)
+        chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
         self._begin = chat.end
         if isinstance(params, SamplingParams):
             params = answers.settled(params.settled(structured_outputs=constraint), chat.end)
@@ -259,7 +251,7 @@ class ChatAnswer:
         formats = self._server.answer_format
         return ChatChoiceBuilder(
             formats.reader(self._begin, self._tools),
-            formats.counter(self._begin),
+            formats.counter(self._begin, self._tools),
             shows_reasoning=self._request.include_reasoning,
             max_calls=None if self._request.parallel_tool_calls else 1,
         )

@@ -54,5 +54,5 @@ class ChatFrames:
             choice = ChatChunkChoice(index=completion.index, delta=ChatDelta(content=TextFrame.MARK))
             text_frame = TextFrame(self._answer.chunk([choice], self._usage.of_opening()))
             self._text_frames[completion.index] = text_frame
-        self._usage.pass_by(0, output)
+        self._usage.pass_by(0, completion)
         return text_frame.of(completion.text)

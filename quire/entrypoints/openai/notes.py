@@ -51,10 +51,10 @@ class Notes:
         """Note the value that was taken instead of the one that was sent."""
         self.adjusted[field] = value
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """The notes as response headers; a name that is no word is masked."""
+    def headers(self, *, is_error: bool) -> list[tuple[bytes, bytes]]:
+        """The notes as response headers; a name that is no word is masked. Nothing was taken for a request refused."""
         words = [name if name and _HEADER_CHARS.issuperset(name) else "?" for name in self.ignored]
-        values = [f"{name}={value}" for name, value in self.adjusted.items()]
+        values = [] if is_error else [f"{name}={value}" for name, value in self.adjusted.items()]
         told = ((IGNORED_HEADER, ", ".join(words)), (ADJUSTED_HEADER, ", ".join(values)))
         return [(name.encode(), text.encode()) for name, text in told if text]
 

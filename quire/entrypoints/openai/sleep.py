@@ -12,8 +12,8 @@ from quire.entrypoints.openai.admin import admin_router
 from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.protocol.responses import SleepState
-from quire.entrypoints.openai.state import server_of
-from quire.errors import ConflictError, UnavailableError, ValidationError
+from quire.entrypoints.openai.state import ServerState, server_of
+from quire.errors import UnavailableError, ValidationError
 
 controls = admin_router()
 
@@ -26,14 +26,9 @@ WAKE_QUERY = {"tags": {"type": "array", "items": {"enum": [*TAGS]}}}
 @describe(Operation(reply=SleepState, errors=(409,), query=SLEEP_QUERY))
 async def sleep(request: Request) -> Response:
     """Stop, and give memory back; the answer comes when it is done."""
-    server, options = server_of(request), _options(request, "level", "mode")
-    if server.siblings is not None:
-        raise ConflictError(
-            "a server of several API processes does not sleep; start it with --api-server-count 1"
-        )
-    if server.draining:
-        raise UnavailableError("the server is shutting down")
-    await server.engine.sleep(_level(options.get("level", ["1"])), options.get("mode", ["abort"])[-1])
+    options = _options(request, "level", "mode")
+    level, mode = _level(options.get("level", ["1"])), options.get("mode", ["abort"])[-1]
+    await server_of(request).decide("sleep", level, mode)
     return _state(request)
 
 
@@ -41,7 +36,7 @@ async def sleep(request: Request) -> Response:
 @describe(Operation(reply=SleepState, errors=(409,), query=WAKE_QUERY))
 async def wake_up(request: Request) -> Response:
     """Have everything again, or what `tags` names."""
-    await server_of(request).engine.wake_up(_options(request, "tags").get("tags"))
+    await server_of(request).decide("wake_up", _options(request, "tags").get("tags"))
     return _state(request)
 
 
@@ -51,6 +46,23 @@ async def is_sleeping(request: Request) -> Response:
     """Whether anything sleeps, and what."""
     _options(request)
     return _state(request)
+
+
+async def fall_asleep(server: ServerState, level: int, mode: str) -> None:
+    """All processes, of which this is the first."""
+    if server.draining:
+        raise UnavailableError("the server is shutting down")
+    await server.engine.sleep(level, mode)
+
+
+async def wake(server: ServerState, tags: list[str] | None) -> None:
+    """All processes, of which this is the first."""
+    await server.engine.wake_up(tags)
+
+
+async def num_unfinished(server: ServerState) -> int:
+    """Sequences that this process has in the core."""
+    return server.engine.num_unfinished_requests()
 
 
 def _state(request: Request) -> Response:

@@ -43,13 +43,16 @@ class Siblings(Protocol):
     async def ask(self, question: str, *args: Any) -> list[Any]:
         """What each of them says, the first process's word first."""
 
+    async def decide(self, decision: str, *args: Any) -> None:
+        """Have the first process carry this out."""
+
 
 @dataclass(eq=False)
 class ServerState:
     """The engine, the configuration, and what is derived from them once.
 
-    `questions` are what each process of the server can be asked about itself, and `siblings` all processes; None if
-    this is the only one.
+    `questions` are what each process of the server can be asked about itself, `decisions` what the first one does for
+    all, and `siblings` all processes; None if this is the only one.
     """
 
     engine: AsyncLLM
@@ -58,6 +61,7 @@ class ServerState:
     keys: Keyring
     in_flight: InFlight
     questions: Mapping[str, Question] = field(default_factory=dict)
+    decisions: Mapping[str, Question] = field(default_factory=dict)
     siblings: Siblings | None = None
     renders: BoundedThreads = field(init=False)
     """For the chat template of requests."""
@@ -131,6 +135,19 @@ class ServerState:
         if self.siblings is None:
             return [await self.answer(question, *args)]
         return await self.siblings.ask(question, *args)
+
+    async def carry_out(self, decision: str, *args: Any) -> None:
+        """Do it in this process, for all.
+
+        Raises:
+            QuireError: it cannot be done.
+        """
+        await self.decisions[decision](self, *args)
+
+    async def decide(self, decision: str, *args: Any) -> None:
+        """Have it done by the process that decides for all. Raises as `carry_out` does."""
+        decide = self.carry_out if self.siblings is None else self.siblings.decide
+        await decide(decision, *args)
 
     async def prepare(self) -> None:
         """Meet errors of the chat template at start-up, not at the first request.

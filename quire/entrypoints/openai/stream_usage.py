@@ -46,9 +46,9 @@ class StreamUsage:
         """Whether all chunks that end no choice tell the same."""
         return not self._in_every_chunk
 
-    def pass_by(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take in an output that ends no choice, of which no chunk tells anything."""
-        self._meter.add(prompt_index, output)
+    def pass_by(self, prompt_index: int, completion: CompletionOutput) -> None:
+        """Take in news that ends no choice, of which no chunk tells anything. Its output is not the last."""
+        self._meter.add_completion(prompt_index, completion)
 
     def of_opening(self) -> dict[str, Any]:
         """Fields of a chunk that has no tokens; OpenAI sends null with every chunk before the one with the usage."""

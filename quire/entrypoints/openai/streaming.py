@@ -23,11 +23,12 @@ from quire.entrypoints.openai.response_body import ResponseBody, body_of_respons
 from quire.outputs import RequestOutput
 
 DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
 
 
 def frame(chunk: msgspec.Struct) -> bytes:
     """One event."""
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    return b"data: " + _encode(chunk) + b"\n\n"
 
 
 class TextFrame:
@@ -37,12 +38,12 @@ class TextFrame:
 
     def __init__(self, chunk: msgspec.Struct) -> None:
         """`chunk` has `MARK` where the text goes."""
-        self._before, found, self._after = frame(chunk).partition(msgspec.json.encode(self.MARK))
+        self._before, found, self._after = frame(chunk).partition(_encode(self.MARK))
         assert found, "the chunk has no mark"
 
     def of(self, text: str) -> bytes:
         """`frame` of the chunk with this text."""
-        return b"".join((self._before, msgspec.json.encode(text), self._after))
+        return b"".join((self._before, _encode(text), self._after))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 from quire.entrypoints.chat.formats.constraint import either
 from quire.entrypoints.chat.formats.events import Tools
 from quire.entrypoints.chat.formats.format import ToolFormat
-from quire.entrypoints.chat.tool_grammar import Function, calls_in_text, calls_only
-from quire.entrypoints.chat.tool_schemas import tool_schemas
+from quire.entrypoints.chat.tool_grammar import Function, calls_in_text, calls_only, is_enforceable
+from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
 from quire.entrypoints.openai.protocol.constraints import constraint_of
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, Tool
 from quire.entrypoints.openai.state import ServerState
@@ -21,8 +21,8 @@ def tools_in_use(server: ServerState, request: ChatCompletionRequest) -> Tools |
     """The tools that the model is shown, and whose calls are looked for in its answer; None if there are none.
 
     Raises:
-        ValidationError: the choice is unknown or names no tool, the tools are wrong, or the server does not know how
-            the model writes calls.
+        ValidationError: the choice is unknown or names no tool, the tools are wrong, the model's format of calls has no
+            way to write the name of one, or the server does not know the format.
     """
     choice = request.tool_choice
     if choice not in (None, "none", "auto"):
@@ -33,11 +33,13 @@ def tools_in_use(server: ServerState, request: ChatCompletionRequest) -> Tools |
         limit = f"the limit is {server.config.max_tools}"
         raise ValidationError(f"tools has {len(request.tools)} tools, {limit}", param="tools")
     tools = tool_schemas([tool.model_dump() for tool in request.tools])
-    if server.answer_format.formats.tools is None:
+    tool_format = server.answer_format.formats.tools
+    if tool_format is None:
         raise ValidationError(
             "this server does not know how the model writes tool calls; --tool-call-parser says it",
             param="tools",
         )
+    check_names(tools, tool_format)
     return tools
 
 
@@ -67,18 +69,30 @@ def _tag(
 ) -> dict[str, Any]:
     at_most_one = isinstance(request.tool_choice, dict) or not request.parallel_tool_calls
     if must_call:
+        required = _required_tools(request)
         functions = [
-            _function(tool, strict=tool.function.strict is not False) for tool in _required_tools(request)
+            _required(calls, _function(index, tool, strict=True), is_lenient=tool.function.strict is False)
+            for index, tool in enumerate(request.tools or [])
+            if tool in required
         ]
         return calls_only(calls, functions, at_most_one=at_most_one)
-    functions = [_function(tool, strict=tool.function.strict is True) for tool in request.tools or []]
+    functions = [
+        _function(index, tool, strict=tool.function.strict is True)
+        for index, tool in enumerate(request.tools or [])
+    ]
     if wanted is None:
         return calls_in_text(calls, functions, at_most_one=at_most_one)
     return either([as_format(wanted), calls_only(calls, functions, at_most_one=at_most_one)])
 
 
-def _function(tool: Tool, *, strict: bool) -> Function:
-    return Function(tool.function.name, tool.function.parameters or {}, strict)
+def _function(index: int, tool: Tool, *, strict: bool) -> Function:
+    field = f"tools.{index}.function.parameters"
+    return Function(tool.function.name, tool.function.parameters or {}, strict, field)
+
+
+def _required(calls: ToolFormat, function: Function, *, is_lenient: bool) -> Function:
+    """A function whose call is asked for. "strict": false asks for no more of its schema than can be enforced."""
+    return function._replace(strict=not is_lenient or is_enforceable(calls, function))
 
 
 def _required_tools(request: ChatCompletionRequest) -> list[Tool]:

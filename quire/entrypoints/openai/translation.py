@@ -35,6 +35,7 @@ from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.streaming import Wire
 from quire.entrypoints.openai.tenant import apply_terms, tenant_of
+from quire.entrypoints.openai.tool_choice import tool_constraint, tools_in_use
 from quire.errors import ValidationError
 from quire.outputs import RequestOutput, RequestStateStats
 
@@ -157,9 +158,10 @@ def check_translated(request: Request, fields: dict[str, Any], names: Mapping[st
         ClientError: with the client's names.
     """
     with renamed(names):
-        chat = as_chat(request, fields)
+        chat, server = as_chat(request, fields), server_of(request)
         apply_terms(request, chat)
-        processor = server_of(request).engine.input_processor
+        tool_constraint(server, chat, tools_in_use(server, chat))
+        processor = server.engine.input_processor
         with client_names(chat):
             params = chat_params(chat, processor.default_sampling_params)
             processor.process("", TokenizedPrompt([0], None), params)

@@ -56,6 +56,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
         "qqqqqqqqqqqddqq",
     ),
     "unusable_rows": ("out logits", "qq"),
+    "mask_logits": ("logits rows words", "qqq"),
     "apply_penalties": ("logits indices repetition subtracted", "qq"),
     "philox_uniform": ("out seeds positions", "q"),
     "sample_tokens": ("out logits settings numbers", "qq"),
@@ -108,6 +109,8 @@ class CpuLibrary:
     """The same, and writes how many nanoseconds each took."""
     share: Callable[[int, int, Any, None], None]
     """Runs a body on ranges of a loop, on the threads of the team."""
+    prefer_huge_pages: Callable[[int, int], None]
+    """Asks for large pages under the memory at an address, of so many bytes."""
     shuffle: Callable[[int], None]
     """For tests: all loops are shared, however short, and taken in another order; 0 is as usual."""
 
@@ -163,6 +166,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
     "play": (c_int64, ctypes.POINTER(Call), c_int64),
     "play_timed": (c_int64, ctypes.POINTER(Call), c_int64, ctypes.POINTER(c_int64)),
     "share": (None, c_int64, c_int64, SHARED_BODY, c_void_p),
+    "prefer_huge_pages": (None, c_void_p, c_int64),
     "shuffle": (None, c_int64),
 }
 """What else the library exports: the type of the result and those of the arguments."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.kernels.cpu import library
 from quire.kernels.cpu.calls import NOTHING, call, empty, recording
 from quire.kernels.cpu.checks import check_array, check_index, dtype_code, say
+from quire.kernels.cpu.huge_pages import matrix_memory
 from quire.kernels.formats import format_of
 from quire.kernels.linear import Native, PackedWeight, WeightScheme, num_panels
 
@@ -113,6 +114,6 @@ def _tensors(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
 def _empty(weight: Tensor, scheme: WeightScheme, halves: int) -> PackedWeight:
     outputs, inputs = weight.shape
     parts = format_of(scheme).parts(scheme, weight.dtype, num_panels(outputs, halves), inputs)
-    tensors = [empty(weight, *part.shape, dtype=part.dtype) for part in parts]
+    tensors = [matrix_memory(weight, *part.shape, dtype=part.dtype) for part in parts]
     scales, zeros = (*tensors[1:], None, None)[:2]
     return PackedWeight(scheme, tensors[0], scales, zeros, outputs, inputs, halves)

@@ -1,6 +1,5 @@
 """The sampling tail as functions on tensors, with every check."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,11 +9,6 @@ from quire.kernels.limits import ANY_LIMITS, Limits
 
 # Token ids are 32-bit inside the kernels, with room for a vector past the last one.
 _MAX_VOCAB_SIZE = 2**31 - 16
-_MASKED_ELEMENTS = 1 << 18
-"""So many bounds of logits are made at once: more would not fit into a core's cache."""
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_BOUNDS = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf))
-"""[256, 8]: for each byte of a mask, the most that the logits of its tokens may be."""
 
 
 def unusable_rows(logits: Tensor) -> Tensor:
@@ -25,23 +19,14 @@ def unusable_rows(logits: Tensor) -> Tensor:
 
 
 def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """By numpy, in this thread, and at the same pace whatever a mask is like: the least of each logit and its bound."""
-    num_rows, vocab_size = _check_logits("mask_logits", logits)
+    op = "mask_logits"
+    num_rows, vocab_size = _check_logits(op, logits)
     count = rows.shape[0] if rows.dim() else 0
-    check_index("mask_logits", "rows", rows, count)
-    check_array("mask_logits", "words", words, torch.int32, (count, -(-vocab_size // 32)))
-    if not count:
-        return
-    numbers, values = rows.numpy(), logits.numpy()
-    if not 0 <= numbers.min() <= numbers.max() < num_rows:
-        raise IndexError(f"mask_logits: rows {numbers.tolist()} of {num_rows}")
-    octets, is_all = words.numpy().view(np.uint8), count == num_rows and bool((np.diff(numbers) == 1).all())
-    step = max(1, _MASKED_ELEMENTS // vocab_size) if is_all else 1
-    for first in range(0, count, step):
-        bounds = np.take(_BOUNDS, octets[first : first + step], axis=0, mode="clip")
-        start = first if is_all else int(numbers[first])
-        some = values[start : start + len(bounds)]
-        np.minimum(some, bounds.reshape(len(bounds), -1)[:, :vocab_size], out=some)
+    check_index(op, "rows", rows, count)
+    check_array(op, "words", words, torch.int32, (count, -(-vocab_size // 32)))
+    refused = call(op, (logits, rows, words), count, num_rows, vocab_size)
+    if refused:
+        raise IndexError(f"{op}: {refused} of {rows.tolist()} are no rows of {num_rows}")
 
 
 def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor) -> None:

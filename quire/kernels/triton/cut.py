@@ -1,47 +1,34 @@
-"""Where top-k and top-p end: the last logit of the prefix of the order of tokens that they keep.
+"""Where top-k and top-p end: the key of the last token that they keep, in the order of tokens.
 
-Found by radix selection on the bits of the scaled logits, most significant first, instead of by sorting (A. Alabi et
-al., "Fast k-selection algorithms for graphics processing units", 2012). A pass counts what stands at or above 16
-thresholds; the next one takes the last of them at which enough is kept, and refines it. The last pass of a search
-counts at the threshold itself, where equal logits may be kept in part, and just above it.
+Both keep a prefix of that order. A row is looked at twice, by as many programs as keep the device busy: first for the
+largest logit of each group of tokens, which bounds what can be kept from below, then to collect the tokens above that
+bound. One program then finds the cut among them, bit by bit of its key. As a rule they are some hundred; where they
+are more than there is room for, it reads the row instead.
 
-Invariant: masses are integers, in steps of 2**-40 of the first token's, as counts are; their sums are exact, so any
-number of programs may add them up in any order.
+The bound. Of top-k: k groups have a largest logit at or above the k-th largest of those, and so have k tokens. Of
+top-p: tokens with less than (1 - p) / V of the mass hold less than 1 - p of it together.
+
+Invariant: keys are all different, and masses are integers, in steps of 2**-40 of the first token's, as counts are; so
+nothing depends on the order in which tokens are collected and added up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from quire.kernels.limits import Limits
 from quire.kernels.triton.token_order import MAX_LOGIT, ordered_bits
 
-WIDTH = tl.constexpr(16)
-"""Thresholds of a pass: it finds four bits."""
-FIRST_BIT = tl.constexpr(2**31)
-"""Between ordered bits, which are signed, and thresholds, which count from 0."""
+GROUP = tl.constexpr(128)
+"""Tokens of a group."""
+CAPACITY = 16384
+"""Tokens of a row that are collected."""
 UNIT = tl.constexpr(float(2**40))
-NEVER = tl.constexpr(2**62)
-"""A mass that no sum reaches."""
-_SHIFTS = (28, 24, 20, 16, 12, 8, 4, 0)
-_TILE = 256
-
-
-class Search(NamedTuple):
-    """The last pass of what was searched, for N rows in S splits."""
-
-    state: Tensor
-    """[N, 2] int64: the threshold, and the mass at which top-p has enough."""
-    sums: Tensor
-    """[N, 2, WIDTH] int64: counts, then masses, at or above the threshold (first) and above it (second)."""
-    ties: Tensor
-    """[N, S] int64: tokens of each split at the threshold."""
+ID_BITS = tl.constexpr(31)
+"""Of a key, below the 32 of the logit."""
+ID_END = tl.constexpr(2**31)
+HALF = tl.constexpr(2**31)
+"""Between ordered bits, which are signed, and those of a key, which count from 0."""
 
 
 @triton.jit
@@ -59,145 +46,151 @@ def temperature_of(setting):
 
 
 @triton.jit
-def largest_of(keys, index, num_splits, MAX_SPLITS: tl.constexpr):
-    """A row's largest scaled logit, of those that its splits found."""
-    split = tl.arange(0, MAX_SPLITS)
-    key = tl.load(keys + index * num_splits + split, mask=split < num_splits, other=float("-inf"))
-    return tl.max(key).to(tl.float32)
-
-
-@triton.jit
 def is_cut(setting, n):
     """Whether a row uses top-k or top-p."""
     return (tl.load(setting + 2) < n) | (tl.load(setting + 3) < 1.0)
 
 
 @triton.jit
-def ties_kept(state, sums, setting, index):
-    """How many tokens at the threshold are kept, the mass above it, and the weight of each at it."""
-    lane, place = tl.arange(0, WIDTH), sums + index * 2 * WIDTH
-    counts, masses = tl.load(place + lane), tl.load(place + WIDTH + lane)
-    num_at, num_above = tl.max(counts), tl.max(tl.where(lane == 1, counts, 0))
-    mass_at, mass_above = tl.max(masses), tl.max(tl.where(lane == 1, masses, 0))
-    weight = (mass_at - mass_above) // tl.maximum(num_at - num_above, 1)
-    wanted = tl.load(state + index * 2 + 1)
-    # A tie is kept while what stands before it, lower ids among them, is short of both limits.
-    enough = tl.where(weight > 0, tl.cdiv(wanted - mass_above, tl.maximum(weight, 1)), NEVER)
-    kept = tl.minimum(tl.load(setting + 2).to(tl.int64) - num_above, enough)
-    return tl.minimum(kept, num_at - num_above), mass_above, weight
+def _key_of(value, token, n):
+    """The order of tokens as a number of 63 bits: the higher logit first and, of equal ones, the lower id."""
+    return ((ordered_bits(value).to(tl.int64) + HALF) << ID_BITS) + (n - 1 - token)
 
 
 @triton.jit
-def _next_threshold(state, sums, setting, index, shift):
-    """The last threshold of a pass at which enough is kept; the first where none is."""
-    lane, place = tl.arange(0, WIDTH), sums + index * 2 * WIDTH
-    counts, masses = tl.load(place + lane), tl.load(place + WIDTH + lane)
-    top_k, wanted = tl.load(setting + 2).to(tl.int64), tl.load(state + index * 2 + 1)
-    digit = tl.max(tl.where((counts >= top_k) | (masses >= wanted), lane, 0))
-    return tl.load(state + index * 2) + (digit.to(tl.int64) << shift)
+def token_of(key, n):
+    """The token of a key."""
+    return n - 1 - (key & (ID_END - 1)).to(tl.int32)
 
 
 @triton.jit
-def _mass_wanted(state, sums, setting, index):
-    """top_p of what top-k keeps."""
-    kept, mass_above, weight = ties_kept(state, sums, setting, index)
-    top_p = tl.load(setting + 3)
-    share = tl.ceil(top_p * (mass_above + kept * weight).to(tl.float64)).to(tl.int64)
-    # top_p = 1 keeps everything, also what is lost in the rounding of weights.
-    return tl.where(top_p < 1.0, tl.maximum(share, 1), NEVER)
+def value_of(key):
+    """The scaled logit of a key."""
+    bits = ((key >> ID_BITS) - HALF).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["num_splits", "tiles", "shift_before", "shift"])
-def _count(
-    new_state,
-    new_sums,
-    ties,
-    state,
-    sums,
-    logits,
-    settings,
-    keys,
-    n,
-    num_splits,
-    tiles,
-    shift_before,
-    shift,
-    BEGIN: tl.constexpr,
-    TILE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):
-    """A pass. BEGIN: "" goes on with a search, "top_k" begins one, "top_p" begins one with the mass of the last."""
-    index, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, setting = logits + index * n, settings + index * 4
-    if not is_cut(setting, n):
-        return
-    threshold, wanted = index * 0, index * 0 + NEVER
-    if BEGIN == "":
-        threshold = _next_threshold(state, sums, setting, index, shift_before)
-        wanted = tl.load(state + index * 2 + 1)
-    elif BEGIN == "top_p":
-        wanted = _mass_wanted(state, sums, setting, index)
-    if split == 0:
-        tl.store(new_state + index * 2, threshold)
-        tl.store(new_state + index * 2 + 1, wanted)
-    lane, temperature = tl.arange(0, WIDTH), temperature_of(setting)
-    thresholds = (threshold + (lane.to(tl.int64) << shift) - FIRST_BIT).to(tl.int32)
-    largest = largest_of(keys, index, num_splits, MAX_SPLITS)
+@triton.jit
+def _weight_of(value, largest):
+    """A token's mass."""
+    return (tl.exp(value - largest).to(tl.float64) * UNIT + 0.5).to(tl.int64)
+
+
+@triton.jit
+def _last_of(values, count):
+    """The logit that is the so-many-th largest of some; -inf if they are fewer."""
+    bits = ordered_bits(values).to(tl.int64) + HALF
+    last = count * 0
+    for step in range(32):
+        trial = last + (tl.full([], 1, tl.int64) << (31 - step))
+        last = tl.where(tl.sum((bits >= trial).to(tl.int32)) >= count, trial, last)
+    return tl.where(last == 0, float("-inf"), value_of(last << ID_BITS))
+
+
+@triton.jit
+def bounds(group_largest, setting, index, n, num_groups, GROUPS: tl.constexpr):
+    """A row's largest logit, the least that min-p keeps, and a bound of those that top-k and top-p may keep."""
+    group = tl.arange(0, GROUPS)
+    place = group_largest + index * num_groups + group
+    values = tl.load(place, mask=group < num_groups, other=float("-inf"))
+    largest = tl.max(values)
     lowest = largest + tl.load(setting + 1).to(tl.float32)
-    count, mass = tl.zeros([TILE, WIDTH], tl.int32), tl.zeros([TILE, WIDTH], tl.int64)
+    top_k, top_p = tl.load(setting + 2), tl.load(setting + 3)
+    bound = lowest
+    if top_k < n:
+        bound = tl.maximum(lowest, _last_of(values, top_k.to(tl.int64)))
+    elif top_p < 1.0:
+        reference = tl.where(largest == float("-inf"), 0.0, largest)
+        # The groups' largest tokens have less mass than all, and a quarter of that makes good for all rounding.
+        share = (1.0 - top_p).to(tl.float32) * tl.sum(tl.exp(values - reference)) / (4.0 * n)
+        bound = tl.maximum(lowest, reference + tl.log(share))
+    return largest, lowest, bound
+
+
+@triton.jit
+def collect(
+    keys, found, row, setting, index, first, n, tiles, temperature, largest, lowest, bound,
+    TILE: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Add a split's tokens at or above the bound to a row's keys; found [N, 2] int64: how many, and the mass of all."""
+    mass = tl.zeros([TILE], tl.int64)
+    wants_mass = tl.load(setting + 2) >= n  # else it is that of what top-k keeps
     for tile in range(tiles):
-        value = scaled(row, (split * tiles + tile) * TILE + tl.arange(0, TILE), n, temperature)
+        column = first + tile * TILE + tl.arange(0, TILE)
+        value = scaled(row, column, n, temperature)
         value = tl.where(value >= lowest, value, float("-inf"))
-        weight = (tl.exp(value - largest).to(tl.float64) * UNIT + 0.5).to(tl.int64)
-        reaches = ordered_bits(value)[:, None] >= thresholds[None, :]
-        count += reaches.to(tl.int32)
-        mass += tl.where(reaches, weight[:, None], 0)
-    counts = tl.sum(count, 0).to(tl.int64)
-    tl.atomic_add(new_sums + index * 2 * WIDTH + lane, counts)
-    tl.atomic_add(new_sums + index * 2 * WIDTH + WIDTH + lane, tl.sum(mass, 0))
-    tied = tl.max(counts) - tl.max(tl.where(lane == 1, counts, 0))
-    tl.store(ties + index * num_splits + split, tied)
+        if wants_mass:
+            mass += _weight_of(value, largest)
+        is_kept = (value >= bound) & (value > float("-inf"))
+        count = tl.sum(is_kept.to(tl.int64))
+        if count > 0:
+            place = (
+                tl.atomic_add(found + index * 2, count, sem="relaxed") + tl.cumsum(is_kept.to(tl.int32)) - 1
+            )
+            key = _key_of(value, column, n)
+            tl.store(keys + index * CAPACITY + place, key, mask=is_kept & (place < CAPACITY))
+    tl.atomic_add(found + index * 2 + 1, tl.sum(mass), sem="relaxed")
 
 
-class _Pass(NamedTuple):
-    begin: str
-    shift: int
+@triton.jit
+def keys_of(tile, keys, row, index, n, count, temperature, bound, TILE: tl.constexpr, CAPACITY: tl.constexpr):
+    """A tile of the keys that were collected or, where there was no room for all, of the row's; -1 is none."""
+    place = tile * TILE + tl.arange(0, TILE)
+    if count <= CAPACITY:
+        return tl.load(keys + index * CAPACITY + place, mask=place < count, other=-1)
+    else:
+        value = scaled(row, place, n, temperature)
+        return tl.where((value >= bound) & (place < n), _key_of(value, place, n), -1)
 
 
-def _passes(limits: Limits) -> Iterator[_Pass]:
-    for name, wanted in (("top_k", limits.top_k), ("top_p", limits.top_p)):
-        if wanted:
-            yield _Pass(name, _SHIFTS[0])
-            yield from (_Pass("", shift) for shift in _SHIFTS[1:])
-            yield _Pass("", 0)  # at the threshold that the others have found
-        elif name == "top_k":
-            yield _Pass(name, 0)  # at no threshold, for the mass of all
+@triton.jit
+def _amount(
+    cut, keys, row, index, n, count, temperature, largest, bound,
+    BY_MASS: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """How many tokens stand at or above a key, or the mass that they have."""
+    amount = tl.zeros([TILE], tl.int64)
+    for tile in range(tl.cdiv(tl.where(count <= CAPACITY, count, n), TILE)):
+        key = keys_of(tile, keys, row, index, n, count, temperature, bound, TILE, CAPACITY)
+        each = tl.full([TILE], 1, tl.int64)
+        if BY_MASS:
+            each = _weight_of(value_of(key), largest)
+        amount += tl.where(key >= cut, each, 0)
+    return tl.sum(amount)
 
 
-def search(
-    logits: Tensor, settings: Tensor, keys: Tensor, split_tokens: int, max_splits: int, limits: Limits
-) -> Search:
-    """Find where the rows that use top-k or top-p are cut.
+@triton.jit
+def _cut_at(
+    wanted, keys, row, index, n, count, temperature, largest, bound,
+    BY_MASS: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """The largest key at which so many tokens, or so much mass, is reached; 0: never."""
+    cut = wanted * 0
+    for step in range(63):
+        bit = tl.full([], 1, tl.int64) << (62 - step)
+        if (bit >= ID_END) | (bit < n):  # others are 0 in every key
+            trial = cut + bit
+            reached = _amount(
+                trial, keys, row, index, n, count, temperature, largest, bound, BY_MASS, TILE, CAPACITY
+            )
+            cut = tl.where(reached >= wanted, trial, cut)
+    return cut
 
-    Args:
-        logits: [N, V] float32.
-        settings: as of `ops.sample_tokens`.
-        keys: [N, S] float64, the largest scaled logit of each split.
-        split_tokens: tokens of a split, a multiple of 256.
-        max_splits: a power of two, S at most.
-        limits: which are used; top_k or top_p or both.
-    """
-    num_rows, num_splits = keys.shape
-    passes = list(_passes(limits))
-    states = settings.new_empty((len(passes) + 1, num_rows, 2), dtype=torch.int64)
-    sums = settings.new_zeros((len(passes) + 1, num_rows, 2, WIDTH.value), dtype=torch.int64)
-    ties = settings.new_empty((num_rows, num_splits), dtype=torch.int64)
-    before = 0
-    for number, (begin, shift) in enumerate(passes):
-        _count[(num_rows, num_splits)](
-            states[number + 1], sums[number + 1], ties, states[number], sums[number], logits, settings, keys,
-            logits.shape[1], num_splits, split_tokens // _TILE, before, shift,
-            BEGIN=begin, TILE=_TILE, MAX_SPLITS=max_splits,
-        )  # fmt: skip
-        before = shift
-    return Search(states[-1], sums[-1], ties)
+
+@triton.jit
+def find_cut(
+    keys, row, setting, index, n, count, mass, temperature, largest, bound,
+    TILE: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """The key of the last token that a row keeps, of `count` collected ones; `mass` is that of all."""
+    top_k, top_p = tl.load(setting + 2), tl.load(setting + 3)
+    cut = count * 0
+    if top_k < n:
+        wanted = top_k.to(tl.int64)
+        cut = _cut_at(wanted, keys, row, index, n, count, temperature, largest, bound, False, TILE, CAPACITY)
+        mass = _amount(cut, keys, row, index, n, count, temperature, largest, bound, True, TILE, CAPACITY)
+    # top_p = 1 keeps everything, also what is lost in the rounding of weights.
+    if top_p < 1.0:
+        wanted = tl.maximum(tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64), 1)
+        cut = _cut_at(wanted, keys, row, index, n, count, temperature, largest, bound, True, TILE, CAPACITY)
+    return cut

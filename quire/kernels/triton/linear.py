@@ -40,7 +40,7 @@ TARGET_PROGRAMS = 264
 MAX_PARTS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _multiply_int8(
     out, x, data, scales, bias, rows, outputs, inputs, x_row, steps_per_part,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -61,7 +61,7 @@ def _multiply_int8(
     _store(out, sums, bias, row, output, rows, outputs, HAS_BIAS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _multiply_int4(
     out, x, data, scales, zeros, bias, rows, outputs, inputs, x_row, groups, groups_per_part,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,

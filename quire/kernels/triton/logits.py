@@ -1,4 +1,4 @@
-"""What happens to logits before a token is chosen: broken rows are found and cleared, penalties are taken.
+"""What happens to logits before a token is chosen: broken rows are found and cleared, tokens are forbidden.
 
 Invariant: rows are split over programs, and no result depends on how.
 """
@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from quire.kernels.triton.token_order import MAX_LOGIT
 
 TILE = 8192
 
@@ -49,18 +47,6 @@ def _mask(logits, rows, words, n, num_words, TILE: tl.constexpr):
     tl.store(logits + row * n + column, float("-inf"), mask=inside & is_forbidden)
 
 
-@triton.jit
-def _penalise(logits, indices, repetition, subtracted, count, TILE: tl.constexpr):
-    entry = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = entry < count
-    place = logits + tl.load(indices + entry, mask=inside, other=0)
-    value = tl.load(place, mask=inside, other=0.0).to(tl.float64)
-    factor = tl.load(repetition + entry, mask=inside, other=1.0)
-    value = tl.where(value > 0, value / factor, value * factor)
-    value -= tl.load(subtracted + entry, mask=inside, other=0.0)
-    tl.store(place, tl.minimum(value, MAX_LOGIT).to(tl.float32), mask=inside)
-
-
 def unusable_rows(logits: Tensor) -> Tensor:
     """See `ops.unusable_rows`."""
     num_rows, n = logits.shape
@@ -83,10 +69,3 @@ def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     if len(rows):
         grid = (len(rows), triton.cdiv(n, TILE))
         _mask[grid](logits, rows, words, n, words.shape[1], TILE=TILE, num_warps=8)
-
-
-def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor) -> None:
-    """See `ops.apply_penalties`; indices are made by the sampler and not looked at again."""
-    if len(indices):
-        grid = (triton.cdiv(len(indices), 256),)
-        _penalise[grid](logits, indices, repetition, subtracted, len(indices), TILE=256)

@@ -18,7 +18,7 @@ NUM_PROCESSORS = 132
 """Of a large GPU; a matrix with fewer tiles of 128 outputs is cut into smaller ones."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _matmul(
     out, x, weight, bias, rows, outputs, inputs, x_row, w_row,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,

@@ -24,13 +24,29 @@ def fraction_of(high, low):
 
 
 @triton.jit
+def _words(seed, position, pair):
+    """The random bits of pairs of tokens: two words for each of the two."""
+    pair = pair.to(tl.uint32)
+    zero = pair * 0
+    low, high = (
+        (position.to(tl.uint64) & 0xFFFFFFFF).to(tl.uint32),
+        (position.to(tl.uint64) >> 32).to(tl.uint32),
+    )
+    return tl.philox(seed, zero + low, zero + high, pair, zero)
+
+
+@triton.jit
 def fractions(seed, position, first, TILE: tl.constexpr):
     """v of the tokens from `first`, an even number, on: [TILE] float32. See `philox.fractions`."""
-    pair = (first // 2 + tl.arange(0, TILE // 2)).to(tl.uint32)
-    zero = pair * 0
-    words = (position.to(tl.uint64) & 0xFFFFFFFF).to(tl.uint32), (position.to(tl.uint64) >> 32).to(tl.uint32)
-    a, b, c, d = tl.philox(seed, zero + words[0], zero + words[1], pair, zero)
+    a, b, c, d = _words(seed, position, first // 2 + tl.arange(0, TILE // 2))
     return tl.interleave(fraction_of(a, b), fraction_of(c, d))
+
+
+@triton.jit
+def fractions_at(seed, position, token):
+    """v of any tokens, as `fractions` has them."""
+    a, b, c, d = _words(seed, position, token // 2)
+    return tl.where(token % 2 == 0, fraction_of(a, b), fraction_of(c, d))
 
 
 @triton.jit
@@ -45,3 +61,9 @@ def gumbel_of(v):
 def gumbel(seed, position, first, TILE: tl.constexpr):
     """Noise of the tokens from `first`, an even number, on: [TILE] float32 between -2.9 and 45.1."""
     return gumbel_of(fractions(seed, position, first, TILE))
+
+
+@triton.jit
+def gumbel_at(seed, position, token):
+    """Noise of any tokens."""
+    return gumbel_of(fractions_at(seed, position, token))

@@ -5,6 +5,8 @@ theory of extreme values", 1954; C. Maddison et al., "A* sampling", 2014). No su
 any order. So a row is split over as many programs as keep the device busy, and the token does not depend on how. A
 greedy row is one without noise.
 
+Of rows that use top-k or top-p, what may be kept is collected instead of raced, and races last: see `cut`.
+
 Invariant: a row's token is a function of its own logits and settings, its seed and its position.
 """
 
@@ -18,19 +20,20 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.limits import ANY_LIMITS, Limits
-from quire.kernels.triton import launch
+from quire.kernels.triton import cut, launch
 from quire.kernels.triton.cut import (
-    FIRST_BIT,
-    Search,
+    GROUP,
+    bounds,
+    collect,
+    find_cut,
     is_cut,
-    largest_of,
+    keys_of,
     scaled,
-    search,
     temperature_of,
-    ties_kept,
+    token_of,
+    value_of,
 )
-from quire.kernels.triton.noise import gumbel
-from quire.kernels.triton.token_order import ordered_bits
+from quire.kernels.triton.noise import gumbel, gumbel_at
 
 TILE = 1024
 MAX_SPLITS = 256
@@ -38,12 +41,27 @@ PROGRAMS_PER_PROCESSOR = 8
 """Of 4 warps each: enough loads in flight to keep the memory busy."""
 
 
+@triton.jit(do_not_specialize=["tiles"])
+def _survey(group_largest, logits, settings, n, num_groups, tiles, TILE: tl.constexpr):
+    """The largest scaled logit of each group of tokens."""
+    index, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = temperature_of(settings + index * 4)
+    GROUPS: tl.constexpr = TILE // GROUP
+    for tile in range(tiles):
+        first = (split * tiles + tile) * TILE
+        value = scaled(logits + index * n, first + tl.arange(0, TILE), n, temperature)
+        group = first // GROUP + tl.arange(0, GROUPS)
+        largest = tl.max(tl.reshape(value, [GROUPS, GROUP]), 1)
+        tl.store(group_largest + index * num_groups + group, largest, mask=group < num_groups)
+
+
 @triton.jit
-def _kept_ties(ties, index, split, num_splits, kept, MAX_SPLITS: tl.constexpr):
-    """Of the ties that are kept, those that earlier splits leave."""
-    other = tl.arange(0, MAX_SPLITS)
-    earlier = tl.load(ties + index * num_splits + other, mask=other < split, other=0)
-    return kept - tl.sum(earlier)
+def _random_key(random_keys, index, NOISE: tl.constexpr):
+    """The seed and the position of a row."""
+    if NOISE:
+        return tl.load(random_keys + index * 2), tl.load(random_keys + index * 2 + 1)
+    else:
+        return index, index
 
 
 @triton.jit(do_not_specialize=["num_splits", "tiles"])
@@ -53,45 +71,40 @@ def _race(
     logits,
     settings,
     random_keys,
-    largest_keys,
-    state,
-    sums,
-    ties,
+    group_largest,
+    kept_keys,
+    found,
     n,
+    num_groups,
     num_splits,
     tiles,
     NOISE: tl.constexpr,
     LIMITED: tl.constexpr,
     TILE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CAPACITY: tl.constexpr,
 ):
-    """The first token of each split: by scaled logit plus noise, among those that the limits keep."""
+    """The first token of each split, by scaled logit plus noise; of a row that is cut, what may be kept."""
     index, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, setting = logits + index * n, settings + index * 4
     temperature, is_random = temperature_of(setting), (tl.load(setting) != 0.0) & NOISE
-    seed, position = index, index
-    if NOISE:
-        seed, position = tl.load(random_keys + index * 2), tl.load(random_keys + index * 2 + 1)
-    lowest, threshold, left = temperature * 0 + float("-inf"), index * 0, index * 0
+    lowest = temperature * 0 + float("-inf")
     if LIMITED:
-        lowest = largest_of(largest_keys, index, num_splits, MAX_SPLITS) + tl.load(setting + 1).to(tl.float32)
+        largest, lowest, bound = bounds(group_largest, setting, index, n, num_groups, GROUPS)
         if is_cut(setting, n):
-            threshold = tl.load(state + index * 2)
-            kept, _, _ = ties_kept(state, sums, setting, index)
-            left = _kept_ties(ties, index, split, num_splits, kept, MAX_SPLITS)
-    threshold = (threshold - FIRST_BIT).to(tl.int32)
+            first = split * tiles * TILE
+            collect(
+                kept_keys, found, row, setting, index, first, n, tiles, temperature, largest, lowest, bound,
+                TILE, CAPACITY,
+            )  # fmt: skip
+            return
+    seed, position = _random_key(random_keys, index, NOISE)
     best, chosen = tl.full([TILE], float("-inf"), tl.float64), tl.full([TILE], n, tl.int32)
     for tile in range(tiles):
         start = (split * tiles + tile) * TILE
         column = start + tl.arange(0, TILE)
         value = scaled(row, column, n, temperature)
-        if LIMITED:
-            bits = ordered_bits(value)
-            tied = (bits == threshold).to(tl.int32)
-            kept = (value >= lowest) & ((bits > threshold) | ((tied == 1) & (tl.cumsum(tied) <= left)))
-            left -= tl.sum(tied)
-            value = tl.where(kept, value, float("-inf"))
-        key = value.to(tl.float64)
+        key = tl.where(value >= lowest, value, float("-inf")).to(tl.float64)
         if is_random:
             key += gumbel(seed, position, start, TILE).to(tl.float64)
         chosen = tl.where(key > best, column, chosen)
@@ -102,15 +115,75 @@ def _race(
     tl.store(ids + place, tl.min(tl.where(best == first, chosen, n)))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _finish(out, keys, ids, num_splits, MAX_SPLITS: tl.constexpr):
-    """The first of the splits' tokens; -1 where all are impossible."""
-    index, split = tl.program_id(0).to(tl.int64), tl.arange(0, MAX_SPLITS)
-    place, inside = index * num_splits + split, split < num_splits
-    key = tl.load(keys + place, mask=inside, other=float("-inf"))
+@triton.jit
+def _winner(key, token):
+    """The token of the largest key, of equal ones the lowest id; -1 where all are impossible."""
     best = tl.max(key)
-    chosen = tl.load(ids + place, mask=inside & (key == best), other=0x7FFFFFFF)
-    tl.store(out + index, tl.where(best == float("-inf"), -1, tl.min(chosen)).to(tl.int64))
+    chosen = tl.min(tl.where(key == best, token, 0x7FFFFFFF))
+    return tl.where(best == float("-inf"), -1, chosen).to(tl.int64)
+
+
+@triton.jit
+def _first_kept(
+    kept_keys, found, row, setting, group_largest, index, n, num_groups, seed, position,
+    NOISE: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """In each lane, the largest scaled logit plus noise of the tokens above the cut, and its token."""
+    largest, _, bound = bounds(group_largest, setting, index, n, num_groups, GROUPS)
+    count, mass = tl.load(found + index * 2), tl.load(found + index * 2 + 1)
+    temperature, is_random = temperature_of(setting), (tl.load(setting) != 0.0) & NOISE
+    last = find_cut(
+        kept_keys, row, setting, index, n, count, mass, temperature, largest, bound, TILE, CAPACITY
+    )
+    best, chosen = tl.full([TILE], float("-inf"), tl.float64), tl.full([TILE], n, tl.int32)
+    for tile in range(tl.cdiv(tl.where(count <= CAPACITY, count, n), TILE)):
+        kept = keys_of(tile, kept_keys, row, index, n, count, temperature, bound, TILE, CAPACITY)
+        token = token_of(kept, n)
+        key = tl.where(kept >= last, value_of(kept), float("-inf")).to(tl.float64)
+        if is_random:
+            key += gumbel_at(seed, position, token).to(tl.float64)
+        is_first = (key > best) | ((key == best) & (token < chosen))
+        chosen = tl.where(is_first, token, chosen)
+        best = tl.maximum(key, best)
+    return best, chosen
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _finish(
+    out,
+    best_keys,
+    ids,
+    logits,
+    settings,
+    random_keys,
+    group_largest,
+    kept_keys,
+    found,
+    n,
+    num_groups,
+    num_splits,
+    NOISE: tl.constexpr,
+    LIMITED: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """The first of the splits' tokens; of a row that is cut, the first of those that are kept."""
+    index, split = tl.program_id(0).to(tl.int64), tl.arange(0, MAX_SPLITS)
+    row, setting = logits + index * n, settings + index * 4
+    if LIMITED:  # noqa: SIM102  (decided when the kernel is compiled)
+        if is_cut(setting, n):
+            seed, position = _random_key(random_keys, index, NOISE)
+            best, chosen = _first_kept(
+                kept_keys, found, row, setting, group_largest, index, n, num_groups, seed, position,
+                NOISE, TILE, GROUPS, CAPACITY,
+            )  # fmt: skip
+            tl.store(out + index, _winner(best, chosen))
+            return
+    place, inside = index * num_splits + split, split < num_splits
+    key = tl.load(best_keys + place, mask=inside, other=float("-inf"))
+    tl.store(out + index, _winner(key, tl.load(ids + place, mask=inside, other=0x7FFFFFFF)))
 
 
 class _Splits(NamedTuple):
@@ -140,25 +213,28 @@ def sample_in_splits(
     logits: Tensor, settings: Tensor, keys: Tensor | None, limits: Limits, num_splits: int
 ) -> Tensor:
     """`sample_tokens` with each row in about so many splits, which changes no token."""
-    num_rows, vocab_size = logits.shape
-    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    out = torch.empty(num_rows, dtype=torch.int64, device=device)
     if not num_rows:
         return out
-    splits = _splits(num_rows, vocab_size, num_splits)
-    grid, sizes = (num_rows, splits.number), {"TILE": TILE, "MAX_SPLITS": MAX_SPLITS}
-    largest, best = torch.empty(2, *grid, dtype=torch.float64, device=logits.device)
-    ids = torch.empty(grid, dtype=torch.int32, device=logits.device)
-    # Arguments that the variants of the kernel do not look at are `out`.
-    rows, found = (logits, settings, out if keys is None else keys), Search(out, out, out)
+    splits, num_groups = _splits(num_rows, vocab_size, num_splits), triton.cdiv(vocab_size, GROUP.value)
+    grid = (num_rows, splits.number)
+    best = torch.empty(grid, dtype=torch.float64, device=device)
+    ids = torch.empty(grid, dtype=torch.int32, device=device)
+    group_largest = kept = found = out  # where nothing is limited, nobody looks
     if any(limits):
-        _race[grid](
-            largest, ids, *rows, largest, *found, vocab_size, *splits, NOISE=False, LIMITED=False, **sizes
-        )
-    if limits.top_k or limits.top_p:
-        found = search(logits, settings, largest, splits.tiles * TILE, MAX_SPLITS, limits)
-    _race[grid](
-        best, ids, *rows, largest, *found, vocab_size, *splits,
-        NOISE=keys is not None, LIMITED=any(limits), **sizes,
-    )  # fmt: skip
-    _finish[(num_rows,)](out, best, ids, splits.number, MAX_SPLITS=MAX_SPLITS)
+        group_largest = torch.empty(num_rows, num_groups, dtype=torch.float32, device=device)
+        kept = torch.empty(num_rows, cut.CAPACITY, dtype=torch.int64, device=device)
+        found = torch.zeros(num_rows, 2, dtype=torch.int64, device=device)
+        _survey[grid](group_largest, logits, settings, vocab_size, num_groups, splits.tiles, TILE=TILE)
+    rows = (best, ids, logits, settings, out if keys is None else keys, group_largest, kept, found)
+    variant = {
+        "NOISE": keys is not None,
+        "LIMITED": any(limits),
+        "TILE": TILE,
+        "GROUPS": launch.next_power_of_2(num_groups),
+        "CAPACITY": cut.CAPACITY,
+    }
+    _race[grid](*rows, vocab_size, num_groups, *splits, **variant)
+    _finish[(num_rows,)](out, *rows, vocab_size, num_groups, splits.number, **variant, MAX_SPLITS=MAX_SPLITS)
     return out

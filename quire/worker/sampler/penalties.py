@@ -1,9 +1,8 @@
 """Repetition, frequency and presence penalties.
 
-Invariant: a row's distinct tokens and their counts are kept up to date, so a step costs the number of
-distinct tokens of the penalised rows and never the vocabulary. Drafts are counted for the samples behind them, and
-taken back. The arrays over the vocabulary are zero pages
-until a row uses them.
+Where a device keeps the tokens, it counts them itself in every step (`ops.penalise_rows`), and the host need not know
+what was sampled. Where the host keeps them, a row's distinct tokens and their counts are kept up to date, so a step
+costs the number of distinct tokens of the penalised rows and never the vocabulary.
 
 Repetition: N. Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and presence:
 OpenAI's definition, over the output alone.
@@ -11,7 +10,7 @@ OpenAI's definition, over the output alone.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +21,52 @@ from quire.kernels import ops
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.worker.input_batch import InputBatch, Samples
-from quire.worker.sampler.feature import LogitsFeature
+from quire.worker.sampler.feature import LogitsFeature, Staged
+
+
+class Penalties(LogitsFeature[Staged]):
+    """Makes tokens that were seen less (or more) likely."""
+
+    def __init__(self, batch: InputBatch) -> None:
+        super().__init__(batch.max_num_seqs)
+        self._batch = batch
+        self._factors = np.zeros((batch.max_num_seqs, 3))  # repetition, frequency, presence
+
+    def wants(self, params: SamplingParams) -> bool:
+        return _factors(params) != (1.0, 0.0, 0.0)
+
+    def _store(self, row: int, request: NewRequestData) -> None:
+        self._factors[row] = _factors(request.sampling_params)
+
+
+def _factors(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+
+class StagedPlaces(NamedTuple):
+    """What `ops.penalise_rows` takes besides the logits and the tokens."""
+
+    places: Tensor
+    factors: Tensor
+    longest: int
+
+
+class DevicePenalties(Penalties[StagedPlaces]):
+    """Counted by the device, in its own rows."""
+
+    def __init__(self, batch: InputBatch, tokens: Tensor) -> None:
+        super().__init__(batch)
+        self._tokens = tokens
+
+    def _stage(self, samples: Samples, users: NDArray[np.int64]) -> StagedPlaces:
+        rows, columns = samples.rows[users], samples.columns[users]
+        places = np.stack((users, rows, self._batch.num_prompt_tokens[rows], columns), axis=1)
+        return StagedPlaces(
+            torch.from_numpy(places), torch.from_numpy(self._factors[rows]), int(columns.max())
+        )
+
+    def apply(self, logits: Tensor, staged: StagedPlaces) -> None:
+        ops.penalise_rows(logits, self._tokens, *staged)
 
 
 class StagedPenalties(NamedTuple):
@@ -44,33 +88,27 @@ class _Counted(NamedTuple):
     is_new: NDArray[np.bool_]
 
 
-class Penalties(LogitsFeature[StagedPenalties]):
-    """Makes tokens that were seen less (or more) likely."""
+class HostPenalties(Penalties[StagedPenalties]):
+    """Counted by the host, token by token.
+
+    Drafts are counted for the samples behind them, and taken back. The arrays over the vocabulary are zero pages until
+    a row uses them.
+    """
 
     reads_tokens = True
 
     def __init__(self, batch: InputBatch, vocab_size: int) -> None:
-        super().__init__(batch.max_num_seqs)
+        super().__init__(batch)
         rows = batch.max_num_seqs
-        self._batch = batch
         self._vocab_size = vocab_size
-        self._factors = np.zeros((rows, 3))  # repetition, frequency, presence
         self._distinct = np.zeros((rows, min(vocab_size, batch.max_model_len + 1)), dtype=np.int32)
         self._num_distinct = np.zeros(rows, dtype=np.int64)
         self._is_known = np.zeros((rows, vocab_size), dtype=np.bool_)
         self._output_counts = np.zeros((rows, vocab_size), dtype=np.int32)
         self._num_counted = np.zeros(rows, dtype=np.int64)
 
-    def wants(self, params: SamplingParams) -> bool:
-        return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (
-            1.0,
-            0.0,
-            0.0,
-        )
-
     def _store(self, row: int, request: NewRequestData) -> None:
-        params = request.sampling_params
-        self._factors[row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        super()._store(row, request)
         tokens = np.array(request.token_ids, dtype=np.int32)
         distinct = np.unique(tokens)
         self._distinct[row, : len(distinct)] = distinct
@@ -139,3 +177,10 @@ class Penalties(LogitsFeature[StagedPenalties]):
 
     def apply(self, logits: Tensor, staged: StagedPenalties) -> None:
         ops.apply_penalties(logits, staged.flat, staged.repetition, staged.subtracted)
+
+
+def make_penalties(batch: InputBatch, vocab_size: int) -> Penalties[Any]:
+    """Counted where the batch's tokens are known first."""
+    if batch.device_tokens is None:
+        return HostPenalties(batch, vocab_size)
+    return DevicePenalties(batch, batch.device_tokens)

@@ -29,7 +29,7 @@ from quire.worker.sampler.feature import Failures, Feature, LogitsFeature
 from quire.worker.sampler.grammar import GrammarMask
 from quire.worker.sampler.logprobs import Logprobs, LogprobsMode, RawLogprobs, StagedLogprobs
 from quire.worker.sampler.masks import AllowedTokenIds, LogitBias, MinTokens
-from quire.worker.sampler.penalties import Penalties
+from quire.worker.sampler.penalties import make_penalties
 from quire.worker.sampler.thinking import ThinkingBudget
 
 LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = PluginTable(
@@ -41,7 +41,7 @@ LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = 
         "min_tokens": MinTokens,
         "logit_bias": LogitBias,
         "logits_processors": CustomProcessors,
-        "penalties": Penalties,
+        "penalties": make_penalties,
         "thinking_token_budget": ThinkingBudget,
     },
     FACTORY,

@@ -13,14 +13,19 @@ from pydantic import BaseModel
 
 from tests.clients.world import (
     ARGUMENTS,
+    CHAT_TOOL,
     MISSING,
     MODEL,
+    NAME,
     PERSON,
     PERSON_QUESTION,
+    TOOL_ANSWER,
     TOOL_QUESTION,
     Person,
     asked,
+    said_by,
 )
+from tests.clients.world import get_weather as weather_of
 
 MODES = ("JSON", "JSON_SCHEMA", "TOOLS", "TOOLS_STRICT", "RESPONSES_TOOLS")
 REQUEST: Any = {"model": MODEL, "messages": asked(PERSON_QUESTION), "temperature": 0, "max_retries": 0}
@@ -68,6 +73,27 @@ def test_one_of_several_tools_is_called(base_url: str) -> None:
     request = REQUEST | {"messages": asked(TOOL_QUESTION)}
     (call,) = client.create(Iterable[get_weather], **request)
     assert call == get_weather(**ARGUMENTS)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_tool_is_called_and_its_result_told(base_url: str, streamed: bool) -> None:
+    client, messages = wrapped(base_url, "TOOLS"), asked(TOOL_QUESTION)
+    request = REQUEST | {"messages": messages}
+    if streamed:
+        *_, found = client.create_partial(get_weather, **request)
+    else:
+        found = client.create(get_weather, **request)
+    assert found.model_dump() == ARGUMENTS
+    function = {"name": NAME, "arguments": found.model_dump_json()}
+    call = said_by("assistant", "") | {"tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    result = {"role": "tool", "tool_call_id": "a", "content": weather_of(**ARGUMENTS)}
+    request |= {"messages": [*messages, call, result], "tools": [CHAT_TOOL]}
+    reply = client.create(None, **request, stream=streamed)
+    if streamed:
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in reply if chunk.choices)
+    else:
+        text = reply.choices[0].message.content
+    assert TOOL_ANSWER in text
 
 
 def test_errors_are_the_clients_own(base_url: str) -> None:

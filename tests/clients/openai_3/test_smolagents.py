@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import openai
 import pytest
 from smolagents import OpenAIModel, Tool, ToolCallingAgent
-from smolagents.memory import ToolCall
+from smolagents.agents import ToolOutput
+from smolagents.memory import ActionStep, FinalAnswerStep
 from smolagents.models import agglomerate_stream_deltas
 
 from tests.clients.world import (
@@ -20,6 +21,7 @@ from tests.clients.world import (
     NAME,
     QUESTION,
     TOO_LONG,
+    TOOL_ANSWER,
     TOOL_QUESTION,
     asked,
     get_weather,
@@ -76,10 +78,37 @@ def test_a_call_is_forced(base_url: str, streamed: bool) -> None:
     assert (json.loads(arguments) if isinstance(arguments, str) else arguments) == ARGUMENTS
 
 
+class Answer(Tool):
+    """Ends the task, in words that the model in the box knows."""
+
+    name = "final_answer"
+    description = "Tell the weather of a city."
+    inputs = Weather.inputs
+    output_type = "string"
+
+    def forward(self, city: str) -> str:
+        return f"{city}: {TOOL_ANSWER}"
+
+
+def keep_to_the_answer(step: ActionStep, agent: ToolCallingAgent) -> None:
+    """Behind the first step no other tool is left."""
+    agent.tools = {Answer.name: agent.tools[Answer.name]}
+
+
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_agent_calls_its_tool(base_url: str, streamed: bool) -> None:
-    agent = ToolCallingAgent([Weather()], make(base_url), stream_outputs=streamed, verbosity_level=0)
+def test_an_agent_calls_its_tool_and_tells_the_result(base_url: str, streamed: bool) -> None:
+    agent = ToolCallingAgent(
+        [Weather(), Answer()],
+        make(base_url),
+        stream_outputs=streamed,
+        verbosity_level=0,
+        step_callbacks=[keep_to_the_answer],
+    )
     agent.prompt_templates["system_prompt"] = ""
-    steps = agent.run(TOOL_QUESTION, stream=True, max_steps=1)
-    calls = [step for step in steps if isinstance(step, ToolCall)]
-    assert calls[0].name in (NAME, "final_answer")
+    steps = list(agent.run(TOOL_QUESTION, stream=True, max_steps=2))
+    outputs = [step for step in steps if isinstance(step, ToolOutput)]
+    calls = [(output.tool_call.name, output.tool_call.arguments) for output in outputs]
+    assert calls == [(NAME, ARGUMENTS), (Answer.name, ARGUMENTS)]
+    assert outputs[0].output == get_weather(**ARGUMENTS)
+    assert isinstance(steps[-1], FinalAnswerStep)
+    assert TOOL_ANSWER in steps[-1].output

@@ -20,6 +20,7 @@ from tests.entrypoints.openai.test_fuzz import SETTINGS
 CHAT, GENERATE = "/api/chat", "/api/generate"
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
+NO_OBJECT = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": "fake-model", "messages": HI, "tools": [TOOL]},
     GENERATE: {"model": "fake-model", "prompt": "hi"},
@@ -123,6 +124,8 @@ async def test_what_is_served(client: httpx.AsyncClient) -> None:
             "tool_name",
         ),
         (CHAT, {"top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
+        (CHAT, {"messages": [], "tools": [TOOL, TOOL]}, 400, "tools.1.function.name"),
+        (CHAT, {"messages": [], "tools": [NO_OBJECT]}, 400, "tools.0.function.parameters"),
         (CHAT, {"messages": [], "options": {"temperature": -1}}, 400, "options.temperature"),
         (CHAT, {"messages": [], "options": {"num_predict": 4097}}, 400, "options.num_predict"),
         (GENERATE, {"prompt": "", "top_logprobs": 2}, 400, "top_logprobs needs logprobs"),

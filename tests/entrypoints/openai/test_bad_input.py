@@ -216,7 +216,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"},
-     "tools"),
+     "tools.0.function.parameters"),
     ({"tools": [TOOL], "response_format": {"type": "structural_tag", "format": {"type": "x"}}},
      "response_format"),
     ({"tools": [TOOL], "tool_choice": "whatever"}, "tool_choice"),

@@ -233,3 +233,63 @@ def test_every_format_holds_plain_names_and_says_what_else_it_holds(row: Any) ->
     with pytest.raises(ValidationError, match=r"tools\.1\.function\.name") as refusal:
         check_names(odd, row)
     assert row.name in refusal.value.message
+
+
+def described(inner: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"x": inner}, **more}
+
+
+OVERLAP = {"oneOf": [{"type": "integer", "minimum": 1}, {"type": "integer"}]}
+NOT_ENFORCED: list[tuple[str, dict[str, Any], str]] = [
+    ("hermes", described({"not": {}}), "/properties/x/not"),
+    ("hermes", described({"$ref": "#/$defs/y"}, **{"$defs": {"y": {"contains": {}}}}), "/$defs/y/contains"),
+    ("hermes", described({"items": OVERLAP}), "/properties/x/items"),
+    ("hermes", described({}, uniqueItems=True), "/uniqueItems"),
+    ("mistral", described({"items": {"uniqueItems": True}}), "/properties/x/items/uniqueItems"),
+    ("qwen3_coder", described({"type": "array", "items": {"not": {}}}), "/properties/x/items/not"),
+    ("qwen3_coder", described({"type": "array", "items": OVERLAP}), "/properties/x/items"),
+    ("qwen3_coder", described({"type": "string", "not": {}}), "/properties/x"),
+    (
+        "qwen3_coder",
+        described({"type": "array", "items": {"$ref": "#/$defs/y"}}, **{"$defs": {"y": {"if": {}, "then": {}}}}),
+        "/$defs/y/if",
+    ),
+    ("pythonic", described(described({"type": "array", "items": {"not": {}}})), "/properties/x/properties/x/items"),
+    ("pythonic", described({"type": "integer", "minimum": "x"}), "/properties/x/minimum"),
+    ("functiongemma", described({"anyOf": [{"type": "null"}, {"not": {}}]}), "/properties/x/anyOf/1"),
+    ("glm45", described({}, patternProperties={"a": {}}), "/"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parser", "schema", "place"), NOT_ENFORCED, ids=str)
+async def test_a_schema_that_is_not_enforced_is_told_by_its_place(
+    parser: str, schema: dict[str, Any], place: str
+) -> None:
+    """On every API as the client sent it, wherever in the grammar of the format it ends up."""
+    choices: dict[str, Any] = {CHAT: "required", RESPONSES: "required", MESSAGES: {"type": "any"}}
+    async with client_for(FakeEngine(FakeTokenizer()), tool_call_parser=parser) as client:
+        for path, choice in choices.items():
+            tools = [tool(path), tool(path, "g"), tool(path, "h", schema)]
+            name = "input_schema" if path == MESSAGES else f"{inner(path)}parameters"
+            where = f"tools.2.{name}"
+            message, param = await refused(client, path, {"tools": tools, "tool_choice": choice})
+            assert message.startswith(f"{where} at {place}: "), message
+            assert param in ("", where)
+        functions = [{"name": "f", "parameters": OBJECT}, {"name": "g", "parameters": schema}]
+        old = {"functions": functions, "function_call": {"name": "g"}}
+        message, param = await refused(client, CHAT, old)
+        assert message.startswith(f"functions.1.parameters at {place}: "), message
+        assert param == "functions.1.parameters"
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+async def test_a_function_that_is_not_strict_is_kept_to_what_can_be_enforced(parser: str) -> None:
+    """Where its call is asked for, as LlamaIndex does: nothing is refused that is not strict."""
+    async with client_for(engine := FakeEngine(FakeTokenizer()), tool_call_parser=parser) as client:
+        for schema, is_kept in ((described({"type": "integer"}), True), (described({"not": {}}), False)):
+            lenient = tool(CHAT, "f", schema)
+            lenient["function"]["strict"] = False
+            request = body(CHAT, tools=[lenient], tool_choice="required")
+            assert (await client.post(CHAT, json=request)).status_code == 200
+            constraint = engine.seen[-1][1].structured_outputs
+            assert ('"integer"' in constraint.structural_tag) == is_kept

@@ -98,3 +98,11 @@ async def test_errors_are_in_the_words_of_functions(chat: Any) -> None:
     assert bad.value.param == "functions.1.name"
     assert "functions.1.name" in bad.value.message
     assert "tools" not in bad.value.message
+
+
+@pytest.mark.parametrize("calls", ["", {}, 0, False, [{"function": {"name": "f"}}]])
+async def test_a_message_has_calls_of_one_kind(chat: Any, calls: Any) -> None:
+    message = {"role": "assistant", "function_call": {"name": "f"}, "tool_calls": calls}
+    with pytest.raises(openai.BadRequestError) as bad:
+        await chat.create(model="fake-model", messages=[*HI, message])
+    assert bad.value.param == "messages.1.function_call"

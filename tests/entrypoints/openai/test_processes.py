@@ -26,7 +26,14 @@ from quire.entrypoints.openai.processes.door import BackDoor, Door
 from quire.entrypoints.openai.processes.house import House
 from quire.entrypoints.openai.processes.messages import Drain, Hello, Message, Up
 from quire.entrypoints.openai.state import ServerState
-from quire.errors import EngineError, RateLimitError
+from quire.errors import (
+    ConflictError,
+    EngineError,
+    QuireError,
+    RateLimitError,
+    UnavailableError,
+    ValidationError,
+)
 from quire.metrics.stats import FinishedRequestStats, IterationStats
 from tests.entrypoints.openai.fake_engine import FakeEngine
 
@@ -74,6 +81,25 @@ async def test_a_question_that_cannot_be_answered_costs_only_itself() -> None:
         with pytest.raises(EngineError, match="has no answer"):
             await one.ask("bad")
         assert await one.ask("good") == "good"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValidationError("no such level", param="level"),
+        ConflictError("not now"),
+        UnavailableError("later", retry_after=7),
+        EngineError("no memory"),
+    ],
+)
+async def test_a_refusal_arrives_as_it_was_meant(error: QuireError) -> None:
+    async def refuse(question: str) -> Any:
+        raise error
+
+    async with channels(refuse) as (one, _, _):
+        with pytest.raises(type(error)) as refused:
+            await one.order("?")
+        assert (str(refused.value), vars(refused.value)) == (str(error), vars(error))
 
 
 async def test_who_is_gone_answers_nothing_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,12 @@ async def test_the_limit_that_was_lowered_has_the_name_that_the_client_gave_it(
     assert two["adjusted"] == {"max_tokens": 4093}
 
 
+async def test_of_a_refused_request_no_limit_was_lowered(client: httpx.AsyncClient) -> None:
+    response = await client.post(CHAT, json={"messages": HI, "max_tokens": 4097})
+    assert response.status_code == 400
+    assert "x-quire-adjusted-fields" not in response.headers
+
+
 async def test_a_limit_of_the_generation_config_never_refuses_a_request() -> None:
     engine = FakeEngine(override_generation_config={"max_new_tokens": 10**6})
     engine.input_processor.settle(engine.config)

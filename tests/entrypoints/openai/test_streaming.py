@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
+import h11
 import httpx
 import msgspec
 import pytest
@@ -29,6 +31,33 @@ def test_a_frame_of_a_text_is_that_of_its_chunk(text: str) -> None:
         return ChatChunk(id="a", created=1, model='a "model"', choices=[choice], usage=None)
 
     assert TextFrame(chunk(TextFrame.MARK)).of(text) == frame(chunk(text))
+
+
+@given(st.lists(st.binary()), st.sampled_from([b"1.0", b"1.1"]))
+def test_pieces_of_a_body_are_framed_as_h11_frames_them(pieces: list[bytes], version: bytes) -> None:
+    theirs, written = answering(version), list[bytes]()
+    cycle: Any = SimpleNamespace(
+        conn=answering(version),
+        transport=SimpleNamespace(write=written.append),
+        flow=SimpleNamespace(write_paused=False),
+        disconnected=False,
+    )
+    body = ResponseBody(cycle)
+    for piece in pieces:
+        assert body.is_open
+        body.write(piece)
+    assert written == [data for piece in pieces if (data := theirs.send(h11.Data(data=piece)))]
+    assert cycle.conn.send(h11.EndOfMessage()) == theirs.send(h11.EndOfMessage())
+    assert not body.is_open
+
+
+def answering(version: bytes) -> h11.Connection:
+    """A server's connection whose response has begun."""
+    connection = h11.Connection(h11.SERVER)
+    connection.receive_data(b"GET / HTTP/%b\r\nHost: a\r\n\r\n" % version)
+    connection.next_event()
+    connection.send(h11.Response(status_code=200, headers=[]))
+    return connection
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ region goes on with the rest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from quire.entrypoints.chat.formats.ends import End
@@ -23,8 +24,8 @@ class AnswerReader(Protocol):
     """What reads one answer; made anew for each."""
 
     @property
-    def in_reasoning(self) -> bool:
-        """Whether what comes next would be reasoning."""
+    def call_markers(self) -> Sequence[bool]:
+        """For each marker of calls that stood in reasoning so far, whether a call followed, and so ended it."""
         ...
 
     def feed(self, text: str) -> list[Event]:
@@ -67,11 +68,7 @@ class AnswerParser:
         grammar = Grammar(tool_format, reasoning, tools or {})
         begins_inside = in_reasoning and reasoning is not None
         self._region: Region = ThoughtRegion(grammar) if begins_inside else TextRegion(grammar, at_start=True)
-
-    @property
-    def in_reasoning(self) -> bool:
-        region = self._region
-        return isinstance(region, ThoughtRegion) or (isinstance(region, SectionRegion) and region.is_thought)
+        self.call_markers = grammar.call_markers
 
     def feed(self, text: str) -> list[Event]:
         found: list[Event] = []
@@ -87,7 +84,11 @@ class AnswerParser:
 
 
 class Grammar:
-    """What may stand in an answer: makes the regions, which all know it."""
+    """What may stand in an answer, known to all of its regions.
+
+    Attributes:
+        call_markers: see `AnswerReader`.
+    """
 
     def __init__(
         self, tool_format: ToolFormat | None, reasoning: ReasoningFormat | None, tools: Tools
@@ -104,6 +105,14 @@ class Grammar:
         self.in_thought = Markers.of(*ends, *calls, *self.thinks)
         self.between = Markers.of(*(tool_format.closes + tool_format.skips if tool_format else ()))
         self.bare = tool_format.bare if tool_format else ""
+        self._calls = Markers.of(*self.opens)
+        self.call_markers: list[bool] = []
+
+    def tell(self, thought: str, *, ended: bool) -> None:
+        """What stood in the reasoning, from a marker of calls on, and whether a call at its end ended that."""
+        num_markers = self._calls.count(thought)
+        if num_markers:
+            self.call_markers += [True] if ended else [False] * num_markers
 
 
 class TextRegion:
@@ -244,11 +253,6 @@ class SectionRegion:
         self._call: tuple[Syntax, End] | None = None
         self._pieces: list[str] = []
 
-    @property
-    def is_thought(self) -> bool:
-        """Whether it would be reasoning, if no call came."""
-        return self._thought is not None
-
     def take(self, text: str, found: list[Event]) -> tuple[Region, str] | None:
         while text:
             if self._call is not None:
@@ -317,6 +321,8 @@ class SectionRegion:
             self._raw.append(written)
             self._lose(found)
         else:
+            if self._thought is not None:
+                self._grammar.tell("".join(self._raw), ended=True)
             self._raw, self._has_call, self._thought = [], True, None
             found.append(call)
         return rest
@@ -332,6 +338,7 @@ class SectionRegion:
         text = "".join(self._raw)
         self._raw, self._has_call = [], False
         if self._thought is not None:
+            self._grammar.tell(text, ended=False)
             self._thought.take_back(text, found)
         elif text:
             found.append(text)

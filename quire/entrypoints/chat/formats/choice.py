@@ -22,7 +22,7 @@ Row = TypeVar("Row", ToolFormat, ReasoningFormat)
 class PlainReader:
     """Where there is nothing to be found: everything is text."""
 
-    in_reasoning = False
+    call_markers = ()
 
     def feed(self, text: str) -> list[Event]:
         return [text] if text else []

@@ -5,7 +5,8 @@ Invariant: what a client named, a function or an argument, is matched letter by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 Form = dict[str, Any]
@@ -23,7 +24,21 @@ MAX_REFERENCES = 16
 
 
 class UnsayableError(Exception):
-    """A schema cannot be enforced in a syntax; the message says what of it."""
+    """A schema cannot be enforced in a syntax; the message says what of it, and `path` where."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.path: tuple[str, ...] = ()
+
+
+@contextmanager
+def within(*path: str) -> Iterator[None]:
+    """Around what reads the part of a schema that stands at this place of the whole."""
+    try:
+        yield
+    except UnsayableError as error:
+        error.path = (*path, *error.path)
+        raise
 
 
 class Argument(NamedTuple):
@@ -53,7 +68,19 @@ def matching(pattern: str) -> Form:
 
 
 def json_of(schema: Schema) -> Form:
-    return {"type": "json_schema", "json_schema": dict(schema)}
+    return {"type": "json_schema", "json_schema": dict(schema), "origin": []}
+
+
+def placed(form: Form, *path: str) -> Form:
+    """The form of a part of a schema, which stands at this place of the whole: what is refused later has it, too."""
+    if form["type"] == "json_schema":
+        return {**form, "origin": [*path, *form["origin"]]}
+    inner: Form = {}
+    if "elements" in form:
+        inner["elements"] = [placed(one, *path) for one in form["elements"]]
+    if "element" in form:
+        inner["element"] = placed(form["element"], *path)
+    return {**form, **inner}
 
 
 def row(*forms: Form) -> Form:
@@ -97,7 +124,12 @@ def arguments_of(schema: Schema, *, strict: bool) -> list[Argument]:
     unnamed = [name for name in required if name not in properties]
     if unnamed:
         raise UnsayableError(f"the argument {unnamed[0]!r:.80}, which is required and not described")
-    return [Argument(name, resolved(one, schema), name in required) for name, one in properties.items()]
+    return [_argument(name, one, schema, name in required) for name, one in properties.items()]
+
+
+def _argument(name: str, described: Any, root: Schema, is_required: bool) -> Argument:
+    with within("properties", name):
+        return Argument(name, resolved(described, root), is_required)
 
 
 def resolved(schema: Any, root: Schema) -> Schema:

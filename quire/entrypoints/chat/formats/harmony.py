@@ -27,6 +27,8 @@ class HarmonyReader:
         has_tools: messages to functions are calls; without tools they are text.
     """
 
+    call_markers = ()
+
     def __init__(self, prompt: str = "", *, has_tools: bool = True) -> None:
         self._has_tools = has_tools
         self._thinks = False
@@ -43,10 +45,6 @@ class HarmonyReader:
         self._call: list[str] = []
         if message and not said:
             self._end_head()
-
-    @property
-    def in_reasoning(self) -> bool:
-        return self._is_head or self._thinks
 
     def feed(self, text: str) -> list[Event]:
         found: list[Event] = []

@@ -50,7 +50,7 @@ class GemmaCall:
 
     def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
         arguments, values = arguments_of(schema, strict=strict), GemmaLiterals(schema, self.quote)
-        items = [row(values.key(one.name), values.form(one.schema)) for one in arguments]
+        items = [row(values.key(one.name), values.argument(one)) for one in arguments]
         body = fields(items, [one.is_required for one in arguments], ",")
         return row(fixed(self.before), verbatim(name + "{"), body, fixed("}" + self.close))
 

@@ -24,10 +24,12 @@ from quire.entrypoints.chat.formats.constraint import (
     json_of,
     listed,
     matching,
+    placed,
     resolved,
     row,
     until,
     verbatim,
+    within,
 )
 from quire.entrypoints.chat.formats.texts import text_pattern
 from quire.entrypoints.chat.formats.typed import schema_kinds, to_json
@@ -76,6 +78,14 @@ class Literals(ABC):
             [self._of(kind, schema, depth) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
         )
 
+    def argument(self, one: Argument, depth: int = 0) -> Form:
+        """The form of the values of a property.
+
+        Raises:
+            UnsayableError: there is none.
+        """
+        return self._part(one.schema, depth, "properties", one.name)
+
     @abstractmethod
     def anything(self) -> Form:
         """Any value."""
@@ -122,7 +132,8 @@ class Literals(ABC):
         kinds = [schema_kinds(option) for option in options]
         if keyword == "oneOf" and sum(map(len, kinds)) > len(set().union(*kinds)):
             raise UnsayableError("the keyword oneOf with alternatives of one type")
-        return either([self.form(option, depth + 1) for option in options])
+        forms = [self._part(option, depth + 1, keyword, str(index)) for index, option in enumerate(options)]
+        return either(forms)
 
     def _values(self, schema: Schema) -> Form:
         others = sorted(schema.keys() - ANNOTATIONS - {"type", "enum", "const"})
@@ -137,7 +148,7 @@ class Literals(ABC):
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if type(least) is not int or (most is not None and type(most) is not int):
             raise UnsayableError("minItems or maxItems, which must be integers")
-        items = self.form(schema.get("items", {}), depth + 1)
+        items = self._part(schema.get("items", {}), depth + 1, "items")
         return row(fixed("["), listed(items, self.comma, least, most), fixed("]"))
 
     def _object(self, schema: Schema, depth: int) -> Form:
@@ -145,12 +156,14 @@ class Literals(ABC):
         if not own.keys() & {"properties", "required"} and own.get("additionalProperties") is not False:
             return self.any_object()
         members = arguments_of(own, strict=True)
-        forms = [self._member(one, depth) for one in members]
+        forms = [row(self.key(one.name), self.argument(one, depth + 1)) for one in members]
         body = fields(forms, [one.is_required for one in members], self.comma)
         return row(fixed("{"), body, fixed("}"))
 
-    def _member(self, one: Argument, depth: int) -> Form:
-        return row(self.key(one.name), self.form(one.schema, depth + 1))
+    def _part(self, schema: Any, depth: int, *path: str) -> Form:
+        with within(*path):
+            form = self.form(schema, depth)
+        return placed(form, *path)
 
     @abstractmethod
     def any_object(self) -> Form:

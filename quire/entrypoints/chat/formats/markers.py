@@ -32,6 +32,10 @@ class Markers:
         found = self._whole.search(text)
         return found if found is None or not self.may_begin(text[found.start() :]) else None
 
+    def count(self, text: str) -> int:
+        """How many markers stand in the whole text."""
+        return len(self._whole.findall(text))
+
     def scan(self, text: str) -> tuple[re.Match[str] | None, int]:
         """The first marker; if there is none, how much of the text's end may be the beginning of one."""
         if self._first.search(text) is None:

@@ -58,7 +58,8 @@ class ModelFormat:
         """Special tokens that must be in the text for it to be read."""
         reasoning = formats.reasoning
         self._opens = [_ids(tokenizer, marker) for marker in (reasoning.opens if reasoning else ())]
-        self._closes = [_ids(tokenizer, marker) for marker in self._ends()]
+        self._closes = [_ids(tokenizer, marker) for marker in (reasoning.closes if reasoning else ())]
+        self._calls = [_ids(tokenizer, marker) for marker in self._calls_that_end_reasoning()]
 
     def reader(self, begin: PromptEnd, tools: Tools | None) -> AnswerReader:
         """Reads one answer; `tools` are those of a request that may be answered with calls."""
@@ -74,13 +75,14 @@ class ModelFormat:
             tuple(event for event in found if isinstance(event, ToolCall)),
         )
 
-    def counter(self, begin: PromptEnd) -> ThoughtCounter | None:
-        """Counts the reasoning of one answer; None if the model does not reason."""
+    def counter(self, begin: PromptEnd, tools: Tools | None) -> ThoughtCounter | None:
+        """Counts the reasoning of one answer, beside its reader; None if the model does not reason."""
         reasoning = self.formats.reasoning
         if reasoning is None:
             return None
         is_open = reasoning.is_open_after(begin.text, begin.continued)
-        return ThoughtCounter(self._opens, self._closes, is_open=is_open)
+        calls = self._calls if tools is not None else ()
+        return ThoughtCounter(self._opens, self._closes, calls, is_open=is_open)
 
     def settled(self, params: SamplingParams, begin: PromptEnd) -> SamplingParams:
         """Sampling parameters of an answer that begins there, so that it can be read and its reasoning ended."""
@@ -126,12 +128,9 @@ class ModelFormat:
         is_open = reasoning.is_open_after(begin.text, begin.continued)
         return ThinkingMarkers(tuple(self._opens[0]), tuple(self._closes[0]), is_open)
 
-    def _ends(self) -> Sequence[str]:
+    def _calls_that_end_reasoning(self) -> Sequence[str]:
         reasoning, tools = self.formats.reasoning, self.formats.tools
-        if reasoning is None:
-            return ()
-        calls = tools.opens if tools is not None and reasoning.ends_at_calls else ()
-        return (*reasoning.closes, *calls)
+        return tools.opens if reasoning and tools and reasoning.ends_at_calls else ()
 
 
 def _ids(tokenizer: MarkerTokenizer, text: str) -> TokenIds:

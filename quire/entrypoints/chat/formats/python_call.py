@@ -65,7 +65,7 @@ class PythonCall:
 
     def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
         arguments, values = arguments_of(schema, strict=strict), PythonLiterals(schema)
-        words = [row(verbatim(f"{one.name}="), values.form(one.schema)) for one in arguments]
+        words = [row(verbatim(f"{one.name}="), values.argument(one)) for one in arguments]
         body = fields(words, [one.is_required for one in arguments], ", ")
         return row(verbatim(f"{name}("), body, fixed(")"))
 

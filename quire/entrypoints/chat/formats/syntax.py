@@ -16,6 +16,7 @@ import msgspec
 
 from quire.entrypoints.chat.formats.constraint import (
     ANY_OBJECT,
+    Argument,
     Form,
     Schema,
     UnsayableError,
@@ -24,9 +25,11 @@ from quire.entrypoints.chat.formats.constraint import (
     fixed,
     json_of,
     matching,
+    placed,
     resolved,
     row,
     verbatim,
+    within,
 )
 from quire.entrypoints.chat.formats.ends import (
     MAX_HEAD_CHARS,
@@ -225,19 +228,17 @@ class TaggedCall:
 
     def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
         pad, arguments = self.padding, arguments_of(schema, strict=strict)
-        values = [
-            row(
-                fixed(self.key_open),
-                verbatim(argument.name),
-                fixed(self.key_close + pad),
-                tagged_value(argument.schema, schema, pad, self.value_close),
-                fixed(pad),
-            )
-            for argument in arguments
-        ]
+        values = [self._value(argument, schema) for argument in arguments]
         body = fields(values, [argument.is_required for argument in arguments])
         begin = row(fixed(self.before), verbatim(name), fixed(self.name_close + pad))
         return row(begin, body, fixed(self.close))
+
+    def _value(self, argument: Argument, root: Schema) -> Form:
+        with within("properties", argument.name):
+            value = tagged_value(argument.schema, root, self.padding, self.value_close)
+        value = placed(value, "properties", argument.name)
+        begin = row(fixed(self.key_open), verbatim(argument.name), fixed(self.key_close + self.padding))
+        return row(begin, value, fixed(self.padding))
 
     def _pairs(self, text: str) -> list[tuple[str, str]] | None:
         """Key and value of each argument; None if something else stands between them."""

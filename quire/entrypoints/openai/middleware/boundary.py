@@ -38,8 +38,9 @@ class Boundary:
             if message["type"] == "http.response.start":
                 has_begun = True
                 notes: Notes | None = state.get("notes")
-                headers = [(b"x-request-id", request_id.encode()), *(notes.headers() if notes else ())]
-                message["headers"] = [*message.get("headers", ()), *headers]
+                told = notes.headers(is_error=message["status"] >= 400) if notes else ()
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode()), *told]
+                message["headers"] = headers
             await send(message)
 
         try:

@@ -15,14 +15,14 @@ from typing import Any
 
 import msgspec
 
-from quire.entrypoints.openai.processes.messages import Answer, Ask, Message
-from quire.errors import EngineError
+from quire.entrypoints.openai.processes.messages import Answer, Ask, Message, error_of, refusal_of
+from quire.errors import EngineError, QuireError
 
 logger = logging.getLogger(__name__)
 
 LENGTH_BYTES = 4
 PATIENCE_S = 5.0
-"""How long an answer may take: who is asked neither computes nor waits for the core to do so."""
+"""How long an answer may take where who is asked neither computes nor waits for the core to do so."""
 
 
 class Channel:
@@ -55,16 +55,22 @@ class Channel:
         """The other end's answer.
 
         Raises:
-            EngineError: it has none, is gone, or takes too long.
+            QuireError: with which the other end refuses.
+            EngineError: it has no answer, is gone, or takes too long.
         """
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await self.order(question, *args)
+        except TimeoutError:
+            raise EngineError("another process of the server does not answer") from None
+
+    async def order(self, work: str, *args: Any) -> Any:
+        """What the other end says when it is done, which may take long. Raises as `ask` does."""
         number = next(self._numbers)
         self._asked[number] = answer = asyncio.get_running_loop().create_future()
         try:
-            self.tell(Ask(number, question, list(args)))
-            async with asyncio.timeout(PATIENCE_S):
-                return _result(await answer)
-        except TimeoutError:
-            raise EngineError("another process of the server does not answer") from None
+            self.tell(Ask(number, work, list(args)))
+            return _result(await answer)
         finally:
             del self._asked[number]
 
@@ -109,6 +115,8 @@ class Channel:
     async def _reply(self, ask: Ask) -> None:
         try:
             self.tell(Answer(ask.number, await self._answer(ask.question, *ask.args)))
+        except QuireError as error:
+            self.tell(Answer(ask.number, refusal=refusal_of(error)))
         except Exception:
             logger.exception("the question %r could not be answered", ask.question)
             self.tell(Answer(ask.number, failed=True))
@@ -117,6 +125,8 @@ class Channel:
 def _result(answer: Answer) -> Any:
     if answer.failed:
         raise EngineError("another process of the server has no answer")
+    if answer.refusal is not None:
+        raise error_of(answer.refusal)
     return answer.result
 
 

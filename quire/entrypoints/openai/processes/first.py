@@ -41,6 +41,7 @@ async def serve_first(engine: AsyncLLM, config: ServerConfig, listener: socket.s
     house = House(state, engine, ledger, hello)
     state.siblings = house
     engine.watch_core(house)
+    engine.sleep_with(house)
     house.open()
     with closing(ledger):
         try:

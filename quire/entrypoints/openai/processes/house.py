@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from quire.engine.ledger import Ledger
 from quire.engine.remote import CoreAddress
+from quire.engine.sleep import Rest
 from quire.entrypoints.openai.api_server import GRACEFUL_SHUTDOWN_S
 from quire.entrypoints.openai.exposition import Merged, families_of
 from quire.entrypoints.openai.metrics import QUESTION as METRICS
@@ -29,10 +30,12 @@ from quire.entrypoints.openai.processes.messages import (
     EngineEnded,
     Hello,
     Message,
+    Resting,
     Up,
 )
+from quire.entrypoints.openai.processes.pulse import BEAT_S, Pulse
 from quire.entrypoints.openai.state import ServerState
-from quire.errors import EngineError
+from quire.errors import QuireError
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class House:
         self._members: dict[int, Member] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._core: CoreAddress | None = None
+        self._resting = Resting(Rest(), dozes=False)
         self._buried: list[Any] = []
         self._closing = False
 
@@ -73,16 +77,20 @@ class House:
 
     def rooms(self) -> list[Member]:
         """Who takes connections."""
-        return [] if self._closing else [member for member in self._members.values() if member.is_up]
+        return [] if self._closing else [member for member in self._members.values() if member.serves]
 
     async def ask(self, question: str, *args: Any) -> list[Any]:
         """What every process says, the own first; one that is gone is remembered by what it has measured."""
         members = list(self._members.values())
-        others = (self._asked(member, question, *args) for member in members if member.is_up)
-        own, *answers = await asyncio.gather(self._state.answer(question, *args), *others)
+        own, answers = await asyncio.gather(
+            self._state.answer(question, *args), self._ask_others(question, *args)
+        )
         if question == METRICS:
             return [own, *(member.metrics for member in members), self._buried]
         return [own, *(answer for answer in answers if answer is not None)]
+
+    async def decide(self, decision: str, *args: Any) -> None:
+        await self._state.carry_out(decision, *args)
 
     # The core
 
@@ -93,6 +101,20 @@ class House:
     def core_lost(self) -> None:
         self._core = None
         self._tell_all(CoreLost())
+
+    # Sleep: they are the core's other front ends
+
+    async def rest(self, rest: Rest, *, dozes: bool) -> None:
+        self._resting = Resting(rest, dozes)
+        self._tell_all(self._resting)
+        await self.num_unfinished()  # who answers this has heard what was said before
+
+    async def abort(self) -> None:
+        await self._ask_others("abort", None)
+
+    async def num_unfinished(self) -> int:
+        """Who does not answer may have some."""
+        return sum(1 if answer is None else answer for answer in await self._ask_others("unfinished"))
 
     # The end
 
@@ -151,21 +173,26 @@ class House:
             member = await self._start(page)
         except OSError as error:
             return f"it cannot be started: {error.strerror}"
+        watching = asyncio.create_task(_watch(member))
         try:
             await member.channel.run()
         except Exception:  # a bug of ours, which may cost that process but not the server
             logger.exception("a word of API process %d was not understood", page)
+        finally:
+            watching.cancel()
         return await self._bury(member)
 
     async def _start(self, page: int) -> Member:
         front_end = next(self._numbers)
         # Some milliseconds; in a thread, whoever waits for it could be cancelled.
         process, channel_end, door = launch(self._ledger)
-        channel = await open_channel(channel_end, self.ask, lambda message: self._take_in(page, message))
-        self._members[page] = member = Member(page, front_end, process, channel, door)
+        channel = await open_channel(channel_end, self._answer, lambda message: self._take_in(page, message))
+        pulse = Pulse(self._ledger, page, process.pid)
+        self._members[page] = member = Member(page, front_end, process, pulse, channel, door)
         channel.tell(_for(self._hello, page, front_end))
         if self._core is not None:
             channel.tell(CoreStarted(self._core))
+        channel.tell(self._resting)
         if self._closing:  # the end has come meanwhile
             channel.tell(Cancel())
         return member
@@ -185,11 +212,21 @@ class House:
         self._members[page].is_up = True
         logger.info("API process %d serves, too (pid %d)", page, self._members[page].process.pid)
 
+    async def _answer(self, question: str, *args: Any) -> Any:
+        """To another process: what all say, or that it is done."""
+        meant = self.decide if question in self._state.decisions else self.ask
+        return await meant(question, *args)
+
+    async def _ask_others(self, question: str, *args: Any) -> list[Any]:
+        """Their answers, None for each that has none."""
+        members = [member for member in self._members.values() if member.serves]
+        return await asyncio.gather(*(self._asked(member, question, *args) for member in members))
+
     async def _asked(self, member: Member, question: str, *args: Any) -> Any:
         """Its answer; None if it has none."""
         try:
             answer = await member.channel.ask(question, *args)
-        except EngineError as error:
+        except QuireError as error:
             logger.warning("API process %d, asked for %r: %s", member.page, question, error)
             return None
         if question == METRICS:
@@ -199,6 +236,16 @@ class House:
     def _tell_all(self, message: Message) -> None:
         for member in self._members.values():
             member.channel.tell(message)
+
+
+async def _watch(member: Member) -> None:
+    """Kill a process that hangs; its channel and its connections end with it."""
+    while not member.pulse.hangs():  # noqa: ASYNC110  (it is looked at)
+        await asyncio.sleep(BEAT_S)
+    logger.error(
+        "API process %d has not gone on for %.0f s and is killed", member.page, member.pulse.silent_s
+    )
+    member.process.kill()
 
 
 def _delays() -> Iterator[float]:

@@ -17,6 +17,7 @@ from typing import Any
 from quire.engine.client import exit_reason
 from quire.engine.ledger import Ledger
 from quire.entrypoints.openai.processes.channel import Channel
+from quire.entrypoints.openai.processes.pulse import Pulse
 
 PROGRAM = "quire.entrypoints.openai.processes.member"
 END_S = 1.0
@@ -24,23 +25,30 @@ END_S = 1.0
 
 
 class Member:
-    """One of the processes: its page, its number as a front end of the core, and the ways to it."""
+    """One of the processes: its page, its number as a front end of the core, its pulse, and the ways to it."""
 
     def __init__(
         self,
         page: int,
         front_end: int,
         process: subprocess.Popen[bytes],
+        pulse: Pulse,
         channel: Channel,
         door: socket.socket,
     ) -> None:
         self.page = page
         self.front_end = front_end
         self.process = process
+        self.pulse = pulse
         self.channel = channel
         self.door = door
         self.is_up = False
         self.metrics: list[Any] = []
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes connections, and questions."""
+        return self.is_up and not self.pulse.stalls
 
     async def end(self) -> str:
         """See to it that it is gone; how it ended."""

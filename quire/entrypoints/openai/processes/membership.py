@@ -30,8 +30,10 @@ from quire.entrypoints.openai.processes.messages import (
     EngineEnded,
     Hello,
     Message,
+    Resting,
     Up,
 )
+from quire.entrypoints.openai.processes.pulse import beat
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
 from quire.logging_setup import configure_logging
@@ -54,6 +56,8 @@ class MemberLifecycle(Lifecycle):
             self._core.core_started(message.address)
         elif isinstance(message, CoreLost):
             self._core.core_lost()
+        elif isinstance(message, Resting):
+            self._state.engine.rest(message.rest, dozes=message.dozes)
         elif isinstance(message, EngineEnded):
             self._state.engine.end(message.reason)
         elif isinstance(message, Drain):
@@ -101,6 +105,9 @@ class First:
         answers: list[Any] = await self._channel.ask(question, *args)
         return answers
 
+    async def decide(self, decision: str, *args: Any) -> None:
+        await self._channel.order(decision, *args)
+
 
 class Membership:
     """This process, from the first word it hears to its exit code."""
@@ -110,6 +117,7 @@ class Membership:
         core = BorrowedCore(hello.engine, hello.front_end)
         census = SharedCensus(page, whole=bool(hello.server.max_connections))
         self._channel = channel
+        self._page = page
         self._engine = AsyncLLM(hello.engine, cores=core)
         self._engine.share_queue(SharedWaiting(page))
         self._engine.add_stat_logger(TokenCounts(page))
@@ -121,7 +129,8 @@ class Membership:
         self.lifecycle = MemberLifecycle(self.state, self._http, core)
 
     async def run(self) -> int:
-        background = [asyncio.create_task(self._listen()), asyncio.create_task(self._open())]
+        works = self._listen(), self._open(), beat(self._page)
+        background = [asyncio.create_task(work) for work in works]
         try:
             return await self.lifecycle.run()
         finally:

@@ -11,7 +11,16 @@ import msgspec
 
 from quire.config import EngineConfig, ServerConfig
 from quire.engine.remote import CoreAddress
+from quire.engine.sleep import Rest
 from quire.entrypoints.openai.keys import Tenant
+from quire.errors import (
+    ConflictError,
+    EngineDeadError,
+    EngineError,
+    QuireError,
+    UnavailableError,
+    ValidationError,
+)
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -37,6 +46,13 @@ class CoreStarted(msgspec.Struct, tag="core_started", frozen=True):
 
 class CoreLost(msgspec.Struct, tag="core_lost", frozen=True):
     """The core is gone; there may be another."""
+
+
+class Resting(msgspec.Struct, tag="resting", frozen=True):
+    """What of the engine sleeps; `dozes`: it takes no requests, because it is about to."""
+
+    rest: Rest
+    dozes: bool
 
 
 class EngineEnded(msgspec.Struct, tag="engine_ended", frozen=True):
@@ -65,12 +81,38 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
     args: list[Any]
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """An error for whoever asked: the name of its class, and what it is made of."""
+
+    kind: str
+    message: str
+    terms: dict[str, Any]
+
+
 class Answer(msgspec.Struct, tag="answer", frozen=True):
-    """What is asked; `failed`: there is no answer, and the log of who was asked says why."""
+    """What is asked, or why it is refused; `failed`: there is neither, and the log of who was asked says why."""
 
     number: int
     result: Any = None
+    refusal: Refusal | None = None
     failed: bool = False
 
 
-Message = Hello | CoreStarted | CoreLost | EngineEnded | Drain | Cancel | Up | Ask | Answer
+KINDS: dict[str, type[QuireError]] = {
+    kind.__name__: kind
+    for kind in (ValidationError, ConflictError, UnavailableError, EngineError, EngineDeadError, QuireError)
+}
+TERMS = ("param", "retry_after")
+
+
+def refusal_of(error: QuireError) -> Refusal:
+    """As the nearest class that can be told."""
+    kind = next(one.__name__ for one in type(error).__mro__ if one.__name__ in KINDS)
+    return Refusal(kind, str(error), {name: getattr(error, name) for name in TERMS if hasattr(error, name)})
+
+
+def error_of(refusal: Refusal) -> QuireError:
+    return KINDS[refusal.kind](refusal.message, **refusal.terms)
+
+
+Message = Hello | CoreStarted | CoreLost | Resting | EngineEnded | Drain | Cancel | Up | Ask | Answer

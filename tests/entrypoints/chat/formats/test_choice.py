@@ -187,8 +187,9 @@ def test_the_tokens_between_the_markers_are_counted_however_they_come(
     ids = [token_id for part in marked.split("|") for token_id in tokenizer.encode(part)]
     formats = ModelFormat(choose("none", "think", None), tokenizer)
     for size in (1, 2, len(ids)):
-        counter = formats.counter(PromptEnd(begin))
+        counter = formats.counter(PromptEnd(begin), None)
         assert counter is not None
         for start in range(0, len(ids), size):
             counter.add(ids[start : start + size])
+            counter.settle(())
         assert counter.num_tokens == num_tokens

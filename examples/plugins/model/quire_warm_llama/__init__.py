@@ -1,0 +1,1 @@
+"""A Llama whose logits are divided by a temperature that its config.json names."""

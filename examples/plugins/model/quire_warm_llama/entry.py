@@ -1,0 +1,19 @@
+"""What quire reads of this package at start-up, in processes that have no torch: where everything else is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.config import ModelArch
+from quire.models.families.llama import read_llama
+from quire.models.json_object import JsonObject
+from quire.models.registry import ModelEntry
+
+
+def read_warm_llama(architecture: str, config: JsonObject) -> ModelArch:
+    """config.json has Llama's keys, and `temperature`."""
+    temperature = config.number("temperature", 1.0, low=1e-3)
+    return replace(read_llama(architecture, config), logits_multiplier=1.0 / temperature)
+
+
+ENTRY = ModelEntry("quire_warm_llama.model:WarmLlamaForCausalLM", read_warm_llama)

@@ -1,0 +1,57 @@
+"""Makes an object of a model's class, also where its constructor is an old-style one."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.errors import ModelLoadError
+from quire.models.base import CausalLM
+
+logger = logging.getLogger(__name__)
+
+_OLD_STYLE: dict[str, Callable[[EngineConfig], Any]] = {
+    "config": lambda config: config.arch,
+    "model_config": lambda config: config.model,
+    "cache_config": lambda config: config.cache,
+    "quant_config": lambda config: config.quantization,
+    "scheduler_config": lambda config: config.scheduler,
+    "parallel_config": lambda config: config.parallel,
+    "lora_config": lambda config: None,
+    "prefix": lambda config: "",
+}
+"""A parameter of a constructor that takes parts of the configuration, and what it gets."""
+
+
+_REST = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def construct(model_cls: type[CausalLM], config: EngineConfig) -> CausalLM:
+    """An object of a model's class, by `(*, config: EngineConfig, prefix="")`, or else by the old style's names.
+
+    The old style takes the model's shape as `config`, and with it other parts of `_OLD_STYLE`, by which it is told.
+    Such a class calls `torch.nn.Module.__init__`, and has its `config` set when it is made.
+
+    Raises:
+        ModelLoadError: the constructor wants something else.
+    """
+    parameters = inspect.signature(model_cls).parameters
+    beside = parameters.keys() & _OLD_STYLE.keys() - {"config", "prefix"}
+    if not beside:
+        return model_cls(config=config)
+    needed = {name for name, one in parameters.items() if one.default is one.empty and one.kind not in _REST}
+    unknown = sorted(needed - _OLD_STYLE.keys())
+    if unknown:
+        raise ModelLoadError(
+            f"{model_cls.__module__}:{model_cls.__qualname__} wants {', '.join(unknown)}; a model is made by "
+            "(*, config: EngineConfig, prefix: str)"
+        )
+    logger.warning(
+        "%s has an old-style constructor; give it (*, config: EngineConfig, prefix)", model_cls.__name__
+    )
+    model: Any = model_cls(**{name: _OLD_STYLE[name](config) for name in parameters if name in _OLD_STYLE})
+    model.config = config
+    return model

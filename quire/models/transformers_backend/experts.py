@@ -1,0 +1,93 @@
+"""Experts that transformers keeps as [E, N, K]: one packed matrix each, of which those that are used are read.
+
+Invariant: a token's experts are added up in the order of their numbers, whoever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from quire.config import EngineConfig
+from quire.layers.base import model_dtype
+from quire.models.transformers_backend.hosted import HostedLinear, row_spans
+from quire.models.transformers_backend.tensors import Loaded, Stored, module_names
+
+NAME = "quire"
+"""Of our function among transformers' implementations of experts."""
+
+RUN_WITHOUT_DATA = "batched_mm"
+"""The one of theirs that asks no tensor which experts it names, and so runs on the meta device."""
+
+
+class PackedExperts(nn.Module):
+    """The two matrices of each expert: `up` [N, K], which may hold a gate as well, and `down` [K, N]."""
+
+    def __init__(self, up: Sequence[HostedLinear], down: Sequence[HostedLinear]) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(up)
+        self.down = nn.ModuleList(down)
+
+
+def _through_packed(module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The registered function: x [T, H], the experts of each token and their weights [T, k] -> [T, H]."""
+    packed = module.packed
+    assert isinstance(packed, PackedExperts)
+    out = torch.zeros_like(x)
+    used = torch.unique(chosen)
+    for expert in used[used < len(packed.up)].tolist():
+        tokens, places = torch.where(chosen == expert)
+        up = packed.up[expert](x[tokens])
+        rows = packed.down[expert](module._apply_gate(up) if module.has_gate else module.act_fn(up))
+        out.index_add_(0, tokens, rows * weights[tokens, places, None].to(rows.dtype))
+    return out
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, _through_packed)
+
+
+def as_experts(
+    module: nn.Module, name: str, stored: Mapping[str, Sequence[Stored]], config: EngineConfig
+) -> tuple[PackedExperts, Loaded] | None:
+    """Packed matrices for a module of experts whose checkpoints hold them one by one; None for any other."""
+    if module.has_bias or module.is_transposed or module.has_post_expert_norm:
+        return None
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    tensors = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
+    if tensors.keys() != set(names):
+        return None
+    found = [list(_matrices(tensors[key], stored[f"{name}.{key}"], config)) for key in names]
+    if any(len(loaded) != len(tensors[key]) for key, loaded in zip(names, found, strict=True)):
+        return None
+    up, down = ([layer for _, layer in loaded] for loaded in found)
+    return PackedExperts(up, down), [*found[0], *found[1]]
+
+
+def _matrices(
+    tensor: Tensor, stored: Sequence[Stored], config: EngineConfig
+) -> Iterator[tuple[list[str], HostedLinear]]:
+    """A layer for each expert; fewer if what checkpoints hold are no rows of one."""
+    _, outputs, inputs = tensor.shape
+    parts: dict[int, list[Stored]] = defaultdict(list)
+    for part in sorted(stored, key=lambda part: part.view.storage_offset()):
+        parts[part.view.storage_offset() // (outputs * inputs)].append(part)
+    for _, own in sorted(parts.items()):
+        spans = row_spans(own, (outputs, inputs))
+        if spans is None or sum(span.size for span in spans) != outputs:
+            return
+        names = module_names(own)
+        yield (
+            names,
+            HostedLinear(
+                in_features=inputs,
+                out_features=outputs,
+                bias=False,
+                dtype=model_dtype(config),
+                name=names[0],
+                spans=spans,
+            ),
+        )

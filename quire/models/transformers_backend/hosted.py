@@ -1,0 +1,163 @@
+"""Our layers in the places of transformers' modules, which call them with [1, T, ...] and without a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from quire.config import EngineConfig
+from quire.kernels import ops
+from quire.layers.base import activation_dtype, model_dtype
+from quire.layers.embedding import VocabEmbedding
+from quire.layers.linear import Linear
+from quire.layers.shard import Span
+from quire.layers.step import StepContext
+from quire.models.transformers_backend.probes import embedding_scale
+from quire.models.transformers_backend.tensors import Stored
+
+_NO_STEP = StepContext(())
+
+
+class HostedLinear(Linear):
+    """[..., K] -> [..., N]."""
+
+    def forward(self, x: Tensor, step: StepContext = _NO_STEP) -> Tensor:  # type: ignore[override]
+        return super().forward(x, step)
+
+
+class HostedEmbedding(VocabEmbedding):
+    """Ids [1, T] -> [1, T, H]."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.flatten()).unflatten(0, inputs.shape)
+
+
+class HostedHead(VocabEmbedding):
+    """Hidden states [1, N, H] -> logits [1, N, V]."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.logits(inputs)
+
+
+class TiedHead(nn.Module):
+    """The output head that reads the embedding's table; a bias, if there is one, is its own."""
+
+    def __init__(self, table: VocabEmbedding, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self._tables = (table,)  # in a tuple, it is nobody's second submodule
+        self.bias = bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """As `HostedHead`."""
+        logits = self._tables[0].logits(hidden)
+        return logits if self.bias is None else logits + self.bias
+
+
+class RotaryTable(nn.Module):
+    """A rotary embedding that has computed the angles of every position once, for each way in which it is asked.
+
+    It makes a tuple of tensors [1, T, ...] of positions [1, T]; what does not is left as it is.
+    """
+
+    def __init__(self, rotary: nn.Module, config: EngineConfig) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.config = getattr(rotary, "config", None)
+        self._num_positions = config.model.max_model_len or config.arch.max_position_embeddings
+        self._tables: dict[Any, tuple[Tensor, ...] | None] = {}
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
+        """As the module's own."""
+        key = (args, tuple(options.items()))
+        if key not in self._tables:
+            self._tables[key] = self._table(x, args, options)
+        tables = self._tables[key]
+        if tables is None:
+            return self.rotary(x, position_ids, *args, **options)
+        if tables[0].device != x.device and not x.is_meta:
+            tables = self._tables[key] = tuple(table.to(x.device) for table in tables)
+        return tuple(_rows(table, position_ids)[None] for table in tables)
+
+    def _table(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, ...] | None:
+        with torch.device("cpu"):
+            positions = torch.arange(self._num_positions)[None]
+            rows = self.rotary(torch.zeros(1, 1, 1, dtype=x.dtype), positions, *args, **options)
+        per_position = isinstance(rows, tuple) and all(
+            isinstance(part, Tensor) and part.dim() == 3 and part.shape[:2] == positions.shape
+            for part in rows
+        )
+        return tuple(part[0].contiguous() for part in rows) if per_position else None
+
+
+def _rows(table: Tensor, position_ids: Tensor) -> Tensor:
+    if position_ids.is_meta:
+        return table.new_empty(position_ids.shape[1], table.shape[1], device="meta")
+    return ops.embedding(position_ids[0], table)
+
+
+def as_linear(
+    module: nn.Module, name: str, stored: Sequence[Stored], config: EngineConfig
+) -> HostedLinear | None:
+    """Our layer for a module that multiplies with a matrix as checkpoints have it; None if it does anything else."""
+    transposed = type(module).forward is Conv1D.forward
+    if not transposed and type(module).forward is not nn.Linear.forward:
+        return None
+    spans = row_spans(stored, module.weight.shape, transposed)
+    if spans is None:
+        return None
+    inputs = module.weight.shape[0 if transposed else 1]
+    return HostedLinear(
+        in_features=inputs,
+        out_features=sum(span.size for span in spans),
+        bias=module.bias is not None,
+        dtype=model_dtype(config),
+        name=name,
+        spans=spans,
+        transposed=transposed,
+    )
+
+
+def row_spans(stored: Sequence[Stored], shape: Sequence[int], transposed: bool = False) -> list[Span] | None:
+    """The parts of a matrix [N, K] that checkpoints hold one by one, in their order; None if they are no rows of it."""
+    if len(stored) == 1 and stored[0].view.is_contiguous() and stored[0].view.shape == shape:
+        return [Span(shape[1 if transposed else 0])]
+    row, offset = shape[-1], stored[0].view.storage_offset() if stored else 0
+    for part in stored:
+        view = part.view
+        if transposed or view.dim() != 2 or view.stride() != (row, 1) or view.storage_offset() != offset:
+            return None
+        offset += view.numel()
+    return [Span(len(part.view)) for part in stored] or None
+
+
+def as_embedding(module: nn.Embedding, name: str, config: EngineConfig, *, is_head: bool) -> HostedEmbedding:
+    """Our table for the embedding of tokens.
+
+    Raises:
+        ValueError: it does more than to look up rows and multiply them with a number.
+    """
+    return HostedEmbedding(
+        vocab_size=module.num_embeddings,
+        size=module.embedding_dim,
+        dtype=model_dtype(config),
+        scale=embedding_scale(module),
+        is_head=is_head,
+        out_dtype=activation_dtype(config),
+        name=name,
+    )
+
+
+def as_head(module: nn.Linear, name: str, config: EngineConfig) -> HostedHead:
+    """Our table for an output head of its own."""
+    return HostedHead(
+        vocab_size=module.out_features,
+        size=module.in_features,
+        dtype=model_dtype(config),
+        is_head=True,
+        bias=module.bias is not None,
+        name=name,
+    )

@@ -1,0 +1,151 @@
+"""A causal language model of transformers, with our layers in the places of those that we have.
+
+transformers' code says what is computed; attention, matrices, norms and activations are ours. It is run on one row of
+all the step's tokens, which only attention may tell apart, and that is tested before the first request.
+
+Shapes: T tokens of the step, N rows whose logits are wanted, H hidden size, V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from quire.config import EngineConfig
+from quire.errors import QuireError, UnsupportedModelError
+from quire.layers.base import Layer, activation_dtype, device_type
+from quire.layers.step import StepContext
+from quire.models.base import CausalLM
+from quire.models.transformers_backend import experts, sites
+from quire.models.transformers_backend.places import put_ours, put_rotary_tables
+from quire.models.transformers_backend.rows import check_rows_are_apart, position_offset
+from quire.models.transformers_backend.tensors import compute_buffers
+
+logger = logging.getLogger(__name__)
+
+
+class TransformersForCausalLM(CausalLM):
+    """Runs the class of transformers that config.json names.
+
+    Raises:
+        UnsupportedModelError: it computes something that cannot be had so; the message says what.
+    """
+
+    def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
+        super().__init__(config=config, prefix=prefix)
+        with _naming(config):
+            model = _build(config)
+            backbone = model.base_model
+            self._port = sites.give_port(model)
+            compute_buffers(model)
+            put_rotary_tables(model, config)
+            sites.find_sites(model, backbone, self._port, config)
+            self._places = put_ours(model, config)
+        self._first_position = 0
+        self._padding_idx = model.config.pad_token_id
+        setattr(model, model.base_model_prefix, _Given())
+        self.backbone = backbone
+        self.head = model
+        self.lm_head = self._places.head
+        self.base_prefix = f"{model.base_model_prefix}."
+        self.unused = (
+            r"\.rotary_emb\.inv_freq$",
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            *(f"^{name}$" for name in model.all_tied_weights_keys or ()),
+        )
+
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        with self._port.during(positions, step):
+            return self._run(inputs, positions)
+
+    def _run(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
+        kind = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
+        if positions is not None and self._first_position:
+            positions = positions + self._first_position
+        numbers = None if positions is None else positions[None]
+        hidden: Tensor = self.backbone(
+            **{kind: inputs[None]}, position_ids=numbers, use_cache=False
+        ).last_hidden_state
+        return hidden[0]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits
+        return logits[0].float()
+
+    def checkpoint_layers(self) -> Iterator[tuple[list[str], Layer]]:
+        return iter(self._places.loaded)
+
+    def loaded(self) -> None:
+        config, padding_idx = self.config, self._padding_idx
+        device = torch.device(device_type(config))
+        with _naming(config), self._port.doing(sites.own_value), torch.inference_mode(), device:
+            try:
+                self._first_position = position_offset(self._run, config, padding_idx)
+                check_rows_are_apart(self._run, config, padding_idx, self._first_position)
+                self.compute_logits(self._run(torch.tensor([3]), torch.tensor([0])))
+            except QuireError:
+                raise
+            except Exception as error:
+                raise UnsupportedModelError(f"it does not run with layers of ours: {error!r}") from error
+
+
+@contextmanager
+def _naming(config: EngineConfig) -> Iterator[None]:
+    """Say in errors which model it is."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{config.arch.architecture} of transformers: {error}") from error
+
+
+@dataclass
+class _Output(ModelOutput):  # type: ignore[misc]
+    """What any of transformers' models returns of its backbone."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
+    cross_attentions: Any = None
+    router_logits: Any = None
+
+
+class _Given(nn.Module):
+    """In the place of the backbone: what it has computed before. So the code around it makes logits of any rows."""
+
+    def forward(self, input_ids: None = None, inputs_embeds: Tensor | None = None, **_: Any) -> _Output:
+        return _Output(last_hidden_state=inputs_embeds)
+
+
+def _build(config: EngineConfig) -> PreTrainedModel:
+    """The model as transformers builds it, on the meta device."""
+    arch = config.arch
+    model_cls = getattr(transformers, arch.architecture, None)
+    if not (isinstance(model_cls, type) and issubclass(model_cls, PreTrainedModel)):
+        raise UnsupportedModelError("the installed version does not offer it")
+    theirs = model_cls.config_class.from_dict(json.loads(arch.foreign_config))
+    if theirs.is_encoder_decoder:
+        raise UnsupportedModelError("it has an encoder")
+    try:
+        model = model_cls._from_config(
+            theirs,
+            attn_implementation=sites.NAME,
+            experts_implementation=experts.RUN_WITHOUT_DATA,
+            dtype=activation_dtype(config),
+        ).eval()
+    except Exception as error:
+        raise UnsupportedModelError(f"it cannot be built with attention of ours: {error!r}") from error
+    num_rows = model.get_input_embeddings().num_embeddings
+    if num_rows != arch.vocab_size:
+        raise UnsupportedModelError(f"it embeds {num_rows} tokens, and config.json says {arch.vocab_size}")
+    return model

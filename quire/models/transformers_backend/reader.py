@@ -1,0 +1,78 @@
+"""What a server must know of a model that transformers runs, read from config.json without importing transformers.
+
+Invariant: torch-free. Whether a model can be run so is found where it is built, by running it (`sites`, `rows`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from quire.config.arch import ModelArch
+from quire.models.families.fields import MAX_HEADS, MAX_WIDTH, read_arch
+from quire.models.json_object import JsonObject
+
+_KEYS = {
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers", "decoder_layers"),
+    "num_attention_heads": ("n_head", "num_heads", "n_heads", "decoder_attention_heads"),
+    "num_key_value_heads": ("n_head_kv", "num_kv_heads"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "max_sequence_length", "seq_length"),
+}
+"""A key -> what it is called in files that do not have it."""
+
+_DONE_BY_TRANSFORMERS = (
+    "position_embedding_type",
+    "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx",
+    "layer_norm_elementwise_affine",
+)
+"""Options that its code follows by itself, and that change no mask."""
+
+
+@cache
+def transformers_has(architecture: str) -> bool:
+    """Whether the installed transformers defines a model of that name; imports nothing of it."""
+    found = find_spec("transformers")
+    if found is None or not found.submodule_search_locations or not architecture.isidentifier():
+        return False
+    definition = re.compile(rf"^class {architecture}\(".encode(), re.MULTILINE)
+    models = Path(found.submodule_search_locations[0]) / "models"
+    return any(definition.search(file.read_bytes()) for file in models.glob("*/modeling_*.py"))
+
+
+def read_transformers(architecture: str, config: JsonObject) -> ModelArch:
+    """The sizes, by whichever of the usual names config.json has; the whole file goes along to be read again.
+
+    Heads are those that the file names, for people: which heads attend to what is seen when the model is built.
+
+    Raises:
+        ModelLoadError: a size is missing or no number. transformers may know a default; give it with --hf-overrides.
+    """
+    for key in _DONE_BY_TRANSFORMERS:
+        config.get(key)
+    sizes = config.with_aliases(_present(config))
+    heads = sizes.integer("num_attention_heads", high=MAX_HEADS)
+    width = sizes.integer("hidden_size", high=MAX_WIDTH)
+    return read_arch(
+        architecture,
+        sizes,
+        intermediate_size=0,
+        num_kv_heads=sizes.integer("num_key_value_heads", heads, high=MAX_HEADS),
+        head_dim=sizes.integer("head_dim", max(1, width // heads), high=MAX_WIDTH),
+        foreign_config=json.dumps(config.values),
+    )
+
+
+def _present(config: JsonObject) -> dict[str, str]:
+    """The usual key -> that of this file, where it has another one."""
+    return {
+        key: other
+        for key, others in _KEYS.items()
+        if key not in config
+        for other in others
+        if other in config.values
+    }

@@ -1,0 +1,197 @@
+"""Where a model of transformers attends, and how its heads get to the paged KV cache.
+
+transformers lets a model's attention modules call any function that is registered under a name. Ours hands them to the
+model's `Port`. What attends, with how many heads and what window, is not read from names: the model is run once on the
+meta device, where nothing is computed, and the port takes notes.
+
+Shapes: T tokens of the step, Hq/Hkv query and key-value heads, Dk/Dv sizes of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from quire.config import EngineConfig
+from quire.errors import QuireError, UnsupportedModelError
+from quire.layers.attention import Attention
+from quire.layers.step import StepContext
+
+NAME = "quire"
+"""Of our function among transformers' attention implementations."""
+
+_HEAD_UNIT = 8
+"""Heads are filled up with zeros to a multiple of this, which the kernels want."""
+
+_WITHOUT_EFFECT = {"position_ids", "cache_position", "output_attentions", "use_cache", "dropout"}
+"""Tensors and numbers that modules hand on and that change nothing here."""
+
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
+
+
+class Port:
+    """What the attention modules of one model call: query, key and value [T, H, D] -> [T, Hq, Dv].
+
+    Invariant: `attend` is what a step needs, except within `doing`; a step is there while its forward pass runs.
+    """
+
+    def __init__(self) -> None:
+        self.attend: Attend = self._paged
+        self._step: tuple[Tensor, StepContext] | None = None
+
+    @contextmanager
+    def doing(self, attend: Attend) -> Iterator[None]:
+        """Have the modules call another function for a while."""
+        self.attend = attend
+        try:
+            yield
+        finally:
+            self.attend = self._paged
+
+    @contextmanager
+    def during(self, positions: Tensor, step: StepContext) -> Iterator[None]:
+        """A step's forward pass."""
+        self._step = (positions, step)
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def _paged(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
+    ) -> Tensor:
+        assert self._step is not None, "attention is computed within a step"
+        paged, size = module.paged, v.shape[-1]
+        assert isinstance(paged, Attention)
+        out = paged(*(_filled_up(heads, paged.head_dim) for heads in (q, k, v)), *self._step)
+        return out.view(len(q), -1, paged.head_dim)[..., :size]
+
+
+def own_value(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Attention of a token to itself alone: its value, for each query head that reads it."""
+    return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+
+def _through_port(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The registered function: [1, H, T, D] each -> [1, T, Hq, Dv], and no weights."""
+    port = module.port
+    assert isinstance(port, Port)
+    q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    return port.attend(module, q, k, v, options | {"attention_mask": attention_mask})[None], None
+
+
+AttentionInterface.register(NAME, _through_port)
+
+
+def give_port(model: nn.Module) -> Port:
+    """Let all modules of a model know one new port."""
+    port = Port()
+    for module in model.modules():
+        module.__dict__["port"] = port
+    return port
+
+
+def find_sites(model: PreTrainedModel, backbone: nn.Module, port: Port, config: EngineConfig) -> None:
+    """Run a model that is on the meta device, and give each module that attends an `Attention`, as `paged`.
+
+    Raises:
+        UnsupportedModelError: it cannot be run on a packed batch, or attends in a way that the KV cache has not.
+        ConfigError: the attention backend cannot do what it needs.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[nn.Module, Attention] = {}
+
+    def take_notes(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
+        reason = _why_not(module, q, k, v, options)
+        if reason is None and module in found:
+            reason = "attends twice"
+        if reason is not None:
+            raise UnsupportedModelError(f"{names[module]} {reason}")
+        found[module] = _attention(config, names[module], module, q, k, v, options)
+        return q.new_empty(*q.shape[:2], v.shape[2])
+
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    try:
+        with port.doing(take_notes), torch.no_grad():
+            backbone(input_ids=ids, position_ids=ids, use_cache=False)
+    except QuireError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"its code cannot be run without data: {error}") from error
+    if not found:
+        raise UnsupportedModelError("none of its modules attends through transformers' attention interface")
+    for module, attention in found.items():
+        module.paged = attention
+
+
+def _why_not(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> str | None:
+    """Why the KV cache has no such attention: a phrase for people; None if it has."""
+    if len(q) != len(k):
+        return "attends to something else than the tokens before"
+    if options.get("is_causal", getattr(module, "is_causal", True)) is False:
+        return "attends to tokens behind, too"
+    if q.shape[1] % k.shape[1]:
+        return f"has {q.shape[1]} query heads for {k.shape[1]} key-value heads"
+    for name, value in options.items():
+        if name not in _WITHOUT_EFFECT and isinstance(value, Tensor):
+            return f"hands over {name}, which the KV cache's attention does not take"
+    kind = _layer_type(module)
+    return None if kind in (None, "full_attention", "sliding_attention") else f"is a layer of {kind}"
+
+
+def _layer_type(module: nn.Module) -> str | None:
+    """What config.json calls the layer of a module, if it does."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    return kinds[index] if kinds is not None and index is not None else None
+
+
+def _window(module: nn.Module, options: Mapping[str, Any]) -> int | None:
+    kind, handed = _layer_type(module), options.get("sliding_window")
+    if kind == "full_attention":
+        return None
+    if kind == "sliding_attention" and handed is None:
+        return getattr(module.config, "sliding_window", None)
+    return handed
+
+
+def _attention(
+    config: EngineConfig,
+    name: str,
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Mapping[str, Any],
+) -> Attention:
+    scale = options.get("scaling")
+    size = max(q.shape[2], v.shape[2])
+    return Attention(
+        config=config,
+        name=name,
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=-(-size // _HEAD_UNIT) * _HEAD_UNIT,
+        scale=q.shape[2] ** -0.5 if scale is None else float(scale),
+        sliding_window=_window(module, options),
+        soft_cap=options.get("softcap"),
+    )
+
+
+def _filled_up(heads: Tensor, size: int) -> Tensor:
+    """[T, H, D], with zeros up to D = size."""
+    missing = size - heads.shape[-1]
+    return F.pad(heads, (0, missing)) if missing else heads.contiguous()

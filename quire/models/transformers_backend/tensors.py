@@ -1,0 +1,181 @@
+"""Which of a checkpoint's tensors make up each of a model's, and those that no layer of ours holds.
+
+transformers keeps for each model how its checkpoints' names, and experts that lie one by one in them, become the
+parameters of its classes. That is run backwards here on tensors without memory, of which each view says where it lies.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from quire.errors import UnsupportedModelError
+from quire.layers.base import Layer, parameter
+from quire.layers.slot import Slot
+from quire.models.transformers_backend.row_wise import RowWise
+
+Loaded = list[tuple[list[str], Layer]]
+"""Layers with parameters, each under the names of the checkpoint's modules that it holds."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the checkpoint: a view of a model's."""
+
+    name: str
+    view: Tensor
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same view of a tensor of the model's shape."""
+        return tensor.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
+
+
+def module_names(parts: Sequence[Stored]) -> list[str]:
+    """The checkpoint's modules whose weights these are."""
+    return [part.name.removesuffix(".weight") for part in parts]
+
+
+def stored_tensors(model: PreTrainedModel) -> Mapping[str, Sequence[Stored]]:
+    """Name of each tensor that the model keeps -> what there is of it in its checkpoints.
+
+    Raises:
+        UnsupportedModelError: its checkpoints have another form, from which no part can be copied as it is.
+    """
+    ours = {name: torch.empty_like(tensor) for name, tensor in kept_tensors(model).items()}
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in ours.items()}
+    with _Views():
+        theirs = revert_weight_conversion(model, dict(ours))
+    stored: dict[str, list[Stored]] = defaultdict(list)
+    for name, view in theirs.items():
+        owner = owners.get(view.untyped_storage()._cdata)
+        if owner is None:
+            raise UnsupportedModelError(f"its checkpoints hold {name} in a form that is computed, not copied")
+        stored[owner].append(Stored(name, view))
+    return stored
+
+
+class _Views(TorchFunctionMode):
+    """While active, views stay views."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def kept_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The parameters and buffers that checkpoints hold, each once: a tied one under the name that is stored."""
+    tied = set(model.all_tied_weights_keys or ())
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
+
+
+class Held(Layer):
+    """A tensor that modules of transformers compute with, in the precision of the activations.
+
+    `places` are the modules that have it, and what they call it.
+    """
+
+    tensor: Tensor
+
+    def __init__(
+        self,
+        name: str,
+        like: Tensor,
+        dtype: torch.dtype,
+        stored: Sequence[Stored],
+        places: Sequence[tuple[nn.Module, str]],
+    ) -> None:
+        super().__init__(name)
+        self.tensor = parameter(*like.shape, dtype=dtype if like.is_floating_point() else like.dtype)
+        self._stored = tuple(stored)
+        self._places = tuple(places)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        init = _init(self.name, self.tensor)
+        for stored in self._stored:
+            target = stored.of(self.tensor.data)
+            if self.tensor.is_floating_point():
+                yield stored.name, Slot(target, init)
+            else:
+                yield stored.name, Slot(target, "zeros", dtypes=(self.tensor.dtype,))
+
+    def finish_loading(self) -> None:
+        for module, name in self._places:
+            row_wise = None if isinstance(module, nn.Embedding) else RowWise.of(self.tensor.data)
+            if row_wise is not None and name in module._parameters:
+                del module._parameters[name]
+                module.__dict__[name] = row_wise
+            elif name in module._parameters:
+                module._parameters[name] = self.tensor
+            else:
+                module._buffers[name] = self.tensor.data
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        super().restore(tensors)
+        self.finish_loading()
+
+
+def _init(name: str, tensor: Tensor) -> Literal["normal", "ones", "zeros"]:
+    if tensor.dim() > 1:
+        return "normal"
+    return "ones" if name.endswith("weight") else "zeros"
+
+
+def held_tensors(
+    model: PreTrainedModel,
+    modules: Sequence[nn.Module],
+    dtype: torch.dtype,
+    stored: Mapping[str, Sequence[Stored]],
+) -> Iterator[Held]:
+    """One layer for each tensor of these modules themselves."""
+    names = {id(tensor): name for name, tensor in kept_tensors(model).items()}
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    tensors: dict[int, Tensor] = {}
+    for module in modules:
+        own = module._parameters | {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
+        }
+        for name, tensor in own.items():
+            if tensor is not None:
+                tensors[id(tensor)] = tensor
+                places[id(tensor)].append((module, name))
+    for key, tensor in tensors.items():
+        yield Held(names[key], tensor, dtype, stored[names[key]], places[key])
+
+
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Give the buffers that no checkpoint holds, such as frequencies, memory on the host and what belongs there.
+
+    transformers does so after it has built a model on the meta device: `_init_weights` makes them again.
+
+    Raises:
+        UnsupportedModelError: there is one of which it knows nothing.
+    """
+    with torch.device("cpu"), torch.no_grad():
+        for path, module in model.named_modules():
+            names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
+            for name in names:
+                module._buffers[name] = _unwritten(module._buffers[name])
+            if names:
+                model._init_weights(module)
+            for name in names:
+                if torch.equal(module._buffers[name], _unwritten(module._buffers[name])):
+                    raise UnsupportedModelError(
+                        f"{path}.{name} is made where the model is built, and only there"
+                    )
+
+
+def _unwritten(like: Tensor) -> Tensor:
+    """A tensor of what nobody computes."""
+    mark = False if like.dtype == torch.bool else -12345.0 if like.is_floating_point() else -101
+    return torch.full(like.shape, mark, dtype=like.dtype)

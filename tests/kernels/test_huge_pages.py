@@ -1,0 +1,53 @@
+"""Memory on large pages: asked for where it matters, and the same memory."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.kernels.cpu import library
+from quire.kernels.cpu.huge_pages import HUGE_PAGE, matrix_memory, prefer_huge_pages
+
+SMAPS = Path("/proc/self/smaps")
+
+if library.loaded() is None:
+    pytest.skip(library.status(), allow_module_level=True)
+
+
+def advice(address: int) -> list[str]:
+    """The kernel's flags of the memory at an address."""
+    here = False
+    for line in SMAPS.read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            here = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif here and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("memory of ours is mapped")
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="Linux tells what memory is")
+def test_large_memory_is_asked_for() -> None:
+    tensor = torch.empty(8 * HUGE_PAGE, dtype=torch.uint8)
+    prefer_huge_pages(tensor)
+    flags = advice(tensor.data_ptr() + tensor.nbytes // 2)
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this system has no large pages")
+    assert "hg" in flags
+
+
+def test_contents_stay() -> None:
+    tensor = torch.arange(3 * HUGE_PAGE // 4, dtype=torch.int32)
+    prefer_huge_pages(tensor)
+    assert torch.equal(tensor, torch.arange(3 * HUGE_PAGE // 4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_matrix_that_holds_a_page_begins_with_one(dtype: torch.dtype) -> None:
+    like, rows = torch.empty(0), HUGE_PAGE // 1000 // dtype.itemsize
+    for count in (rows, rows + 1, 3 * rows):
+        memory = matrix_memory(like, count, 1000, dtype=dtype)
+        assert (memory.shape, memory.dtype, memory.is_contiguous()) == ((count, 1000), dtype, True)
+        assert memory.nbytes < HUGE_PAGE or memory.data_ptr() % HUGE_PAGE == 0
+        memory.fill_(1)
+        assert (memory == 1).all()

@@ -1,0 +1,110 @@
+"""Models of transformers on our attention, cache and matrices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.errors import ConfigError, UnsupportedModelError
+from quire.models.built_in import BUILT_IN
+from quire.models.registry import ModelRegistry
+from tests.fixtures import tiny_models
+from tests.fixtures.hosted_models import HOSTED, REFUSED
+from tests.fixtures.tiny_models import TINY_MODELS, write_tiny_model
+from tests.models.harness import load_tiny, logits_of, prepared_config
+from tests.models.test_parity import assert_close, oracle_logits, prompts
+
+LENGTHS = (1, 5, 40)
+QUICK = ("bert", "camembert", "mixtral", "modernbert-decoder", "nanochat", "phimoe")
+"""Those of `HOSTED` that are no minute's matter; the others are `more`."""
+
+
+def hosted(directory: Path, **args: object) -> torch.nn.Module:
+    """A checkpoint, run by transformers' code; contexts end where the tables of RoBERTa's positions do."""
+    return load_tiny(directory, model_impl="transformers", **{"max_model_len": 254} | args)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.more) for name in sorted(HOSTED)]
+)
+def test_logits_equal_those_of_transformers_itself(name: str, tiny_model: Callable[[str], Path]) -> None:
+    sequences = prompts(LENGTHS)
+    model = hosted(tiny_model(name))
+    expected = oracle_logits(tiny_model(name), sequences)
+    assert max(logits.abs().max().item() for logits in expected) > 0.5, "logits too small to tell anything"
+    assert_close(logits_of(model, sequences, chunk_sizes=[max(LENGTHS)]), expected)
+    assert_close(logits_of(model, sequences, chunk_sizes=[3, 1, 7]), expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-tied-bias", "gemma3", "llama-yarn", "phi3-window-partial", "stablelm-parallel"]
+)
+def test_a_family_of_ours_has_the_same_logits_either_way(
+    name: str, tiny_model: Callable[[str], Path]
+) -> None:
+    assert name in TINY_MODELS
+    sequences = prompts(LENGTHS)
+    ours = logits_of(load_tiny(tiny_model(name)), sequences, chunk_sizes=[7])
+    assert_close(logits_of(hosted(tiny_model(name)), sequences, chunk_sizes=[7]), ours)
+
+
+@pytest.mark.parametrize("name", ["llama-tied-bias", "mixtral", "bert"])
+def test_the_bits_of_a_row_do_not_depend_on_the_batch(name: str, tiny_model: Callable[[str], Path]) -> None:
+    sequences = prompts(LENGTHS)
+    model = hosted(tiny_model(name))
+    together = logits_of(model, sequences, chunk_sizes=[3, 1, 7])
+    for sequence, rows in zip(sequences, together, strict=True):
+        (alone,) = logits_of(model, [sequence], chunk_sizes=[16])
+        assert torch.equal(alone, rows)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_matrices_and_experts_are_quantised(quantization: str, tiny_model: Callable[[str], Path]) -> None:
+    args = {"quantization": quantization, "quantization_config": {"group_size": 32}}
+    model = hosted(
+        tiny_model("mixtral"), **args if quantization == "int4" else {"quantization": quantization}
+    )
+    kinds = [layer.method.name for _, layer in model.checkpoint_layers() if hasattr(layer, "method")]
+    assert kinds.count(quantization) >= 3 * (4 + 2 * 4), "q, k, v, o and the experts of every layer"
+    (logits,) = logits_of(model, prompts((5,)), chunk_sizes=[5])
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_run_so_is_refused_with_the_reason(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, reason = REFUSED[name]
+    monkeypatch.setitem(tiny_models.TINY_MODELS, name, make)
+    directory = write_tiny_model(name, tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    with pytest.raises(UnsupportedModelError, match=reason) as error:
+        load_tiny(directory, model_impl="transformers")
+    assert str(error.value).startswith(f"{config['architectures'][0]} of transformers: ")
+
+
+def test_learned_positions_that_begin_behind_padding_are_fewer(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="--max-model-len is 256, but may be at most 255"):
+        hosted(tiny_model("roberta"), max_model_len=256)
+
+
+def test_whose_code_it_is_can_be_chosen(tiny_model: Callable[[str], Path]) -> None:
+    ours, theirs = "quire.models.decoder:", "quire.models.transformers_backend.model:"
+    llama, mixtral = tiny_model("llama"), tiny_model("nanochat")
+    assert prepared_config(llama).model_class.startswith(ours)
+    assert prepared_config(llama, model_impl="transformers").model_class.startswith(theirs)
+    assert prepared_config(mixtral).model_class.startswith(theirs)
+    with pytest.raises(UnsupportedModelError, match="'NanoChatForCausalLM' is not supported; of the"):
+        prepared_config(mixtral, model_impl="quire")
+    with pytest.raises(UnsupportedModelError, match="has no model 'XverseForCausalLM'"):
+        ModelRegistry.place_of("XverseForCausalLM", "transformers")
+
+
+def test_at_least_twenty_architectures_have_no_file_of_ours() -> None:
+    architectures = {make().__class__.__name__ for make in HOSTED.values()}
+    assert len(architectures) == len(HOSTED)
+    assert len(HOSTED) >= 20 + len(BUILT_IN.keys() & {f"{name}ForCausalLM" for name in HOSTED})
