@@ -86,6 +86,8 @@ class ExpertsArch:
     """Whether the checkpoint has the matrices of all experts in one tensor."""
     correction_bias: str | None = None
     """What is added to scores for the choice alone: its tensor, as seen from the layer's MLP."""
+    correction_is_row: bool = False
+    """Whether that tensor is [1, E] and not [E]."""
     shared_size: int = 0
     """Intermediate size of the expert that sees every token; 0: there is none."""
     shared_gate: bool = False

@@ -282,7 +282,7 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
 def packed_linear(
     x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
-    out = linear(_seen_by(weight, x), unpack_weight(weight), bias)
+    out = linear(_seen_by(weight, x), unpack_weight(weight).float(), bias)
     return (silu_and_mul(out) if activation == "silu_and_mul" else out).to(x.dtype)
 
 

@@ -29,7 +29,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 
 def _of_best_groups(ranks: Tensor, routing: Routing) -> Tensor:
     """-inf in all groups but the best."""
-    groups = ranks.unflatten(1, (routing.groups, -1))
+    groups = torch.unflatten(ranks, 1, (routing.groups, -1))
     judged = groups.sort(-1, descending=True).values[..., : routing.group_members].sum(-1)
     best = torch.zeros_like(judged, dtype=torch.bool).scatter(1, _first(judged, routing.top_groups), True)
     return groups.masked_fill(~best.unsqueeze(-1), -torch.inf).flatten(1)
@@ -45,7 +45,7 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Te
     if outside.any():
         raise IndexError(f"experts: {int(outside.sum())} choices are outside the {len(of)} experts")
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in chosen.unique().tolist():
+    for expert in torch.unique(chosen).tolist():
         rows, places = (chosen == expert).nonzero(as_tuple=True)
         out.index_add_(0, rows, weights[rows, places, None] * _expert(x[rows].float(), of, expert))
     return out.to(x.dtype)

@@ -36,7 +36,7 @@ class Router(Linear):
             name=name,
         )
         self.routing = experts.routing
-        self._correction = experts.correction_bias
+        self._correction, self._correction_is_row = experts.correction_bias, experts.correction_is_row
         corrected = self._correction is not None
         self.correction_bias = parameter(experts.count, dtype=torch.float32) if corrected else None
 
@@ -47,8 +47,9 @@ class Router(Linear):
         yield from super().slots(names)
         if self.correction_bias is not None:
             around = names[0].rpartition(".")[0]
-            yield f"{around}.{self._correction}", Slot(self.correction_bias, "zeros")
+            bias = self.correction_bias.unsqueeze(0) if self._correction_is_row else self.correction_bias
+            yield f"{around}.{self._correction}", Slot(bias, "zeros")
 
-    def forward(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+    def choose(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each token, int32 [T, k], and their weights, float32 [T, k]."""
-        return ops.route(super().forward(x, step), self.correction_bias, self.routing)
+        return ops.route(self(x, step), self.correction_bias, self.routing)

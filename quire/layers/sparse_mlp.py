@@ -43,7 +43,7 @@ class SparseMLP(Module):
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
-        out: Tensor = self.experts(x, *self.gate(x, step))
+        out: Tensor = self.experts(x, *self.gate.choose(x, step))
         return out if self.shared_expert is None else out + self._shared(x, step)
 
     def _shared(self, x: Tensor, step: StepContext) -> Tensor:

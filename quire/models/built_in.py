@@ -59,6 +59,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("CohereForCausalLM", "cohere:read_cohere", "Command R, Command R+, Aya 23 and Expanse"),
         BuiltIn("CwmForCausalLM", "llama:read_cwm", "Code World Model"),
         BuiltIn("Dots1ForCausalLM", "sparse:read_dots1", "dots.llm1"),
+        BuiltIn("Ernie4_5_MoeForCausalLM", "sparse:read_ernie_moe", "ERNIE 4.5 21B-A3B and 300B-A47B"),
         BuiltIn("Ernie4_5ForCausalLM", "llama:read_ernie", "ERNIE 4.5 0.3B"),
         BuiltIn("Exaone4ForCausalLM", "exaone:read_exaone4", "EXAONE 4"),
         BuiltIn(

@@ -65,6 +65,7 @@ DEEPSEEK = SPARSE | {"n_routed_experts": 8}
 MIXTRAL = LLAMA | {"num_local_experts": 8}
 OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported_archs(), LLAMA) | {
     "Dots1ForCausalLM": DEEPSEEK,
+    "Ernie4_5_MoeForCausalLM": SPARSE | {"moe_num_experts": 8},
     "FlexOlmoForCausalLM": SPARSE,
     "Glm4MoeForCausalLM": DEEPSEEK,
     "GraniteMoeForCausalLM": MIXTRAL,
@@ -400,3 +401,24 @@ def test_any_json_gives_an_arch_or_a_startup_error(
 def test_reading_loads_no_torch() -> None:
     code = "import sys, quire.models.hf_config, quire.models.checkpoint; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok must be an integer in \[1, 8\], got 9"),
+        ({"n_group": 3}, r"n_group must be a divisor of n_routed_experts \(8\), got 3"),
+        ({"n_group": 4, "topk_group": 5}, r"topk_group must be an integer in \[1, 4\], got 5"),
+        (
+            {"n_group": 4, "num_experts_per_tok": 3},
+            r"num_experts_per_tok must be an integer in \[1, 2\], got 3",
+        ),
+        ({"n_routed_experts": 5000}, r"n_routed_experts must be an integer in \[1, 4096\], got 5000"),
+        ({"hidden_act": "gelu"}, 'hidden_act = "gelu" is not supported; it must be one of silu'),
+    ],
+)
+def test_experts_that_cannot_be_chosen_are_refused(
+    values: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises((ModelLoadError, UnsupportedModelError), match=words):
+        read(tmp_path, OF_FAMILY["Glm4MoeForCausalLM"], **values)

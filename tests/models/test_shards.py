@@ -23,7 +23,6 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import METHODS
-from quire.layers.router import Router
 from quire.layers.shard import Shard
 from quire.layers.slot import Box, sizes, why_not_covered
 from quire.layers.step import StepContext
@@ -115,8 +114,7 @@ def layers_of(whole: CausalLM, ranks: list[CausalLM]) -> Iterator[tuple[Layer, l
 
 
 def outputs(layer: Linear, x: Tensor) -> Tensor:
-    result = layer(x, STEP)
-    return result[1] if isinstance(layer, Router) else result
+    return layer(x, STEP)
 
 
 def heads(layer: Linear, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -87,7 +87,7 @@ def read_orion(architecture: str, config: JsonObject) -> ModelArch:
     return read_llama(architecture, config, **layer_norm(config, "rms_norm_eps", 1e-5))
 
 
-def read_ernie(architecture: str, config: JsonObject) -> ModelArch:
+def read_ernie(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
     """ERNIE 4.5: pairs of neighbouring dimensions are rotated."""
     heads = config.integer("num_attention_heads")
     head_dim = read_head_dim(config, heads, 128)
@@ -99,6 +99,7 @@ def read_ernie(architecture: str, config: JsonObject) -> ModelArch:
         norm_eps=rms_eps(config, 1e-5),
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
         **biases(config.flag("use_bias", False)),
+        **fields,
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.config.arch import CheckpointNames, ExpertsArch, ModelArch, Routing
+from quire.config.arch import CheckpointNames, ExpertsArch, ModelArch
+from quire.models.families.experts import all_layers, read_deepseek_experts, read_experts
 from quire.models.families.fields import (
     MAX_LAYERS,
     MAX_WIDTH,
@@ -17,12 +18,10 @@ from quire.models.families.fields import (
     uniform_window,
 )
 from quire.models.families.hunyuan import read_hunyuan
-from quire.models.families.llama import read_granite
+from quire.models.families.llama import read_ernie, read_granite
 from quire.models.families.olmo import read_olmo2
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import read_rope
-
-MAX_EXPERTS = 4096
 
 _APART = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 _GRANITE_NAMES = {
@@ -51,7 +50,7 @@ def read_mixtral(architecture: str, config: JsonObject) -> ModelArch:
             config,
             count="num_local_experts",
             size="intermediate_size",
-            layers=_all_layers(config),
+            layers=all_layers(config),
             routing={"default_top_k": 2, "normalized": True},
         ),
         **uniform_window(config, default=None),
@@ -65,7 +64,7 @@ def read_olmoe(architecture: str, config: JsonObject) -> ModelArch:
         config,
         count="num_experts",
         size="intermediate_size",
-        layers=_all_layers(config),
+        layers=all_layers(config),
         routing={"default_top_k": 8, "normalized": config.flag("norm_topk_prob", False)},
     )
     return read_llama(
@@ -107,7 +106,7 @@ def read_flex_olmo(architecture: str, config: JsonObject) -> ModelArch:
         config,
         count="num_experts",
         size="intermediate_size",
-        layers=_all_layers(config),
+        layers=all_layers(config),
         routing={"default_top_k": 5, "normalized": config.flag("norm_topk_prob", False)},
     )
     return read_olmo2(architecture, config, experts=experts, norm_eps=rms_eps(config, 1e-6), theta=5e5)
@@ -131,7 +130,7 @@ def read_minimax_m2(architecture: str, config: JsonObject) -> ModelArch:
             config,
             count="num_local_experts",
             size="intermediate_size",
-            layers=_all_layers(config),
+            layers=all_layers(config),
             routing={"default_top_k": 8, "scores": "sigmoid", "normalized": True},
             correction_bias="e_score_correction_bias",
         ),
@@ -172,13 +171,39 @@ def read_dots1(architecture: str, config: JsonObject) -> ModelArch:
     )
 
 
+def read_ernie_moe(architecture: str, config: JsonObject) -> ModelArch:
+    """ERNIE 4.5 MoE (Baidu, 2025): a bias, which chooses only, on top of a softmax; the first layers are dense."""
+    config.only("use_bias", False)
+    first = config.integer("moe_layer_start_index", 1, low=0)
+    last = config.integer("moe_layer_end_index", -1, low=-1)
+    interval = config.integer("moe_layer_interval", 1)
+    layers = all_layers(config)
+    size = config.integer("moe_intermediate_size", high=MAX_WIDTH)
+    config = config.with_values(head_dim=read_head_dim(config, config.integer("num_attention_heads")))
+    experts = read_experts(
+        either(config, {"num_experts_per_tok": "moe_k"}),
+        count="moe_num_experts",
+        size="moe_intermediate_size",
+        layers=tuple(
+            layer
+            for layer in layers
+            if (layer + 1) % interval == 0 and first <= layer <= (last if last >= 0 else len(layers))
+        ),
+        routing={"default_top_k": 6, "normalized": True},
+        correction_bias="moe_statics.e_score_correction_bias",
+        correction_is_row=True,
+        shared_size=size * config.integer("moe_num_shared_experts", 2, low=0, high=64),
+    )
+    return read_ernie(architecture, config, names=CheckpointNames(_SHARED_EXPERTS), experts=experts)
+
+
 def read_granite_moe(architecture: str, config: JsonObject) -> ModelArch:
     """Granite 3 MoE (IBM, 2024): the experts of a layer in one tensor, and perhaps one that sees every token."""
     experts = read_experts(
         config,
         count="num_local_experts",
         size="intermediate_size",
-        layers=_all_layers(config),
+        layers=all_layers(config),
         routing={"default_top_k": 2, "normalized": True},
         stacked=True,
         shared_size=config.integer("shared_intermediate_size", 0, low=0, high=MAX_WIDTH),
@@ -198,7 +223,7 @@ def read_hunyuan_moe(architecture: str, config: JsonObject) -> ModelArch:
         either(config, {"num_experts_per_tok": "moe_topk"}),
         count="num_experts",
         size="intermediate_size",
-        layers=_all_layers(config),
+        layers=all_layers(config),
         routing={"default_top_k": 1, "normalized": True},
         shared_size=size,
     )
@@ -206,75 +231,11 @@ def read_hunyuan_moe(architecture: str, config: JsonObject) -> ModelArch:
     return read_hunyuan(architecture, config, names=more, experts=experts)
 
 
-def read_experts(
-    config: JsonObject,
-    *,
-    count: str,
-    size: str,
-    layers: tuple[int, ...],
-    routing: dict[str, Any],
-    **more: Any,
-) -> ExpertsArch | None:
-    """The experts of the layers that have them, by the keys of their number and size; None if none has.
-
-    `routing` has what the family says of it, and `default_top_k`. Experts are gated by SiLU.
-    """
-    if not layers:
-        return None
-    config.choice("hidden_act", ("silu",), "silu")
-    experts = config.integer(count, high=MAX_EXPERTS)
-    default_top_k = routing.pop("default_top_k")
-    optional = {} if default_top_k is None else {"default": default_top_k}
-    top_k = config.integer("num_experts_per_tok", **optional, high=experts)
-    return ExpertsArch(
-        count=experts,
-        intermediate_size=config.integer(size, high=MAX_WIDTH),
-        routing=Routing(top_k, **routing),
-        layers=layers,
-        **more,
-    )
-
-
-def read_deepseek_experts(
-    config: JsonObject, *, default_top_k: int | None, first: int, shared: int, normalized: bool
-) -> ExpertsArch | None:
-    """Those of DeepSeek-V3 (arXiv:2412.19437), by its keys: groups, and a bias that keeps the load even.
-
-    The rest are defaults: of the experts of a token, the first sparse layer, the number of shared experts, and whether
-    weights are divided by their sum.
-    """
-    experts = config.integer("n_routed_experts", high=MAX_EXPERTS)
-    groups = config.integer("n_group", 1, high=experts)
-    if experts % groups:
-        raise config.wrong("n_group", f"a divisor of n_routed_experts ({experts})")
-    dense = config.integer("first_k_dense_replace", first, low=0)
-    size = config.integer("moe_intermediate_size", high=MAX_WIDTH)
-    return read_experts(
-        config,
-        count="n_routed_experts",
-        size="moe_intermediate_size",
-        layers=_all_layers(config)[dense:],
-        routing={
-            "default_top_k": default_top_k,
-            "scores": "sigmoid",
-            "groups": groups,
-            "top_groups": config.integer("topk_group", 1, high=groups),
-            "group_members": min(2, experts // groups),
-            "normalized": config.flag("norm_topk_prob", normalized),
-            "scale": config.number("routed_scaling_factor", 1.0),
-        },
-        correction_bias="gate.e_score_correction_bias",
-        shared_size=size * config.integer("n_shared_experts", shared, low=0, high=64),
-    )
-
-
 def _qwen_experts(config: JsonObject, *, default_top_k: int, **more: Any) -> ExpertsArch | None:
     """In every `decoder_sparse_step`-th layer but those that the file excepts."""
     step = config.integer("decoder_sparse_step", 1)
     excepted = config.numbers("mlp_only_layers") if "mlp_only_layers" in config else ()
-    layers = tuple(
-        layer for layer in _all_layers(config) if (layer + 1) % step == 0 and layer not in excepted
-    )
+    layers = tuple(layer for layer in all_layers(config) if (layer + 1) % step == 0 and layer not in excepted)
     normalized = config.flag("norm_topk_prob", False)
     return read_experts(
         either(config, {"num_experts": "num_local_experts"}),
@@ -284,7 +245,3 @@ def _qwen_experts(config: JsonObject, *, default_top_k: int, **more: Any) -> Exp
         routing={"default_top_k": default_top_k, "normalized": normalized},
         **more,
     )
-
-
-def _all_layers(config: JsonObject) -> tuple[int, ...]:
-    return tuple(range(config.integer("num_hidden_layers", high=MAX_LAYERS)))

@@ -1,0 +1,79 @@
+"""What sparse families read of their experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.config.arch import ExpertsArch, Routing
+from quire.models.families.fields import MAX_LAYERS, MAX_WIDTH
+from quire.models.json_object import JsonObject
+
+MAX_EXPERTS = 4096
+
+
+def read_experts(
+    config: JsonObject,
+    *,
+    count: str,
+    size: str,
+    layers: tuple[int, ...],
+    routing: dict[str, Any],
+    **more: Any,
+) -> ExpertsArch | None:
+    """The experts of the layers that have them, by the keys of their number and size; None if none has.
+
+    `routing` has what the family says of it, and `default_top_k`. Experts are gated by SiLU.
+    """
+    if not layers:
+        return None
+    config.choice("hidden_act", ("silu",), "silu")
+    experts = config.integer(count, high=MAX_EXPERTS)
+    default_top_k = routing.pop("default_top_k")
+    optional = {} if default_top_k is None else {"default": default_top_k}
+    most = experts // routing.get("groups", 1) * routing.get("top_groups", 1)
+    top_k = config.integer("num_experts_per_tok", **optional, high=most)
+    return ExpertsArch(
+        count=experts,
+        intermediate_size=config.integer(size, high=MAX_WIDTH),
+        routing=Routing(top_k, **routing),
+        layers=layers,
+        **more,
+    )
+
+
+def read_deepseek_experts(
+    config: JsonObject, *, default_top_k: int | None, first: int, shared: int, normalized: bool
+) -> ExpertsArch | None:
+    """Those of DeepSeek-V3 (arXiv:2412.19437), by its keys: groups, and a bias that keeps the load even.
+
+    The rest are defaults: of the experts of a token, the first sparse layer, the number of shared experts, and whether
+    weights are divided by their sum.
+    """
+    experts = config.integer("n_routed_experts", high=MAX_EXPERTS)
+    groups = config.integer("n_group", 1, high=experts)
+    if experts % groups:
+        raise config.wrong("n_group", f"a divisor of n_routed_experts ({experts})")
+    dense = config.integer("first_k_dense_replace", first, low=0)
+    size = config.integer("moe_intermediate_size", high=MAX_WIDTH)
+    return read_experts(
+        config,
+        count="n_routed_experts",
+        size="moe_intermediate_size",
+        layers=all_layers(config)[dense:],
+        routing={
+            "default_top_k": default_top_k,
+            "scores": "sigmoid",
+            "groups": groups,
+            "top_groups": config.integer("topk_group", 1, high=groups),
+            "group_members": min(2, experts // groups),
+            "normalized": config.flag("norm_topk_prob", normalized),
+            "scale": config.number("routed_scaling_factor", 1.0),
+        },
+        correction_bias="gate.e_score_correction_bias",
+        shared_size=size * config.integer("n_shared_experts", shared, low=0, high=64),
+    )
+
+
+def all_layers(config: JsonObject) -> tuple[int, ...]:
+    """The numbers of all layers."""
+    return tuple(range(config.integer("num_hidden_layers", high=MAX_LAYERS)))
