@@ -19,10 +19,13 @@ _ALL = SamplingParams(
 )
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 _RANDOM = SamplingParams(seed=0, max_tokens=1, logprobs=20)
-
 _SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
 
-_SMALL = (([1], _GREEDY), ([1, 1], _RANDOM), *(([length], _SCORED) for length in (9, 20, 40, 80, 300)))
+_SMALL: tuple[tuple[list[int], SamplingParams], ...] = (
+    ([1], _GREEDY),
+    ([1, 1], _RANDOM),
+    *(([length], _SCORED) for length in (9, 20, 40, 80, 300)),
+)
 """Tokens of the requests of small steps, and what they ask for: few rows take other tiles than many."""
 
 
