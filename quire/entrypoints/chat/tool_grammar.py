@@ -45,12 +45,21 @@ def calls_only(tools: ToolFormat, functions: Iterable[Function], *, at_most_one:
     Raises:
         ValidationError: they cannot be enforced in this format.
     """
-    call = either([_call(tools, function) for function in functions])
+    call = one_call(tools, functions)
     most = 1 if at_most_one else None
     if tools.each:
         return listed(row(fixed(tools.opening), call, fixed(tools.closing)), tools.separator, 1, most)
     content, end = _section(tools, call, most)
     return row(fixed(tools.opening), content, fixed(end))
+
+
+def one_call(tools: ToolFormat, functions: Iterable[Function]) -> Form:
+    """A call of one of these functions, without what stands around calls.
+
+    Raises:
+        ValidationError: one cannot be enforced in this format.
+    """
+    return either([_call(tools, function) for function in functions])
 
 
 def is_enforceable(tools: ToolFormat, function: Function) -> bool:
@@ -73,7 +82,7 @@ def calls_in_text(tools: ToolFormat, functions: Iterable[Function], *, at_most_o
     if marker is None:
         text = free_text(tools.opens, not_first=tools.bare)
         return either([calls_only(tools, calls, at_most_one=at_most_one), text])
-    call = either([_call(tools, function) for function in calls])
+    call = one_call(tools, calls)
     content, end = (call, tools.closing) if tools.each else _section(tools, call, 1 if at_most_one else None)
     tag = {"type": "tag", "begin": tools.opening, "content": content, "end": end}
     others = [opens for opens in tools.opens if opens != marker]

@@ -96,11 +96,11 @@ class ChatAnswer:
         params = beam_search_params(request, room, answers.shown_ids) or chat_params(
             request, engine.input_processor.default_sampling_params
         )
-        constraint = tool_constraint(self._server, request, self._tools)
         chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
         self._begin = chat.end
+        constraint = tool_constraint(self._server, request, self._tools, chat.end)
         if isinstance(params, SamplingParams):
-            params = answers.settled(params.settled(structured_outputs=constraint), chat.end)
+            params = answers.settled(params, chat.end).settled(structured_outputs=constraint)
         elif constraint is not None:
             raise ValidationError("a beam search cannot be held to a form", param="use_beam_search")
         prompt = with_options(TokensPrompt(prompt_token_ids=chat.token_ids), request)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from quire.entrypoints.chat.formats.constraint import either
+from quire.entrypoints.chat.answer_grammar import Calls
 from quire.entrypoints.chat.formats.events import Tools
 from quire.entrypoints.chat.formats.format import ToolFormat
-from quire.entrypoints.chat.tool_grammar import Function, calls_in_text, calls_only, is_enforceable
+from quire.entrypoints.chat.formats.model import PromptEnd
+from quire.entrypoints.chat.tool_grammar import Function, is_enforceable
 from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
 from quire.entrypoints.openai.protocol.constraints import constraint_of
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, Tool
@@ -44,45 +43,41 @@ def tools_in_use(server: ServerState, request: ChatCompletionRequest) -> Tools |
 
 
 def tool_constraint(
-    server: ServerState, request: ChatCompletionRequest, tools: Tools | None
+    server: ServerState, request: ChatCompletionRequest, tools: Tools | None, begin: PromptEnd
 ) -> StructuredOutputsParams | None:
-    """What the text must be: calls if they are asked for, else what the request says, or calls of its strict tools.
+    """What an answer that begins there must be: calls if they are asked for, or what the request says of its text, or
+    text with calls of its strict tools.
 
     Raises:
-        ValidationError: the constraint has no valid form, or the format of calls has no grammar.
+        ValidationError: the constraint has no valid form, or cannot be enforced.
     """
     wanted = constraint_of(request)
-    if tools is None:
-        return wanted
     must_call = request.tool_choice not in (None, "auto")
-    if not must_call and wanted is None and not any(tool.function.strict for tool in request.tools or []):
-        return None
-    return as_tag(_tag(_format(server), request, wanted, must_call=must_call), wanted)
-
-
-def _tag(
-    calls: ToolFormat,
-    request: ChatCompletionRequest,
-    wanted: StructuredOutputsParams | None,
-    *,
-    must_call: bool,
-) -> dict[str, Any]:
-    at_most_one = isinstance(request.tool_choice, dict) or not request.parallel_tool_calls
+    is_strict = any(tool.function.strict for tool in request.tools or [])
+    if tools is None or not (must_call or wanted or is_strict):
+        return server.answer_format.text_constraint(wanted, begin)
+    grammar, calls = server.answer_format.grammar(begin), _calls(server, request, must_call=must_call)
     if must_call:
-        required = _required_tools(request)
-        functions = [
-            _required(calls, _function(index, tool, strict=True), is_lenient=tool.function.strict is False)
-            for index, tool in enumerate(request.tools or [])
-            if tool in required
-        ]
-        return calls_only(calls, functions, at_most_one=at_most_one)
-    functions = [
-        _function(index, tool, strict=tool.function.strict is True)
-        for index, tool in enumerate(request.tools or [])
-    ]
+        return as_tag(grammar.calls(calls), wanted)
     if wanted is None:
-        return calls_in_text(calls, functions, at_most_one=at_most_one)
-    return either([as_format(wanted), calls_only(calls, functions, at_most_one=at_most_one)])
+        return as_tag(grammar.calls_in_text(calls))
+    return as_tag(grammar.text_or_calls(as_format(wanted), calls), wanted)
+
+
+def _calls(server: ServerState, request: ChatCompletionRequest, *, must_call: bool) -> Calls:
+    at_most_one = isinstance(request.tool_choice, dict) or not request.parallel_tool_calls
+    tools = list(enumerate(request.tools or []))
+    if not must_call:
+        functions = [_function(index, tool, strict=tool.function.strict is True) for index, tool in tools]
+        return Calls(functions, at_most_one)
+    row, required = server.answer_format.formats.tools, _required_tools(request)
+    assert row is not None, "`tools_in_use` has looked for it"
+    functions = [
+        _required(row, _function(index, tool, strict=True), is_lenient=tool.function.strict is False)
+        for index, tool in tools
+        if tool in required
+    ]
+    return Calls(functions, at_most_one)
 
 
 def _function(index: int, tool: Tool, *, strict: bool) -> Function:
@@ -111,15 +106,3 @@ def _required_tools(request: ChatCompletionRequest) -> list[Tool]:
             f"tool_choice names the function {name!r:.200}, and no tool does", param="tool_choice"
         )
     return named
-
-
-def _format(server: ServerState) -> ToolFormat:
-    formats = server.answer_format.formats
-    assert formats.tools is not None
-    if formats.is_harmony:
-        raise ValidationError(
-            f"--tool-call-parser {formats.tools.name} cannot be enforced, so calls cannot be required; send "
-            "tool_choice auto, and no strict tools",
-            param="tool_choice",
-        )
-    return formats.tools

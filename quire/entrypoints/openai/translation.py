@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.input_processor import TokenizedPrompt
+from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.chat_completions import ChatAnswer
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.parsing import checked
@@ -160,7 +161,7 @@ def check_translated(request: Request, fields: dict[str, Any], names: Mapping[st
     with renamed(names):
         chat, server = as_chat(request, fields), server_of(request)
         apply_terms(request, chat)
-        tool_constraint(server, chat, tools_in_use(server, chat))
+        tool_constraint(server, chat, tools_in_use(server, chat), PromptEnd())
         processor = server.engine.input_processor
         with client_names(chat):
             params = chat_params(chat, processor.default_sampling_params)

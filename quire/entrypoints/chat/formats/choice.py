@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from quire.entrypoints.chat.answer_grammar import AnswerGrammar, MarkerGrammar
 from quire.entrypoints.chat.formats.answer import AnswerParser, AnswerReader
 from quire.entrypoints.chat.formats.events import Event, Tools
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.entrypoints.chat.formats.harmony import MARKERS as HARMONY_MARKERS
-from quire.entrypoints.chat.formats.harmony import HarmonyReader
+from quire.entrypoints.chat.formats.harmony import HarmonyReader, Opening
+from quire.entrypoints.chat.formats.harmony_grammar import HarmonyGrammar
 from quire.entrypoints.chat.formats.reasoning import REASONING_FORMATS
 from quire.entrypoints.chat.formats.tools import TOOL_FORMATS
 from quire.plugins import PluginTable
@@ -45,7 +47,7 @@ class AnswerFormat:
         return f"tool calls are read as {tools} (--tool-call-parser), reasoning as {reasoning} (--reasoning-parser)"
 
     @property
-    def is_harmony(self) -> bool:
+    def _is_harmony(self) -> bool:
         return any(row is not None and row.name in HARMONY for row in (self.tools, self.reasoning))
 
     def reader(self, prompt: str, tools: Tools | None, *, continued: str = "") -> AnswerReader:
@@ -56,18 +58,28 @@ class AnswerFormat:
             tools: those of the request, if it may be answered with calls.
             continued: the message that the answer goes on with, if there is one.
         """
-        if self.is_harmony:
-            return HarmonyReader(prompt, has_tools=tools is not None)
+        if self._is_harmony:
+            return HarmonyReader(Opening.of(prompt, continued), has_tools=tools is not None)
         tool_format = self.tools if tools is not None else None
         if tool_format is None and self.reasoning is None:
             return PlainReader()
         in_reasoning = self.reasoning is not None and self.reasoning.is_open_after(prompt, continued)
         return AnswerParser(tool_format, self.reasoning, tools, in_reasoning=in_reasoning)
 
+    def grammar(self, prompt: str, *, continued: str = "") -> AnswerGrammar:
+        """Makes the constraints of one answer; arguments as those of `reader`."""
+        if self._is_harmony:
+            return HarmonyGrammar(self.tools, Opening.of(prompt, continued))
+        if self.reasoning is None:
+            return MarkerGrammar(self.tools, None)
+        is_open = self.reasoning.is_open_after(prompt, continued)
+        is_closed = bool(continued) or prompt.rstrip().endswith(self.reasoning.closes)
+        return MarkerGrammar(self.tools, self.reasoning, is_open=is_open, may_open=not is_closed)
+
     def shown_tokens(self, special_tokens: Iterable[str]) -> frozenset[str]:
         """Those of a tokenizer's special tokens that must be in the text for it to be read."""
         rows = [row for row in (self.tools, self.reasoning) if row is not None]
-        more = HARMONY_MARKERS if self.is_harmony else ()
+        more = HARMONY_MARKERS if self._is_harmony else ()
         return frozenset(
             token for token in special_tokens if token in more or any(row.shows(token) for row in rows)
         )

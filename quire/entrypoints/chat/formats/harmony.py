@@ -8,6 +8,7 @@ to=functions.f <|constrain|>json<|message|>{...}<|call|>`, and what is for the u
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.markers import Markers
@@ -19,31 +20,57 @@ MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 RECIPIENT = re.compile(r"to=functions\.([\w.\-]+)")
 
 
+class Opening(NamedTuple):
+    """Where an answer begins.
+
+    Attributes:
+        head: of the message that the prompt has begun; "" if it has begun none.
+        in_message: the text of that message has begun, too.
+        after_message: a whole message stands before the answer, so the next one begins with its role.
+    """
+
+    head: str = ""
+    in_message: bool = False
+    after_message: bool = False
+
+    @staticmethod
+    def of(prompt: str, continued: str = "") -> Opening:
+        """Only the end of the prompt is looked at; `continued` is the message that the answer goes on with, if any."""
+        _, _, begun = prompt.rstrip().rpartition(START)
+        head, message, said = begun.partition(MESSAGE)
+        if not continued and any(end in said for end in ENDS):
+            return Opening(after_message=True)
+        return Opening(head if CHANNEL in head else "", in_message=bool(message or continued))
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the message, of which the head is complete, is reasoning."""
+        _, _, rest = self.head.partition(CHANNEL)
+        return re.split(r"[\s<]", rest.lstrip(), maxsplit=1)[0] == "analysis"
+
+
 class HarmonyReader:
     """Reads one answer; see `AnswerReader`.
 
     Args:
-        prompt: what the answer goes on with; only its end is looked at.
         has_tools: messages to functions are calls; without tools they are text.
     """
 
     call_markers = ()
 
-    def __init__(self, prompt: str = "", *, has_tools: bool = True) -> None:
+    def __init__(self, opening: Opening, *, has_tools: bool = True) -> None:
         self._has_tools = has_tools
         self._thinks = False
         self._recipient: str | None = None
         self._in_message = Markers.of(*ENDS, START, CHANNEL)
         self._in_head = Markers.of(*MARKERS)
-        _, _, begun = prompt.rstrip().rpartition(START)
-        head, message, said = begun.partition(MESSAGE)
-        self._head = head if CHANNEL in head else ""
+        self._head = opening.head
         self._is_head = True
         self._space: list[str] = []
         """What stands before the first head, if it is but white space."""
         self._held = ""
         self._call: list[str] = []
-        if message and not said:
+        if opening.in_message:
             self._end_head()
 
     def feed(self, text: str) -> list[Event]:
@@ -62,8 +89,7 @@ class HarmonyReader:
 
     def _end_head(self) -> None:
         """The head is complete; its message follows."""
-        _, _, rest = self._head.partition(CHANNEL)
-        self._thinks = re.split(r"[\s<]", rest.lstrip(), maxsplit=1)[0] == "analysis"
+        self._thinks = Opening(self._head).thinks
         recipient = RECIPIENT.search(self._head)
         self._recipient = recipient[1] if recipient and self._has_tools else None
         self._is_head = False

@@ -6,16 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.entrypoints.chat.answer_grammar import AnswerGrammar
 from quire.entrypoints.chat.formats.answer import AnswerReader
 from quire.entrypoints.chat.formats.choice import AnswerFormat
 from quire.entrypoints.chat.formats.events import Reasoning, Tools
 from quire.entrypoints.chat.formats.thought_counter import ThoughtCounter, TokenIds
-from quire.entrypoints.chat.tool_grammar import after_reasoning
-from quire.errors import ValidationError
 from quire.inputs import Conversation
 from quire.outputs import Answer, ToolCall
 from quire.sampling_params import SamplingParams, ThinkingMarkers
-from quire.structured_output.params import PARAM, StructuredOutputsParams
+from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.structural_tag import as_format, as_tag
 
 
@@ -65,6 +64,10 @@ class ModelFormat:
         """Reads one answer; `tools` are those of a request that may be answered with calls."""
         return self.formats.reader(begin.text, tools, continued=begin.continued)
 
+    def grammar(self, begin: PromptEnd) -> AnswerGrammar:
+        """Makes the constraints of one answer."""
+        return self.formats.grammar(begin.text, continued=begin.continued)
+
     def read(self, text: str, begin: PromptEnd, tools: Tools | None) -> Answer:
         """A whole answer."""
         reader = self.reader(begin, tools)
@@ -88,37 +91,25 @@ class ModelFormat:
         """Sampling parameters of an answer that begins there, so that it can be read and its reasoning ended."""
         params = params.settled(
             shown_special_token_ids=self.shown_ids,
-            structured_outputs=self._behind_reasoning(params.structured_outputs, begin),
+            structured_outputs=self.text_constraint(params.structured_outputs, begin),
         )
         if params.thinking_token_budget is None or params.thinking_markers is not None:
             return params
         return params.settled(thinking_markers=self.thinking_markers(begin))
 
-    def _behind_reasoning(
+    def text_constraint(
         self, wanted: StructuredOutputsParams | None, begin: PromptEnd
     ) -> StructuredOutputsParams | None:
-        """A constraint on what follows the reasoning.
+        """The constraint on an answer whose text is wanted to be this; where that is all of it, as the client has it.
 
         Raises:
-            ValidationError: the model's answers are messages, which have no constraints.
+            ValidationError: it has no valid form, or cannot be enforced from there on.
         """
-        reasoning = self.formats.reasoning
         if wanted is None:
             return None
-        if self.formats.is_harmony:
-            raise ValidationError(
-                f"{PARAM} is not possible with the answers of this model: Harmony", param=PARAM
-            )
-        if reasoning is None:
-            return wanted
-        is_open = reasoning.is_open_after(begin.text, begin.continued)
-        is_closed = bool(begin.continued) or begin.text.rstrip().endswith(reasoning.closes)
-        if not is_open and is_closed:
-            return wanted
-        tag = after_reasoning(
-            as_format(wanted), reasoning, self.formats.tools, is_open=is_open, may_open=not is_closed
-        )
-        return as_tag(tag, wanted)
+        text = as_format(wanted)
+        answer = self.grammar(begin).text(text)
+        return wanted if answer is text else as_tag(answer, wanted)
 
     def thinking_markers(self, begin: PromptEnd) -> ThinkingMarkers | None:
         """What opens and closes the reasoning of an answer that begins there; None if the model does not reason."""

@@ -24,7 +24,9 @@ FORMATS = (
         "openai",
         (
             HeadedJson(
-                "<|channel|>commentary to=functions.", r"(?P<name>\S+)", "{name} <|constrain|>json<|message|>"
+                "<|channel|>commentary to=functions.",
+                r"(?P<name>[\w.\-]+) <\|constrain\|>json<\|message\|>",
+                "{name} <|constrain|>json<|message|>",
             ),
         ),
         opening="<|start|>assistant",
