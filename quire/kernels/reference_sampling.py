@@ -54,7 +54,7 @@ def penalise_rows(logits: Tensor, token_rows: Tensor, places: Tensor, factors: T
     for (sample, row, num_prompt, num_tokens), of_row in zip(places.tolist(), factors, strict=True):
         tokens = token_rows[row, :num_tokens].long()
         counts = torch.bincount(tokens[num_prompt:], minlength=vocab_size)
-        seen = tokens.unique()
+        seen = torch.bincount(tokens).nonzero().squeeze(1)
         repetition, frequency, presence = of_row
         subtracted = frequency * counts[seen] + presence * (counts[seen] > 0)
         apply_penalties(logits, sample * vocab_size + seen, repetition.expand(len(seen)), subtracted)
