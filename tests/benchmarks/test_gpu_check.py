@@ -47,7 +47,7 @@ def test_the_engine_checks_on_a_device_with_graphs(tmp_path: Path, monkeypatch: 
         one for one in engine_checks.checks(target, tmp_path) if "overlapped" in one.name or "200" in one.name
     ]
     outcomes = run_checks(checks, 60)
-    assert [outcome.passed for outcome in outcomes] == [True] * 3, [outcome.trouble for outcome in outcomes]
+    assert [outcome.passed for outcome in outcomes] == [True] * 4, [outcome.trouble for outcome in outcomes]
     assert any(device.replayed for device in devices)
 
 

@@ -44,7 +44,7 @@ def test_no_step_takes_more_than_was_left_for_it(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest step there can be, with penalties and logprobs for every row."""
-    monkeypatch.setattr(linear, "_SCRATCH", linear._Scratch())  # kept by the process, and so by other tests
+    monkeypatch.setattr(linear, "SCRATCH", linear._Scratch())  # kept by the process, and so by other tests
     config = prepared_config(tiny_model(name), max_model_len=64, max_num_seqs=4, max_num_batched_tokens=128)
     left = loaded(config.evolve(gpu_memory_utilization=1.0)).kv_memory().free_bytes
     driver = driver_of(config)
