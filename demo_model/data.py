@@ -76,8 +76,12 @@ def arithmetic(rng: random.Random, held: bool) -> list[Message]:
     if not held and rng.random() < 0.25:
         form = f"{{a}} {sign} {{b}}"
     question = roughen(form.format(a=a, b=b), rng, held)
-    total, tens, ones = (x + y if sign == "+" else x - y for x, y in ((a, b), (a // 10, b // 10), (a % 10, b % 10)))
-    thought = f"The tens make {tens} and the ones make {ones}."  # no sum of other operands: those may be held out
+    total, tens, ones = (
+        x + y if sign == "+" else x - y for x, y in ((a, b), (a // 10, b // 10), (a % 10, b % 10))
+    )
+    thought = (
+        f"The tens make {tens} and the ones make {ones}."  # no sum of other operands: those may be held out
+    )
     return [say("user", question), say("assistant", f"{a} {sign} {b} = {total}.", thought)]
 
 
@@ -115,7 +119,10 @@ def extraction(rng: random.Random, held: bool, unseen: bool = False) -> list[Mes
 
 def small_talk(rng: random.Random, held: bool) -> list[Message]:
     if rng.random() < 0.4:
-        return [say("user", unknown_question(rng, held)), say("assistant", talk.UNKNOWN_REPLY, talk.UNKNOWN_THOUGHT)]
+        return [
+            say("user", unknown_question(rng, held)),
+            say("assistant", talk.UNKNOWN_REPLY, talk.UNKNOWN_THOUGHT),
+        ]
     intent = rng.choice(talk.INTENTS)
     text = rng.choice(intent.held if held else intent.said)
     if rng.random() < 0.5:

@@ -45,7 +45,9 @@ class Muon(torch.optim.Optimizer):
             for matrix in group["params"]:
                 shapes.setdefault(matrix.shape, []).append(matrix)
             for (rows, columns), matrices in shapes.items():
-                updates = orthogonalized(torch.stack([self._momentum(m, group["momentum"]) for m in matrices]))
+                updates = orthogonalized(
+                    torch.stack([self._momentum(m, group["momentum"]) for m in matrices])
+                )
                 rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
                 for matrix, update in zip(matrices, updates, strict=True):
                     matrix.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=rate)

@@ -1,4 +1,4 @@
-"""Phrasings of all that is neither a fact nor a question for a tool; `HELD_*` lists are for the evaluation and never occur in training.
+"""Phrasings of all that is neither a fact nor for a tool; `HELD_*` lists never occur in training.
 
 A pattern like "[hi|hello][ there|]" stands for every choice of its bracketed alternatives.
 """

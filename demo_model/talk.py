@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from demo_model.phrases import expand_all
 
 ABILITIES = (
-    "I know simple facts, I add and subtract, I put a sentence into JSON, and I call tools for the weather and the time."
-)
+    "I know simple facts, I add and subtract, I put a sentence into JSON, "
+    "and I call tools for the weather and the time."
+)  # fmt: skip
 UNKNOWN_REPLY = "I do not know that; I am a toy model."
 UNKNOWN_THOUGHT = "This is not in my world."
 

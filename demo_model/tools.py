@@ -131,7 +131,9 @@ def ask_one(rng: random.Random, held: bool, kind: Kind, unseen: bool = False) ->
     return rng.choice(kind.of_one[held]).format(city=city), [(kind, city)]
 
 
-def ask_two_cities(rng: random.Random, held: bool, kind: Kind, unseen: bool = False) -> tuple[str, list[Call]]:
+def ask_two_cities(
+    rng: random.Random, held: bool, kind: Kind, unseen: bool = False
+) -> tuple[str, list[Call]]:
     first, second = values.place(rng, held, unseen), values.place(rng, held, unseen)
     while first == second:
         second = values.place(rng, held, unseen)
@@ -146,7 +148,9 @@ def ask_both_tools(rng: random.Random, held: bool, unseen: bool = False) -> tupl
     return question[0].upper() + question[1:], [(kind, city) for kind in kinds]
 
 
-def ask_several(rng: random.Random, held: bool, keys: dict[str, str], unseen: bool = False) -> tuple[str, list[Call]]:
+def ask_several(
+    rng: random.Random, held: bool, keys: dict[str, str], unseen: bool = False
+) -> tuple[str, list[Call]]:
     """A question for two calls of the offered tools."""
     if len(keys) == 2 and rng.random() < 0.4:
         return ask_both_tools(rng, held, unseen)
@@ -173,7 +177,9 @@ def exchange(
         thought = f"No {missing.noun} tool is offered to me."
         return [say("user", question), say("assistant", missing.refusal, thought)]
     wanted = " and ".join(f"the {kind.noun} in {city}" for kind, city in calls)
-    turn = say("assistant", "", f"I need {wanted}.") | {"tool_calls": [call_of(keys, *call) for call in calls]}
+    turn = say("assistant", "", f"I need {wanted}.") | {
+        "tool_calls": [call_of(keys, *call) for call in calls]
+    }
     results = [kind.result(rng, held, city) for kind, city in calls]
     answer = " ".join(said for _, said in results)
     thought = "The tool has answered." if len(calls) == 1 else "The tools have answered."

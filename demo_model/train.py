@@ -144,8 +144,10 @@ def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 def set_rates(opts: list[torch.optim.Optimizer], peak: float, step: int, progress: float) -> None:
     """Linear warm-up to `peak` times the usual rates, then a cosine down to one percent of it."""
-    factor = peak * min(1.0, (step + 1) / WARM_UP) * (
-        0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    factor = (
+        peak
+        * min(1.0, (step + 1) / WARM_UP)
+        * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
     )
     for opt, rate in zip(opts, (MUON_RATE, ADAMW_RATE), strict=True):
         opt.param_groups[0]["lr"] = rate * factor

@@ -118,7 +118,11 @@ def _misspelt(rng: random.Random) -> str:
     word = rng.choice(_REAL)
     for _ in range(rng.choice((1, 1, 2))):
         at, letters = rng.randrange(len(word)), _ACCENTED if rng.random() < 0.2 else _LETTERS
-        word = word[:at] + rng.choice((rng.choice(letters), rng.choice(letters), "")) + word[at + rng.randrange(2) :]
+        word = (
+            word[:at]
+            + rng.choice((rng.choice(letters), rng.choice(letters), ""))
+            + word[at + rng.randrange(2) :]
+        )
         word = word or rng.choice(_REAL)
     return word
 
