@@ -130,8 +130,8 @@ def test_calls_and_answers_follow_from_the_question(held: bool) -> None:
             assert city.lower() in question["content"].lower()
             assert f"the {tools.KINDS[function['name']].noun} in {city}" in turn["reasoning_content"]
             assert f" in {city}." in answer["content"]
-            said = re.findall(r"\d+:\d+|-?\d+", answer["content"])
-            assert any(value in result["content"] for value in said)
+        said = re.findall(r"\d+:\d+|-?\d+", answer["content"])
+        assert all(value in result["content"] for value, result in zip(said, results, strict=True))
 
 
 def test_a_tool_that_is_not_offered_is_not_called() -> None:
