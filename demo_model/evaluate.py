@@ -68,11 +68,9 @@ def answer_with_quire(model: str) -> Answerer:
     def answer(found: list[Case]) -> list[str]:
         replies = [""] * len(found)
         # One call takes one set of tools, so the chats without any go together and the others one by one.
-        plain = [
-            [i for i, one in enumerate(found) if not one.tools and one.thinks == thinks]
-            for thinks in (False, True)
-        ]
-        groups = [group for group in plain if group] + [[i] for i, one in enumerate(found) if one.tools]
+        groups: dict[tuple[int, bool], list[int]] = {}
+        for i, one in enumerate(found):
+            groups.setdefault((i if one.tools else -1, one.thinks), []).append(i)
         for group in groups.values():
             first, chats = found[group[0]], [found[i].messages for i in group]
             options = {"enable_thinking": first.thinks}

@@ -71,6 +71,9 @@ TIME = expand_all((
     "I [call|phone|write to] a friend in {city}, what time is it there?", "What does the clock say in {city}?",
     "[Will|Would] you [find out|get|tell me|look up] the time [in|for] {city}?", "The time in {city}, please.",
     "[Do you have|Have you got] the time [in|for] {city}?", "I fly to {city} today, what is the time there?",
+    "[I am|I live|I stay] in {city}[ now| today|], what is the time[ here|]?", "Which time is it in {city}[ now|]?",
+    "[Say|Can you say|Can you tell me|Do you know] how late it is in {city}[ now|]",
+    "[I am|I live] in {city} [now|today], what time is it[ here|]?", "Is it [dark|light] in {city}[ now|]?",
 ))  # fmt: skip
 HELD_TIME = expand_all((
     "Could you show me the time in {city}?", "What time is it in {city} at the moment?",

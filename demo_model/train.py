@@ -191,6 +191,7 @@ def train(args: argparse.Namespace, encoder: Encoder) -> None:
     if args.start:
         load(model, args.start / "model.safetensors")
     step, before = resume(model, args.work_dir) if args.resume else (0, 0.0)
+    first = step
     opts, began, saved, tokens, mean = optimizers(model), time.monotonic(), 0.0, 0, 0.0
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
     for batch in batches(encoder, args.seed + step):
@@ -200,7 +201,7 @@ def train(args: argparse.Namespace, encoder: Encoder) -> None:
         )
         if progress >= 1:
             break
-        set_rates(opts, args.rate, step, progress)
+        set_rates(opts, args.rate, step - first, progress)
         loss = loss_of(model, batch)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
