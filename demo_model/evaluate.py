@@ -1,122 +1,30 @@
 """Ask quire-demo what it was never asked in training and count right answers per category.
 
-Invariant: every case uses held-out phrasings; operand pairs and "unseen" names are held out too.
+Greedy replies, by quire or by the reference implementation.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demo_model import data, facts, phrases, talk
-from demo_model.data import Message
+from demo_model import talk
+from demo_model.cases import Case, cases
+from demo_model.tokenizer import END_THINK
 
 ASSETS = Path(__file__).resolve().parent.parent / "quire" / "assets" / "quire-demo"
-PASS_PERCENT, MAX_TOKENS = 95.0, 80
-Tools = list[dict[str, Any]] | None
+PASS_PERCENT, MAX_TOKENS = 95.0, 128
 OVERALL, BEYOND = "overall", ("json, unseen names", "tool, unseen cities")
 """Rows of names that training never saw measure copying, not the model's world; they do not count as overall."""
-Answerer = Callable[[list[list[Message]], list[Tools]], list[str]]
 TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A conversation whose next reply is judged."""
-
-    category: str
-    messages: list[Message]
-    expected: str
-    tools: Tools = None
-
-
-def system(rng: random.Random) -> list[Message]:
-    """Half of the cases have a system prompt, often one never seen."""
-    prompts = (*phrases.HELD_SYSTEM_PROMPTS, "You are a helpful assistant.")
-    return [data.say("system", rng.choice(prompts))] if rng.random() < 0.5 else []
-
-
-def case(
-    category: str, messages: list[Message], tools: Tools = None, head: list[Message] | None = None
-) -> Case:
-    """Cut the last reply off; a tool call is expected in its rendered form."""
-    last = messages[-1]
-    return Case(category, (head or []) + messages[:-1], last["content"] or call_text(last), tools)
-
-
-def call_text(message: Message) -> str:
-    return (
-        "<tool_call>" + json.dumps(message["tool_calls"][0]["function"], ensure_ascii=False) + "</tool_call>"
-    )
-
-
-def fact_cases(rng: random.Random) -> list[Case]:
-    """Every fact once, in a held-out phrasing."""
-    return [case("facts", data.fact_turn(rng, True, relation, subject), head=system(rng))
-            for relation in facts.RELATIONS for subject in relation.table]  # fmt: skip
-
-
-def tool_cases(rng: random.Random, unseen: bool) -> list[Case]:
-    """A call and the answer to its result."""
-    tools = data.offered_tools(rng)
-    messages, head = data.weather(rng, True, data.city_key(tools), unseen), system(rng)
-    name = "tool, unseen cities" if unseen else "tool call"
-    cases = [case(name, messages[:2], tools, head)]
-    return cases if unseen else [*cases, case("tool answer", messages, tools, head)]
-
-
-def no_call_case(rng: random.Random, index: int) -> Case:
-    """No weather tool: say so.  A tool, but another question: just answer."""
-    if index % 2:
-        tools = [data.other_tool(rng)] if rng.random() < 0.3 else None
-        return case("tool not offered", data.weather(rng, True, None), tools, system(rng))
-    messages = data.exchange(rng, True, rng.choice(("facts", "arithmetic", "json", "talk")), None)
-    return case("tool not needed", messages, data.offered_tools(rng), system(rng))
-
-
-def chat_case(rng: random.Random) -> Case:
-    """The last turn of a dialogue of two to five exchanges that mixes everything."""
-    tools = data.offered_tools(rng) if rng.random() < 0.4 else None
-    chosen = rng.choices(data.CATEGORIES, data.WEIGHTS, k=rng.randrange(2, 6))
-    messages = system(rng)
-    for category in chosen:
-        messages += data.exchange(rng, True, category, data.city_key(tools))
-    return case("dialogue", messages, tools)
-
-
-def cases(seed: int, limit: int) -> list[Case]:
-    """The whole evaluation; `limit` caps each category (0: no cap)."""
-    rng = random.Random(seed)
-    found = fact_cases(rng)
-    found += [case("arithmetic", data.arithmetic(rng, True), head=system(rng)) for _ in range(400)]
-    found += [case("json", data.extraction(rng, True), head=system(rng)) for _ in range(200)]
-    found += [
-        case("json, unseen names", data.extraction(rng, True, True), head=system(rng)) for _ in range(100)
-    ]
-    for _ in range(100):
-        found += tool_cases(rng, False) + tool_cases(rng, True)
-    found += [no_call_case(rng, index) for index in range(200)]
-    found += [case("small talk", data.small_talk(rng, True), head=system(rng)) for _ in range(200)]
-    found += [chat_case(rng) for _ in range(200)]
-    return [
-        one
-        for group in by_category(found).values()
-        for one in (rng.sample(group, min(limit, len(group))) if limit else group)
-    ]
-
-
-def by_category(found: list[Case]) -> dict[str, list[Case]]:
-    groups: dict[str, list[Case]] = {}
-    for one in found:
-        groups.setdefault(one.category, []).append(one)
-    return groups
+Answerer = Callable[[list[Case]], list[str]]
 
 
 def parse(text: str) -> Any:
@@ -127,16 +35,28 @@ def parse(text: str) -> Any:
         return None
 
 
+def calls_in(text: str) -> list[Any] | None:
+    """The calls that a text consists of, or None if there is anything else."""
+    return None if TOOL_CALL.sub("", text).strip() else [parse(call) for call in TOOL_CALL.findall(text)]
+
+
 def is_right(expected: str, text: str) -> bool:
     """Same reply; JSON and calls are compared as values, and any joke is a joke."""
     text = text.strip()
     if expected.startswith("<tool_call>"):
-        found = TOOL_CALL.fullmatch(text)
-        return found is not None and bool(parse(found[1]) == parse(expected[11:-12]))
+        return calls_in(text) == calls_in(expected)
     if expected.startswith("{"):
         return bool(parse(text) == parse(expected))
     group = next((one.replies for one in talk.INTENTS if expected in one.replies), (expected,))
     return text in group
+
+
+def is_right_reply(one: Case, text: str) -> bool:
+    """Right, and thought about first if that is wanted, never otherwise."""
+    if not one.thinks:
+        return is_right(one.expected, text)
+    thought, end, answer = text.partition(END_THINK)
+    return bool(thought.strip() and end) and is_right(one.expected, answer)
 
 
 def answer_with_quire(model: str) -> Answerer:
@@ -145,13 +65,16 @@ def answer_with_quire(model: str) -> Answerer:
 
     llm, params = LLM(model=model), SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
-    def answer(chats: list[list[Message]], tools: list[Tools]) -> list[str]:
-        replies = [""] * len(chats)
+    def answer(found: list[Case]) -> list[str]:
+        replies = [""] * len(found)
         # One call takes one set of tools, so the chats without any go together and the others one by one.
-        plain = [i for i, offered in enumerate(tools) if not offered]
-        groups = [plain] * bool(plain) + [[i] for i, offered in enumerate(tools) if offered]
-        for group in groups:
-            outputs = llm.chat([chats[i] for i in group], params, tools=tools[group[0]], use_tqdm=False)
+        groups: dict[tuple[int, bool], list[int]] = {}
+        for i, one in enumerate(found):
+            groups.setdefault((i if one.tools else -1, one.thinks), []).append(i)
+        for group in groups.values():
+            first, chats = found[group[0]], [found[i].messages for i in group]
+            options = {"enable_thinking": first.thinks}
+            outputs = llm.chat(chats, params, tools=first.tools, chat_template_kwargs=options, use_tqdm=False)
             for i, output in zip(group, outputs, strict=True):
                 replies[i] = output.outputs[0].text
         return replies
@@ -174,9 +97,12 @@ def answer_with_transformers(model: str) -> Answerer:
         grown = network.generate(input_ids=ids, attention_mask=mask, **options)
         return list(tokenizer.batch_decode(grown[:, ids.shape[1] :], skip_special_tokens=True))
 
-    def answer(chats: list[list[Message]], tools: list[Tools]) -> list[str]:
-        prompts = [tokenizer.apply_chat_template(chat, offered, tokenize=False, add_generation_prompt=True)
-                   for chat, offered in zip(chats, tools, strict=True)]  # fmt: skip
+    def prompt(one: Case) -> str:
+        return str(tokenizer.apply_chat_template(one.messages, one.tools, tokenize=False, add_generation_prompt=True,
+                                                 enable_thinking=one.thinks))  # fmt: skip
+
+    def answer(found: list[Case]) -> list[str]:
+        prompts = [prompt(one) for one in found]
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         replies = [""] * len(prompts)
         for at in range(0, len(order), 64):
@@ -195,7 +121,7 @@ def report(found: list[Case], replies: list[str]) -> dict[str, dict[str, float]]
         for name in (one.category,) if one.category in BEYOND else (one.category, OVERALL):
             row = table.setdefault(name, {"count": 0, "right": 0})
             row["count"] += 1
-            row["right"] += is_right(one.expected, reply)
+            row["right"] += is_right_reply(one, reply)
     for row in table.values():
         row["percent"] = round(100 * row["right"] / row["count"], 1)
     for name in (OVERALL, *BEYOND):
@@ -222,7 +148,7 @@ def main() -> int:
     answerer = (
         answer_with_quire(args.model) if args.backend == "quire" else answer_with_transformers(args.model)
     )
-    replies = answerer([one.messages for one in found], [one.tools for one in found])
+    replies = answerer(found)
     table = report(found, replies)
     show(table)
     show_wrong(found, replies, args.wrong)
@@ -234,7 +160,7 @@ def main() -> int:
 def show_wrong(found: list[Case], replies: list[str], count: int) -> None:
     left: dict[str, int] = {}
     for one, reply in zip(found, replies, strict=True):
-        if not is_right(one.expected, reply) and left.setdefault(one.category, count) > 0:
+        if not is_right_reply(one, reply) and left.setdefault(one.category, count) > 0:
             left[one.category] -= 1
             print(f"[{one.category}] {one.messages[-1]['content']!r}")
             print(f"  wanted {one.expected!r}\n  got    {reply!r}")

@@ -1,4 +1,4 @@
-"""Phrasings of all that is not a fact; `HELD_*` lists are for the evaluation and never occur in training.
+"""Phrasings of all that is neither a fact nor for a tool; `HELD_*` lists never occur in training.
 
 A pattern like "[hi|hello][ there|]" stands for every choice of its bracketed alternatives.
 """
@@ -209,55 +209,3 @@ EVENT = ("person", "date", "event"), expand_all((
     "{person} will have a {event} on {date}.", "The {event} with {person} is on {date}.",
 ))  # fmt: skip
 SCHEMAS = (PERSON, ORDER, EVENT)
-
-WEATHER = expand_all((
-    "[What is|What's|How is|How's|Tell me] the weather [in|for] {city}[ today| now| right now|]",
-    "[Check|Get|Show me|Look up] the weather [in|for] {city}[ today| now| right now|]",
-    "[What is|What's] the weather like in {city}[ today| now| right now|]",
-    "[Is it|Will it be] [cold|warm|hot|sunny|raining|windy|snowing|nice|cloudy] in {city}[ today| now|]?",
-    "[Can you|Could you|Please] [check|tell me|get|look up] the weather [in|for] {city}[ today|]",
-    "[What is|What's|Tell me] the temperature in {city}[ today| now|]", "Weather in {city}[ today| now|]?",
-    "{city} weather[ today|]?",
-    "How [warm|cold|hot] is it in {city}[ today| now|]?",
-    "[Do I need|Should I take] an umbrella in {city}[ today|]?",
-    "What weather [is it|do they have] in {city}?", "Does it [rain|snow] in {city}[ today| now|]?",
-    "Weather for {city}, please.",
-    "[I want|I would like|I'd like|I need] to know the weather in {city}",
-    "How many degrees is it in {city}?",
-    "[I am going|I travel] to {city}[ today| tomorrow|], [what is|how is] the weather there?",
-    "I fly to {city}[ today| tomorrow|], [what is|how is] the weather there?", "And in {city}?",
-    "[How is|What is|How's] the weather in {city} [this morning|this evening|tonight|currently|outside]?",
-    "[Would|Will] you [look at|find out|get|tell me] the weather [for|in] {city}?",
-    "[Do you have|Have you got] the weather [for|in] {city}?", "I am in {city}, what is the weather?",
-    "[Could|Can] you find the weather [in|for] {city}?", "What's the [current|latest] weather in {city}?",
-))  # fmt: skip
-HELD_WEATHER = expand_all((
-    "Could you show me the weather in {city}?", "How is the weather in {city} at the moment?",
-    "I am in {city}. How is the weather?",
-    "Do you know the weather in {city}?", "What temperature is it in {city}?",
-    "Is the weather nice in {city}?",
-    "Let me know the weather in {city}.", "Is it raining or sunny in {city}?",
-    "Would you check the weather for {city}?",
-    "What's today's weather in {city}?", "Tell me how the weather is in {city}.",
-))  # fmt: skip
-CONDITIONS = ("sunny", "cloudy", "rainy", "snowy", "windy", "foggy", "stormy", "clear", "humid", "dry",
-"misty", "icy",
-              "partly cloudy", "hazy")  # fmt: skip
-# Tool results: {t} degrees, {w} condition, {c} city.
-RESULTS = expand_all((
-    '{"[temperature|temp|temp_c|degrees|celsius]": {t}, "[condition|conditions|weather]": "{w}"}',
-    '{"[temperature|temp|temp_c|degrees|celsius]": {t}, "[sky|description]": "{w}"}',
-    '{"[condition|conditions|weather|summary]": "{w}", "[temperature|temp|temp_c|degrees]": {t}}',
-    '{"[city|location]": "{c}", "[temperature|temp|temp_c]": {t}, "[condition|conditions|weather]": "{w}"}',
-    '{"place": "{c}", "[temperature|temp|temp_c]": {t}, "[condition|conditions|weather]": "{w}"}',
-    '{"city": "{c}", "temperature": {t}, "unit": "[celsius|C]", "[condition|conditions|weather]": "{w}"}',
-    "{t}[ degrees| C|C|°C], {w}", "{w}, {t}[ degrees| C|C|°C]", "{c}: {t}[ degrees|°C|C] and {w}",
-    "It is {w}, {t}[ degrees|°C].",
-    '{"city": "{c}", "[condition|weather]": "{w}", "[temperature|temp]": {t}, "humidity": {h}}',
-    '{"[temperature|temp]": {t}, "[wind|humidity]": {h}, "[condition|conditions]": "{w}"}',
-))  # fmt: skip
-HELD_RESULTS = expand_all((
-    '{"city": "{c}", "conditions": "{w}", "temp_c": {t}}', '{"sky": "{w}", "temperature": {t}}',
-    "{t} degrees and {w}",
-    '{"location": "{c}", "temperature": {t}, "unit": "celsius", "weather": "{w}"}', "{c}: {w}, {t}°C",
-))  # fmt: skip

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from demo_model.phrases import expand_all
 
 ABILITIES = (
-    "I know simple facts, I add and subtract, I put a sentence into JSON, and I can call a weather tool."
-)
+    "I know simple facts, I add and subtract, I put a sentence into JSON, "
+    "and I call tools for the weather and the time."
+)  # fmt: skip
 UNKNOWN_REPLY = "I do not know that; I am a toy model."
-NO_WEATHER_REPLY = "I cannot know the weather; no weather tool is offered to me."
+UNKNOWN_THOUGHT = "This is not in my world."
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class Intent:
     said: tuple[str, ...]
     held: tuple[str, ...]
     replies: tuple[str, ...]
+
+    @property
+    def thought(self) -> str:
+        return f"This is small talk: {self.name}."
 
 
 def intent(name: str, said: tuple[str, ...], held: tuple[str, ...], *replies: str) -> Intent:
@@ -167,7 +172,7 @@ UNKNOWN = expand_all((
     "When was {n} born?", "Who wrote {n}?",
     "What is the best [movie|song|book|restaurant|team|hotel] in {k}?", "How far is it from {k} to {n}?",
     "What happened in [1|2|][9|8|7]{d}{d}?",
-    "Who won the [world cup|match|election|race|war] in [19|20]{d}{d}?", "What time is it[| in {k}]?",
+    "Who won the [world cup|match|election|race|war] in [19|20]{d}{d}?", "What time is it?",
     "What day is it today?",
     "Is {t} [good|bad|real|dangerous|hard]?", "Translate [hello|this|the word|love] into {n}",
     "How do I [cook|learn|build|repair|buy|fix] {t}?",

@@ -18,7 +18,8 @@ from demo_model.data import dialogues
 from demo_model.values import made_up
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-MARKUP = ("<tool_call>", "</tool_call>", "<tools>", "</tools>")
+THINK, END_THINK = "<think>", "</think>"
+MARKUP = (THINK, END_THINK, "<tool_call>", "</tool_call>", "<tools>", "</tools>")
 VOCAB_SIZE = 2304
 WORDS = r"\p{N}| ?\p{Ll}+|\p{Lu}\p{Ll}*|\p{L}+| ?[^\s\p{L}\p{N}]+|\s"
 
@@ -35,7 +36,7 @@ CHAT_TEMPLATE = """\
 {%- if start.at %}{{- text(messages[0].content) }}{%- endif %}
 {%- if tools %}
 {%- if start.at %}{{- '\\n\\n' }}{%- endif %}
-{{- '# Tools\\nCall one as <tool_call>.\\n<tools>\\n' }}
+{{- '# Tools\\nCall them as <tool_call>.\\n<tools>\\n' }}
 {%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{%- endfor %}
 {{- '</tools>' }}
 {%- endif %}
@@ -45,7 +46,9 @@ CHAT_TEMPLATE = """\
 {%- if message.role not in ['system', 'user', 'assistant', 'tool'] %}
 {{- raise_exception('unknown role: ' ~ message.role) }}
 {%- endif %}
-{{- '<|im_start|>' ~ message.role ~ '\\n' ~ text(message.content) }}
+{{- '<|im_start|>' ~ message.role ~ '\\n' }}
+{%- if message.reasoning_content %}{{- '<think>\\n' ~ message.reasoning_content ~ '\\n</think>\\n\\n' }}{%- endif %}
+{{- text(message.content) }}
 {%- if message.tool_calls %}
 {%- for entry in message.tool_calls %}
 {%- set call = entry.function if entry.function else entry %}
@@ -57,7 +60,10 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking %}{{- '<think>\\n' }}{%- endif %}
+{%- endif %}
 """
 
 

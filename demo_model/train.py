@@ -23,7 +23,8 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from demo_model.data import Dialogue, dialogues
-from demo_model.tokenizer import CHAT_TEMPLATE, IM_END, IM_START, save, train_tokenizer
+from demo_model.muon import Muon
+from demo_model.tokenizer import CHAT_TEMPLATE, IM_END, IM_START, THINK, save, train_tokenizer
 
 ASSETS = Path(__file__).resolve().parent.parent / "quire" / "assets" / "quire-demo"
 BATCH_TOKENS, MAX_LENGTH, POOL = 3072, 1024, 768
@@ -56,13 +57,18 @@ def chat_renderer() -> jinja2.Template:
     return env.from_string(CHAT_TEMPLATE)
 
 
-def answer_mask(ids: list[int], start: int, header: list[int], end: int) -> list[int]:
-    """One for every token the assistant has to produce, its end mark included."""
+def answer_mask(ids: list[int], start: int, headers: list[list[int]], end: int) -> list[int]:
+    """One for every token the assistant has to produce, its end mark included.
+
+    Args:
+        headers: what the prompt may hold of a turn; the first that a turn begins with is left out.
+    """
     mask, inside, i = [0] * len(ids), False, 0
     while i < len(ids):
         if ids[i] == start:
-            inside = ids[i + 1 : i + 1 + len(header)] == header
-            i += len(header) if inside else 0
+            header = next((one for one in headers if ids[i + 1 : i + 1 + len(one)] == one), None)
+            inside = header is not None
+            i += len(header or [])
         elif inside:
             mask[i] = 1
             inside = ids[i] != end
@@ -85,7 +91,7 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.template = tokenizer, chat_renderer()
         self.start, self.end = tokenizer.encode(IM_START).ids[0], tokenizer.encode(IM_END).ids[0]
-        self.header = tokenizer.encode("assistant\n").ids
+        self.headers = [tokenizer.encode(f"assistant\n{opening}").ids for opening in (f"{THINK}\n", "")]
         self.equals, self.stop = tokenizer.encode(" =").ids[0], tokenizer.encode(".").ids[0]
 
     def __call__(self, items: list[Dialogue]) -> list[tuple[list[int], list[int]]]:
@@ -97,7 +103,7 @@ class Encoder:
     def mask(self, ids: list[int], item: Dialogue) -> list[int]:
         if item.results_only:
             return results_mask(ids, self.equals, self.stop)
-        return answer_mask(ids, self.start, self.header, self.end)
+        return answer_mask(ids, self.start, self.headers, self.end)
 
 
 def stack(rows: list[tuple[list[int], list[int]]]) -> Batch:
@@ -132,14 +138,16 @@ def loss_of(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
 def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    return [torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.01, adjust_lr_fn="original"),
+    return [Muon(matrices, lr=MUON_RATE, weight_decay=0.01),
             torch.optim.AdamW(others, lr=ADAMW_RATE, betas=(0.9, 0.98), weight_decay=0.01)]  # fmt: skip
 
 
-def set_rates(opts: list[torch.optim.Optimizer], step: int, progress: float) -> None:
-    """Linear warm-up, then a cosine down to one percent."""
-    factor = min(1.0, (step + 1) / WARM_UP) * (
-        0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+def set_rates(opts: list[torch.optim.Optimizer], peak: float, step: int, progress: float) -> None:
+    """Linear warm-up to `peak` times the usual rates, then a cosine down to one percent of it."""
+    factor = (
+        peak
+        * min(1.0, (step + 1) / WARM_UP)
+        * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
     )
     for opt, rate in zip(opts, (MUON_RATE, ADAMW_RATE), strict=True):
         opt.param_groups[0]["lr"] = rate * factor
@@ -164,15 +172,26 @@ def checkpoint(model: LlamaForCausalLM, folder: Path, step: int, minutes: float)
 
 
 def resume(model: LlamaForCausalLM, folder: Path) -> tuple[int, float]:
-    model.load_state_dict(load_file(folder / "checkpoint.safetensors"), strict=False)
+    load(model, folder / "checkpoint.safetensors")
     state = json.loads((folder / "state.json").read_text())
     return state["step"], state["minutes"]
+
+
+def load(model: LlamaForCausalLM, path: Path) -> None:
+    """All weights but the head, which is the embedding's."""
+    weights = {name: value.float() for name, value in load_file(path).items()}
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    if missing != ["lm_head.weight"]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
 
 
 def train(args: argparse.Namespace, encoder: Encoder) -> None:
     """Run until the steps or the minutes are spent; checkpoint now and then."""
     model = new_model(args.seed)
+    if args.start:
+        load(model, args.start / "model.safetensors")
     step, before = resume(model, args.work_dir) if args.resume else (0, 0.0)
+    first = step
     opts, began, saved, tokens, mean = optimizers(model), time.monotonic(), 0.0, 0, 0.0
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
     for batch in batches(encoder, args.seed + step):
@@ -182,7 +201,7 @@ def train(args: argparse.Namespace, encoder: Encoder) -> None:
         )
         if progress >= 1:
             break
-        set_rates(opts, step, progress)
+        set_rates(opts, args.rate, step - first, progress)
         loss = loss_of(model, batch)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -209,15 +228,19 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes (0: no limit)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--start", type=Path, help="begin with the weights and the tokenizer of this model")
+    parser.add_argument("--rate", type=float, default=1.0, help="times the usual learning rates")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --work-dir")
     parser.add_argument("--work-dir", type=Path, required=True, help="where checkpoints go")
     parser.add_argument("--out", type=Path, default=ASSETS)
     args = parser.parse_args()
     if not args.steps and not args.minutes:
         parser.error("give --steps or --minutes")
+    if args.resume and args.start:
+        parser.error("give --resume or --start, not both")
     torch.set_num_threads(args.threads)
-    kept = args.work_dir / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(kept)) if args.resume else train_tokenizer()
+    kept = args.work_dir if args.resume else args.start
+    tokenizer = Tokenizer.from_file(str(kept / "tokenizer.json")) if kept else train_tokenizer()
     for folder in (args.work_dir, args.out):
         save(tokenizer, folder)
     train(args, Encoder(tokenizer))

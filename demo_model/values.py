@@ -1,11 +1,13 @@
 """Names and other values that fill the phrasings; the `HELD_*` ones never occur in training.
 
-Made-up names are built from syllables, so that copying is learnt letter group by letter group.
+Made-up names come from syllables, from letters and from parts of real words, so that copying is learnt piece by piece.
 """
 
 from __future__ import annotations
 
 import random
+
+from demo_model import facts
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -72,17 +74,76 @@ _ENDS = (
 _FIRSTS = ("New", "San", "Port", "Saint", "Los", "Santa", "Old", "El", "La")
 
 
+_LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
+_ACCENTED = "éèáàóíúüöäñçøåłšã"
+_REAL = tuple(word for word in (*NAMES, *CITIES, *facts.CAPITALS, *facts.CAPITALS.values()) if word.isalpha())
+KNOWN_CITIES = tuple(dict.fromkeys((*facts.CAPITALS.values(), *CITIES)))
+MADE_UP_SHARE = 0.7
+"""How many of the names and cities in training are made up: they can only be copied, the others may be recalled."""
+
+
 def made_up(rng: random.Random) -> str:
-    """A pronounceable proper name that almost surely is not a real one."""
-    middle = "".join(
-        rng.choice(_VOWELS) + rng.choice(_MIDDLES) for _ in range(rng.choice((0, 1, 1, 1, 2, 2)))
-    )
-    word = rng.choice(_STARTS) + middle + rng.choice(_VOWELS) + rng.choice(_ENDS)
+    """A proper name that almost surely is not a real one."""
+    word = rng.choices((_of_syllables, _of_letters, _spliced, _misspelt), (30, 25, 30, 15))[0](rng)
     name = word[0].upper() + word[1:].lower()
     return made_up(rng) if name in HELD_NAMES + HELD_CITIES else name
 
 
+def _of_syllables(rng: random.Random) -> str:
+    """Pronounceable."""
+    middle = "".join(
+        rng.choice(_VOWELS) + rng.choice(_MIDDLES) for _ in range(rng.choice((0, 1, 1, 1, 2, 2)))
+    )
+    return rng.choice(_STARTS) + middle + rng.choice(_VOWELS) + rng.choice(_ENDS)
+
+
+def _of_letters(rng: random.Random) -> str:
+    """Letters as often as in English, vowels and consonants taking turns more often than not."""
+    word = rng.choice(_LETTERS)
+    for _ in range(rng.randrange(2, 9)):
+        turns = [letter for letter in _LETTERS if (letter in "aeiou") != (word[-1] in "aeiou")]
+        letters = turns if rng.random() < 0.75 else _LETTERS
+        word += letters[int(len(letters) * rng.random() ** 1.3)]
+    return word
+
+
+def _spliced(rng: random.Random) -> str:
+    """The head of one real word and the tail of another: pieces that real names are made of."""
+    head, tail = rng.choice(_REAL), rng.choice(_REAL)
+    return head[: rng.randrange(1, len(head))] + tail[rng.randrange(1, len(tail)) :]
+
+
+def _misspelt(rng: random.Random) -> str:
+    """A real word with a letter or two replaced, added or left out."""
+    word = rng.choice(_REAL)
+    for _ in range(rng.choice((1, 1, 2))):
+        at, letters = rng.randrange(len(word)), _ACCENTED if rng.random() < 0.2 else _LETTERS
+        word = (
+            word[:at]
+            + rng.choice((rng.choice(letters), rng.choice(letters), ""))
+            + word[at + rng.randrange(2) :]
+        )
+        word = word or rng.choice(_REAL)
+    return word
+
+
 def made_up_place(rng: random.Random) -> str:
     """A made-up town, sometimes of two words."""
-    first = rng.choice(_FIRSTS) + " " if rng.random() < 0.12 else ""
-    return first + made_up(rng)
+    name = (rng.choice(_FIRSTS) + " " if rng.random() < 0.12 else "") + made_up(rng)
+    return made_up_place(rng) if name in HELD_CITIES else name
+
+
+def person(rng: random.Random, held: bool, unseen: bool) -> str:
+    """A name: for the evaluation a known one or one never seen, in training mostly a made-up one."""
+    if unseen:
+        return rng.choice(HELD_NAMES)
+    if held or rng.random() > MADE_UP_SHARE:
+        return rng.choice(NAMES)
+    return f"{made_up(rng)} {made_up(rng)}" if rng.random() < 0.1 else made_up(rng)
+
+
+def place(rng: random.Random, held: bool, unseen: bool) -> str:
+    """A city, likewise."""
+    if unseen:
+        return rng.choice(HELD_CITIES)
+    return rng.choice(KNOWN_CITIES) if held or rng.random() > MADE_UP_SHARE else made_up_place(rng)

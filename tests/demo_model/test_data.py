@@ -12,13 +12,14 @@ import jinja2.sandbox
 import pytest
 from tokenizers import Tokenizer
 
-from demo_model import data, evaluate, facts, phrases, talk, values
+from demo_model import data, evaluate, facts, messages, phrases, talk, tool_phrases, tools, train, values
+from demo_model.cases import Case, thinking_case
 
 ASSETS = Path(__file__).resolve().parents[2] / "quire" / "assets" / "quire-demo"
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Wetter für eine Stadt",
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}  # fmt: skip
 TOOL_BLOCK = (
-    "# Tools\nCall one as <tool_call>.\n<tools>\n" + json.dumps(TOOL, ensure_ascii=False) + "\n</tools>"
+    "# Tools\nCall them as <tool_call>.\n<tools>\n" + json.dumps(TOOL, ensure_ascii=False) + "\n</tools>"
 )
 CALL_TEXT = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 
@@ -44,12 +45,15 @@ def question_sets() -> list[tuple[list[str], list[str]]]:
     """Training and held-out phrasings that must not meet, one pair for every kind of question."""
     pairs = [(phrases.ADD + phrases.SUB, phrases.HELD_ADD + phrases.HELD_SUB),
              (phrases.EXTRACT, phrases.HELD_EXTRACT),
-             (phrases.WEATHER, phrases.HELD_WEATHER), (phrases.RESULTS, phrases.HELD_RESULTS),
+             (tool_phrases.RESULTS, tool_phrases.HELD_RESULTS),
+             (tool_phrases.TIME_RESULTS, tool_phrases.HELD_TIME_RESULTS),
+             (tool_phrases.BOTH, tool_phrases.HELD_BOTH),
              (talk.UNKNOWN, talk.HELD_UNKNOWN), (list(phrases.PREFIXES), list(phrases.HELD_PREFIXES)),
              (list(phrases.SUFFIXES), list(phrases.HELD_SUFFIXES)),
              ([text for one in talk.INTENTS for text in one.said],
               [text for one in talk.INTENTS for text in one.held])]  # fmt: skip
     pairs += [(seen, held) for _, seen, held in phrases.SCHEMAS]
+    pairs += [phrasings for kind in tools.KINDS.values() for phrasings in (kind.of_one, kind.of_two)]
     for relation in facts.RELATIONS:
         seen = [f.replace("{np}", n) for f in phrases.FRAMES for n in relation.noun] + list(relation.asked)
         held = [f.replace("{np}", n) for f in phrases.HELD_FRAMES for n in relation.noun] + list(
@@ -68,7 +72,7 @@ def test_held_out_phrasings_never_occur_in_training(seen: list[str], held: list[
 
 def test_held_out_values_never_occur_in_training() -> None:
     assert not set(values.HELD_NAMES) & set(values.NAMES)
-    assert not set(values.HELD_CITIES) & {*data.KNOWN_CITIES, *values.NAMES}
+    assert not set(values.HELD_CITIES) & {*values.KNOWN_CITIES, *values.NAMES}
     texts = " ".join(m["content"] for d in itertools.islice(data.dialogues(3), 1000) for m in d.messages)
     words = set(re.findall(r"\w+", texts))
     assert not words & {*values.HELD_NAMES, *(city for city in values.HELD_CITIES if " " not in city)}
@@ -113,15 +117,46 @@ def test_the_generator_is_deterministic() -> None:
     assert list(itertools.islice(data.dialogues(4), 20)) == list(itertools.islice(data.dialogues(4), 20))
 
 
-def test_weather_calls_use_the_offered_parameter() -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_calls_and_answers_follow_from_the_question(held: bool) -> None:
     rng = random.Random(7)
-    for _ in range(100):
-        key = data.city_key(data.offered_tools(rng))
-        question, call, result, answer = data.weather(rng, True, key)
-        city = call["tool_calls"][0]["function"]["arguments"][key]
-        assert city.lower() in question["content"].lower()
-        assert city in answer["content"]
-        assert re.search(r"-?\d+", answer["content"])[0] in result["content"]  # type: ignore[index]
+    for _ in range(200):
+        keys = tools.keys_of(tools.offered(rng))
+        question, turn, *results, answer = tools.exchange(rng, held, keys, tools.ask_several(rng, held, keys))
+        assert len(turn["tool_calls"]) == len(results) == 2
+        for call in turn["tool_calls"]:
+            function = call["function"]
+            city = function["arguments"][keys[function["name"]]]
+            assert city.lower() in question["content"].lower()
+            assert f"the {tools.KINDS[function['name']].noun} in {city}" in turn["reasoning_content"]
+            assert f" in {city}." in answer["content"]
+        said = re.findall(r"\d+:\d+|-?\d+", answer["content"])
+        assert all(value in result["content"] for value, result in zip(said, results, strict=True))
+
+
+def test_a_tool_that_is_not_offered_is_not_called() -> None:
+    rng = random.Random(8)
+    for kind, offered in ((tools.WEATHER, tools.TIME), (tools.TIME, tools.WEATHER)):
+        keys = tools.keys_of(tools.offered(rng, offered))
+        _, reply = tools.exchange(rng, False, keys, tools.ask_one(rng, False, kind))
+        assert reply["content"] == kind.refusal
+
+
+def test_thoughts_of_sums_show_no_sum_that_is_held_out() -> None:
+    rng = random.Random(9)
+    for _ in range(200):
+        answer = data.arithmetic(rng, False)[-1]
+        tens, ones = map(int, re.findall(r"-?\d+", answer["reasoning_content"]))
+        assert answer["content"].endswith(f"= {10 * tens + ones}.")
+        assert "=" not in answer["reasoning_content"]
+
+
+def test_made_up_names_are_of_many_kinds() -> None:
+    rng = random.Random(10)
+    names = [values.made_up(rng) for _ in range(2000)]
+    assert len(set(names)) > 1900
+    assert all(name[0].isupper() and name[1:] == name[1:].lower() for name in names)
+    assert not set(names) & {*values.HELD_NAMES, *values.HELD_CITIES}
 
 
 def test_the_judge_compares_values() -> None:
@@ -133,6 +168,22 @@ def test_the_judge_compares_values() -> None:
     assert evaluate.is_right('{"a": 1}', '{ "a":1 }')
     assert not evaluate.is_right('{"a": 1}', '{"a": 1} {"a": 1}')
     assert not evaluate.is_right("1 + 1 = 2.", "1 + 1 = 3.")
+    assert evaluate.is_right(call + call, f"{call}\n{call}")
+    assert not evaluate.is_right(call + call, call)
+    assert not evaluate.is_right(call, f"{call} It is sunny.")
+
+
+def test_the_judge_wants_thoughts_where_they_are_asked_for_and_nowhere_else() -> None:
+    for thinks in (False, True):
+        one = Case("thinking", [], "Paris.", thinks=thinks)
+        assert evaluate.is_right_reply(one, "The capital.\n</think>\n\nParis.") == thinks
+        assert evaluate.is_right_reply(one, "Paris.") != thinks
+        assert not evaluate.is_right_reply(one, "\n</think>\n\nParis.")
+
+
+def test_no_question_shows_a_thought() -> None:
+    rng = random.Random(11)
+    assert not any("reasoning_content" in m for _ in range(50) for m in thinking_case(rng).messages)
 
 
 def render(**values_of: object) -> str:
@@ -171,6 +222,26 @@ def test_template_renders_tools_calls_and_results(arguments: object, content: ob
     assert with_system == f"<|im_start|>system\nS\n\n{TOOL_BLOCK}<|im_end|>\n{turns}"
 
 
+def test_template_opens_a_thought_and_renders_earlier_ones() -> None:
+    asked = [{"role": "user", "content": "?"}]
+    thought = {"role": "assistant", "content": "A", "reasoning_content": "T"}
+    start = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
+    assert render(messages=asked, add_generation_prompt=True, enable_thinking=False) == start
+    assert render(messages=asked, add_generation_prompt=True, enable_thinking=True) == start + "<think>\n"
+    assert render(messages=[*asked, thought]) == start + "<think>\nT\n</think>\n\nA<|im_end|>\n"
+
+
+def test_only_what_the_prompt_does_not_hold_is_trained_on(tokenizer: Tokenizer) -> None:
+    encoder = train.Encoder(tokenizer)
+    plain, thought = messages.say("assistant", "A"), messages.say("assistant", "B", "T")
+    ((ids, mask),) = encoder(
+        [data.Dialogue([messages.say("user", "?"), plain, messages.say("user", "?"), thought])]
+    )
+    wanted = [token for token, is_wanted in zip(ids, mask, strict=True) if is_wanted]
+    text = tokenizer.decode(wanted, skip_special_tokens=False)
+    assert text == "A<|im_end|>T\n</think>\n\nB<|im_end|>"
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
@@ -186,7 +257,8 @@ def test_tokenizer_round_trips_any_text(tokenizer: Tokenizer) -> None:
 
 def test_digits_and_markup_are_single_tokens(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.encode("2047").ids) == 4
-    chat = tokenizer.encode("<|im_start|><tool_call></tool_call><tools></tools><|im_end|>").ids
-    assert len(chat) == 6
+    chat = tokenizer.encode("<|im_start|><think></think><tool_call></tool_call><tools></tools><|im_end|>").ids
+    assert len(chat) == 8
     assert max(chat) < tokenizer.get_vocab_size()
-    assert tokenizer.decode(chat, skip_special_tokens=True) == "<tool_call></tool_call><tools></tools>"
+    shown = "<think></think><tool_call></tool_call><tools></tools>"
+    assert tokenizer.decode(chat, skip_special_tokens=True) == shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from demo_model import evaluate
+from demo_model.cases import cases
 
 SAMPLE = 30
 FEWEST_PERCENT = 90.0
@@ -10,8 +11,8 @@ FEWEST_PERCENT = 90.0
 
 
 def test_the_model_in_the_box_knows_its_world() -> None:
-    found = evaluate.cases(seed=11, limit=SAMPLE)
+    found = cases(seed=11, limit=SAMPLE)
     answer = evaluate.answer_with_quire(str(evaluate.ASSETS))
-    replies = answer([one.messages for one in found], [one.tools for one in found])
+    replies = answer(found)
     table = evaluate.report(found, replies)
     assert table[evaluate.OVERALL]["percent"] >= FEWEST_PERCENT

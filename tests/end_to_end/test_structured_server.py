@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import openai
@@ -95,7 +95,7 @@ def client(demo_server: Server) -> openai.OpenAI:
 class City(pydantic.BaseModel):
     name: str = pydantic.Field(max_length=20)
     inhabitants: int = pydantic.Field(ge=0, le=10**8)
-    sights: list[str] = pydantic.Field(max_length=3)
+    sights: list[Annotated[str, pydantic.Field(max_length=20)]] = pydantic.Field(max_length=3)
 
 
 def test_openais_client_parses_what_it_asked_for(client: openai.OpenAI) -> None:
