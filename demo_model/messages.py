@@ -34,7 +34,7 @@ def roughen(text: str, rng: random.Random, held: bool = False, lower: bool = Tru
         text = text.rstrip(".?!")
     if rng.random() < 0.05:
         text = text.replace("'", "")
-    return text.lower() if lower and rng.random() < 0.2 else text
+    return text.lower() if lower and rng.random() < (0.2 if held else 0.35) else text
 
 
 def with_article(text: str) -> str:

@@ -86,7 +86,8 @@ TIME_RESULTS = expand_all((
     '{"[time|local_time|now|clock]": "{t}"}', '{"[city|location|place]": "{c}", "[time|local_time]": "{t}"}',
     '{"time": "{t}", "[timezone|zone|utc_offset]": "[+|-]{h}"}', '{"time": "{t}", "city": "{c}"}',
     "{t}", "{c}: {t}", "It is {t}[.|| now]", "{t} in {c}", "{t} local time", "The time is {t}",
-    '{"timezone": "UTC[+|-]{h}", "[time|local_time]": "{t}"}',
+    '{"timezone": "UTC[+|-]{h}", "[time|local_time]": "{t}"}', '{"[utc_offset|offset]": [|-]{h}, "time": "{t}"}',
+    '{"[city|place]": "{c}", "[offset|timezone]": [|-]{h}, "[time|now]": "{t}"}',
 ))  # fmt: skip
 HELD_TIME_RESULTS = expand_all((
     '{"current_time": "{t}"}', '{"city": "{c}", "utc_offset": {h}, "time": "{t}"}', "Local time: {t}",

@@ -103,7 +103,7 @@ def definition(rng: random.Random, name: str, text: str, key: str, key_text: str
 
 def known(rng: random.Random, kind: Kind) -> Tool:
     """A definition of one of the two tools."""
-    key = rng.choices(("city", "location", "place"), (8, 1.5, 0.5))[0]
+    key = rng.choices(("city", "location", "place"), (5, 3, 2))[0]
     return definition(rng, kind.name, rng.choice(kind.texts), key, rng.choice(CITY_TEXTS))
 
 

@@ -78,7 +78,7 @@ _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 _ACCENTED = "éèáàóíúüöäñçøåłšã"
 _REAL = tuple(word for word in (*NAMES, *CITIES, *facts.CAPITALS, *facts.CAPITALS.values()) if word.isalpha())
 KNOWN_CITIES = tuple(dict.fromkeys((*facts.CAPITALS.values(), *CITIES)))
-MADE_UP_SHARE = 0.7
+MADE_UP_SHARE = 0.5
 """How many of the names and cities in training are made up: they can only be copied, the others may be recalled."""
 
 
