@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--num-tokens", type=int, default=200)
     parser.add_argument("--num-rounds", type=int, default=8)
-    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--quantization")
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
