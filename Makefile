@@ -103,9 +103,9 @@ sanitize: export UBSAN_OPTIONS := print_stacktrace=1
 sanitize: install
 	@cmake -S csrc/cpu -B $(SANITIZED) -DQUIRE_SANITIZE=ON '-DQUIRE_ISAS=$(ISAS)' > /dev/null
 	@cmake --build $(SANITIZED) --parallel $$(nproc) > /dev/null
-	@for checks in thread address,undefined; do \
-	  $(CXX) -std=c++17 -O1 -g1 -fsanitize=$$checks -pthread csrc/cpu/team_soak.cpp csrc/cpu/team.cpp -o $(SANITIZED)/team_soak \
-	    && $(SANITIZED)/team_soak 2000 $$([ $$checks = thread ] && echo 0 || echo 200) || exit 1; \
+	@for checks in -fsanitize=thread -fsanitize=address,undefined -fno-sanitize=all; do \
+	  $(CXX) -std=c++17 -O1 -g1 $$checks -pthread csrc/cpu/team_soak.cpp csrc/cpu/team.cpp -o $(SANITIZED)/team_soak \
+	    && $(SANITIZED)/team_soak 2000 $$([ $$checks = -fno-sanitize=all ] && echo 200 || echo 0) || exit 1; \
 	done
 	@QUIRE_CPU_LIBRARY=$(SANITIZED)/libquire_cpu.so LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) \
 	  $(BIN)/pytest -q --capture=sys $(TESTS) --ignore tests/kernels/test_triton.py $(ARGS)

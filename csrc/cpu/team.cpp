@@ -206,7 +206,6 @@ private:
     int64_t start_threads(int64_t wanted) {
         int64_t started = started_.load(std::memory_order_relaxed);
         if (started < wanted && started < most_.load(std::memory_order_relaxed)) {
-            if (started == 1) pthread_atfork(nullptr, nullptr, restart_in_child);
             for (; started < wanted && start_thread(ids_[started], serve, started); ++started) {}
             if (started < wanted) most_.store(started, std::memory_order_relaxed);
             started_.store(started, std::memory_order_relaxed);
@@ -215,7 +214,6 @@ private:
     }
 
     static void* serve(void* index);
-    static void restart_in_child();
 
     [[noreturn]] void serve_as(int64_t index) {
         in_body = true;
@@ -265,7 +263,8 @@ void* Team::serve(void* index) {
     team.serve_as(static_cast<int64_t>(reinterpret_cast<intptr_t>(index)));
 }
 
-void Team::restart_in_child() { team.restart(); }
+// From the start: whoever forks before there are threads may do so while another thread has its first turn.
+[[maybe_unused]] const int restarts_in_child = pthread_atfork(nullptr, nullptr, [] { team.restart(); });
 
 // The team serves one thread at a time: others that compute wait for their turn.
 class Turn {

@@ -70,7 +70,7 @@ void fork_and_run() {
 
 }  // namespace
 
-// Arguments: rounds, and how many forks, which ThreadSanitizer does not follow.
+// Arguments: rounds, and how many forks: none under sanitizers, whose own locks a fork may catch another thread holding.
 int main(int argc, char** argv) {
     const int64_t rounds = argc > 1 ? std::atol(argv[1]) : 2000, forks = argc > 2 ? std::atol(argv[2]) : 0;
     std::signal(SIGUSR1, [](int) { ++signals; });
