@@ -512,9 +512,9 @@ def write_latents(
     )
 
 
-def _whole_pieces(q: Tensor, *_args: Any) -> bool:
-    """Whether latents have a size that the C++ kernel takes."""
-    return q.shape[2] % 16 == 0
+def _whole_pieces(q: Tensor, q_rope: Tensor, *_args: Any) -> bool:
+    """Whether latents and keys have sizes that the C++ kernel takes."""
+    return q.shape[2] % 16 == 0 and q_rope.shape[2] % 8 == 0
 
 
 @op(_cpu("latent.latent_attention", _whole_pieces))

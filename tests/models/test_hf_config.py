@@ -77,14 +77,17 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "Ernie4_5_MoeForCausalLM": SPARSE | {"moe_num_experts": 8},
     "FlexOlmoForCausalLM": SPARSE,
     "Glm4MoeForCausalLM": DEEPSEEK,
+    "Glm4MoeLiteForCausalLM": LATENT,
     "GraniteMoeForCausalLM": MIXTRAL,
     "GraniteMoeSharedForCausalLM": MIXTRAL,
     "HunYuanMoEV1ForCausalLM": LLAMA | {"num_experts": 8, "moe_topk": 2},
+    "MiniCPM3ForCausalLM": LATENT,
     "MiniMaxM2ForCausalLM": MIXTRAL,
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": SPARSE,
     "Qwen2MoeForCausalLM": SPARSE,
     "Qwen3MoeForCausalLM": SPARSE,
+    "YoutuForCausalLM": LATENT,
     "BloomForCausalLM": BLOOM,
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT2,
@@ -434,11 +437,11 @@ def test_experts_that_cannot_be_chosen_are_refused(
 
 
 def test_latent_sizes_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
-    for key in ("kv_lora_rank", "v_head_dim"):
+    for key, size, unit in (("kv_lora_rank", 24, 16), ("v_head_dim", 24, 16), ("qk_rope_head_dim", 12, 8)):
         with pytest.raises(
-            UnsupportedModelError, match=f"{key} = 24 is not supported; it must be a multiple of 16"
+            UnsupportedModelError, match=f"{key} = {size} is not supported; it must be a multiple of {unit}"
         ):
-            read(tmp_path, OF_FAMILY["DeepseekV3ForCausalLM"] | {key: 24})
+            read(tmp_path, OF_FAMILY["DeepseekV3ForCausalLM"] | {key: size})
 
 
 def test_checkpoints_of_deepseek_v3_in_fp8_are_refused(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 from quire.config.arch import CheckpointNames, LatentArch, ModelArch, RopeScaling
 from quire.models.families.experts import read_deepseek_experts
-from quire.models.families.fields import MAX_LAYERS, MAX_WIDTH, read_llama, rms_eps
+from quire.models.families.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, read_llama, rms_eps
+from quire.models.families.llama import minicpm_multipliers
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import read_rope
 
-_PIECE = 16
-"""Of what rank and size of values must be multiples: the kernels compute so many elements together."""
+_UNITS = {"kv_lora_rank": 16, "v_head_dim": 16, "qk_rope_head_dim": 8}
+"""Sizes -> of what they must be multiples: the kernels compute so many elements together."""
 
 
 def read_deepseek_v2(architecture: str, config: JsonObject) -> ModelArch:
@@ -45,10 +46,47 @@ def read_deepseek_v3(architecture: str, config: JsonObject) -> ModelArch:
     )
 
 
+def read_glm4_moe_lite(architecture: str, config: JsonObject) -> ModelArch:
+    """GLM 4.7 Flash (arXiv:2508.06471): DeepSeek-V3 in small."""
+    if "mlp_layer_types" in config:
+        config = config.with_values(first_k_dense_replace=_num_dense(config))
+    return read_latent(
+        architecture,
+        config,
+        norm_eps=rms_eps(config, 1e-5),
+        mlp_bias=False,
+        experts=read_deepseek_experts(config, default_top_k=4, first=1, shared=1, normalized=True),
+    )
+
+
+def read_youtu(architecture: str, config: JsonObject) -> ModelArch:
+    """Youtu-LLM (Tencent, 2025, arXiv:2512.24618): latent attention without experts."""
+    tied = config.flag("tie_word_embeddings", True)
+    return read_latent(architecture, config, mlp_bias=False, tie_word_embeddings=tied)
+
+
+def read_minicpm3(architecture: str, config: JsonObject) -> ModelArch:
+    """MiniCPM 3 (OpenBMB, 2024): MiniCPM with latent attention, whose keys are rotated in halves."""
+    if "v_head_dim" not in config:
+        heads = config.integer("num_attention_heads", high=MAX_HEADS)
+        config = config.with_values(v_head_dim=config.integer("hidden_size", high=MAX_WIDTH) // heads)
+    return read_latent(
+        architecture,
+        config.with_values(rope_interleave=False),
+        norm_eps=rms_eps(config, 1e-5),
+        tie_word_embeddings=config.flag("tie_word_embeddings", True),
+        **minicpm_multipliers(config, embedding=12.0, depth=1.4, width=256.0),
+    )
+
+
 def read_latent(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
     """A Llama with latent attention; layers that guess ahead are left out."""
     latent = read_latent_sizes(config)
     rope = read_rope(config, head_dim=latent.rope_size, interleaved=config.flag("rope_interleave", True))
+    if rope.partial_rotary_factor != 1.0:
+        raise config.unsupported(
+            "partial_rotary_factor", "1: the size of what is rotated is qk_rope_head_dim"
+        )
     fields = {
         "names": _names(config, latent),
         "rope": rope,
@@ -59,17 +97,17 @@ def read_latent(architecture: str, config: JsonObject, **fields: Any) -> ModelAr
 
 
 def read_latent_sizes(config: JsonObject) -> LatentArch:
-    """Raises UnsupportedModelError: the rank, or the size of values, is not a multiple of `_PIECE`."""
+    """Raises UnsupportedModelError: a size is one that no kernel takes; see `_UNITS`."""
     latent = LatentArch(
         rank=config.integer("kv_lora_rank", high=MAX_WIDTH),
         key_size=config.integer("qk_nope_head_dim", high=MAX_WIDTH),
-        rope_size=config.integer("qk_rope_head_dim", high=MAX_WIDTH),
+        rope_size=config.integer("qk_rope_head_dim", high=512),
         value_size=config.integer("v_head_dim", high=MAX_WIDTH),
         query_rank=config.optional_integer("q_lora_rank", high=MAX_WIDTH),
     )
-    for key, size in (("kv_lora_rank", latent.rank), ("v_head_dim", latent.value_size)):
-        if size % _PIECE:
-            raise config.unsupported(key, f"a multiple of {_PIECE}")
+    for key, unit in _UNITS.items():
+        if config.integer(key) % unit:
+            raise config.unsupported(key, f"a multiple of {unit}")
     return latent
 
 
@@ -81,6 +119,16 @@ def _names(config: JsonObject, latent: LatentArch) -> CheckpointNames:
         {"qkv_a_proj": compressed, "gate_up_proj": ("gate_proj", "up_proj")},
         unused=(r"\.rotary_emb\.inv_freq$", rf"^model\.layers\.{num_layers}\."),
     )
+
+
+def _num_dense(config: JsonObject) -> int:
+    """How many layers have no experts: the first ones."""
+    kinds = config.texts("mlp_layer_types")
+    count = kinds.count("dense")
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    if kinds != ("dense",) * count + ("sparse",) * (num_layers - count):
+        raise config.unsupported("mlp_layer_types", "dense for the first layers and sparse for the others")
+    return count
 
 
 def _stretched(rope: RopeScaling) -> float:
