@@ -31,9 +31,9 @@ bool is_format(const Matrix& matrix) {
 int64_t packed_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, const void* bias,
                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
                       int64_t group, int64_t activation, int64_t fast, int64_t format) {
-    const Linear job = {
+    const Linear job = contiguous(
         static_cast<Float32*>(out), static_cast<const Float32*>(x), static_cast<const Float32*>(bias), scratch, rows,
-        activation, {data, scales, static_cast<const uint8_t*>(zeros), outputs, inputs, halves, group}};
+        activation, {data, scales, static_cast<const uint8_t*>(zeros), outputs, inputs, halves, group});
     if (scratch_bytes < needed_scratch(job)) return -2;
     return with_format(format, fast != 0, zeros != nullptr, [&](auto kernel_of) {
         run(job, kernel_of);

@@ -40,8 +40,8 @@ struct Linear {
     int64_t rows;
     int64_t activation;
     Weight weight;
+    int64_t x_stride, out_stride;
     const int32_t* numbers = nullptr;
-    int64_t x_stride = weight.inputs, out_stride = activation == kNone ? weight.outputs : weight.half();
 
     const Float32* row(int64_t index) const { return x + (numbers ? numbers[index] : index) * x_stride; }
     // Some of the rows of a job that takes all of x.
@@ -51,6 +51,13 @@ struct Linear {
         return some;
     }
 };
+
+// A job whose rows lie one behind the other.
+inline Linear contiguous(Float32* out, const Float32* x, const Float32* bias, void* scratch, int64_t rows, int64_t activation,
+                         const Weight& weight, const int32_t* numbers = nullptr) {
+    const int64_t out_size = activation == kNone ? weight.outputs : weight.half();
+    return {out, x, bias, scratch, rows, activation, weight, weight.inputs, out_size, numbers};
+}
 
 // What a block of packed activations takes: 4 bytes per value and, for integers, a scale per row.
 inline int64_t needed_scratch(const Linear& job) {

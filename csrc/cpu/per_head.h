@@ -25,11 +25,9 @@ struct PerHead {
     int64_t row_floats() const { return weight.padded() + 1; }
 
     Linear job(int64_t head, int64_t token, int64_t count, int64_t place) const {
-        Linear job = {out + (token * heads + head) * outputs(), x + token * token_stride + head * head_stride, nullptr,
-                      static_cast<Float32*>(scratch) + place * row_floats(), count, kNone,
-                      weight.some(head * outputs(), outputs(), format)};
-        job.x_stride = token_stride, job.out_stride = weight.outputs;
-        return job;
+        return {out + (token * heads + head) * outputs(), x + token * token_stride + head * head_stride, nullptr,
+                static_cast<Float32*>(scratch) + place * row_floats(), count, kNone,
+                weight.some(head * outputs(), outputs(), format), token_stride, weight.outputs};
     }
 };
 

@@ -39,6 +39,7 @@ FAMILIES = (
     "gpt2",
     "exaone4",
     "qwen2moe",
+    "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
 NUM_BLOCKS = {

@@ -60,7 +60,12 @@ def write_latents(
     num_positions, rope = check_rotary(op, positions, {"q": queries}, cos_sin_cache)
     kept = _check_cache(op, cache)
     rank = kept.size - rope
-    if norm.shape != (rank,) or not norm.is_contiguous() or norm.dtype not in (q.dtype, torch.float32):
+    if (
+        norm.shape != (rank,)
+        or not rank
+        or not norm.is_contiguous()
+        or norm.dtype not in (q.dtype, torch.float32)
+    ):
         raise ValueError(f"{op}: norm must be contiguous [{rank}] of {q.dtype} or float32; it is {say(norm)}")
     if rows.shape != (queries.tokens, kept.size) or rows.dtype is not q.dtype or rows.stride(1) != 1:
         raise ValueError(

@@ -60,7 +60,7 @@ def read_glm4_moe_lite(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def read_youtu(architecture: str, config: JsonObject) -> ModelArch:
-    """Youtu-LLM (Tencent, 2025, arXiv:2512.24618): latent attention without experts."""
+    """Youtu-LLM (Tencent, 2025): latent attention without experts."""
     tied = config.flag("tie_word_embeddings", True)
     return read_latent(architecture, config, mlp_bias=False, tie_word_embeddings=tied)
 
