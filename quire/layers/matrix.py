@@ -136,7 +136,7 @@ class MatrixLayer(Layer):
         super().restore(plain)
         if parts:
             assert self.packed is None, "a layer is restored once"
-            self.packed = PackedWeight.of(self.method.scheme, self.shape(), self.halves(), parts)
+            self.packed = PackedWeight.of(self.method.scheme, self.matrix_shape(), self.halves(), parts)
             self.weight = None
 
     def matrix(self) -> PackedWeight:
@@ -151,7 +151,7 @@ class MatrixLayer(Layer):
         """Make this tensor the weight."""
         self.weight = nn.Parameter(weight, requires_grad=False)
 
-    def shape(self) -> tuple[int, int]:
+    def matrix_shape(self) -> tuple[int, int]:
         """Outputs and inputs of the rank's share of the finished matrix."""
         return self.num_rows, length(self.columns)
 

@@ -64,8 +64,8 @@ class PerHeadLinear(MatrixLayer):
             )
         return pieces
 
-    def shape(self) -> tuple[int, int]:
-        rows, columns = super().shape()
+    def matrix_shape(self) -> tuple[int, int]:
+        rows, columns = super().matrix_shape()
         if not self.inverted:
             return rows, columns
         unit = self.spans[0].unit

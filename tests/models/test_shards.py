@@ -155,7 +155,7 @@ def check_table(whole: VocabEmbedding, ranks: list[VocabEmbedding], hidden: Tens
 
 @torch.inference_mode()
 def check_per_head(whole: PerHeadLinear, ranks: list[PerHeadLinear], x: Tensor) -> None:
-    outputs, inputs = whole.shape()
+    outputs, inputs = whole.matrix_shape()
     heads = torch.randn(len(x), whole.spans[0].units, inputs)
     shares = heads.tensor_split(len(ranks), 1)
     together = torch.cat([rank(share) for rank, share in zip(ranks, shares, strict=True)], 1)
