@@ -44,6 +44,7 @@ struct Call {
     const void *q, *keys, *values;
     Batch batch;
     CacheShape shape;
+    int64_t value_size;  // elements of a value, and of what comes out; keys and queries have the head size
     int64_t group, token_stride, head_stride;
     float scale;
     Features features;

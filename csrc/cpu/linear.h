@@ -31,7 +31,7 @@ constexpr int64_t kUnitsPerThread = 4;  // at least, where there are so many, fo
 enum Activation : int64_t { kNone = 0, kSiluAndMul = 1 };
 
 // out [M, N], or [M, N / 2] where halves are combined; x [M, K], or rows of it by their numbers; bias [N] or null; all
-// float32.
+// float32. Rows of x, and of out, are `x_stride` and `out_stride` apart.
 struct Linear {
     Float32* out;
     const Float32* x;
@@ -40,17 +40,24 @@ struct Linear {
     int64_t rows;
     int64_t activation;
     Weight weight;
+    int64_t x_stride, out_stride;
     const int32_t* numbers = nullptr;
 
-    const Float32* row(int64_t index) const { return x + (numbers ? numbers[index] : index) * weight.inputs; }
-    int64_t out_size() const { return activation == kNone ? weight.outputs : weight.half(); }
+    const Float32* row(int64_t index) const { return x + (numbers ? numbers[index] : index) * x_stride; }
     // Some of the rows of a job that takes all of x.
     Linear part(int64_t first, int64_t count) const {
         Linear some = *this;
-        some.out += first * out_size(), some.x += first * weight.inputs, some.rows = count;
+        some.out += first * out_stride, some.x += first * x_stride, some.rows = count;
         return some;
     }
 };
+
+// A job whose rows lie one behind the other.
+inline Linear contiguous(Float32* out, const Float32* x, const Float32* bias, void* scratch, int64_t rows, int64_t activation,
+                         const Weight& weight, const int32_t* numbers = nullptr) {
+    const int64_t out_size = activation == kNone ? weight.outputs : weight.half();
+    return {out, x, bias, scratch, rows, activation, weight, weight.inputs, out_size, numbers};
+}
 
 // What a block of packed activations takes: 4 bytes per value and, for integers, a scale per row.
 inline int64_t needed_scratch(const Linear& job) {
@@ -104,13 +111,13 @@ inline void finish_row(const Linear& job, int64_t row, int64_t panel, int64_t pa
             const Float32 *gate = sums + p * kPanel, *up = gate + kPanel;
             for_each_vector(weight.count(panel + p), [&](int64_t i, auto lanes) {
                 const Vec value = silu(load(gate + i, All{})) * load(up + i, All{});
-                store(job.out + row * weight.half() + weight.row(panel + p) + i, value, lanes);
+                store(job.out + row * job.out_stride + weight.row(panel + p) + i, value, lanes);
             });
         }
         return;
     }
     for (int64_t p = 0; p < panels; ++p) {
-        Float32* out = job.out + row * weight.outputs + weight.row(panel + p);
+        Float32* out = job.out + row * job.out_stride + weight.row(panel + p);
         store_some(out, load(sums + p * kPanel, All{}), weight.count(panel + p));
         store_some(out + kLanes, load(sums + p * kPanel + kLanes, All{}), weight.count(panel + p) - kLanes);
     }

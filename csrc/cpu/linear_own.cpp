@@ -90,9 +90,9 @@ bool has_own(const Experts& call, const Matrix& matrix) {
 int64_t packed_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, const void* bias,
                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
                       int64_t group, int64_t activation, int64_t fast, int64_t format) {
-    const Linear job = {
+    const Linear job = contiguous(
         static_cast<Float32*>(out), static_cast<const Float32*>(x), static_cast<const Float32*>(bias), scratch, rows,
-        activation, {data, scales, static_cast<const uint8_t*>(zeros), outputs, inputs, halves, group}};
+        activation, {data, scales, static_cast<const uint8_t*>(zeros), outputs, inputs, halves, group});
     const auto run_job = [&](auto kernel_of) { run(job, kernel_of); };
     if (fast && scratch_bytes >= needed_scratch(job) && with_own(format, zeros, rows, run_job)) return 0;
     return QUIRE_BASE::packed_linear(out, x, data, scales, zeros, bias, scratch, scratch_bytes, rows, outputs, inputs, halves,

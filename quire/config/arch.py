@@ -96,6 +96,27 @@ class ExpertsArch:
 
 
 @dataclass(frozen=True)
+class LatentArch:
+    """Latent attention (MLA; DeepSeek-V2, 2024, arXiv:2405.04434): a token is one vector for all heads."""
+
+    rank: int
+    """Of that vector, from which all heads' keys and values are made."""
+    key_size: int
+    """Of a head's key, less what is rotated."""
+    rope_size: int
+    """What is rotated of a query, and of a key, of which all heads have the same."""
+    value_size: int
+    """Of a head's value."""
+    query_rank: int | None = None
+    """Of the vector from which queries are made; None where they are made of x itself."""
+
+    @property
+    def query_size(self) -> int:
+        """Of a head's query."""
+        return self.key_size + self.rope_size
+
+
+@dataclass(frozen=True)
 class ModelArch:
     """Shape and options of a decoder-only model; defaults are Llama's."""
 
@@ -164,6 +185,8 @@ class ModelArch:
     unrotated_layers: tuple[int, ...] = ()
     alibi: float | None = None
     """What ALiBi's slopes are multiplied with; None where there is no ALiBi."""
+    latent: LatentArch | None = None
+    """None where attention keeps keys and values; else `head_dim` is the part of a head that is rotated."""
 
     mlp: str = "gated"
     """A key of `quire.models.blocks.MLPS`."""

@@ -21,11 +21,18 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.errors import ConfigError
-from quire.kernels import cpu, reference, reference_experts, reference_sampling, triton
+from quire.kernels import (
+    cpu,
+    reference,
+    reference_experts,
+    reference_latent,
+    reference_sampling,
+    triton,
+)
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
-from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import PANEL, PackedWeight, QuantizedRows, WeightScheme
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -460,6 +467,66 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, /, of: ExpertWeights) ->
     chosen are read. A token's experts are added up in float32 in the order of their ids, whoever else is in the step.
     """
     return reference_experts.experts(x, chosen, weights, of)
+
+
+# Latent attention (MLA; DeepSeek-V2, 2024, arXiv:2405.04434) in its absorbed form. A token is kept as one vector of
+# R + D elements, the latent [R] and a rotated key [D] of all heads, in a cache [num_blocks, block_size, R + D],
+# contiguous, of any float dtype. A query is multiplied by the matrix that makes its head's keys of latents, and the
+# weighted sum of latents by the one that makes its values: so all heads read the same vectors, once.
+
+
+def _of_whole_panels(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether each head has panels of its own."""
+    return weight.layout == "panels" and weight.outputs % (x.shape[1] * PANEL) == 0
+
+
+@op(_cpu("latent.per_head_linear", _of_whole_panels))
+def per_head_linear(x: Tensor, weight: PackedWeight, /) -> Tensor:
+    """Each head's own product: x [T, Hq, K], strides allowed, weight [Hq * N, K] -> [T, Hq, N] of x's dtype.
+
+    The matrix of a head, [N, K], stands below that of the head before it, and multiplies as in `packed_linear`.
+    """
+    return reference_latent.per_head_linear(x, weight)
+
+
+@op(_cpu("latent.write_latents"), key=1)
+def write_latents(
+    positions: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    norm: Tensor,
+    cos_sin_cache: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    /,
+    eps: float,
+    interleaved: bool = False,
+) -> None:
+    """Store each token's latent, normed, and key, rotated, in its slot, and rotate its queries q [T, Hq, D] in place.
+
+    rows [T, R + D] of q's dtype, a token stride allowed, and left as they are; norm [R] of that dtype or float32;
+    positions and cos_sin_cache [P, D] as in `rotary_embedding`, slot_mapping as in `write_kv`.
+    """
+    reference_latent.write_latents(
+        positions, q, rows, norm, cos_sin_cache, cache, slot_mapping, eps, interleaved
+    )
+
+
+def _whole_pieces(q: Tensor, q_rope: Tensor, *_args: Any) -> bool:
+    """Whether latents and keys have sizes that the C++ kernel takes."""
+    return q.shape[2] % 16 == 0 and q_rope.shape[2] % 8 == 0
+
+
+@op(_cpu("latent.latent_attention", _whole_pieces))
+def latent_attention(
+    q: Tensor, q_rope: Tensor, cache: Tensor, metadata: AttentionMetadata, /, scale: float
+) -> Tensor:
+    """Causal attention of each request's last tokens over its cached latents: a new [T, Hq, R].
+
+    q [T, Hq, R] and q_rope [T, Hq, D] of one dtype, strides allowed. The score of a query and a cached vector (c, k) is
+    scale * (q.c + q_rope.k), and its value is c. Rows of no request, and block ids, are as in `paged_attention`.
+    """
+    return reference_latent.latent_attention(q, q_rope, cache, metadata, scale)
 
 
 # The sampling tail. Logits are float32, contiguous [N, V]; the order of tokens is that of `token_order`: the higher

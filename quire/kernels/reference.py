@@ -282,11 +282,11 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
 def packed_linear(
     x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
-    out = linear(_seen_by(weight, x), unpack_weight(weight).float(), bias)
+    out = linear(seen_by(weight, x), unpack_weight(weight).float(), bias)
     return (silu_and_mul(out) if activation == "silu_and_mul" else out).to(x.dtype)
 
 
-def _seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
+def seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
     """Activations as a weight sees them, in float32."""
     scheme = weight.scheme
     if isinstance(x, QuantizedRows) or scheme.kind == "fp8":

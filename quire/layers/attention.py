@@ -21,7 +21,7 @@ from quire.kv_cache.spec import (
 )
 from quire.layers.alibi import slopes
 from quire.layers.base import DTYPES, Module, activation_dtype, device_type
-from quire.layers.kv_cache import cache_planes
+from quire.layers.kv_cache import cache_planes, cache_users
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.step import StepContext
@@ -164,7 +164,7 @@ def kv_cache_dtype(config: EngineConfig) -> torch.dtype:
     return activation_dtype(config) if name == "auto" else _CACHE_DTYPES[name]
 
 
-def attention_backends(model: nn.Module) -> dict[str, bool]:
-    """Names of the backends that the model's layers use -> whether their calls can be captured."""
-    layers = (module for module in model.modules() if isinstance(module, Attention))
-    return {layer.backend_name: layer.backend.capturable for layer in layers}
+def attention_backends(model: nn.Module) -> list[str]:
+    """Names of the backends that the model's layers use."""
+    names = (getattr(layer, "backend_name", None) for layer in cache_users(model))
+    return [name for name in dict.fromkeys(names) if name is not None]

@@ -14,7 +14,6 @@ from quire.config.arch import ExpertsArch
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.experts import ExpertWeights
-from quire.kernels.linear import FLOAT, PackedWeight
 from quire.layers.base import Module, model_dtype
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
@@ -95,19 +94,9 @@ class Experts(Module):
     def _gathered(self) -> ExpertWeights:
         """Raises ConfigError: the experts are not kept alike."""
         members = [member for member in self.children() if isinstance(member, Expert)]
-        gate_up = tuple(_matrix(member.gate_up_proj) for member in members)
-        down = tuple(_matrix(member.down_proj) for member in members)
+        gate_up = tuple(member.gate_up_proj.matrix() for member in members)
+        down = tuple(member.down_proj.matrix() for member in members)
         for matrices in (gate_up, down):
             if any(matrix.scheme != matrices[0].scheme for matrix in matrices):
                 raise ConfigError(f"{self.name}: all experts must be quantised in the same way, or none")
         return ExpertWeights(gate_up, down)
-
-
-def _matrix(layer: Linear) -> PackedWeight:
-    """Its weight as the kernels of experts read it; one that its device's kernels left plain is in rows."""
-    if layer.packed is not None:
-        return layer.packed
-    weight = layer.weight
-    assert weight is not None, "experts are loaded before they are used"
-    outputs, inputs = weight.shape
-    return PackedWeight(FLOAT, weight.data, None, None, outputs, inputs, layer.halves(), "rows")

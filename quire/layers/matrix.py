@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
-from quire.kernels.linear import PackedWeight
+from quire.kernels.linear import FLOAT, PackedWeight
 from quire.layers.base import Layer, parameter
 from quire.layers.quantization import FLOATS, TABLE, QuantMethod
 from quire.layers.shard import WHOLE, Cut, Shard, Span
@@ -136,13 +136,24 @@ class MatrixLayer(Layer):
         super().restore(plain)
         if parts:
             assert self.packed is None, "a layer is restored once"
-            shape = (self.num_rows, length(self.columns))
-            self.packed = PackedWeight.of(self.method.scheme, shape, self.halves(), parts)
+            self.packed = PackedWeight.of(self.method.scheme, self.matrix_shape(), self.halves(), parts)
             self.weight = None
+
+    def matrix(self) -> PackedWeight:
+        """The weight as kernels of several matrices read it; one that its device's kernels left plain is in rows."""
+        if self.packed is not None:
+            return self.packed
+        assert self.weight is not None, "a layer is loaded before it is used"
+        outputs, inputs = self.weight.shape
+        return PackedWeight(FLOAT, self.weight.data, None, None, outputs, inputs, self.halves(), "rows")
 
     def adopt(self, weight: Tensor) -> None:
         """Make this tensor the weight."""
         self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def matrix_shape(self) -> tuple[int, int]:
+        """Outputs and inputs of the rank's share of the finished matrix."""
+        return self.num_rows, length(self.columns)
 
     def halves(self) -> int:
         """In how many parts the outputs are packed."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.layers.base import Module, RowSource
+from quire.layers.latent_self_attention import LatentSelfAttention
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
@@ -34,9 +35,8 @@ class Block(Module):
         self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
     ) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(
-            config=config, prefix=f"{prefix}.self_attn", layer=layer, rotary=rotary
-        )
+        attention = SelfAttention if config.arch.latent is None else LatentSelfAttention
+        self.self_attn = attention(config=config, prefix=f"{prefix}.self_attn", layer=layer, rotary=rotary)
         self.mlp = MLPS[config.arch.mlp_of(layer)](config=config, prefix=f"{prefix}.mlp")
         for name in self.norms:
             setattr(self, name, block_norm(config, f"{prefix}.{name}"))

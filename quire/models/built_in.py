@@ -58,6 +58,8 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("Cohere2ForCausalLM", "cohere:read_cohere2", "Command A, Command R7B, Tiny Aya"),
         BuiltIn("CohereForCausalLM", "cohere:read_cohere", "Command R, Command R+, Aya 23 and Expanse"),
         BuiltIn("CwmForCausalLM", "llama:read_cwm", "Code World Model"),
+        BuiltIn("DeepseekV2ForCausalLM", "deepseek:read_deepseek_v2", "DeepSeek-V2, V2 Lite, V2.5, Coder V2"),
+        BuiltIn("DeepseekV3ForCausalLM", "deepseek:read_deepseek_v3", "DeepSeek-V3, V3.1, R1, Kimi K2"),
         BuiltIn("Dots1ForCausalLM", "sparse:read_dots1", "dots.llm1"),
         BuiltIn("Ernie4_5_MoeForCausalLM", "sparse:read_ernie_moe", "ERNIE 4.5 21B-A3B and 300B-A47B"),
         BuiltIn("Ernie4_5ForCausalLM", "llama:read_ernie", "ERNIE 4.5 0.3B"),
@@ -75,6 +77,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("GemmaForCausalLM", "gemma:read_gemma", "Gemma, CodeGemma"),
         BuiltIn("Glm4ForCausalLM", "glm:read_glm4", "GLM-4 (0414), GLM-Z1"),
         BuiltIn("Glm4MoeForCausalLM", "sparse:read_glm4_moe", "GLM 4.5, 4.6 and 4.7"),
+        BuiltIn("Glm4MoeLiteForCausalLM", "deepseek:read_glm4_moe_lite", "GLM 4.7 Flash"),
         BuiltIn("GlmForCausalLM", "glm:read_glm", "GLM-4 9B, GLM-Edge"),
         BuiltIn("GPT2LMHeadModel", "gpt2:read_gpt2", "GPT-2, Cerebras-GPT"),
         BuiltIn("GPTBigCodeForCausalLM", "gpt2:read_gpt_bigcode", "StarCoder, SantaCoder"),
@@ -107,6 +110,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "llama:read_llama",
             "Llama 1 to 3.3, Yi, DeepSeek-LLM, SOLAR, TinyLlama, SmolLM 2",
         ),
+        BuiltIn("MiniCPM3ForCausalLM", "deepseek:read_minicpm3", "MiniCPM 3 4B"),
         BuiltIn(
             "MiniCPMForCausalLM",
             "llama:read_minicpm",
@@ -149,6 +153,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("VaultGemmaForCausalLM", "gemma:read_vaultgemma", "VaultGemma 1B"),
         BuiltIn("XGLMForCausalLM", "opt:read_xglm", "XGLM"),
         BuiltIn("XverseForCausalLM", "llama:read_llama", "XVERSE 7B to 65B", oracle="Llama of transformers"),
+        BuiltIn("YoutuForCausalLM", "deepseek:read_youtu", "Youtu-LLM 2B"),
     )
 }
 """By architecture, in the order of the alphabet."""

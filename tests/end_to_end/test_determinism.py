@@ -33,6 +33,7 @@ FAMILIES = (
     "gemma3",
     "gpt2",
     "qwen2moe",
+    "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
 NUM_BLOCKS = {

@@ -31,6 +31,7 @@ FAMILIES = (
     "gpt2",
     "bloom",
     "nanochat",
+    "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
 OTHERS += ["afmoe", "bert", "ministral3", "modernbert-decoder"]

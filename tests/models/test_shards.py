@@ -22,6 +22,7 @@ from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.matrix import MatrixLayer
+from quire.layers.per_head import PerHeadLinear
 from quire.layers.quantization import METHODS
 from quire.layers.shard import Shard
 from quire.layers.slot import Box, sizes, why_not_covered
@@ -41,7 +42,7 @@ from tests.models.test_staged_copy import LateStream, same
 STEP = StepContext(())
 FAMILIES = [
     "llama", "llama-tied-bias", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3",
-    "opt", "opt-post-norm", "opt-no-bias", "gpt2", "falcon-40b", "qwen2moe",
+    "opt", "opt-post-norm", "opt-no-bias", "gpt2", "falcon-40b", "qwen2moe", "deepseekv3",
 ]  # fmt: skip
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES, "bloom-six-heads"})
 EVERY_FAMILY = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
@@ -51,7 +52,7 @@ LARGER = {
         "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner",
         "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
     ),
-    32: ("head_dim", "kv_channels"),
+    32: ("head_dim", "kv_channels", "v_head_dim"),
     1: ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     0: ("first_k_dense_replace",),
 }  # fmt: skip
@@ -152,6 +153,23 @@ def check_table(whole: VocabEmbedding, ranks: list[VocabEmbedding], hidden: Tens
     assert torch.equal(rows, whole(torch.arange(whole.num_rows)))
 
 
+@torch.inference_mode()
+def check_per_head(whole: PerHeadLinear, ranks: list[PerHeadLinear], x: Tensor) -> None:
+    outputs, inputs = whole.matrix_shape()
+    heads = torch.randn(len(x), whole.spans[0].units, inputs)
+    shares = heads.tensor_split(len(ranks), 1)
+    together = torch.cat([rank(share) for rank, share in zip(ranks, shares, strict=True)], 1)
+    assert torch.equal(together, whole(heads))
+    assert together.flatten(1).shape[1] == outputs
+
+
+CHECKS: dict[type[MatrixLayer], Callable[..., None]] = {
+    Linear: check_linear,
+    PerHeadLinear: check_per_head,
+    VocabEmbedding: check_table,
+}
+
+
 needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 
 
@@ -165,8 +183,8 @@ def test_two_ranks_make_what_one_makes(kept: str, name: str, checkpoint: Callabl
     random, cuts = torch.Generator().manual_seed(1), set()
     for layer, share in layers_of(whole, ranks):
         if isinstance(layer, MatrixLayer):
-            check = check_linear if isinstance(layer, Linear) else check_table
-            check(layer, share, torch.randn(5, layer.inputs, generator=random))  # type: ignore[arg-type]
+            (check,) = (check for kind, check in CHECKS.items() if isinstance(layer, kind))
+            check(layer, share, torch.randn(5, layer.inputs, generator=random))
             cuts.add(layer.cut)
         if not isinstance(layer, MatrixLayer) or layer.cut == "whole":
             assert all(

@@ -41,6 +41,7 @@ FAMILIES = (
     "gpt2",
     "apertus",
     "qwen2moe",
+    "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
 ROOM = 1 << 12
