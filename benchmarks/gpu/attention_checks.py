@@ -120,8 +120,7 @@ def _fastest(target: Target) -> Any:
             shape = attention.decode_shape(group, programs, 132)
         else:
             shape = attention.prefill_shape(group, q.shape[2], metadata.max_query_len)
-        ordered = (features.get(name) for name in ("sliding_window", "soft_cap", "alibi_slopes"))
-        return attention.attend(q, k_cache, v_cache, metadata, scale, shape, *ordered)
+        return attention.attend(q, k_cache, v_cache, metadata, scale, shape, **features)
 
     return attend
 

@@ -60,7 +60,7 @@ class Routing:
     top_k: int
     """Experts of a token."""
     scores: str = "softmax"
-    """"softmax" or "sigmoid"."""
+    """"softmax", "sigmoid" or "sparsemixer"."""
     groups: int = 1
     """Equal parts of the experts, in order, of which only the best are chosen from."""
     top_groups: int = 1
@@ -70,6 +70,25 @@ class Routing:
     normalized: bool = False
     """Whether a token's weights are divided by their sum."""
     scale: float = 1.0
+    reach: float = 0.0
+    """Of SparseMixer, see `ops.route`."""
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """How a checkpoint has the matrices [N, K] of a layer's E experts in one tensor, [E, N, K] unless it is said."""
+
+    transposed: tuple[str, ...] = ()
+    """Layers whose matrices are [K, N]: "gate_up_proj", "down_proj"."""
+    gate_up: str | None = None
+    """What gate and up, merged, are called; None: as in an MLP that is no expert."""
+    interleaved: bool = False
+    """Whether outputs of gate and up alternate."""
+    flat: bool = False
+    """Whether it is [E * N, K]."""
+    weight: str = ".weight"
+    """What is behind the layer's name; nothing, in many."""
+    bias: str = ".bias"
 
 
 @dataclass(frozen=True)
@@ -82,8 +101,15 @@ class ExpertsArch:
     routing: Routing
     layers: tuple[int, ...]
     """The layers that have experts, by number; the others have the model's MLP."""
-    stacked: bool = False
-    """Whether the checkpoint has the matrices of all experts in one tensor."""
+    stack: ExpertStack | None = None
+    """How the checkpoint has the matrices of all experts in one tensor; None: they are apart."""
+    activation: str = "silu"
+    """A key of `quire.layers.activation.FUSED`."""
+    bias: bool = False
+    """Whether both matrices of an expert have one."""
+    router_bias: bool = False
+    weighs_input: bool = False
+    """Whether weights scale what the experts, one for each token, read, and not what they give."""
     correction_bias: str | None = None
     """What is added to scores for the choice alone: its tensor, as seen from the layer's MLP."""
     correction_is_row: bool = False
@@ -92,6 +118,15 @@ class ExpertsArch:
     """Intermediate size of the expert that sees every token; 0: there is none."""
     shared_gate: bool = False
     """Whether that one's output is weighted by a gate of its own."""
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """How queries grow with their positions; the formula is in `quire.layers.temperature`."""
+
+    interval: float
+    scale: float
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,9 +188,16 @@ class ModelArch:
     qkv_clip: float | None = None
     qk_norm: str | None = None
     """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
+    unnormed_layers: tuple[int, ...] = ()
+    """Those that have no norms of q and k all the same."""
     layer_types: tuple[str, ...] = ()
-    """"full_attention" or "sliding_attention" for each layer."""
+    """"full_attention", "sliding_attention" or "chunked_attention" for each layer."""
     sliding_window: int | None = None
+    attention_chunk: int | None = None
+    attention_sinks: bool = False
+    """Whether each head has a learned score that joins its softmax."""
+    temperature: Temperature | None = None
+    """Of queries that are not rotated."""
     rope: RopeScaling | None = None
     """None where positions come in another way."""
     rope_local: RopeScaling | None = None

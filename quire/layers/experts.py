@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.config.arch import ExpertsArch
+from quire.config.arch import ExpertsArch, ExpertStack
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import FLOAT, PackedWeight
+from quire.layers.activation import FUSED
 from quire.layers.base import Module, model_dtype
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
@@ -22,22 +23,42 @@ from quire.layers.slot import Slot
 
 
 class _InStack(MatrixLayer):
-    """Mixed into a layer of an expert whose matrix is one of a stack, [E, N, K], in the checkpoint."""
+    """Mixed into a layer of an expert whose matrix is one of a stack in the checkpoint."""
 
     index: int
     count: int
+    stack: ExpertStack
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         for name, slot in super().slots(names):
-            yield ".".join(name.rsplit(f".{self.index}.", 1)), slot.of_stack(self.index, self.count)
+            path, leaf = ".".join(name.rsplit(f".{self.index}.", 1)).rsplit(".", 1)
+            yield path + {"weight": self.stack.weight, "bias": self.stack.bias}[leaf], self._in_stack(slot)
 
-
-class _GateUpInStack(_InStack, GateUpLinear):
-    pass
+    def _in_stack(self, slot: Slot) -> Slot:
+        stacked = slot.of_stack(self.index, self.count)
+        if not self.stack.flat:
+            return stacked
+        first, second, *others = stacked.source.shape
+        return stacked.stored_as(first * second, *others)
 
 
 class _LinearInStack(_InStack, Linear):
     pass
+
+
+class _GateUpInStack(_InStack, GateUpLinear):
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        """Where gate and up alternate, each is a part of its own, along a last dimension of two."""
+        if self.stack.gate_up is not None:
+            names = [f"{names[0].rpartition('.')[0]}.{self.stack.gate_up}"]
+        if not self.stack.interleaved:
+            yield from super().slots(names)
+            return
+        halves = super().slots([names[0]] * len(self.spans))
+        for position, (name, slot) in enumerate(halves):
+            *others, outputs = slot.source.shape
+            dealt = slot.of_stack(position % 2, 2, dim=len(others) + 1)
+            yield name, dealt.stored_as(*others, 2 * outputs)
 
 
 class Expert(Module):
@@ -46,26 +67,30 @@ class Expert(Module):
     def __init__(self, *, config: EngineConfig, experts: ExpertsArch, index: int, prefix: str) -> None:
         super().__init__()
         arch = config.arch
-        stacked = experts.stacked
-        self.gate_up_proj = (_GateUpInStack if stacked else GateUpLinear)(
+        stack = experts.stack
+        transposed = () if stack is None else stack.transposed
+        self.gate_up_proj = (GateUpLinear if stack is None else _GateUpInStack)(
             hidden_size=arch.hidden_size,
             intermediate_size=experts.intermediate_size,
-            bias=False,
+            bias=experts.bias,
             dtype=model_dtype(config),
-            activation="silu",
+            activation=experts.activation,
             name=f"{prefix}.gate_up_proj",
+            transposed="gate_up_proj" in transposed,
         )
-        self.down_proj = (_LinearInStack if stacked else Linear)(
+        self.down_proj = (Linear if stack is None else _LinearInStack)(
             in_features=experts.intermediate_size,
             out_features=arch.hidden_size,
-            bias=False,
+            bias=experts.bias,
             dtype=model_dtype(config),
             name=f"{prefix}.down_proj",
             cut="input",
+            transposed="down_proj" in transposed,
         )
         for layer in (self.gate_up_proj, self.down_proj):
             if isinstance(layer, _InStack):
-                layer.index, layer.count = index, experts.count
+                assert stack is not None, "a member of it"
+                layer.index, layer.count, layer.stack = index, experts.count, stack
 
 
 class Experts(Module):
@@ -77,6 +102,7 @@ class Experts(Module):
         for index in range(experts.count):
             name = f"{prefix}.{index}"
             self.add_module(str(index), Expert(config=config, experts=experts, index=index, prefix=name))
+        self._activation = FUSED[experts.activation]
         self._weights: ExpertWeights | None = None
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -100,7 +126,17 @@ class Experts(Module):
         for matrices in (gate_up, down):
             if any(matrix.scheme != matrices[0].scheme for matrix in matrices):
                 raise ConfigError(f"{self.name}: all experts must be quantised in the same way, or none")
-        return ExpertWeights(gate_up, down)
+        return ExpertWeights(
+            gate_up,
+            down,
+            _biases([member.gate_up_proj for member in members]),
+            _biases([member.down_proj for member in members]),
+            self._activation,
+        )
+
+
+def _biases(layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+    return tuple(layer.bias.data.float() for layer in layers if layer.bias is not None)
 
 
 def _matrix(layer: Linear) -> PackedWeight:

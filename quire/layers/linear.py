@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.linear import QuantizedRows
-from quire.layers.activation import GATED, GATED_FP8
+from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer, Piece
 from quire.layers.quantization import QuantMethod
@@ -165,14 +165,15 @@ class GateUpLinear(Linear):
         )
         self.activation = activation
         self._gate: Callable[[Tensor], Tensor | QuantizedRows] = GATED[activation]
+        self._fused = FUSED.get(activation)
 
     def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Any:
-        if self.packed is None or self._gate is not ops.silu_and_mul:
+        if self.packed is None or self._fused is None:
             return self._gate(super().forward(x, step))
-        return ops.packed_linear(x, self.packed, self.bias, "silu_and_mul")
+        return ops.packed_linear(x, self.packed, self.bias, self._fused)
 
     def quantize_rows(self) -> None:
-        self._gate = GATED_FP8[self.activation]
+        self._gate, self._fused = GATED_FP8[self.activation], None
 
     def halves(self) -> int:
-        return 2 if self.activation == "silu" else 1
+        return 2 if self.activation in FUSED else 1

@@ -96,7 +96,7 @@ def write(name: str, source: Path, directory: Path) -> Path:
     slots = loader.without_weights(prepared_config(directory)).checkpoint_slots()
     random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     tensors = {
-        key: 0.1 * torch.randn(parts[0].source.shape, generator=random) for key, parts in slots.items()
+        key: 0.1 * torch.randn(parts[0].source.stored_shape, generator=random) for key, parts in slots.items()
     }
     save_file(tensors, directory / SINGLE_NAME)
     return directory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.config.arch import CheckpointNames, ExpertsArch, ModelArch
+from quire.config.arch import CheckpointNames, ExpertsArch, ExpertStack, ModelArch
 from quire.models.families.experts import all_layers, read_deepseek_experts, read_experts
 from quire.models.families.fields import (
     MAX_LAYERS,
@@ -205,7 +205,7 @@ def read_granite_moe(architecture: str, config: JsonObject) -> ModelArch:
         size="intermediate_size",
         layers=all_layers(config),
         routing={"default_top_k": 2, "normalized": True},
-        stacked=True,
+        stack=ExpertStack(),
         shared_size=config.integer("shared_intermediate_size", 0, low=0, high=MAX_WIDTH),
     )
     return read_granite(architecture, config, names=CheckpointNames(_GRANITE_NAMES, _APART), experts=experts)
