@@ -58,6 +58,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("Cohere2ForCausalLM", "cohere:read_cohere2", "Command A, Command R7B, Tiny Aya"),
         BuiltIn("CohereForCausalLM", "cohere:read_cohere", "Command R, Command R+, Aya 23 and Expanse"),
         BuiltIn("CwmForCausalLM", "llama:read_cwm", "Code World Model"),
+        BuiltIn("DbrxForCausalLM", "dbrx:read_dbrx", "DBRX"),
         BuiltIn("Dots1ForCausalLM", "sparse:read_dots1", "dots.llm1"),
         BuiltIn("Ernie4_5_MoeForCausalLM", "sparse:read_ernie_moe", "ERNIE 4.5 21B-A3B and 300B-A47B"),
         BuiltIn("Ernie4_5ForCausalLM", "llama:read_ernie", "ERNIE 4.5 0.3B"),
@@ -81,6 +82,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("GPTJForCausalLM", "neox:read_gptj", "GPT-J"),
         BuiltIn("GPTNeoForCausalLM", "gpt2:read_gpt_neo", "GPT-Neo, TinyStories"),
         BuiltIn("GPTNeoXForCausalLM", "neox:read_gpt_neox", "GPT-NeoX, Pythia, Dolly 2, RedPajama-INCITE"),
+        BuiltIn("GptOssForCausalLM", "gpt_oss:read_gpt_oss", "gpt-oss 20B and 120B in bfloat16"),
         BuiltIn("GraniteForCausalLM", "llama:read_granite", "Granite 3"),
         BuiltIn("GraniteMoeForCausalLM", "sparse:read_granite_moe", "Granite 3 1B-A400M and 3B-A800M"),
         BuiltIn(
@@ -102,6 +104,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("InternLMForCausalLM", "internlm:read_internlm", "InternLM", oracle="Llama of transformers"),
         BuiltIn("Jais2ForCausalLM", "jais:read_jais2", "Jais 2"),
         BuiltIn("JAISLMHeadModel", "jais:read_jais", "Jais 13B and 30B", oracle="plain torch"),
+        BuiltIn("Llama4ForCausalLM", "llama4:read_llama4", "Llama 4 Scout and Maverick (text)"),
         BuiltIn(
             "LlamaForCausalLM",
             "llama:read_llama",
@@ -131,6 +134,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("PersimmonForCausalLM", "neox:read_persimmon", "Persimmon 8B"),
         BuiltIn("Phi3ForCausalLM", "phi:read_phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
         BuiltIn("PhiForCausalLM", "phi:read_phi", "Phi-1, Phi-1.5, Phi-2"),
+        BuiltIn("PhimoeForCausalLM", "phi:read_phimoe", "Phi-3.5-MoE"),
         BuiltIn("Qwen2ForCausalLM", "qwen:read_qwen2", "Qwen 1.5, 2 and 2.5, QwQ"),
         BuiltIn("Qwen2MoeForCausalLM", "sparse:read_qwen2_moe", "Qwen 1.5 MoE A2.7B, Qwen 2 57B-A14B"),
         BuiltIn("Qwen3ForCausalLM", "qwen:read_qwen3", "Qwen 3"),

@@ -63,17 +63,25 @@ MPT: dict[str, Any] = {"vocab_size": 100, "d_model": 32, "n_layers": 2, "n_heads
 SPARSE = LLAMA | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEEPSEEK = SPARSE | {"n_routed_experts": 8}
 MIXTRAL = LLAMA | {"num_local_experts": 8}
+DBRX: dict[str, Any] = MPT | {
+    "attn_config": {},
+    "ffn_config": {"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 16},
+}
 OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported_archs(), LLAMA) | {
+    "DbrxForCausalLM": DBRX,
     "Dots1ForCausalLM": DEEPSEEK,
     "Ernie4_5_MoeForCausalLM": SPARSE | {"moe_num_experts": 8},
     "FlexOlmoForCausalLM": SPARSE,
     "Glm4MoeForCausalLM": DEEPSEEK,
+    "GptOssForCausalLM": MIXTRAL,
     "GraniteMoeForCausalLM": MIXTRAL,
     "GraniteMoeSharedForCausalLM": MIXTRAL,
     "HunYuanMoEV1ForCausalLM": LLAMA | {"num_experts": 8, "moe_topk": 2},
+    "Llama4ForCausalLM": MIXTRAL,
     "MiniMaxM2ForCausalLM": MIXTRAL,
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": SPARSE,
+    "PhimoeForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": SPARSE,
     "Qwen3MoeForCausalLM": SPARSE,
     "BloomForCausalLM": BLOOM,
