@@ -42,6 +42,13 @@ BUILT_IN: dict[str, BuiltIn] = {
             "Baichuan 2 7B and 13B, Baichuan 13B",
             oracle="Llama of transformers, told ALiBi's biases as a mask",
         ),
+        BuiltIn("BailingMoeForCausalLM", "bailing:read_bailing", "Ling lite and plus", oracle="plain torch"),
+        BuiltIn(
+            "BailingMoeV2ForCausalLM",
+            "bailing:read_bailing_v2",
+            "Ling 2.0 mini and flash, Ring 2.0",
+            oracle="Glm4Moe of transformers",
+        ),
         BuiltIn("BloomForCausalLM", "alibi:read_bloom", "BLOOM, BLOOMZ"),
         BuiltIn(
             "ChatGLMForConditionalGeneration",
@@ -69,6 +76,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "EXAONE 3, 3.5 and Deep",
             oracle="Llama of transformers",
         ),
+        BuiltIn("ExaoneMoeForCausalLM", "exaone:read_exaone_moe", "K-EXAONE"),
         BuiltIn("FalconForCausalLM", "alibi:read_falcon", "Falcon 1B, 7B, 40B, 180B and 2 11B"),
         BuiltIn("FlexOlmoForCausalLM", "sparse:read_flex_olmo", "FlexOlmo"),
         BuiltIn("Gemma2ForCausalLM", "gemma:read_gemma2", "Gemma 2"),
@@ -142,6 +150,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("QWenLMHeadModel", "qwen:read_qwen", "Qwen (2023)", oracle="Qwen2 of transformers"),
         BuiltIn("SeedOssForCausalLM", "llama:read_seed_oss", "Seed-OSS 36B"),
         BuiltIn("SmolLM3ForCausalLM", "llama:read_smollm3", "SmolLM 3"),
+        BuiltIn("SolarOpenForCausalLM", "sparse:read_solar_open", "Solar Open 100B"),
         BuiltIn(
             "StableLMEpochForCausalLM",
             "neox:read_stablelm",

@@ -70,6 +70,10 @@ DBRX: dict[str, Any] = MPT | {
 OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported_archs(), LLAMA) | {
     "DbrxForCausalLM": DBRX,
     "Dots1ForCausalLM": DEEPSEEK,
+    "BailingMoeForCausalLM": SPARSE,
+    "BailingMoeV2ForCausalLM": SPARSE,
+    "ExaoneMoeForCausalLM": SPARSE,
+    "SolarOpenForCausalLM": DEEPSEEK,
     "Ernie4_5_MoeForCausalLM": SPARSE | {"moe_num_experts": 8},
     "FlexOlmoForCausalLM": SPARSE,
     "Glm4MoeForCausalLM": DEEPSEEK,

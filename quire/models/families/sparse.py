@@ -158,6 +158,29 @@ def read_glm4_moe(architecture: str, config: JsonObject) -> ModelArch:
     )
 
 
+def read_solar_open(architecture: str, config: JsonObject) -> ModelArch:
+    """Solar Open (Upstage, 2026, arXiv:2601.07022): DeepSeek-V3's choice of experts, in every layer."""
+    experts = read_deepseek_experts(
+        config.with_values(first_k_dense_replace=0),
+        default_top_k=8,
+        first=0,
+        shared=1,
+        normalized=True,
+    )
+    return read_llama(
+        architecture,
+        config,
+        names=CheckpointNames(_SHARED_EXPERTS),
+        # No layer is dense, and the file has no size for one.
+        intermediate_size=1,
+        default_head_dim=128,
+        theta=1e6,
+        norm_eps=rms_eps(config, 1e-5),
+        experts=experts,
+        **biases(qkv=config.flag("attention_bias", False)),
+    )
+
+
 def read_dots1(architecture: str, config: JsonObject) -> ModelArch:
     """dots.llm1 (2025, arXiv:2506.05767): q and k are normed per head."""
     first = config.integer("max_window_layers", 62, low=0)
