@@ -89,6 +89,8 @@ class ExpertStack:
     weight: str = ".weight"
     """What is behind the layer's name; nothing, in many."""
     bias: str = ".bias"
+    mxfp4: bool = False
+    """Whether matrices are in 4 bits, as `quire.layers.mxfp4` says, in tensors of their own."""
 
 
 @dataclass(frozen=True)

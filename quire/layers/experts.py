@@ -5,6 +5,8 @@ Shapes: T tokens of the step, H hidden size, I intermediate size of an expert, k
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -19,6 +21,9 @@ from quire.layers.activation import FUSED
 from quire.layers.base import Module, model_dtype
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
+from quire.layers.mxfp4 import Mxfp4
+from quire.layers.quantization import QuantMethod
+from quire.layers.shard import WHOLE, Shard
 from quire.layers.slot import Slot
 
 
@@ -27,19 +32,17 @@ class _InStack(MatrixLayer):
 
     index: int
     count: int
-    stack: ExpertStack
+    stack = ExpertStack()
+
+    def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
+        super().create_weights(Mxfp4(method) if self.stack.mxfp4 else method, shard)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        suffixes = {"weight": self.stack.weight, "bias": self.stack.bias}
         for name, slot in super().slots(names):
             path, leaf = ".".join(name.rsplit(f".{self.index}.", 1)).rsplit(".", 1)
-            yield path + {"weight": self.stack.weight, "bias": self.stack.bias}[leaf], self._in_stack(slot)
-
-    def _in_stack(self, slot: Slot) -> Slot:
-        stacked = slot.of_stack(self.index, self.count)
-        if not self.stack.flat:
-            return stacked
-        first, second, *others = stacked.source.shape
-        return stacked.stored_as(first * second, *others)
+            stacked = slot.of_stack(self.index, self.count)
+            yield path + suffixes.get(leaf, f"_{leaf}"), stacked.merging(0) if self.stack.flat else stacked
 
 
 class _LinearInStack(_InStack, Linear):
@@ -48,17 +51,15 @@ class _LinearInStack(_InStack, Linear):
 
 class _GateUpInStack(_InStack, GateUpLinear):
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        """Where gate and up alternate, each is a part of its own, along a last dimension of two."""
         if self.stack.gate_up is not None:
             names = [f"{names[0].rpartition('.')[0]}.{self.stack.gate_up}"]
         if not self.stack.interleaved:
             yield from super().slots(names)
             return
-        halves = super().slots([names[0]] * len(self.spans))
-        for position, (name, slot) in enumerate(halves):
-            *others, outputs = slot.source.shape
-            dealt = slot.of_stack(position % 2, 2, dim=len(others) + 1)
-            yield name, dealt.stored_as(*others, 2 * outputs)
+        halves: dict[str, Iterator[int]] = defaultdict(itertools.count)
+        for name, slot in super().slots([names[0]] * len(self.spans)):
+            outputs = 2 if self.transposed and slot.source.shape[2:] else 1
+            yield name, slot.of_stack(next(halves[name]), len(self.spans), outputs + 1).merging(outputs)
 
 
 class Expert(Module):

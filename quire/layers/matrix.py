@@ -131,6 +131,8 @@ class MatrixLayer(Layer):
         return super().tensors() | {_PACKED + name: part for name, part in parts.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        for name in self.method.replaced(self, "cpu"):
+            setattr(self, name, None)
         plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PACKED)}
         parts = {name.removeprefix(_PACKED): tensors[name] for name in tensors.keys() - plain.keys()}
         super().restore(plain)
@@ -138,7 +140,6 @@ class MatrixLayer(Layer):
             assert self.packed is None, "a layer is restored once"
             shape = (self.num_rows, length(self.columns))
             self.packed = PackedWeight.of(self.method.scheme, shape, self.halves(), parts)
-            self.weight = None
 
     def adopt(self, weight: Tensor) -> None:
         """Make this tensor the weight."""

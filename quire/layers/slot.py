@@ -123,9 +123,11 @@ class Slot:
         part = self.source.in_stack(index, count, dim)
         return replace(self, target=self.target.unsqueeze(dim), part=part, adopt=alone)
 
-    def stored_as(self, *shape: int) -> "Slot":
-        """The same of a file that names another shape of the same elements."""
-        return replace(self, part=replace(self.source, stored=shape))
+    def merging(self, dim: int) -> "Slot":
+        """The same of a file in which this dimension and the next are one."""
+        shape = self.source.shape
+        merged = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+        return replace(self, part=replace(self.source, stored=merged))
 
 
 def why_not_covered(shape: Sequence[int], regions: Sequence[Box]) -> str | None:

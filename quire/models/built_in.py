@@ -90,7 +90,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("GPTJForCausalLM", "neox:read_gptj", "GPT-J"),
         BuiltIn("GPTNeoForCausalLM", "gpt2:read_gpt_neo", "GPT-Neo, TinyStories"),
         BuiltIn("GPTNeoXForCausalLM", "neox:read_gpt_neox", "GPT-NeoX, Pythia, Dolly 2, RedPajama-INCITE"),
-        BuiltIn("GptOssForCausalLM", "gpt_oss:read_gpt_oss", "gpt-oss 20B and 120B in bfloat16"),
+        BuiltIn("GptOssForCausalLM", "gpt_oss:read_gpt_oss", "gpt-oss 20B and 120B"),
         BuiltIn("GraniteForCausalLM", "llama:read_granite", "Granite 3"),
         BuiltIn("GraniteMoeForCausalLM", "sparse:read_granite_moe", "Granite 3 1B-A400M and 3B-A800M"),
         BuiltIn(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire.config.arch import CheckpointNames, ExpertStack, ModelArch
 from quire.models.families.experts import all_layers, read_experts
 from quire.models.families.fields import alternating_window, biases, read_llama, rms_eps
 from quire.models.json_object import JsonObject
 
-_STACK = ExpertStack(
-    ("gate_up_proj", "down_proj"), gate_up="gate_up_proj", interleaved=True, weight="", bias="_bias"
-)
+_STACK = ExpertStack(gate_up="gate_up_proj", interleaved=True, weight="", bias="_bias")
 
 
 def read_gpt_oss(architecture: str, config: JsonObject) -> ModelArch:
@@ -23,7 +23,7 @@ def read_gpt_oss(architecture: str, config: JsonObject) -> ModelArch:
         layers=all_layers(config),
         # A softmax over the chosen is one over all, divided by its sum over the chosen.
         routing={"default_top_k": 4, "normalized": True},
-        stack=_STACK,
+        stack=_stack(config),
         activation="clamped_swiglu",
         bias=True,
         router_bias=True,
@@ -41,3 +41,11 @@ def read_gpt_oss(architecture: str, config: JsonObject) -> ModelArch:
         **biases(qkv=has_biases, out=has_biases),
         **alternating_window(config, period=2, default=128),
     )
+
+
+def _stack(config: JsonObject) -> ExpertStack:
+    """As OpenAI publishes them, experts are in MXFP4; once they are floats they are also transposed."""
+    if "quantization_config" in config:
+        config.child("quantization_config").choice("quant_method", ("mxfp4",))
+        return replace(_STACK, mxfp4=True)
+    return replace(_STACK, transposed=("gate_up_proj", "down_proj"))
