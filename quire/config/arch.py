@@ -186,7 +186,7 @@ class ModelArch:
     """What scores are multiplied with; None: one by the root of the head size."""
     attn_logit_softcap: float | None = None
     qkv_grouped: bool = False
-    """Whether the checkpoint has q, k and v of each key-value head side by side, in one tensor."""
+    """Whether the checkpoint has q, k and v, or k and v, of each key-value head side by side, in one tensor."""
     qkv_clip: float | None = None
     qk_norm: str | None = None
     """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
@@ -212,6 +212,8 @@ class ModelArch:
     """A key of `quire.models.blocks.MLPS`."""
     hidden_act: str = "silu"
     mlp_bias: bool = False
+    mlp_out_bias: bool | None = None
+    """Of what the MLP ends in; None: as `mlp_bias`."""
     transposed_weights: bool = False
     """Whether the checkpoint has matrices as [inputs, outputs], as GPT-2's Conv1D does."""
     experts: ExpertsArch | None = None

@@ -33,6 +33,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("ApertusForCausalLM", "llama:read_apertus", "Apertus"),
         BuiltIn("AquilaForCausalLM", "llama:read_llama", "Aquila 2", oracle="Llama of transformers"),
         BuiltIn("ArceeForCausalLM", "llama:read_arcee", "AFM 4.5B"),
+        BuiltIn("ArcticForCausalLM", "sparse:read_arctic", "Snowflake Arctic", oracle="plain torch"),
         BuiltIn(
             "BaiChuanForCausalLM", "baichuan:read_baichuan", "Baichuan 7B", oracle="Llama of transformers"
         ),
@@ -159,6 +160,13 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("StableLmForCausalLM", "neox:read_stablelm", "StableLM 2, StableLM 3B, Stable Code"),
         BuiltIn("Starcoder2ForCausalLM", "neox:read_starcoder2", "StarCoder 2"),
+        BuiltIn("TelechatForCausalLM", "telechat:read_telechat", "TeleChat 7B and 12B", oracle="plain torch"),
+        BuiltIn(
+            "TeleChat2ForCausalLM",
+            "telechat:read_telechat",
+            "TeleChat 2 3B to 115B",
+            oracle="plain torch",
+        ),
         BuiltIn("VaultGemmaForCausalLM", "gemma:read_vaultgemma", "VaultGemma 1B"),
         BuiltIn("XGLMForCausalLM", "opt:read_xglm", "XGLM"),
         BuiltIn("XverseForCausalLM", "llama:read_llama", "XVERSE 7B to 65B", oracle="Llama of transformers"),

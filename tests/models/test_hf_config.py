@@ -70,6 +70,7 @@ DBRX: dict[str, Any] = MPT | {
 OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported_archs(), LLAMA) | {
     "DbrxForCausalLM": DBRX,
     "Dots1ForCausalLM": DEEPSEEK,
+    "ArcticForCausalLM": MIXTRAL,
     "BailingMoeForCausalLM": SPARSE,
     "BailingMoeV2ForCausalLM": SPARSE,
     "ExaoneMoeForCausalLM": SPARSE,

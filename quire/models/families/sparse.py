@@ -57,6 +57,33 @@ def read_mixtral(architecture: str, config: JsonObject) -> ModelArch:
     )
 
 
+def read_arctic(architecture: str, config: JsonObject) -> ModelArch:
+    """Arctic (Snowflake, 2024): a small dense MLP in every layer, and experts beside it and attention."""
+    config.only("moe_layer_frequency", 1)
+    config.only("use_residual", True)
+    config.only("parallel_attn_mlp_res", True)
+    top_k = config.integer("num_experts_per_tok", 1)
+    experts = read_experts(
+        config,
+        count="num_local_experts",
+        size="intermediate_size",
+        layers=all_layers(config),
+        routing={"default_top_k": 1, "normalized": top_k > 1},
+    )
+    return read_llama(
+        architecture,
+        config,
+        names=CheckpointNames(
+            {"mlp": "block_sparse_moe", "down_proj": "w2"}, _APART | {"gate_up_proj": ("w1", "w3")}
+        ),
+        block="residual_experts",
+        intermediate_size=config.integer("hidden_size", high=MAX_WIDTH),
+        norm_eps=rms_eps(config, 1e-5),
+        experts=experts,
+        **uniform_window(config, default=None),
+    )
+
+
 def read_olmoe(architecture: str, config: JsonObject) -> ModelArch:
     """OLMoE (N. Muennighoff et al., 2024, arXiv:2409.02060): norms of all of q and all of k."""
     config.only("clip_qkv")
