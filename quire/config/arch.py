@@ -61,7 +61,7 @@ class Routing:
     top_k: int
     """Experts of a token."""
     scores: str = "softmax"
-    """"softmax" or "sigmoid"."""
+    """"softmax", "sigmoid" or "sparsemixer"."""
     groups: int = 1
     """Equal parts of the experts, in order, of which only the best are chosen from."""
     top_groups: int = 1
@@ -71,6 +71,27 @@ class Routing:
     normalized: bool = False
     """Whether a token's weights are divided by their sum."""
     scale: float = 1.0
+    reach: float = 0.0
+    """Of SparseMixer, see `ops.route`."""
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """How a checkpoint has the matrices [N, K] of a layer's E experts in one tensor, [E, N, K] unless it is said."""
+
+    transposed: tuple[str, ...] = ()
+    """Layers whose matrices are [K, N]: "gate_up_proj", "down_proj"."""
+    gate_up: str | None = None
+    """What gate and up, merged, are called; None: as in an MLP that is no expert."""
+    interleaved: bool = False
+    """Whether outputs of gate and up alternate."""
+    flat: bool = False
+    """Whether it is [E * N, K]."""
+    weight: str = ".weight"
+    """What is behind the layer's name; nothing, in many."""
+    bias: str = ".bias"
+    mxfp4: bool = False
+    """Whether matrices are in 4 bits, as `quire.layers.mxfp4` says, in tensors of their own."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +104,15 @@ class ExpertsArch:
     routing: Routing
     layers: tuple[int, ...]
     """The layers that have experts, by number; the others have the model's MLP."""
-    stacked: bool = False
-    """Whether the checkpoint has the matrices of all experts in one tensor."""
+    stack: ExpertStack | None = None
+    """How the checkpoint has the matrices of all experts in one tensor; None: they are apart."""
+    activation: str = "silu"
+    """A key of `quire.layers.activation.FUSED`."""
+    bias: bool = False
+    """Whether both matrices of an expert have one."""
+    router_bias: bool = False
+    weighs_input: bool = False
+    """Whether weights scale what the experts, one for each token, read, and not what they give."""
     correction_bias: str | None = None
     """What is added to scores for the choice alone: its tensor, as seen from the layer's MLP."""
     correction_is_row: bool = False
@@ -114,6 +142,15 @@ class LatentArch:
     def query_size(self) -> int:
         """Of a head's query."""
         return self.key_size + self.rope_size
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """How queries grow with their positions; the formula is in `quire.layers.temperature`."""
+
+    interval: float
+    scale: float
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -171,13 +208,20 @@ class ModelArch:
     """What scores are multiplied with; None: one by the root of the head size."""
     attn_logit_softcap: float | None = None
     qkv_grouped: bool = False
-    """Whether the checkpoint has q, k and v of each key-value head side by side, in one tensor."""
+    """Whether the checkpoint has q, k and v, or k and v, of each key-value head side by side, in one tensor."""
     qkv_clip: float | None = None
     qk_norm: str | None = None
     """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
+    unnormed_layers: tuple[int, ...] = ()
+    """Those that have no norms of q and k all the same."""
     layer_types: tuple[str, ...] = ()
-    """"full_attention" or "sliding_attention" for each layer."""
+    """"full_attention", "sliding_attention" or "chunked_attention" for each layer."""
     sliding_window: int | None = None
+    attention_chunk: int | None = None
+    attention_sinks: bool = False
+    """Whether each head has a learned score that joins its softmax."""
+    temperature: Temperature | None = None
+    """Of queries that are not rotated."""
     rope: RopeScaling | None = None
     """None where positions come in another way."""
     rope_local: RopeScaling | None = None
@@ -192,6 +236,8 @@ class ModelArch:
     """A key of `quire.models.blocks.MLPS`."""
     hidden_act: str = "silu"
     mlp_bias: bool = False
+    mlp_out_bias: bool | None = None
+    """Of what the MLP ends in; None: as `mlp_bias`."""
     transposed_weights: bool = False
     """Whether the checkpoint has matrices as [inputs, outputs], as GPT-2's Conv1D does."""
     experts: ExpertsArch | None = None

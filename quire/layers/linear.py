@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.linear import QuantizedRows
-from quire.layers.activation import GATED, GATED_FP8
+from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer, Piece
 from quire.layers.quantization import QuantMethod
@@ -69,7 +69,7 @@ class QKVLinear(Linear):
     """Query, key and value projections as one, cut by heads; ranks beyond the key-value heads share them.
 
     A checkpoint that is `grouped` has, in one tensor, the query heads of the first key-value head, its key, its value,
-    then those of the next. What comes out is bounded by `clip`.
+    then those of the next; or it has the queries apart, and the rest so. What comes out is bounded by `clip`.
     """
 
     def __init__(
@@ -118,25 +118,34 @@ class QKVLinear(Linear):
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         if not self.grouped:
             return super().pieces(names)
+        *apart, together = names
+        first = len(apart)
+        pieces = [
+            Piece(name, span.size, slice(0, span.size), rows, slice(0, length(rows)))
+            for name, span, rows in zip(apart, self.spans[:1], self.rows, strict=False)
+        ]
+        place = sum(length(piece.place) for piece in pieces)
+        return pieces + self._by_heads(together, self.spans[first:], self.rows[first:], place)
+
+    def _by_heads(
+        self, name: str, spans: Sequence[Span], all_rows: Sequence[slice], start: int
+    ) -> list[Piece]:
+        """Of a module that has what belongs to a key-value head together; here, spans stand from `start` on."""
         pieces, first = [], 0
-        num_kv_heads = self.spans[1].units
+        num_kv_heads, total = self.spans[1].units, sum(span.size for span in spans)
         for head in range(num_kv_heads):
-            place = 0
-            for span, rows in zip(self.spans, self.rows, strict=True):
+            place = start
+            for span, rows in zip(spans, all_rows, strict=True):
                 size = span.size // num_kv_heads
-                start, stop = max(head * size, rows.start), min((head + 1) * size, rows.stop)
+                begin, stop = max(head * size, rows.start), min((head + 1) * size, rows.stop)
                 # Of a head that is another rank's, an empty range.
-                start, stop = (start, stop) if start < stop else (rows.start, rows.start)
-                ours = slice(place + start - rows.start, place + stop - rows.start)
-                begin = first + start - head * size if stop > start else first
-                taken = slice(begin, begin + stop - start)
-                pieces.append(Piece(names[0], self._total, slice(first, first + size), taken, ours))
+                begin, stop = (begin, stop) if begin < stop else (rows.start, rows.start)
+                ours = slice(place + begin - rows.start, place + stop - rows.start)
+                taken = first + begin - head * size if stop > begin else first
+                region = slice(first, first + size)
+                pieces.append(Piece(name, total, region, slice(taken, taken + stop - begin), ours))
                 first, place = first + size, place + length(rows)
         return pieces
-
-    @property
-    def _total(self) -> int:
-        return sum(span.size for span in self.spans)
 
 
 class GateUpLinear(Linear):
@@ -165,14 +174,15 @@ class GateUpLinear(Linear):
         )
         self.activation = activation
         self._gate: Callable[[Tensor], Tensor | QuantizedRows] = GATED[activation]
+        self._fused = FUSED.get(activation)
 
     def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Any:
-        if self.packed is None or self._gate is not ops.silu_and_mul:
+        if self.packed is None or self._fused is None:
             return self._gate(super().forward(x, step))
-        return ops.packed_linear(x, self.packed, self.bias, "silu_and_mul")
+        return ops.packed_linear(x, self.packed, self.bias, self._fused)
 
     def quantize_rows(self) -> None:
-        self._gate = GATED_FP8[self.activation]
+        self._gate, self._fused = GATED_FP8[self.activation], None
 
     def halves(self) -> int:
-        return 2 if self.activation == "silu" else 1
+        return 2 if self.activation in FUSED else 1

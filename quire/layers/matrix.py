@@ -131,13 +131,14 @@ class MatrixLayer(Layer):
         return super().tensors() | {_PACKED + name: part for name, part in parts.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        for name in self.method.replaced(self, "cpu"):
+            setattr(self, name, None)
         plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PACKED)}
         parts = {name.removeprefix(_PACKED): tensors[name] for name in tensors.keys() - plain.keys()}
         super().restore(plain)
         if parts:
             assert self.packed is None, "a layer is restored once"
             self.packed = PackedWeight.of(self.method.scheme, self.matrix_shape(), self.halves(), parts)
-            self.weight = None
 
     def matrix(self) -> PackedWeight:
         """The weight as kernels of several matrices read it; one that its device's kernels left plain is in rows."""

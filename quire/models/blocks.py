@@ -138,12 +138,37 @@ class ParallelTwoNormsBlock(Block):
         return attended + self.mlp(self.post_attention_layernorm(residual), step), residual
 
 
+class ResidualExpertsBlock(Block):
+    """Attention and then a dense MLP, and experts beside both, on a normed copy of what the layer got (Arctic)."""
+
+    norms = ("input_layernorm", "post_attention_layernorm", "residual_layernorm")
+    residual_layernorm: RMSNorm | LayerNorm
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
+        self.residual_mlp = GatedMLP(config=config, prefix=f"{prefix}.residual_mlp")
+        _connect(self.self_attn, self.input_layernorm)
+        _connect(self.residual_mlp, self.residual_layernorm)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        attended = self.self_attn(x, positions, step)
+        beside = self.mlp(self.post_attention_layernorm(residual), step)
+        x, residual = self.residual_layernorm.add(attended, residual)
+        return self.residual_mlp(x, step) + beside, residual
+
+
 BLOCKS: dict[str, type[Block]] = {
     "sequential": SequentialBlock,
     "sandwich": SandwichBlock,
     "norm_after": NormAfterBlock,
     "parallel": ParallelBlock,
     "parallel_two_norms": ParallelTwoNormsBlock,
+    "residual_experts": ResidualExpertsBlock,
 }
 
 

@@ -172,6 +172,7 @@ def paged_attention(dtype: torch.dtype) -> Iterator[Arguments]:
         {"sliding_window": 6},
         {"soft_cap": 3.0},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
+        {"attention_chunk": 7, "sinks": torch.tensor([-1.0, 0.5, 2.0, 9.0])},
     ]
     for batch in BATCHES:
         for feature in features:
@@ -230,6 +231,7 @@ def packed_linear(dtype: torch.dtype) -> Iterator[Arguments]:
                     (randn(*shape, dtype=dtype), weight, randn(outputs)),
                     {"activation": "silu_and_mul"},
                 )
+                yield (randn(*shape, dtype=dtype), weight), {"activation": "clamped_swiglu"}
 
 
 @cases
@@ -247,6 +249,7 @@ ROUTINGS = [
     (Routing(4, scores="sigmoid"), 13),
     (Routing(3, groups=4, top_groups=2), 16),
     (Routing(3, "sigmoid", groups=4, top_groups=2, group_members=2, normalized=True, scale=2.5), 24),
+    (Routing(3, "sparsemixer", reach=0.7, scale=2.0), 16),
 ]
 """Each with a number of experts."""
 
@@ -257,7 +260,8 @@ def route(dtype: torch.dtype) -> Iterator[Arguments]:
         for rows in (0, 1, 7, 40):
             logits = randn(rows, count, dtype=dtype)
             yield (logits, None, routing), {}
-            yield (logits, torch.rand(count), routing), {}
+            if routing.scores != "sparsemixer":
+                yield (logits, torch.rand(count), routing), {}
 
 
 @cases
@@ -266,9 +270,14 @@ def experts(dtype: torch.dtype) -> Iterator[Arguments]:
     for scheme in [scheme for scheme in SCHEMES if not scheme.fast]:
         for count, top_k, hidden, inner in [(1, 1, 16, 8), (5, 2, 45, 33), (8, 3, 130, 70)]:
             of = random_experts(count, hidden, inner, scheme, dtype)
+            bounded = replace(of, activation="clamped_swiglu")
             for tokens in (0, 1, 2, 70):
                 chosen = torch.rand(tokens, count).argsort(1)[:, :top_k].int()
                 yield (randn(tokens, hidden, dtype=dtype), chosen, torch.rand(tokens, top_k), of), {}
+                yield (
+                    (3 * randn(tokens, hidden, dtype=dtype), chosen, torch.rand(tokens, top_k), bounded),
+                    {},
+                )
 
 
 def random_experts(

@@ -70,10 +70,20 @@ LATENT = DEEPSEEK | {
     "v_head_dim": 16,
 }
 MIXTRAL = LLAMA | {"num_local_experts": 8}
+DBRX: dict[str, Any] = MPT | {
+    "attn_config": {},
+    "ffn_config": {"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 16},
+}
 OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported_archs(), LLAMA) | {
     "DeepseekV2ForCausalLM": LATENT,
     "DeepseekV3ForCausalLM": LATENT,
+    "DbrxForCausalLM": DBRX,
     "Dots1ForCausalLM": DEEPSEEK,
+    "ArcticForCausalLM": MIXTRAL,
+    "BailingMoeForCausalLM": SPARSE,
+    "BailingMoeV2ForCausalLM": SPARSE,
+    "ExaoneMoeForCausalLM": SPARSE,
+    "SolarOpenForCausalLM": DEEPSEEK,
     "Ernie4_5_MoeForCausalLM": SPARSE | {"moe_num_experts": 8},
     "FlexOlmoForCausalLM": SPARSE,
     "Glm4MoeForCausalLM": DEEPSEEK,
@@ -82,9 +92,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "GraniteMoeSharedForCausalLM": MIXTRAL,
     "HunYuanMoEV1ForCausalLM": LLAMA | {"num_experts": 8, "moe_topk": 2},
     "MiniCPM3ForCausalLM": LATENT,
+    "GptOssForCausalLM": MIXTRAL,
+    "Llama4ForCausalLM": MIXTRAL,
     "MiniMaxM2ForCausalLM": MIXTRAL,
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": SPARSE,
+    "PhimoeForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": SPARSE,
     "Qwen3MoeForCausalLM": SPARSE,
     "YoutuForCausalLM": LATENT,
