@@ -151,6 +151,8 @@ class ModelArch:
     qkv_grouped: bool = False
     """Whether the checkpoint has q, k and v of each key-value head side by side, in one tensor."""
     qkv_clip: float | None = None
+    attention_gate: bool = False
+    """Whether what each head makes is weighted by the sigmoid of a gate, which the checkpoint has beside its query."""
     qk_norm: str | None = None
     """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
     layer_types: tuple[str, ...] = ()
