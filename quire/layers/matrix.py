@@ -41,7 +41,7 @@ class MatrixLayer(Layer):
     """Base of layers with a matrix [N, K] and perhaps a bias [N].
 
     `spans` are the parts of N that are cut by themselves: those of the checkpoint's modules that are merged here, or of
-    a module that holds them merged already, perhaps in `groups`: an equal part of each span, then the next part of each.
+    a module that holds them merged already, perhaps in `groups`: an equal part of each span, then the next of each.
     `transposed` says that the checkpoint stores [K, N]. A matrix that is `only_looked_up` stays as it is, whatever the
     method.
     """
