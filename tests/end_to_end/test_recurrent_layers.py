@@ -3,66 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire import LLM
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import StateMetadata
-from quire.kv_cache.spec import KVCacheSpec, RecurrentStateSpec
+from quire.kernels.reference_states import state_before, state_pieces
+from quire.kv_cache.spec import KVCacheSpec
 from quire.layers.attention import Attention
-from quire.layers.kv_cache import cache_planes
+from quire.layers.states import StateCache
 from quire.layers.step import StepContext
 from quire.models.decoder import DecoderForCausalLM
 from quire.models.registry import ModelRegistry
 from tests.end_to_end.test_determinism import check_forks, prompts, run
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(StateCache):
     """In place of `Attention`: s_t = s_(t - 1) / 2 + k_t * v_t for each head, of which the query takes its part."""
 
-    def __init__(self, attention: Attention) -> None:
-        super().__init__()
-        self.name = attention.name
-        self.block_size = attention.block_size
+    def __init__(self, attention: Attention, config: EngineConfig) -> None:
+        super().__init__(
+            config=config, name=attention.name, parts=[(attention.num_kv_heads, attention.head_dim)]
+        )
         self.heads_per_kv_head = attention.num_heads // attention.num_kv_heads
-        self.shape = (attention.num_kv_heads, attention.head_dim)
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        return RecurrentStateSpec(self.block_size, 4 * self.shape[0] * self.shape[1], checkpoint_blocks=3)
+        """More states than a model would keep, so that prompts of some blocks find them."""
+        return replace(super().kv_cache_spec(), checkpoint_blocks=3)  # type: ignore[call-arg]
 
     def why_not_captured(self) -> str | None:
         return "a loop over tokens cannot be captured"
 
-    def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
-        self.group_id = group_id
-        (states,) = cache_planes(spec, tensor)
-        self.states = states.view(torch.float32).view(-1, *self.shape)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        own = step.metadata(self.group_id, StateMetadata)
-        products, sums = k * v, torch.empty_like(k)
-        bounds, ends, tables = (
-            part.tolist() for part in (own.query_start_loc, own.seq_lens, own.block_tables)
-        )
-        for first, last, end, table in zip(bounds[:-1], bounds[1:], ends, tables, strict=True):
-            self._run(products[first:last], sums[first:last], end, table)
+        (states,) = self.views
+        sums = torch.zeros_like(k)
+        for piece in state_pieces(self.metadata(step), len(states)):
+            state = state_before(states, piece)
+            for row in range(piece.first, piece.last):
+                state = state / 2 + k[row] * v[row]
+                sums[row] = state
+            states[piece.target] = state
         return (q * sums.repeat_interleave(self.heads_per_kv_head, 1)).flatten(1)
-
-    def _run(self, products: Tensor, sums: Tensor, end: int, table: list[int]) -> None:
-        start = end - len(products)
-        state = self.states[table[(start - 1) // self.block_size]] if start else torch.zeros(self.shape)
-        for index, product in enumerate(products):
-            state = state / 2 + product
-            sums[index] = state
-            position = start + index
-            block_id = table[position // self.block_size]
-            if block_id and (position + 1 == end or (position + 1) % self.block_size == 0):
-                self.states[block_id] = state
 
 
 class HybridForCausalLM(DecoderForCausalLM):
@@ -71,7 +57,7 @@ class HybridForCausalLM(DecoderForCausalLM):
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
         for layer in list(self.model.layers)[1:]:
-            layer.self_attn.attn = LinearAttention(layer.self_attn.attn)
+            layer.self_attn.attn = LinearAttention(layer.self_attn.attn, config)
 
 
 @pytest.fixture
