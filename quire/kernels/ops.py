@@ -21,8 +21,15 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.errors import ConfigError
-from quire.kernels import cpu, reference, reference_experts, reference_sampling, triton
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels import (
+    cpu,
+    reference,
+    reference_experts,
+    reference_recurrence,
+    reference_sampling,
+    triton,
+)
+from quire.kernels.attention_metadata import AttentionMetadata, StateMetadata
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
 from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
@@ -460,6 +467,38 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, /, of: ExpertWeights) ->
     chosen are read. A token's experts are added up in float32 in the order of their ids, whoever else is in the step.
     """
     return reference_experts.experts(x, chosen, weights, of)
+
+
+# Layers with a state: `states` [blocks, ...] float32, of which the metadata says whose rows begin and end where.
+
+
+def _whole_columns(
+    _qkv: Tensor, _ba: Tensor, _rates: Tensor, _dt_bias: Tensor, states: Tensor, *_args: Any, **_options: Any
+) -> bool:
+    """Heads that the C++ walk of the delta rule takes."""
+    keys, values = states.shape[2:]
+    return keys <= 256 and keys % 8 == 0 and values % 16 == 0
+
+
+@op(_cpu("recurrence.gated_delta", _whole_columns))
+def gated_delta(
+    qkv: Tensor,
+    ba: Tensor,
+    rates: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+) -> Tensor:
+    """The gated delta rule (S. Yang et al., 2024, arXiv:2412.06464): [T, Hv, Dv] of qkv's dtype, in float32.
+
+    qkv [T, 2 * Hk * Dk + Hv * Dv] has the queries of all heads, their keys, then values; Hk key heads are shared by
+    Hv / Hk value heads each. ba [T, 2 * Hv] of its dtype: what the strength of writing is a sigmoid of, then time
+    steps; rates [Hv] below 0 and dt_bias [Hv] float32. Queries and keys are made unit vectors, q = q / sqrt(Dk). For
+    each value head and token the state S [Hv, Dk, Dv] becomes S * exp(rate * softplus(step + dt_bias)), then
+    S + k (v - S^T k)^T * strength, and the result is S^T q.
+    """
+    return reference_recurrence.gated_delta(qkv, ba, rates, dt_bias, states, metadata)
 
 
 # The sampling tail. Logits are float32, contiguous [N, V]; the order of tokens is that of `token_order`: the higher

@@ -9,11 +9,19 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.kernels import ops, reference
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, StateMetadata
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import FLOAT, PackedWeight, QuantizedRows, WeightScheme
+from tests.kernels.state_batches import NUM_BLOCKS, state_batch
 
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3), torch.float16: (2e-3, 1e-3)}
+STATE_STEPS: list[list[tuple[int, int]]] = [
+    [],
+    [(0, 1)],
+    [(7, 1), (8, 1), (0, 1)],
+    [(0, 9), (5, 0), (3, 6), (4, 4)],
+]
+"""Requests that compute so many tokens behind their first ones."""
 E4M3_STEP = (0.126, 2.0**-9)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -280,6 +288,23 @@ def random_experts(
 
 
 @cases
+def gated_delta(dtype: torch.dtype) -> Iterator[Arguments]:
+    for key_heads, value_heads, keys, values in [
+        (1, 1, 8, 16),
+        (2, 4, 16, 48),
+        (2, 2, 128, 64),
+        (1, 3, 10, 7),
+    ]:
+        for chunks in STATE_STEPS:
+            metadata = state_batch(chunks, 4)
+            rows = sum(length for _, length in chunks)
+            qkv = randn(rows, 2 * key_heads * keys + value_heads * values, dtype=dtype)
+            ba = randn(rows, 2 * value_heads, dtype=dtype)
+            states = randn(NUM_BLOCKS, value_heads, keys, values)
+            yield (qkv, ba, -torch.rand(value_heads), randn(value_heads), states, metadata), {}
+
+
+@cases
 def unusable_rows(dtype: torch.dtype) -> Iterator[Arguments]:
     for shape in [(0, 5), (1, 1), (3, 8), (4, 77), (2, 40_000)]:
         logits = randn(*shape)
@@ -411,6 +436,9 @@ def move(value: Any, device: str) -> Any:
         return storage.copy_(value)
     if isinstance(value, AttentionMetadata):
         names = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping")
+        return replace(value, **{name: move(getattr(value, name), device) for name in names})
+    if isinstance(value, StateMetadata):
+        names = ("query_start_loc", "seq_lens", "block_tables")
         return replace(value, **{name: move(getattr(value, name), device) for name in names})
     if isinstance(value, PackedWeight):
         names = ("data", "scales", "zeros")

@@ -42,6 +42,10 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqq"),
     "experts": ("out x chosen weights table scratch", "qqqqqqqqqqqq"),
     "route": ("chosen weights logits bias", "qqqqqqqqdq"),
+    "gated_delta": (
+        "out qkv ba rates dt_bias states gates query_start_loc seq_lens block_tables",
+        "qqqqqqqqqq",
+    ),
     "packed_embedding": ("out ids data scales zeros", "qqqqqq"),
     "layer_norm": ("out x weight bias", "qqqqqdqq"),
     "gelu_and_mul": ("out x", "qqqq"),
