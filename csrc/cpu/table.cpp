@@ -35,6 +35,9 @@ int64_t gated_delta(void* out, const void* qkv, const void* ba, const void* rate
                     void* gates, const int32_t* starts, const int32_t* lengths, const int32_t* tables, int64_t rows,
                     int64_t requests, int64_t table_width, int64_t block_size, int64_t num_blocks, int64_t stride,
                     int64_t key_heads, int64_t value_heads, int64_t keys, int64_t values);
+int64_t rg_lru(void* out, const void* x, const void* weights, const void* bias, const void* rates, void* states, void* gates,
+               const int32_t* starts, const int32_t* lengths, const int32_t* tables, int64_t rows, int64_t requests,
+               int64_t table_width, int64_t block_size, int64_t num_blocks, int64_t stride, int64_t heads, int64_t size);
 int64_t packed_embedding(void* out, const int64_t* ids, const void* data, const void* scales, const void* zeros,
                          int64_t count, int64_t outputs, int64_t inputs, int64_t halves, int64_t group, int64_t format);
 int64_t layer_norm(void* out, const void* x, const void* weight, const void* bias, int64_t outer, int64_t inner,
@@ -127,6 +130,7 @@ const Kernel kernels[] = {
     QUIRE_ROW(packed_embedding),
     QUIRE_ROW(route),
     QUIRE_ROW(gated_delta),
+    QUIRE_ROW(rg_lru),
     QUIRE_ROW(layer_norm),
     QUIRE_ROW(gelu_and_mul),
     QUIRE_ROW(embedding),

@@ -501,6 +501,24 @@ def gated_delta(
     return reference_recurrence.gated_delta(qkv, ba, rates, dt_bias, states, metadata)
 
 
+def _whole_vectors(_x: Tensor, weights: Tensor, *_args: Any, **_options: Any) -> bool:
+    """Heads that the C++ units take."""
+    return weights.shape[1] % 8 == 0
+
+
+@op(_cpu("recurrence.rg_lru", _whole_vectors))
+def rg_lru(
+    x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata, /
+) -> Tensor:
+    """Real-gated linear recurrent units (S. De et al., 2024, arXiv:2402.19427): x [T, h * D] -> the same of its dtype.
+
+    Of a head's channels its gates are made: weights [h, D, 2 * D] and bias [h, 2 * D] give, through a sigmoid, i and r
+    of each channel. With a = exp(rate * r), of rates [h * D] below 0, and in float32, the state [h * D], which is the
+    result, becomes a * state + sqrt(1 - a^2) * i * x; at the first token of a request, i * x. All but x is float32.
+    """
+    return reference_recurrence.rg_lru(x, weights, bias, rates, states, metadata)
+
+
 # The sampling tail. Logits are float32, contiguous [N, V]; the order of tokens is that of `token_order`: the higher
 # logit first and, of equal logits, the lower id first. A row's results depend on that row alone.
 

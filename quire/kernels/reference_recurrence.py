@@ -46,3 +46,22 @@ def _parts(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _LEAST_SQUARE).rsqrt()
+
+
+def rg_lru(
+    x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata
+) -> Tensor:
+    heads, size, _ = weights.shape
+    gates = torch.einsum("thd,hde->the", x.float().unflatten(1, (heads, size)), weights) + bias
+    into, decaying = (gate.flatten(1).sigmoid() for gate in gates.chunk(2, -1))
+    inputs, log_decay = into * x.float(), rates * decaying
+    decay, scale = log_decay.exp(), (1 - (2 * log_decay).exp()).sqrt()
+    out = torch.zeros_like(inputs)
+    for piece in state_pieces(metadata, len(states)):
+        state = state_before(states, piece)
+        for row in range(piece.first, piece.last):
+            begins = piece.source == 0 and row == piece.first
+            state = inputs[row] if begins else decay[row] * state + scale[row] * inputs[row]
+            out[row] = state
+        states[piece.target] = state
+    return out.to(x.dtype)

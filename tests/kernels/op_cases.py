@@ -305,6 +305,17 @@ def gated_delta(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 @cases
+def rg_lru(dtype: torch.dtype) -> Iterator[Arguments]:
+    for heads, size in [(1, 8), (2, 40), (3, 72), (2, 5)]:
+        for chunks in STATE_STEPS:
+            metadata = state_batch(chunks, 4)
+            x = randn(sum(length for _, length in chunks), heads * size, dtype=dtype)
+            weights, bias = randn(heads, size, 2 * size) * size**-0.5, randn(heads, 2 * size)
+            rates = -8 * torch.rand(heads * size)
+            yield (x, weights, bias, rates, randn(NUM_BLOCKS, heads * size), metadata), {}
+
+
+@cases
 def unusable_rows(dtype: torch.dtype) -> Iterator[Arguments]:
     for shape in [(0, 5), (1, 1), (3, 8), (4, 77), (2, 40_000)]:
         logits = randn(*shape)

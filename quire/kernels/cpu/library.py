@@ -46,6 +46,10 @@ SIGNATURES: dict[str, tuple[str, str]] = {
         "out qkv ba rates dt_bias states gates query_start_loc seq_lens block_tables",
         "qqqqqqqqqq",
     ),
+    "rg_lru": (
+        "out x weights bias rates states gates query_start_loc seq_lens block_tables",
+        "qqqqqqqq",
+    ),
     "packed_embedding": ("out ids data scales zeros", "qqqqqq"),
     "layer_norm": ("out x weight bias", "qqqqqdqq"),
     "gelu_and_mul": ("out x", "qqqq"),

@@ -33,3 +33,27 @@ def gated_delta(
     if refused:
         raise IndexError(bad_request("gated_delta", metadata, refused - 1, len(states)))
     return out.to(qkv.dtype)
+
+
+def rg_lru(
+    x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata
+) -> Tensor:
+    dtype_code("rg_lru", "x", x)
+    if weights.dim() != 3 or x.dim() != 2:
+        raise ValueError(
+            f"rg_lru: x must be [T, h * D], weights [h, D, 2 * D]; they are {say(x)}, {say(weights)}"
+        )
+    heads, size, _ = weights.shape
+    check_array("rg_lru", "weights", weights, torch.float32, (heads, size, 2 * size))
+    check_array("rg_lru", "bias", bias, torch.float32, (heads, 2 * size))
+    check_array("rg_lru", "rates", rates, torch.float32, (heads * size,))
+    rows = len(x)
+    wide = x.float().contiguous()
+    check_array("rg_lru", "x", wide, torch.float32, (rows, heads * size))
+    step = check_states("rg_lru", states, (heads * size,), rows, metadata)
+    out, gates = empty(wide, rows, heads * size), empty(wide, rows, heads, 2 * size)
+    tensors = (out, wide, weights, bias, rates, states, gates, *step.tensors)
+    refused = call("rg_lru", tensors, *step.sizes, step.stride, heads, size)
+    if refused:
+        raise IndexError(bad_request("rg_lru", metadata, refused - 1, len(states)))
+    return out.to(x.dtype)
