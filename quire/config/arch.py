@@ -95,6 +95,40 @@ class ExpertsArch:
 
 
 @dataclass(frozen=True)
+class ShortConvArch:
+    """Layers that mix a token with the few before it, and nothing else (LFM2)."""
+
+    taps: int
+    """Tokens that one is made of, itself included."""
+    bias: bool
+
+
+@dataclass(frozen=True)
+class DeltaArch:
+    """Layers whose heads have a matrix that the gated delta rule keeps (Qwen3-Next)."""
+
+    key_heads: int
+    value_heads: int
+    """A multiple: each key head serves so many value heads one after the other."""
+    key_dim: int
+    value_dim: int
+    taps: int
+    """Of the convolution over queries, keys and values."""
+    grouped: bool = False
+    """Whether the checkpoint has what belongs to a key head side by side."""
+
+
+@dataclass(frozen=True)
+class RecurrentUnitArch:
+    """Layers of RG-LRUs (RecurrentGemma)."""
+
+    width: int
+    heads: int
+    """Equal parts of the width, of which each has gates of its own."""
+    taps: int
+
+
+@dataclass(frozen=True)
 class ModelArch:
     """Shape and options of a decoder-only model; defaults are Llama's."""
 
@@ -156,7 +190,10 @@ class ModelArch:
     qk_norm: str | None = None
     """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
     layer_types: tuple[str, ...] = ()
-    """"full_attention" or "sliding_attention" for each layer."""
+    """How each layer mixes tokens: a key of `quire.models.blocks.MIXERS`."""
+    short_conv: ShortConvArch | None = None
+    delta: DeltaArch | None = None
+    recurrent_unit: RecurrentUnitArch | None = None
     sliding_window: int | None = None
     rope: RopeScaling | None = None
     """None where positions come in another way."""

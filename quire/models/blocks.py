@@ -9,20 +9,33 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.layers.base import Module, RowSource
+from quire.layers.gated_delta_net import GatedDeltaNet
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
+from quire.layers.recurrent_unit import RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.self_attention import SelfAttention
+from quire.layers.short_conv import ShortConv
 from quire.layers.sparse_mlp import SparseMLP
 from quire.layers.step import StepContext
 
+Mixer = SelfAttention | ShortConv | GatedDeltaNet | RecurrentUnit
 MLP = GatedMLP | PlainMLP | SparseMLP
+
+MIXERS: dict[str, tuple[str, type[Mixer]]] = {
+    "full_attention": ("self_attn", SelfAttention),
+    "sliding_attention": ("self_attn", SelfAttention),
+    "short_conv": ("conv", ShortConv),
+    "gated_delta": ("linear_attn", GatedDeltaNet),
+    "recurrent_unit": ("recurrent_unit", RecurrentUnit),
+}
+"""What mixes tokens, by the kind of a layer, and its name there."""
 
 MLPS: dict[str, type[MLP]] = {"gated": GatedMLP, "plain": PlainMLP, "sparse": SparseMLP}
 
 
 class Block(Module):
-    """What all have: `self_attn`, `mlp`, and norms by name."""
+    """What all have: a mixer of tokens, `mlp`, and norms by name."""
 
     norms: tuple[str, ...] = ()
     input_layernorm: RMSNorm | LayerNorm
@@ -34,9 +47,10 @@ class Block(Module):
         self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
     ) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(
-            config=config, prefix=f"{prefix}.self_attn", layer=layer, rotary=rotary
-        )
+        name, kind = MIXERS[config.arch.layer_types[layer]]
+        mixer = kind(config=config, prefix=f"{prefix}.{name}", layer=layer, rotary=rotary)
+        self.add_module(name, mixer)
+        self.mixer_name = name
         self.mlp = MLPS[config.arch.mlp_of(layer)](config=config, prefix=f"{prefix}.mlp")
         for name in self.norms:
             setattr(self, name, block_norm(config, f"{prefix}.{name}"))
@@ -47,6 +61,11 @@ class Block(Module):
     ) -> tuple[Tensor, Tensor]:
         """x and residual [T, H] -> those of the next layer."""
         raise NotImplementedError
+
+    @property
+    def mixer(self) -> Mixer:
+        """What mixes tokens."""
+        return self._modules[self.mixer_name]  # type: ignore[return-value]
 
     def _scaled(self, x: Tensor) -> Tensor:
         """What is added to the residual stream, which some models scale (Granite, MiniCPM)."""
@@ -62,14 +81,14 @@ class SequentialBlock(Block):
         self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
     ) -> None:
         super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
-        _connect(self.self_attn, self.input_layernorm)
+        _connect(self.mixer, self.input_layernorm)
         _connect(self.mlp, self.post_attention_layernorm)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self._scaled(self.self_attn(x, positions, step))
+        x = self._scaled(self.mixer(x, positions, step))
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self._scaled(self.mlp(x, step)), residual
 
@@ -88,14 +107,14 @@ class SandwichBlock(Block):
         self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
     ) -> None:
         super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
-        _connect(self.self_attn, self.input_layernorm)
+        _connect(self.mixer, self.input_layernorm)
         _connect(self.mlp, self.pre_feedforward_layernorm)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self._scaled(self.post_attention_layernorm(self.self_attn(x, positions, step)))
+        x = self._scaled(self.post_attention_layernorm(self.mixer(x, positions, step)))
         x, residual = self.pre_feedforward_layernorm.add(x, residual)
         return self._scaled(self.post_feedforward_layernorm(self.mlp(x, step))), residual
 
@@ -109,7 +128,7 @@ class NormAfterBlock(Block):
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x = x if residual is None else x + residual
-        x = x + self.post_attention_layernorm(self.self_attn(x, positions, step))
+        x = x + self.post_attention_layernorm(self.mixer(x, positions, step))
         return self.post_feedforward_layernorm(self.mlp(x, step)), x
 
 
@@ -122,7 +141,7 @@ class ParallelBlock(Block):
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        return self.self_attn(x, positions, step) + self.mlp(x, step), residual
+        return self.mixer(x, positions, step) + self.mlp(x, step), residual
 
 
 class ParallelTwoNormsBlock(Block):
@@ -134,7 +153,7 @@ class ParallelTwoNormsBlock(Block):
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        attended = self.self_attn(x, positions, step)
+        attended = self.mixer(x, positions, step)
         return attended + self.mlp(self.post_attention_layernorm(residual), step), residual
 
 
@@ -147,7 +166,7 @@ BLOCKS: dict[str, type[Block]] = {
 }
 
 
-def _connect(reader: SelfAttention | MLP, norm: Module) -> None:
+def _connect(reader: Mixer | MLP, norm: Module) -> None:
     """Have a norm round its rows for the only layer that reads them, if it can."""
     if isinstance(norm, RowSource):
         reader.reads(norm)

@@ -102,6 +102,8 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("InternLMForCausalLM", "internlm:read_internlm", "InternLM", oracle="Llama of transformers"),
         BuiltIn("Jais2ForCausalLM", "jais:read_jais2", "Jais 2"),
         BuiltIn("JAISLMHeadModel", "jais:read_jais", "Jais 13B and 30B", oracle="plain torch"),
+        BuiltIn("Lfm2ForCausalLM", "lfm:read_lfm2", "LFM2 350M to 2.6B"),
+        BuiltIn("Lfm2MoeForCausalLM", "lfm:read_lfm2_moe", "LFM2 8B-A1B"),
         BuiltIn(
             "LlamaForCausalLM",
             "llama:read_llama",
@@ -135,7 +137,9 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("Qwen2MoeForCausalLM", "sparse:read_qwen2_moe", "Qwen 1.5 MoE A2.7B, Qwen 2 57B-A14B"),
         BuiltIn("Qwen3ForCausalLM", "qwen:read_qwen3", "Qwen 3"),
         BuiltIn("Qwen3MoeForCausalLM", "sparse:read_qwen3_moe", "Qwen 3 30B-A3B and 235B-A22B, Qwen 3 Coder"),
+        BuiltIn("Qwen3NextForCausalLM", "qwen_next:read_qwen3_next", "Qwen3-Next 80B-A3B, Qwen3 Coder Next"),
         BuiltIn("QWenLMHeadModel", "qwen:read_qwen", "Qwen (2023)", oracle="Qwen2 of transformers"),
+        BuiltIn("RecurrentGemmaForCausalLM", "griffin:read_recurrent_gemma", "RecurrentGemma 2B and 9B"),
         BuiltIn("SeedOssForCausalLM", "llama:read_seed_oss", "Seed-OSS 36B"),
         BuiltIn("SmolLM3ForCausalLM", "llama:read_smollm3", "SmolLM 3"),
         BuiltIn(
