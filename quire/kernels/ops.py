@@ -21,8 +21,8 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.errors import ConfigError
-from quire.kernels import cpu, reference, reference_experts, reference_sampling, triton
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels import cpu, reference, reference_experts, reference_sampling, reference_scan, triton
+from quire.kernels.attention_metadata import AttentionMetadata, StateMetadata
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
 from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
@@ -376,6 +376,76 @@ def paged_attention(
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
     )
+
+
+# Layers with a state: `states` [num_blocks, ...] float32 is a layer's view of its part of the cache, each block's state
+# in one piece. Where the T rows start from, and where they leave a state, is the word of `StateMetadata`; a state that
+# has no place there is an IndexError. Rows of no request come out as 0. What has rows is of any float dtype, and these
+# may have a stride; what has none is float32. C is channels, N states of each.
+
+
+@op(_cpu("scan.causal_conv"))
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+    silu: bool = False,
+) -> Tensor:
+    """A convolution of each channel by itself, and perhaps silu of it: x [T, C] -> a new [T, C] of x's dtype.
+
+    out[t] = bias + sum over k of weight[k] * x[t - K + 1 + k], with weight [K, C] and bias [C]. A state is the last
+    K - 1 inputs, the oldest first: states [num_blocks, K - 1, C].
+    """
+    return reference_scan.causal_conv(x, weight, bias, states, metadata, silu)
+
+
+@op(_cpu("scan.selective_scan"))
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    gate: Tensor | None,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+) -> Tensor:
+    """The recurrence of Mamba (Gu and Dao, 2023, arXiv:2312.00752): x, dt [T, C] -> a new [T, C] of x's dtype.
+
+    With d = softplus(dt[t]): s = exp(d * a) * s + b[t] * (d * x[t]); out[t] = sum over N of c[t] * s + skip * x[t],
+    times silu(gate[t]) if there is a gate [T, C]. a [N, C], skip [C], b and c [T, N], states [num_blocks, N, C].
+    """
+    return reference_scan.selective_scan(x, dt, a, b, c, skip, gate, states, metadata)
+
+
+@op(_cpu("scan.ssd_scan"))
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    dt_bias: Tensor,
+    gate: Tensor | None,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+    groups: int = 1,
+    time_limits: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    """The recurrence of Mamba 2 (Dao and Gu, 2024, arXiv:2405.21060): x [T, H * D] -> a new [T, H * D] of x's dtype.
+
+    Of each of H heads of size D, which share b and c [T, G * N] in G groups: with d = softplus(dt[t] + dt_bias), held
+    to the limits, s = exp(d * a) * s + b[t] * (d * x[t]) and out[t] = sum over N of c[t] * s + skip * x[t], times
+    silu(gate[t]) if there is a gate [T, H * D]. dt [T, H]; a, skip and dt_bias [H]; states [num_blocks, H, N, D].
+    """
+    return reference_scan.ssd_scan(x, dt, a, b, c, skip, dt_bias, gate, states, metadata, groups, time_limits)
 
 
 @op(_cpu("embedding.embedding"), _triton("embedding.embedding"), key=1)
