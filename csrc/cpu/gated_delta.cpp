@@ -37,15 +37,6 @@ struct Delta {
     }
 };
 
-// log(1 + e^x): log(1 + y) is 2 artanh(y / (2 + y)), whose series ends where it adds nothing to a float.
-inline Vec softplus(Vec x) {
-    const Vec y = exp(x < 0.0f ? x : -x), z = y / (y + 2.0f), square = z * z;
-    constexpr float odd[] = {2.0f / 13, 2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3, 2.0f};
-    Vec series = splat(2.0f / 15);
-    for (float coefficient : odd) series = fma(series, square, splat(coefficient));
-    return fma(series, z, x < 0.0f ? Vec{} : x);
-}
-
 inline float dot(const Float32* a, const Float32* b, int64_t n) {
     Vec total = {};
     for (int64_t i = 0; i < n; i += kLanes) total = fma(load(a + i, All{}), load(b + i, All{}), total);
@@ -147,9 +138,7 @@ int64_t gated_delta(void* out, const void* qkv, const void* ba, const void* rate
                          static_cast<Float32*>(states), static_cast<Float32*>(out), static_cast<Gates*>(gates),
                          key_heads, value_heads, keys, values, stride};
     const int64_t size = value_heads * values;
-    for_each_row_of_no_request(batch, [&](int64_t row) {
-        __builtin_memset(delta.out + row * size, 0, static_cast<size_t>(size) * sizeof(Float32));
-    });
+    clear_rows_of_no_request(batch, out, size);
     share(rows, kElementWork * rows * (key_heads * keys + 4 * value_heads), [&](int64_t row) { make_gates(delta, row); });
     const int64_t tiles = (values + 16 * kWide - 1) / (16 * kWide);
     share(requests * value_heads * tiles, 4 * rows * size * keys, [&](int64_t job) {

@@ -94,9 +94,7 @@ int64_t rg_lru(void* out, const void* x, const void* weights, const void* bias, 
                          static_cast<const Float32*>(bias), static_cast<const Float32*>(rates),
                          static_cast<Float32*>(states), static_cast<Float32*>(out), static_cast<Float32*>(gates),
                          heads, size, stride};
-    for_each_row_of_no_request(batch, [&](int64_t row) {
-        __builtin_memset(units.out + row * units.width(), 0, static_cast<size_t>(units.width()) * sizeof(Float32));
-    });
+    clear_rows_of_no_request(batch, out, units.width());
     const int64_t wide = 16 * kGateColumns, tiles = (units.columns() + wide - 1) / wide;
     const int64_t blocks = (rows + kRowBlock - 1) / kRowBlock;
     share(blocks * heads * tiles, rows * heads * size * units.columns(), [&](int64_t job) {

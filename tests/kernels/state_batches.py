@@ -21,7 +21,7 @@ def state_batch(
     """
     ids = count(1)
     ends = [start + length for start, length in chunks]
-    width = max((-(-end // block_size) for end in ends), default=0)
+    width = max((-(-end // block_size) for end in ends), default=1)
     tables = torch.zeros(len(chunks), width, dtype=torch.int32)
     for table, (start, length) in zip(tables, chunks, strict=True):
         needed = {(position - 1) // block_size for position in (start, start + length) if position}

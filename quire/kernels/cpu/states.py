@@ -24,8 +24,8 @@ def check_states(
     op: str, states: Tensor, shape: tuple[int, ...], rows: int, metadata: StateMetadata
 ) -> StateArguments:
     """Of a step of so many rows; `states` [blocks, *shape] float32, each block's in one piece."""
-    in_pieces = states[:1].is_contiguous() and states.is_cpu and states.dtype is torch.float32
-    if states.shape[1:] != shape or not in_pieces:
+    fits = states.dim() == 1 + len(shape) and states.shape[1:] == shape
+    if not fits or not states[:1].is_contiguous() or not states.is_cpu or states.dtype is not torch.float32:
         raise ValueError(
             f"{op}: states must be float32 [blocks, {', '.join(map(str, shape))}] on the CPU, each block's contiguous; "
             f"they are {say(states)}"
