@@ -95,6 +95,43 @@ class ExpertsArch:
 
 
 @dataclass(frozen=True)
+class MambaArch:
+    """Layers with a selective state space (Mamba)."""
+
+    channels: int
+    states: int
+    """Of each channel."""
+    taps: int
+    """Of the convolution."""
+    rank: int
+    """Numbers of which a token's time steps are made."""
+    bias: bool = False
+    """Of the projections in and out."""
+    conv_bias: bool = True
+    norm_eps: float | None = None
+    """Of the norms of what chooses a step; None: there are none."""
+    norm_weight: bool = True
+
+
+@dataclass(frozen=True)
+class Mamba2Arch:
+    """Layers with a selective state space of heads (Mamba 2)."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    """Equal parts of the heads that read and write their states alike."""
+    states: int
+    taps: int
+    """Of the convolution."""
+    norm_eps: float
+    bias: bool = False
+    """Of the projections in and out."""
+    conv_bias: bool = True
+    time_limits: tuple[float, float] = (0.0, float("inf"))
+
+
+@dataclass(frozen=True)
 class ModelArch:
     """Shape and options of a decoder-only model; defaults are Llama's."""
 
@@ -154,7 +191,9 @@ class ModelArch:
     qk_norm: str | None = None
     """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
     layer_types: tuple[str, ...] = ()
-    """"full_attention" or "sliding_attention" for each layer."""
+    """How each layer mixes tokens: a key of `quire.models.blocks.MIXERS`."""
+    mamba: MambaArch | None = None
+    mamba2: Mamba2Arch | None = None
     sliding_window: int | None = None
     rope: RopeScaling | None = None
     """None where positions come in another way."""
