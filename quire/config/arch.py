@@ -36,6 +36,10 @@ class RopeScaling:
         return int(head_dim * self.partial_rotary_factor + 1e-6)
 
 
+QKV_APART: Mapping[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+"""The merged layer that nearly every checkpoint has in three."""
+
+
 @dataclass(frozen=True)
 class CheckpointNames:
     """What a checkpoint calls otherwise than Llama's do, whose names our modules have."""
@@ -43,10 +47,7 @@ class CheckpointNames:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """A part of a module's path -> what stands there instead; nothing, if that level is missing there."""
     merged: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {
-            "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-            "gate_up_proj": ("gate_proj", "up_proj"),
-        }
+        default_factory=lambda: {**QKV_APART, "gate_up_proj": ("gate_proj", "up_proj")}
     )
     """A merged layer -> the modules that it stands for; a checkpoint in which they are merged already has none."""
     unused: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
