@@ -36,6 +36,10 @@ class RopeScaling:
         return int(head_dim * self.partial_rotary_factor + 1e-6)
 
 
+QKV_APART: Mapping[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+"""The merged layer that nearly every checkpoint has in three."""
+
+
 @dataclass(frozen=True)
 class CheckpointNames:
     """What a checkpoint calls otherwise than Llama's do, whose names our modules have."""
@@ -43,10 +47,7 @@ class CheckpointNames:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """A part of a module's path -> what stands there instead; nothing, if that level is missing there."""
     merged: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {
-            "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-            "gate_up_proj": ("gate_proj", "up_proj"),
-        }
+        default_factory=lambda: {**QKV_APART, "gate_up_proj": ("gate_proj", "up_proj")}
     )
     """A merged layer -> the modules that it stands for; a checkpoint in which they are merged already has none."""
     unused: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
@@ -129,6 +130,43 @@ class RecurrentUnitArch:
 
 
 @dataclass(frozen=True)
+class MambaArch:
+    """Layers with a selective state space (Mamba)."""
+
+    channels: int
+    states: int
+    """Of each channel."""
+    taps: int
+    """Of the convolution."""
+    rank: int
+    """Numbers of which a token's time steps are made."""
+    bias: bool = False
+    """Of the projections in and out."""
+    conv_bias: bool = True
+    norm_eps: float | None = None
+    """Of the norms of what chooses a step; None: there are none."""
+    norm_weight: bool = True
+
+
+@dataclass(frozen=True)
+class Mamba2Arch:
+    """Layers with a selective state space of heads (Mamba 2)."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    """Equal parts of the heads that read and write their states alike."""
+    states: int
+    taps: int
+    """Of the convolution."""
+    norm_eps: float
+    bias: bool = False
+    """Of the projections in and out."""
+    conv_bias: bool = True
+    time_limits: tuple[float, float] = (0.0, float("inf"))
+
+
+@dataclass(frozen=True)
 class ModelArch:
     """Shape and options of a decoder-only model; defaults are Llama's."""
 
@@ -191,6 +229,8 @@ class ModelArch:
     """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
     layer_types: tuple[str, ...] = ()
     """How each layer mixes tokens: a key of `quire.models.blocks.MIXERS`."""
+    mamba: MambaArch | None = None
+    mamba2: Mamba2Arch | None = None
     short_conv: ShortConvArch | None = None
     delta: DeltaArch | None = None
     recurrent_unit: RecurrentUnitArch | None = None

@@ -17,7 +17,7 @@ from quire.layers.slot import Part, Slot
 
 
 class CausalConv(Layer):
-    """A depthwise convolution, [C, 1, K] in the checkpoint and [K, C] here; `spans` are cut by themselves."""
+    """The checkpoint's depthwise `conv1d` [C, 1, K], kept as [K, C]; `spans` are channels that are cut apart."""
 
     def __init__(
         self, *, spans: Sequence[Span], taps: int, bias: bool, silu: bool = False, name: str

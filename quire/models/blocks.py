@@ -10,6 +10,8 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.layers.base import Module, RowSource
 from quire.layers.gated_delta_net import GatedDeltaNet
+from quire.layers.mamba import MambaMixer
+from quire.layers.mamba2 import Mamba2Mixer
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
 from quire.layers.recurrent_unit import RecurrentUnit
@@ -19,12 +21,14 @@ from quire.layers.short_conv import ShortConv
 from quire.layers.sparse_mlp import SparseMLP
 from quire.layers.step import StepContext
 
-Mixer = SelfAttention | ShortConv | GatedDeltaNet | RecurrentUnit
+Mixer = SelfAttention | MambaMixer | Mamba2Mixer | ShortConv | GatedDeltaNet | RecurrentUnit
 MLP = GatedMLP | PlainMLP | SparseMLP
 
 MIXERS: dict[str, tuple[str, type[Mixer]]] = {
     "full_attention": ("self_attn", SelfAttention),
     "sliding_attention": ("self_attn", SelfAttention),
+    "mamba": ("mamba", MambaMixer),
+    "mamba2": ("mamba", Mamba2Mixer),
     "short_conv": ("conv", ShortConv),
     "gated_delta": ("linear_attn", GatedDeltaNet),
     "recurrent_unit": ("recurrent_unit", RecurrentUnit),
@@ -35,9 +39,10 @@ MLPS: dict[str, type[MLP]] = {"gated": GatedMLP, "plain": PlainMLP, "sparse": Sp
 
 
 class Block(Module):
-    """What all have: a mixer of tokens, `mlp`, and norms by name."""
+    """What all have: a mixer of tokens, norms by name, and but for `MixerBlock` an `mlp`."""
 
     norms: tuple[str, ...] = ()
+    has_mlp = True
     input_layernorm: RMSNorm | LayerNorm
     post_attention_layernorm: RMSNorm | LayerNorm
     pre_feedforward_layernorm: RMSNorm | LayerNorm
@@ -51,7 +56,8 @@ class Block(Module):
         mixer = kind(config=config, prefix=f"{prefix}.{name}", layer=layer, rotary=rotary)
         self.add_module(name, mixer)
         self.mixer_name = name
-        self.mlp = MLPS[config.arch.mlp_of(layer)](config=config, prefix=f"{prefix}.mlp")
+        if self.has_mlp:
+            self.mlp = MLPS[config.arch.mlp_of(layer)](config=config, prefix=f"{prefix}.mlp")
         for name in self.norms:
             setattr(self, name, block_norm(config, f"{prefix}.{name}"))
         self.multiplier = config.arch.residual_multiplier
@@ -157,12 +163,32 @@ class ParallelTwoNormsBlock(Block):
         return attended + self.mlp(self.post_attention_layernorm(residual), step), residual
 
 
+class MixerBlock(Block):
+    """A mixer alone, on a normed copy of the residual stream (Mamba)."""
+
+    norms = ("input_layernorm",)
+    has_mlp = False
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
+        _connect(self.mixer, self.input_layernorm)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        return self.mixer(x, positions, step), residual
+
+
 BLOCKS: dict[str, type[Block]] = {
     "sequential": SequentialBlock,
     "sandwich": SandwichBlock,
     "norm_after": NormAfterBlock,
     "parallel": ParallelBlock,
     "parallel_two_norms": ParallelTwoNormsBlock,
+    "mixer": MixerBlock,
 }
 
 

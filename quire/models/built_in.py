@@ -69,6 +69,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             oracle="Llama of transformers",
         ),
         BuiltIn("FalconForCausalLM", "alibi:read_falcon", "Falcon 1B, 7B, 40B, 180B and 2 11B"),
+        BuiltIn("FalconMambaForCausalLM", "mamba:read_falcon_mamba", "Falcon Mamba 7B"),
         BuiltIn("FlexOlmoForCausalLM", "sparse:read_flex_olmo", "FlexOlmo"),
         BuiltIn("Gemma2ForCausalLM", "gemma:read_gemma2", "Gemma 2"),
         BuiltIn("Gemma3ForCausalLM", "gemma:read_gemma3", "Gemma 3 (text)"),
@@ -109,6 +110,8 @@ BUILT_IN: dict[str, BuiltIn] = {
             "llama:read_llama",
             "Llama 1 to 3.3, Yi, DeepSeek-LLM, SOLAR, TinyLlama, SmolLM 2",
         ),
+        BuiltIn("Mamba2ForCausalLM", "mamba:read_mamba2", "Mamba 2, Codestral Mamba"),
+        BuiltIn("MambaForCausalLM", "mamba:read_mamba", "Mamba 130M to 2.8B"),
         BuiltIn(
             "MiniCPMForCausalLM",
             "llama:read_minicpm",

@@ -39,12 +39,13 @@ def rehearsed_groups(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ..
 
 
 class Rehearsal:
-    """A step of prompts, a step of one token each, and small steps of other kinds.
+    """A step of prompts, a step of one token each, and for kernels that are compiled small steps of other kinds.
 
     Args:
         max_num_tokens: most tokens of the first.
         max_num_seqs: most requests of the second; 0: there is the first only.
         groups: KV cache groups, each of which gets blocks of its own.
+        every_variant: whether small steps are wanted.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class Rehearsal:
         max_num_tokens: int,
         max_num_seqs: int,
         groups: Sequence[KVCacheGroup],
+        *,
+        every_variant: bool = False,
     ) -> None:
         limits = config.scheduler
         num_tokens = min(max_num_tokens, limits.max_num_batched_tokens)
@@ -63,8 +66,9 @@ class Rehearsal:
         num_decodes = min(max_num_seqs, limits.max_num_seqs)
         self._steps = [([prompt] * min(max(num_tokens // prompt, 1), limits.max_num_seqs), _ALL)]
         if num_decodes:
-            small = [step for step in _SMALL if max(step[0]) <= prompt and len(step[0]) <= num_decodes]
-            self._steps += [([1] * num_decodes, _ALL), *small]
+            self._steps.append(([1] * num_decodes, _ALL))
+        if every_variant:
+            self._steps += (s for s in _SMALL if max(s[0]) <= prompt and len(s[0]) <= limits.max_num_seqs)
 
     @property
     def num_blocks(self) -> int:

@@ -169,10 +169,17 @@ class Worker:
         """Run the largest steps in a cache of their own, so that all that they need exists when memory is measured."""
         device, memory = self._device, self._device.memory
         least = self._least_cache()
-        rehearsal = Rehearsal(self._config, memory.warm_up_tokens, memory.warm_up_seqs, least.groups)
+        rehearsal = Rehearsal(
+            self._config,
+            memory.warm_up_tokens,
+            memory.warm_up_seqs,
+            least.groups,
+            every_variant=device.compiles_kernels,
+        )
         cache = replace(least, num_blocks=rehearsal.num_blocks)
         tensors = self._bind_cache(cache)
-        self._launch_what_no_plan_reaches(tensors)
+        if device.compiles_kernels:
+            self._launch_what_no_plan_reaches(tensors)
         with memory.rehearsal():
             runner = ModelRunner(self._loaded(), self._config, cache, device, is_rehearsal=True)
         for plan in rehearsal.plans():

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from quire import LLM, SamplingParams
 from quire.inputs import PromptType
 from quire.kernels.cpu import library
-from quire.kernels.cpu.threads import set_num_threads
 from quire.outputs import RequestOutput
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
@@ -66,13 +64,6 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 
 Result = list[tuple[list[int], list[list[float]]]]
 """Per request: its tokens, and the logprobs of each one's candidates."""
-
-
-@pytest.fixture
-def restore_threads() -> Iterator[None]:
-    count = torch.get_num_threads()
-    yield
-    set_num_threads(count)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The C++ attention and KV cache kernels: near the oracle for every option, and the same bits in any company."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from quire.kernels import reference
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.cpu import library
 from quire.kernels.cpu.threads import set_num_threads
+from tests.fixtures.threads import shuffle
 from tests.kernels.op_cases import TOLERANCES, int8_caches
 
 if library.loaded() is None:
@@ -117,21 +118,6 @@ def poisoned(num_blocks: int, shape: Shape) -> tuple[Tensor, Tensor]:
         (num_blocks, shape.kv_heads, shape.size, shape.block_size), torch.nan, dtype=shape.cache_dtype
     )
     return k, k.view(num_blocks, shape.kv_heads, shape.block_size, shape.size).clone()
-
-
-@pytest.fixture
-def restore_threads() -> Iterator[None]:
-    count = torch.get_num_threads()
-    yield
-    set_num_threads(count)
-    shuffle(0)
-
-
-def shuffle(seed: int) -> None:
-    """In which order threads take pieces of a loop, all loops being shared."""
-    loaded = library.loaded()
-    assert loaded is not None
-    loaded.shuffle(seed)
 
 
 MIXED = [(0, 0, 90), (1, 11, 12), (2, 100, 133), (3, 0, 1), (1, 5, 9), (2, 132, 133)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -31,13 +30,6 @@ FORMATS = [
 every_format = pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=str)
 COUNT, TOP_K, HIDDEN, INNER = 7, 3, 90, 50
 TOKENS = (0, 1, 2, 5, 64, 65, 130, 300)
-
-
-@pytest.fixture
-def restore_threads() -> Iterator[None]:
-    count = torch.get_num_threads()
-    yield
-    set_num_threads(count)
 
 
 def choices(tokens: int, count: int = COUNT, top_k: int = TOP_K) -> tuple[Tensor, Tensor]:

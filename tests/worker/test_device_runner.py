@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from quire.executor import uniproc
 from quire.kernels import cpu, ops, triton
-from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.limits import Limits
 from quire.kernels.reference_sampling import sample_by_gumbel
 from quire.kernels.triton import launch
@@ -203,17 +202,15 @@ def test_failures_of_steps_in_flight() -> None:
 
 
 @pytest.fixture
-def on_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGpu]]:
+def on_fake_gpu(monkeypatch: pytest.MonkeyPatch, restore_threads: None) -> list[FakeGpu]:
     devices: list[FakeGpu] = []
 
     def make(name: str) -> FakeGpu:
         devices.append(FakeGpu())
         return devices[-1]
 
-    count = torch.get_num_threads()
     monkeypatch.setattr(uniproc, "make_device", make)
-    yield devices
-    set_num_threads(count)
+    return devices
 
 
 def test_an_engine_equals_the_hosts(
@@ -287,7 +284,9 @@ def test_families_equal_the_hosts(
     got, _ = serve(jobs, **args, **overlapped(2))
     groups = rehearsed_groups({"layer": FullAttentionSpec(16, 1, 8, 4)})
     assert on_fake_gpu[0].num_rehearsals == 1 + len(
-        Rehearsal(tiny_config(max_model_len=64, max_num_seqs=4), 1 << 40, 1 << 40, groups).plans()
+        Rehearsal(
+            tiny_config(max_model_len=64, max_num_seqs=4), 1 << 40, 1 << 40, groups, every_variant=True
+        ).plans()
     )
     monkeypatch.undo()
     assert facts(got) == facts(serve(jobs, **args)[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.config.arch import CheckpointNames, ModelArch
+from quire.config.arch import QKV_APART, CheckpointNames, ModelArch
 from quire.models.families.fields import (
     GATED_ACTIVATIONS,
     alternating_window,
@@ -25,7 +25,7 @@ _RENAMED = {
     "down_proj": "c_proj",
     "norm": "ln_f",
 }
-_MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("c_fc_0", "c_fc_1")}
+_MERGED = {**QKV_APART, "gate_up_proj": ("c_fc_0", "c_fc_1")}
 
 
 def read_exaone(architecture: str, config: JsonObject) -> ModelArch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.config.arch import CheckpointNames, ModelArch
+from quire.config.arch import QKV_APART, CheckpointNames, ModelArch
 from quire.models.families.experts import (
     all_layers,
     read_deepseek_experts,
@@ -26,7 +26,9 @@ from quire.models.families.olmo import read_olmo2
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import read_rope
 
-_APART = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_MIXTRAL_NAMES = CheckpointNames(
+    {"mlp": "block_sparse_moe", "down_proj": "w2"}, {**QKV_APART, "gate_up_proj": ("w1", "w3")}
+)
 _GRANITE_NAMES = {
     "mlp": "",
     "gate": "block_sparse_moe.router.layer",
@@ -40,13 +42,10 @@ _SHARED_EXPERTS = {"shared_expert": "shared_experts"}
 
 def read_mixtral(architecture: str, config: JsonObject) -> ModelArch:
     """Mixtral (A. Jiang et al., 2024, arXiv:2401.04088): Mistral with experts in every layer."""
-    names = CheckpointNames(
-        {"mlp": "block_sparse_moe", "down_proj": "w2"}, _APART | {"gate_up_proj": ("w1", "w3")}
-    )
     return read_llama(
         architecture,
         config,
-        names=names,
+        names=_MIXTRAL_NAMES,
         theta=1e6,
         norm_eps=rms_eps(config, 1e-5),
         experts=read_experts(
@@ -119,13 +118,10 @@ def read_minimax_m2(architecture: str, config: JsonObject) -> ModelArch:
     """MiniMax M2 (2025): norms of all of q and all of k; sigmoids choose, and a bias keeps the load even."""
     head_dim = read_head_dim(config, config.integer("num_attention_heads"), 128)
     partial = config.integer("rotary_dim", head_dim, high=head_dim) / head_dim
-    names = CheckpointNames(
-        {"mlp": "block_sparse_moe", "down_proj": "w2"}, _APART | {"gate_up_proj": ("w1", "w3")}
-    )
     return read_llama(
         architecture,
         config,
-        names=names,
+        names=_MIXTRAL_NAMES,
         head_dim=head_dim,
         rope=read_rope(config, head_dim=head_dim, theta=5e6, partial=partial),
         qk_norm="row_rms",
@@ -211,7 +207,9 @@ def read_granite_moe(architecture: str, config: JsonObject) -> ModelArch:
         stacked=True,
         shared_size=config.integer("shared_intermediate_size", 0, low=0, high=MAX_WIDTH),
     )
-    return read_granite(architecture, config, names=CheckpointNames(_GRANITE_NAMES, _APART), experts=experts)
+    return read_granite(
+        architecture, config, names=CheckpointNames(_GRANITE_NAMES, QKV_APART), experts=experts
+    )
 
 
 def read_hunyuan_moe(architecture: str, config: JsonObject) -> ModelArch:
