@@ -5,6 +5,7 @@
 
 #include <cstddef>
 
+#include "lanes16.h"
 #include "states.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
@@ -120,6 +121,23 @@ struct SelectiveScan {
     }
 };
 
+// How a walk through a state takes columns: many at a time, or the last few.
+struct Sixteen {
+    using Value = Lanes16;
+    Value load(const Float32* p) const { return load16(p); }
+    void store(Float32* p, Value v) const { store16(p, v); }
+    static Value splat(float x) { return splat16(x); }
+};
+
+template <class Lanes>
+struct Eight {
+    using Value = Vec;
+    Lanes lanes;
+    Value load(const Float32* p) const { return quire::QUIRE_ISA::load(p, lanes); }
+    void store(Float32* p, Value v) const { quire::QUIRE_ISA::store(p, v, lanes); }
+    static Value splat(float x) { return quire::QUIRE_ISA::splat(x); }
+};
+
 // Mamba 2: a head has a state [states, size], all of which decays alike.
 struct HeadScan {
     Float32* out;
@@ -131,7 +149,12 @@ struct HeadScan {
 
     static constexpr int64_t kRows = 4;  // that share a walk through the state
 
-    struct Step { float time, decay; };
+    // What a row does to a head's state, and what it makes of it.
+    struct Read {
+        const Float32 *x, *b, *c;
+        Float32* out;
+        float time, decay;
+    };
 
     void run(const StateBatch& batch, int64_t request, int64_t head) const {
         const int64_t state_size = count * size;
@@ -146,47 +169,56 @@ struct HeadScan {
         });
     }
 
-    Step step(int64_t row, int64_t head) const {
+    Read read(int64_t row, int64_t head) const {
         float time = softplus(splat(dt.at(row, head)->value + dt_bias[head].value))[0];
         time = time < least_time ? least_time : time;
         time = time > most_time ? most_time : time;
-        return {time, exp(splat(time * a[head].value))[0]};
+        const int64_t group = head / (heads / groups) * count;
+        return {x.at(row, head * size), b.at(row, group), c.at(row, group), out + (row * heads + head) * size, time,
+                exp(splat(time * a[head].value))[0]};
     }
 
     template <int64_t kCount>
     void advance(Float32* state, int64_t row, int64_t head) const {
-        Step steps[kCount];
-        const Float32 *into[kCount], *from[kCount];
-        const int64_t group = head / (heads / groups) * count;
-        for (int64_t r = 0; r < kCount; ++r) {
-            steps[r] = step(row + r, head);
-            into[r] = b.at(row + r, group);
-            from[r] = c.at(row + r, group);
-        }
-        for_each_vector(size, [&](int64_t i, auto lanes) {
-            const int64_t column = head * size + i;
-            Vec added[kCount], sums[kCount];
-            for (int64_t r = 0; r < kCount; ++r) {
-                added[r] = load(x.at(row + r, column), lanes) * steps[r].time;
-                sums[r] = Vec{};
-            }
-            for (int64_t n = 0; n < count; ++n) {
-                Vec now = load(state + n * size + i, lanes);
-                for (int64_t r = 0; r < kCount; ++r) {
-                    now = fma(added[r], splat(into[r][n].value), now * steps[r].decay);
-                    sums[r] = fma(now, splat(from[r][n].value), sums[r]);
-                }
-                store(state + n * size + i, now, lanes);
-            }
-            for (int64_t r = 0; r < kCount; ++r) finish(sums[r], row + r, head, column, lanes);
-        });
+        Read reads[kCount];
+        for (int64_t r = 0; r < kCount; ++r) reads[r] = read(row + r, head);
+        int64_t column = 0;
+        for (; column + 16 <= size; column += 16) walk(state + column, reads, column, Sixteen{});
+        if (column < size)
+            for_each_vector(size - column, [&](int64_t i, auto lanes) {
+                walk(state + column + i, reads, column + i, Eight<decltype(lanes)>{lanes});
+            });
+        for (int64_t r = 0; r < kCount; ++r) finish(row + r, head);
     }
 
-    template <class Lanes>
-    void finish(Vec sum, int64_t row, int64_t head, int64_t column, Lanes lanes) const {
-        sum = fma(load(x.at(row, column), lanes), splat(skip[head].value), sum);
-        if (gate.data) sum = sum * silu(load(gate.at(row, column), lanes));
-        store(out + row * heads * size + column, sum, lanes);
+    // Some columns of a head's state through some rows, of which `out` gets the sums.
+    template <int64_t kCount, class Lanes>
+    void walk(Float32* state, const Read (&reads)[kCount], int64_t column, Lanes lanes) const {
+        typename Lanes::Value added[kCount], decays[kCount], sums[kCount];
+        for (int64_t r = 0; r < kCount; ++r) {
+            added[r] = lanes.load(reads[r].x + column) * lanes.splat(reads[r].time);
+            decays[r] = lanes.splat(reads[r].decay);
+            sums[r] = lanes.splat(0.0f);
+        }
+        for (int64_t n = 0; n < count; ++n) {
+            auto now = lanes.load(state + n * size);
+            for (int64_t r = 0; r < kCount; ++r) {
+                now = fma(added[r], lanes.splat(reads[r].b[n].value), now * decays[r]);
+                sums[r] = fma(now, lanes.splat(reads[r].c[n].value), sums[r]);
+            }
+            lanes.store(state + n * size, now);
+        }
+        for (int64_t r = 0; r < kCount; ++r) lanes.store(reads[r].out + column, sums[r]);
+    }
+
+    void finish(int64_t row, int64_t head) const {
+        for_each_vector(size, [&](int64_t i, auto lanes) {
+            const int64_t column = head * size + i;
+            Float32* at = out + row * heads * size + column;
+            Vec sum = fma(load(x.at(row, column), lanes), splat(skip[head].value), load(at, lanes));
+            if (gate.data) sum = sum * silu(load(gate.at(row, column), lanes));
+            store(at, sum, lanes);
+        });
     }
 };
 

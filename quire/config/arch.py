@@ -228,7 +228,7 @@ class ModelArch:
     qk_norm: str | None = None
     """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
     layer_types: tuple[str, ...] = ()
-    """How each layer mixes tokens: a key of `quire.models.blocks.MIXERS`."""
+    """How each layer mixes tokens: a key of `quire.models.blocks.MIXERS`, or "mlp" if it is an MLP and mixes none."""
     mamba: MambaArch | None = None
     mamba2: Mamba2Arch | None = None
     short_conv: ShortConvArch | None = None
@@ -257,6 +257,10 @@ class ModelArch:
 
     foreign_config: str = ""
     """config.json itself, as JSON with overrides, of a model whose code reads it: one that transformers runs."""
+
+    def block_of(self, layer: int) -> str:
+        """How a layer is put together."""
+        return "mlp" if self.layer_types[layer] == "mlp" else self.block
 
     def mlp_of(self, layer: int) -> str:
         """The kind of a layer's MLP."""

@@ -39,10 +39,10 @@ MLPS: dict[str, type[MLP]] = {"gated": GatedMLP, "plain": PlainMLP, "sparse": Sp
 
 
 class Block(Module):
-    """What all have: a mixer of tokens, norms by name, and but for `MixerBlock` an `mlp`."""
+    """What they have: norms by name, and, unless they say otherwise, a mixer of tokens and `mlp`."""
 
     norms: tuple[str, ...] = ()
-    has_mlp = True
+    has_mixer = has_mlp = True
     input_layernorm: RMSNorm | LayerNorm
     post_attention_layernorm: RMSNorm | LayerNorm
     pre_feedforward_layernorm: RMSNorm | LayerNorm
@@ -52,10 +52,11 @@ class Block(Module):
         self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
     ) -> None:
         super().__init__()
-        name, kind = MIXERS[config.arch.layer_types[layer]]
-        mixer = kind(config=config, prefix=f"{prefix}.{name}", layer=layer, rotary=rotary)
-        self.add_module(name, mixer)
-        self.mixer_name = name
+        if self.has_mixer:
+            name, kind = MIXERS[config.arch.layer_types[layer]]
+            mixer = kind(config=config, prefix=f"{prefix}.{name}", layer=layer, rotary=rotary)
+            self.add_module(name, mixer)
+            self.mixer_name = name
         if self.has_mlp:
             self.mlp = MLPS[config.arch.mlp_of(layer)](config=config, prefix=f"{prefix}.mlp")
         for name in self.norms:
@@ -182,6 +183,25 @@ class MixerBlock(Block):
         return self.mixer(x, positions, step), residual
 
 
+class MLPBlock(Block):
+    """An MLP alone, where mixers are, too."""
+
+    norms = ("input_layernorm",)
+    has_mixer = False
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
+        _connect(self.mlp, self.input_layernorm)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        return self.mlp(x, step), residual
+
+
 BLOCKS: dict[str, type[Block]] = {
     "sequential": SequentialBlock,
     "sandwich": SandwichBlock,
@@ -189,6 +209,7 @@ BLOCKS: dict[str, type[Block]] = {
     "parallel": ParallelBlock,
     "parallel_two_norms": ParallelTwoNormsBlock,
     "mixer": MixerBlock,
+    "mlp": MLPBlock,
 }
 
 

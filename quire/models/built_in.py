@@ -42,6 +42,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "Baichuan 2 7B and 13B, Baichuan 13B",
             oracle="Llama of transformers, told ALiBi's biases as a mask",
         ),
+        BuiltIn("BambaForCausalLM", "mamba_hybrids:read_bamba", "Bamba 9B"),
         BuiltIn("BloomForCausalLM", "alibi:read_bloom", "BLOOM, BLOOMZ"),
         BuiltIn(
             "ChatGLMForConditionalGeneration",
@@ -84,6 +85,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("GPTNeoXForCausalLM", "neox:read_gpt_neox", "GPT-NeoX, Pythia, Dolly 2, RedPajama-INCITE"),
         BuiltIn("GraniteForCausalLM", "llama:read_granite", "Granite 3"),
         BuiltIn("GraniteMoeForCausalLM", "sparse:read_granite_moe", "Granite 3 1B-A400M and 3B-A800M"),
+        BuiltIn("GraniteMoeHybridForCausalLM", "mamba_hybrids:read_granite_hybrid", "Granite 4"),
         BuiltIn(
             "GraniteMoeSharedForCausalLM", "sparse:read_granite_moe", "Granite 3 MoE with a shared expert"
         ),
@@ -102,6 +104,9 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("InternLMForCausalLM", "internlm:read_internlm", "InternLM", oracle="Llama of transformers"),
         BuiltIn("Jais2ForCausalLM", "jais:read_jais2", "Jais 2"),
+        BuiltIn(
+            "JambaForCausalLM", "mamba_hybrids:read_jamba", "Jamba, Jamba 1.5 to 1.7, Jamba Reasoning 3B"
+        ),
         BuiltIn("JAISLMHeadModel", "jais:read_jais", "Jais 13B and 30B", oracle="plain torch"),
         BuiltIn("Lfm2ForCausalLM", "lfm:read_lfm2", "LFM2 350M to 2.6B"),
         BuiltIn("Lfm2MoeForCausalLM", "lfm:read_lfm2_moe", "LFM2 8B-A1B"),
@@ -127,6 +132,11 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("MptForCausalLM", "alibi:read_mpt", "MPT 7B and 30B in the form of transformers"),
         BuiltIn("NemotronForCausalLM", "neox:read_nemotron", "Nemotron 4, Minitron"),
+        BuiltIn(
+            "NemotronHForCausalLM",
+            "mamba_hybrids:read_nemotron_h",
+            "Nemotron-H, Nemotron Nano 2, without experts",
+        ),
         BuiltIn("Olmo2ForCausalLM", "olmo:read_olmo2", "OLMo 2"),
         BuiltIn("Olmo3ForCausalLM", "olmo:read_olmo3", "OLMo 3"),
         BuiltIn("OlmoeForCausalLM", "sparse:read_olmoe", "OLMoE 1B-7B"),

@@ -45,7 +45,7 @@ class Decoder(Module):
             self.embed_norm = block_norm(config, f"{prefix}.embed_norm")
         rotaries = _rotaries(config)
         self.layers = nn.ModuleList(
-            BLOCKS[arch.block](
+            BLOCKS[arch.block_of(layer)](
                 config=config, prefix=f"{prefix}.layers.{layer}", layer=layer, rotary=rotaries[layer]
             )
             for layer in range(arch.num_layers)

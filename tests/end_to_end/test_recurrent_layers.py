@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from quire import LLM
 from quire.config import EngineConfig
 from quire.kernels.reference_states import state_before, state_pieces
-from quire.kv_cache.spec import KVCacheSpec
 from quire.layers.attention import Attention
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
@@ -36,10 +34,6 @@ class LinearAttention(StateCache):
             parts=[(attention.num_kv_heads, attention.head_dim), (UNUSED_FLOATS,)],
         )
         self.heads_per_kv_head = attention.num_heads // attention.num_kv_heads
-
-    def kv_cache_spec(self) -> KVCacheSpec:
-        """More states than a model would keep, so that prompts of some blocks find them."""
-        return replace(super().kv_cache_spec(), checkpoint_blocks=3)  # type: ignore[call-arg]
 
     def why_not_captured(self) -> str | None:
         return "a loop over tokens cannot be captured"

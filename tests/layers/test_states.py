@@ -53,3 +53,11 @@ def test_how_often_a_state_is_kept(config: EngineConfig, block_size: int, blocks
         config=config.evolve(block_size=block_size), name="states", parts=[(4,)]
     ).kv_cache_spec()
     assert spec == RecurrentStateSpec(block_size, 64, checkpoint_blocks=blocks)
+
+
+def test_a_long_request_holds_no_more_states_than_a_short_one(config: EngineConfig) -> None:
+    """While it is decoded, and while its prompt is computed in chunks of 2048."""
+    cache = StateCache(config=config.evolve(block_size=16), name="states", parts=[(3, 64), (16, 64)])
+    spec = cache.kv_cache_spec()
+    assert [spec.max_blocks(num_tokens, 1) for num_tokens in (1, 512, 32768)] == [1, 3, 3]
+    assert spec.max_blocks(4096, 2048) == spec.max_blocks(32768, 2048) == 2048 // 512 + 3

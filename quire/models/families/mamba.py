@@ -29,18 +29,7 @@ NAMES = CheckpointNames(
 
 def read_mamba(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
     """Mamba (Gu and Dao, 2023, arXiv:2312.00752); `fields` are of its mixers."""
-    config.only("hidden_act", "silu")
-    hidden = config.integer("hidden_size", high=MAX_WIDTH)
-    expand = config.integer("expand", 2, high=64)
-    mamba = MambaArch(
-        channels=config.integer("intermediate_size", expand * hidden, high=MAX_WIDTH),
-        states=config.integer("state_size", 16, high=MAX_STATES),
-        taps=config.integer("conv_kernel", 4, low=2, high=MAX_TAPS),
-        rank=read_rank(config, "time_step_rank", hidden),
-        bias=config.flag("use_bias", False),
-        conv_bias=config.flag("use_conv_bias", True),
-        **fields,
-    )
+    mamba = read_channels(config, **fields)
     tied = config.flag("tie_word_embeddings", True)
     return _read(architecture, config, "mamba", mamba=mamba, tie_word_embeddings=tied)
 
@@ -53,23 +42,48 @@ def read_falcon_mamba(architecture: str, config: JsonObject) -> ModelArch:
 
 def read_mamba2(architecture: str, config: JsonObject) -> ModelArch:
     """Mamba 2 (Dao and Gu, 2024, arXiv:2405.21060), such as Codestral Mamba."""
+    return _read(architecture, config, "mamba2", mamba2=read_heads(config, norm_eps=_eps(config), groups=8))
+
+
+def read_channels(config: JsonObject, **fields: Any) -> MambaArch:
+    """Mixers of Mamba, by its keys; `fields` are those that are not read."""
     config.only("hidden_act", "silu")
-    heads = config.integer("num_heads", 128, high=MAX_HEADS)
-    groups = config.integer("n_groups", 8, high=heads)
-    if heads % groups:
-        raise config.wrong("n_groups", f"a divisor of num_heads ({heads})")
-    mamba2 = Mamba2Arch(
-        heads=heads,
-        head_dim=config.integer("head_dim", 64, high=MAX_WIDTH),
-        groups=groups,
-        states=config.integer("state_size", 128, high=MAX_WIDTH),
+    hidden = config.integer("hidden_size", high=MAX_WIDTH)
+    expand = config.integer("expand", 2, high=64)
+    has_rank = config.get("time_step_rank") not in (None, "auto")
+    return MambaArch(
+        channels=fields.pop("channels", None)
+        or config.integer("intermediate_size", expand * hidden, high=MAX_WIDTH),
+        states=config.integer("state_size", 16, high=MAX_STATES),
         taps=config.integer("conv_kernel", 4, low=2, high=MAX_TAPS),
-        norm_eps=_eps(config),
+        rank=config.integer("time_step_rank", high=MAX_WIDTH) if has_rank else -(-hidden // 16),
         bias=config.flag("use_bias", False),
         conv_bias=config.flag("use_conv_bias", True),
-        time_limits=read_time_limits(config),
+        **fields,
     )
-    return _read(architecture, config, "mamba2", mamba2=mamba2)
+
+
+def read_heads(config: JsonObject, *, norm_eps: float, groups: int, **fields: Any) -> Mamba2Arch:
+    """Mixers of Mamba 2, by its keys; `groups` is a default, and `fields` are those that are not read."""
+    config.only("hidden_act", "silu")
+    heads = config.integer("num_heads", 128, high=MAX_HEADS)
+    num_groups = config.integer("n_groups", groups, high=heads)
+    if heads % num_groups:
+        raise config.wrong("n_groups", f"a divisor of the number of heads ({heads})")
+    expanded = config.integer("expand", 2, high=64) * config.integer("hidden_size", high=MAX_WIDTH)
+    is_auto = config.get("head_dim") in (None, "auto")
+    read = {"time_limits": read_time_limits(config)} | fields
+    return Mamba2Arch(
+        heads=heads,
+        head_dim=expanded // heads if is_auto else config.integer("head_dim", high=MAX_WIDTH),
+        groups=num_groups,
+        states=config.integer("state_size", 128, high=MAX_WIDTH),
+        taps=config.integer("conv_kernel", 4, low=2, high=MAX_TAPS),
+        norm_eps=norm_eps,
+        bias=config.flag("use_bias", False),
+        conv_bias=config.flag("use_conv_bias", True),
+        **read,
+    )
 
 
 def _read(architecture: str, config: JsonObject, kind: str, **fields: Any) -> ModelArch:
@@ -88,13 +102,6 @@ def _read(architecture: str, config: JsonObject, kind: str, **fields: Any) -> Mo
         norm_eps=_eps(config),
         **fields,
     )
-
-
-def read_rank(config: JsonObject, key: str, hidden: int) -> int:
-    """Of how many numbers time steps are made: one for each 16 of the hidden size, unless the file says another."""
-    if config.get(key) in (None, "auto"):
-        return -(-hidden // 16)
-    return config.integer(key, high=MAX_WIDTH)
 
 
 def read_time_limits(config: JsonObject) -> tuple[float, float]:

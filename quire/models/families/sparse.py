@@ -29,7 +29,7 @@ from quire.models.rope_config import read_rope
 _MIXTRAL_NAMES = CheckpointNames(
     {"mlp": "block_sparse_moe", "down_proj": "w2"}, {**QKV_APART, "gate_up_proj": ("w1", "w3")}
 )
-_GRANITE_NAMES = {
+GRANITE_NAMES = {
     "mlp": "",
     "gate": "block_sparse_moe.router.layer",
     "experts": "block_sparse_moe",
@@ -208,7 +208,7 @@ def read_granite_moe(architecture: str, config: JsonObject) -> ModelArch:
         shared_size=config.integer("shared_intermediate_size", 0, low=0, high=MAX_WIDTH),
     )
     return read_granite(
-        architecture, config, names=CheckpointNames(_GRANITE_NAMES, QKV_APART), experts=experts
+        architecture, config, names=CheckpointNames(GRANITE_NAMES, QKV_APART), experts=experts
     )
 
 
