@@ -6,6 +6,8 @@
 
 #include "kernels.h"
 
+#include <cstddef>
+
 namespace quire { namespace QUIRE_ISA { namespace {
 
 // Whose the rows of a step are: StateMetadata, the number of rows, and the number of blocks that the cache has.
