@@ -154,6 +154,77 @@ class Temperature:
 
 
 @dataclass(frozen=True)
+class ShortConvArch:
+    """Layers that mix a token with the few before it, and nothing else (LFM2)."""
+
+    taps: int
+    """Tokens that one is made of, itself included."""
+    bias: bool
+
+
+@dataclass(frozen=True)
+class DeltaArch:
+    """Layers whose heads have a matrix that the gated delta rule keeps (Qwen3-Next)."""
+
+    key_heads: int
+    value_heads: int
+    """A multiple: each key head serves so many value heads one after the other."""
+    key_dim: int
+    value_dim: int
+    taps: int
+    """Of the convolution over queries, keys and values."""
+    grouped: bool = False
+    """Whether the checkpoint has what belongs to a key head side by side."""
+
+
+@dataclass(frozen=True)
+class RecurrentUnitArch:
+    """Layers of RG-LRUs (RecurrentGemma)."""
+
+    width: int
+    heads: int
+    """Equal parts of the width, of which each has gates of its own."""
+    taps: int
+
+
+@dataclass(frozen=True)
+class MambaArch:
+    """Layers with a selective state space (Mamba)."""
+
+    channels: int
+    states: int
+    """Of each channel."""
+    taps: int
+    """Of the convolution."""
+    rank: int
+    """Numbers of which a token's time steps are made."""
+    bias: bool = False
+    """Of the projections in and out."""
+    conv_bias: bool = True
+    norm_eps: float | None = None
+    """Of the norms of what chooses a step; None: there are none."""
+    norm_weight: bool = True
+
+
+@dataclass(frozen=True)
+class Mamba2Arch:
+    """Layers with a selective state space of heads (Mamba 2)."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    """Equal parts of the heads that read and write their states alike."""
+    states: int
+    taps: int
+    """Of the convolution."""
+    norm_eps: float
+    bias: bool = False
+    """Of the projections in and out."""
+    conv_bias: bool = True
+    time_limits: tuple[float, float] = (0.0, float("inf"))
+
+
+@dataclass(frozen=True)
 class ModelArch:
     """Shape and options of a decoder-only model; defaults are Llama's."""
 
@@ -210,12 +281,19 @@ class ModelArch:
     qkv_grouped: bool = False
     """Whether the checkpoint has q, k and v, or k and v, of each key-value head side by side, in one tensor."""
     qkv_clip: float | None = None
+    attention_gate: bool = False
+    """Whether what each head makes is weighted by the sigmoid of a gate, which the checkpoint has beside its query."""
     qk_norm: str | None = None
     """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
     unnormed_layers: tuple[int, ...] = ()
     """Those that have no norms of q and k all the same."""
     layer_types: tuple[str, ...] = ()
-    """"full_attention", "sliding_attention" or "chunked_attention" for each layer."""
+    """How each layer mixes tokens: a key of `quire.models.blocks.MIXERS`, or "mlp" if it is an MLP and mixes none."""
+    mamba: MambaArch | None = None
+    mamba2: Mamba2Arch | None = None
+    short_conv: ShortConvArch | None = None
+    delta: DeltaArch | None = None
+    recurrent_unit: RecurrentUnitArch | None = None
     sliding_window: int | None = None
     attention_chunk: int | None = None
     attention_sinks: bool = False
@@ -248,6 +326,10 @@ class ModelArch:
 
     foreign_config: str = ""
     """config.json itself, as JSON with overrides, of a model whose code reads it: one that transformers runs."""
+
+    def block_of(self, layer: int) -> str:
+        """How a layer is put together."""
+        return "mlp" if self.layer_types[layer] == "mlp" else self.block
 
     def mlp_of(self, layer: int) -> str:
         """The kind of a layer's MLP."""

@@ -50,6 +50,9 @@ class StateMetadata(GroupMetadata):
     state; e is the request's `seq_lens`, and e - c its number of query rows. Block 0 is no place for a state.
     """
 
+    block_size: int
+    """Tokens of a block."""
+
 
 def check_features(
     q: Tensor,

@@ -26,10 +26,12 @@ from quire.kernels import (
     reference,
     reference_experts,
     reference_latent,
+    reference_recurrence,
     reference_sampling,
+    reference_scan,
     triton,
 )
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, StateMetadata
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
 from quire.kernels.linear import PANEL, GatedActivation, PackedWeight, QuantizedRows, WeightScheme
@@ -389,6 +391,123 @@ def paged_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
+
+
+# Layers with a state: `states` [num_blocks, ...] float32 is a layer's view of its part of the cache, each block's state
+# in one piece. Where the T rows start from, and where they leave a state, is the word of `StateMetadata`; a state that
+# has no place there is an IndexError. Rows of no request come out as 0. What has rows is of any float dtype, and these
+# may have a stride; what has none is float32. C is channels, N states of each.
+
+
+@op(_cpu("scan.causal_conv"))
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+    silu: bool = False,
+) -> Tensor:
+    """A convolution of each channel by itself, and perhaps silu of it: x [T, C] -> a new [T, C] of x's dtype.
+
+    out[t] = bias + sum over k of weight[k] * x[t - K + 1 + k], with weight [K, C] and bias [C]. A state is the last
+    K - 1 inputs, the oldest first: states [num_blocks, K - 1, C].
+    """
+    return reference_scan.causal_conv(x, weight, bias, states, metadata, silu)
+
+
+@op(_cpu("scan.selective_scan"))
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    gate: Tensor | None,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+) -> Tensor:
+    """The recurrence of Mamba (Gu and Dao, 2023, arXiv:2312.00752): x, dt [T, C] -> a new [T, C] of x's dtype.
+
+    With d = softplus(dt[t]): s = exp(d * a) * s + b[t] * (d * x[t]); out[t] = sum over N of c[t] * s + skip * x[t],
+    times silu(gate[t]) if there is a gate [T, C]. a [N, C], skip [C], b and c [T, N], states [num_blocks, N, C].
+    """
+    return reference_scan.selective_scan(x, dt, a, b, c, skip, gate, states, metadata)
+
+
+@op(_cpu("scan.ssd_scan"))
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    dt_bias: Tensor,
+    gate: Tensor | None,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+    groups: int = 1,
+    time_limits: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    """The recurrence of Mamba 2 (Dao and Gu, 2024, arXiv:2405.21060): x [T, H * D] -> a new [T, H * D] of x's dtype.
+
+    Of each of H heads of size D, which share b and c [T, G * N] in G groups: with d = softplus(dt[t] + dt_bias), held
+    to the limits, s = exp(d * a) * s + b[t] * (d * x[t]) and out[t] = sum over N of c[t] * s + skip * x[t], times
+    silu(gate[t]) if there is a gate [T, H * D]. dt [T, H]; a, skip and dt_bias [H]; states [num_blocks, H, N, D].
+    """
+    return reference_scan.ssd_scan(x, dt, a, b, c, skip, dt_bias, gate, states, metadata, groups, time_limits)
+
+
+def _whole_columns(
+    _qkv: Tensor, _ba: Tensor, _rates: Tensor, _dt_bias: Tensor, states: Tensor, *_args: Any, **_options: Any
+) -> bool:
+    """Heads that the C++ walk of the delta rule takes."""
+    keys, values = states.shape[2:]
+    return keys <= 256 and keys % 8 == 0 and values % 16 == 0
+
+
+@op(_cpu("recurrence.gated_delta", _whole_columns))
+def gated_delta(
+    qkv: Tensor,
+    ba: Tensor,
+    rates: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+) -> Tensor:
+    """The gated delta rule (S. Yang et al., 2024, arXiv:2412.06464): [T, Hv, Dv] of qkv's dtype, in float32.
+
+    qkv [T, 2 * Hk * Dk + Hv * Dv] has the queries of all heads, their keys, then values; Hk key heads are shared by
+    Hv / Hk value heads each. ba [T, 2 * Hv] of its dtype: what the strength of writing is a sigmoid of, then time
+    steps; rates [Hv] below 0 and dt_bias [Hv] float32. Queries and keys are made unit vectors, q = q / sqrt(Dk). For
+    each value head and token the state S [Hv, Dk, Dv] becomes S * exp(rate * softplus(step + dt_bias)), then
+    S + k (v - S^T k)^T * strength, and the result is S^T q.
+    """
+    return reference_recurrence.gated_delta(qkv, ba, rates, dt_bias, states, metadata)
+
+
+def _whole_vectors(_x: Tensor, weights: Tensor, *_args: Any, **_options: Any) -> bool:
+    """Heads that the C++ units take."""
+    return weights.shape[1] % 8 == 0
+
+
+@op(_cpu("recurrence.rg_lru", _whole_vectors))
+def rg_lru(
+    x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata, /
+) -> Tensor:
+    """Real-gated linear recurrent units (S. De et al., 2024, arXiv:2402.19427): x [T, h * D] -> the same of its dtype.
+
+    Of a head's channels its gates are made: weights [h, D, 2 * D] and bias [h, 2 * D] give, through a sigmoid, i and r
+    of each channel. With a = exp(rate * r), of rates [h * D] below 0, and in float32, the state [h * D], which is the
+    result, becomes a * state + sqrt(1 - a^2) * i * x; at the first token of a request, i * x. All but x is float32.
+    """
+    return reference_recurrence.rg_lru(x, weights, bias, rates, states, metadata)
 
 
 @op(_cpu("embedding.embedding"), _triton("embedding.embedding"), key=1)

@@ -6,7 +6,9 @@ Invariant: every layer is in exactly one group, and the layers of a group are of
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 from quire.errors import ConfigError
 from quire.kv_cache.spec import (
@@ -14,6 +16,7 @@ from quire.kv_cache.spec import (
     FullAttentionSpec,
     KVCacheGroup,
     KVCacheSpec,
+    RecurrentStateSpec,
     tensor_block_bytes,
 )
 
@@ -56,6 +59,25 @@ def group_layers(specs: Mapping[str, KVCacheSpec], max_model_len: int, *, hybrid
     return chosen
 
 
+def fit_states(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Specs of blocks that are about as large as the states that lie in them; others' as they are.
+
+    A state has its size whatever the number of tokens that it stands for, and often that of the keys and values of
+    hundreds. So blocks get as many times the tokens as it takes for the largest state to fit, and states are rounded up
+    to a block: less than the keys and values of one block as it was stay unused.
+    """
+    states = {name: spec for name, spec in specs.items() if isinstance(spec, RecurrentStateSpec)}
+    unit = math.lcm(*(spec.block_bytes for name, spec in specs.items() if name not in states))
+    if not states or len(states) == len(specs):
+        return dict(specs)
+    largest = max(spec.state_bytes for spec in states.values())
+    factor = -(-largest // unit)
+    fitted = {name: spec.grown(factor) for name, spec in specs.items()}
+    for name in states:
+        fitted[name] = replace(fitted[name], state_bytes=unit * factor)  # type: ignore[call-arg]
+    return fitted
+
+
 def request_bytes(groups: Groups, specs: Mapping[str, KVCacheSpec], num_tokens: int) -> int:
     """Bytes that a request holds while it generates its token number `num_tokens`."""
     num_blocks = sum(group.spec.max_blocks(num_tokens, max_chunk=1) for group in groups)
@@ -67,8 +89,10 @@ def _as_full_attention(specs: Mapping[str, KVCacheSpec]) -> list[Groups]:
     is_attention = all(isinstance(spec, AttentionSpec) for spec in specs.values())
     if not is_attention or len({spec.planes for spec in specs.values()}) > 1:
         return []
-    block_size = next(iter(specs.values())).block_size
-    spec = FullAttentionSpec(block_size, num_kv_heads=0, head_size=0, dtype_bytes=0)
+    any_spec = next(iter(specs.values()))
+    spec = FullAttentionSpec(
+        any_spec.block_size, num_kv_heads=0, head_size=0, dtype_bytes=0, kernel_blocks=any_spec.kernel_blocks
+    )
     return [(KVCacheGroup(tuple(specs), spec),)]
 
 

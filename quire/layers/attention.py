@@ -137,10 +137,10 @@ class Attention(Module):
         keys, values = (plane.view(self.kv_dtype) for plane in cache_planes(spec, tensor))
         heads, size = spec.num_kv_heads, spec.head_size + spec.scale_bytes // spec.dtype_bytes
         if keys.device.type == "cpu":
-            self.k_cache = keys.view(-1, heads, size, spec.block_size)
+            self.k_cache = keys.view(-1, heads, size, spec.kernel_block_size)
         else:
-            self.k_cache = keys.view(-1, heads, spec.block_size, size).transpose(2, 3)
-        self.v_cache = values.view(-1, heads, spec.block_size, size)
+            self.k_cache = keys.view(-1, heads, spec.kernel_block_size, size).transpose(2, 3)
+        self.v_cache = values.view(-1, heads, spec.kernel_block_size, size)
 
     def why_not_captured(self) -> str | None:
         """See `CacheUser`."""

@@ -13,7 +13,7 @@ from quire.kernels import ops
 from quire.kernels.linear import QuantizedRows
 from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
-from quire.layers.matrix import MatrixLayer, Piece
+from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Cut, Shard, Span
 from quire.layers.slot import length
@@ -24,7 +24,8 @@ class Linear(MatrixLayer):
     """`x @ weight.T + bias`, weight [N, K].
 
     `cut` says how several ranks may share it. `spans` has the output rows of each part if this layer stands for
-    several of the checkpoint's. `transposed` says that the checkpoint stores [K, N], as GPT-2's Conv1D does.
+    several of the checkpoint's, and `groups` how these are stored; see `MatrixLayer`. `transposed` says that the
+    checkpoint stores [K, N], as GPT-2's Conv1D does.
     """
 
     def __init__(
@@ -38,10 +39,13 @@ class Linear(MatrixLayer):
         cut: Cut = "whole",
         spans: Sequence[Span] = (),
         transposed: bool = False,
+        groups: int = 1,
     ) -> None:
         spans = spans or (Span(out_features),)
         assert sum(span.size for span in spans) == out_features
-        super().__init__(spans, in_features, dtype, name=name, cut=cut, bias=bias, transposed=transposed)
+        super().__init__(
+            spans, in_features, dtype, name=name, cut=cut, bias=bias, transposed=transposed, groups=groups
+        )
         self._quantize_x: Callable[[], None] | None = None
 
     def reads(self, source: RowSource) -> None:
@@ -69,7 +73,8 @@ class QKVLinear(Linear):
     """Query, key and value projections as one, cut by heads; ranks beyond the key-value heads share them.
 
     A checkpoint that is `grouped` has, in one tensor, the query heads of the first key-value head, its key, its value,
-    then those of the next; or it has the queries apart, and the rest so. What comes out is bounded by `clip`.
+    then those of the next; or it has the queries apart, and the rest so. A layer that is `gated` has a gate for each
+    query head, too, which the checkpoint has behind that head's query. What comes out is bounded by `clip`.
     """
 
     def __init__(
@@ -84,68 +89,37 @@ class QKVLinear(Linear):
         name: str = "",
         transposed: bool = False,
         grouped: bool = False,
+        gated: bool = False,
         clip: float | None = None,
     ) -> None:
-        self.grouped = grouped
         self.clip = clip
-        kv_heads = Span(num_kv_heads, head_dim, replicated=True)
+        heads, kv_heads = Span(num_heads, head_dim), Span(num_kv_heads, head_dim, replicated=True)
+        spans = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
         super().__init__(
             in_features=hidden_size,
-            out_features=(num_heads + 2 * num_kv_heads) * head_dim,
+            out_features=sum(span.size for span in spans),
             bias=bias,
             dtype=dtype,
             name=name,
             cut="output",
-            spans=(Span(num_heads, head_dim), kv_heads, kv_heads),
+            spans=spans,
             transposed=transposed,
+            groups=num_heads if gated else num_kv_heads if grouped else 1,
         )
         self.head_dim = head_dim
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         super().create_weights(method, shard)
-        q, k, v = (length(rows) // span.unit for rows, span in zip(self.rows, self.spans, strict=True))
-        self.head_counts = (q, k, v)
+        self.head_counts = tuple(
+            length(rows) // span.unit for rows, span in zip(self.rows, self.spans, strict=True)
+        )
 
-    def heads(self, x: Tensor | QuantizedRows, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, K] -> views q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] of one [T, N]."""
+    def heads(self, x: Tensor | QuantizedRows, step: StepContext) -> Sequence[Tensor]:
+        """x [T, K] -> views q [T, Hq, D], k and v [T, Hkv, D], and perhaps gates [T, Hq, D], of one [T, N]."""
         rows = self(x, step)
         if self.clip is not None:
             rows = rows.clamp(-self.clip, self.clip)
-        heads = rows.view(x.shape[0], -1, self.head_dim)
-        q, k, v = torch.split_with_sizes(heads, self.head_counts, 1)
-        return q, k, v
-
-    def pieces(self, names: Sequence[str]) -> list[Piece]:
-        if not self.grouped:
-            return super().pieces(names)
-        *apart, together = names
-        first = len(apart)
-        pieces = [
-            Piece(name, span.size, slice(0, span.size), rows, slice(0, length(rows)))
-            for name, span, rows in zip(apart, self.spans[:1], self.rows, strict=False)
-        ]
-        place = sum(length(piece.place) for piece in pieces)
-        return pieces + self._by_heads(together, self.spans[first:], self.rows[first:], place)
-
-    def _by_heads(
-        self, name: str, spans: Sequence[Span], all_rows: Sequence[slice], start: int
-    ) -> list[Piece]:
-        """Of a module that has what belongs to a key-value head together; here, spans stand from `start` on."""
-        pieces, first = [], 0
-        num_kv_heads, total = self.spans[1].units, sum(span.size for span in spans)
-        for head in range(num_kv_heads):
-            place = start
-            for span, rows in zip(spans, all_rows, strict=True):
-                size = span.size // num_kv_heads
-                begin, stop = max(head * size, rows.start), min((head + 1) * size, rows.stop)
-                # Of a head that is another rank's, an empty range.
-                begin, stop = (begin, stop) if begin < stop else (rows.start, rows.start)
-                ours = slice(place + begin - rows.start, place + stop - rows.start)
-                taken = first + begin - head * size if stop > begin else first
-                region = slice(first, first + size)
-                pieces.append(Piece(name, total, region, slice(taken, taken + stop - begin), ours))
-                first, place = first + size, place + length(rows)
-        return pieces
+        return torch.split_with_sizes(rows.view(x.shape[0], -1, self.head_dim), self.head_counts, 1)
 
 
 class GateUpLinear(Linear):

@@ -6,6 +6,7 @@ Shapes: T tokens of the step, H hidden size, Hq/Hkv query and key-value heads, D
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.kernels import ops
 from quire.layers.attention import Attention
 from quire.layers.base import Module, RowSource, model_dtype
 from quire.layers.linear import Linear, QKVLinear
@@ -34,6 +35,7 @@ class SelfAttention(Module):
             name=f"{prefix}.qkv_proj",
             transposed=arch.transposed_weights,
             grouped=arch.qkv_grouped,
+            gated=arch.attention_gate,
             clip=arch.qkv_clip,
         )
         self.o_proj = Linear(
@@ -80,11 +82,14 @@ class SelfAttention(Module):
 
     def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
-        q, k, v = self.qkv_proj.heads(x, step)
+        q, k, v, *gate = self.qkv_proj.heads(x, step)
         if self.rotary_first is not None:
             q, k = self.rotary_first(positions, q, k)
         if self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.temperature is not None:
             q = self.temperature(positions, q)
-        return self.o_proj(self.attn(q, k, v, positions, step), step)
+        out = self.attn(q, k, v, positions, step)
+        if gate:
+            out = out * ops.activate(gate[0].flatten(1), "sigmoid")
+        return self.o_proj(out, step)

@@ -50,6 +50,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "Ling 2.0 mini and flash, Ring 2.0",
             oracle="Glm4Moe of transformers",
         ),
+        BuiltIn("BambaForCausalLM", "mamba_hybrids:read_bamba", "Bamba 9B"),
         BuiltIn("BloomForCausalLM", "alibi:read_bloom", "BLOOM, BLOOMZ"),
         BuiltIn(
             "ChatGLMForConditionalGeneration",
@@ -81,6 +82,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("ExaoneMoeForCausalLM", "exaone:read_exaone_moe", "K-EXAONE"),
         BuiltIn("FalconForCausalLM", "alibi:read_falcon", "Falcon 1B, 7B, 40B, 180B and 2 11B"),
+        BuiltIn("FalconMambaForCausalLM", "mamba:read_falcon_mamba", "Falcon Mamba 7B"),
         BuiltIn("FlexOlmoForCausalLM", "sparse:read_flex_olmo", "FlexOlmo"),
         BuiltIn("Gemma2ForCausalLM", "gemma:read_gemma2", "Gemma 2"),
         BuiltIn("Gemma3ForCausalLM", "gemma:read_gemma3", "Gemma 3 (text)"),
@@ -97,6 +99,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("GptOssForCausalLM", "gpt_oss:read_gpt_oss", "gpt-oss 20B and 120B"),
         BuiltIn("GraniteForCausalLM", "llama:read_granite", "Granite 3"),
         BuiltIn("GraniteMoeForCausalLM", "sparse:read_granite_moe", "Granite 3 1B-A400M and 3B-A800M"),
+        BuiltIn("GraniteMoeHybridForCausalLM", "mamba_hybrids:read_granite_hybrid", "Granite 4"),
         BuiltIn(
             "GraniteMoeSharedForCausalLM", "sparse:read_granite_moe", "Granite 3 MoE with a shared expert"
         ),
@@ -115,14 +118,21 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("InternLMForCausalLM", "internlm:read_internlm", "InternLM", oracle="Llama of transformers"),
         BuiltIn("Jais2ForCausalLM", "jais:read_jais2", "Jais 2"),
+        BuiltIn(
+            "JambaForCausalLM", "mamba_hybrids:read_jamba", "Jamba, Jamba 1.5 to 1.7, Jamba Reasoning 3B"
+        ),
         BuiltIn("JAISLMHeadModel", "jais:read_jais", "Jais 13B and 30B", oracle="plain torch"),
         BuiltIn("Llama4ForCausalLM", "llama4:read_llama4", "Llama 4 Scout and Maverick (text)"),
+        BuiltIn("Lfm2ForCausalLM", "lfm:read_lfm2", "LFM2 350M to 2.6B"),
+        BuiltIn("Lfm2MoeForCausalLM", "lfm:read_lfm2_moe", "LFM2 8B-A1B"),
         BuiltIn(
             "LlamaForCausalLM",
             "llama:read_llama",
             "Llama 1 to 3.3, Yi, DeepSeek-LLM, SOLAR, TinyLlama, SmolLM 2",
         ),
         BuiltIn("MiniCPM3ForCausalLM", "deepseek:read_minicpm3", "MiniCPM 3 4B"),
+        BuiltIn("Mamba2ForCausalLM", "mamba:read_mamba2", "Mamba 2, Codestral Mamba"),
+        BuiltIn("MambaForCausalLM", "mamba:read_mamba", "Mamba 130M to 2.8B"),
         BuiltIn(
             "MiniCPMForCausalLM",
             "llama:read_minicpm",
@@ -138,6 +148,11 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("MptForCausalLM", "alibi:read_mpt", "MPT 7B and 30B in the form of transformers"),
         BuiltIn("NemotronForCausalLM", "neox:read_nemotron", "Nemotron 4, Minitron"),
+        BuiltIn(
+            "NemotronHForCausalLM",
+            "mamba_hybrids:read_nemotron_h",
+            "Nemotron-H, Nemotron Nano 2, without experts",
+        ),
         BuiltIn("Olmo2ForCausalLM", "olmo:read_olmo2", "OLMo 2"),
         BuiltIn("Olmo3ForCausalLM", "olmo:read_olmo3", "OLMo 3"),
         BuiltIn("OlmoeForCausalLM", "sparse:read_olmoe", "OLMoE 1B-7B"),
@@ -152,7 +167,9 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("Qwen2MoeForCausalLM", "sparse:read_qwen2_moe", "Qwen 1.5 MoE A2.7B, Qwen 2 57B-A14B"),
         BuiltIn("Qwen3ForCausalLM", "qwen:read_qwen3", "Qwen 3"),
         BuiltIn("Qwen3MoeForCausalLM", "sparse:read_qwen3_moe", "Qwen 3 30B-A3B and 235B-A22B, Qwen 3 Coder"),
+        BuiltIn("Qwen3NextForCausalLM", "qwen_next:read_qwen3_next", "Qwen3-Next 80B-A3B, Qwen3 Coder Next"),
         BuiltIn("QWenLMHeadModel", "qwen:read_qwen", "Qwen (2023)", oracle="Qwen2 of transformers"),
+        BuiltIn("RecurrentGemmaForCausalLM", "griffin:read_recurrent_gemma", "RecurrentGemma 2B and 9B"),
         BuiltIn("SeedOssForCausalLM", "llama:read_seed_oss", "Seed-OSS 36B"),
         BuiltIn("SmolLM3ForCausalLM", "llama:read_smollm3", "SmolLM 3"),
         BuiltIn("SolarOpenForCausalLM", "sparse:read_solar_open", "Solar Open 100B"),

@@ -36,14 +36,20 @@ FAMILIES = (
     "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
+OF_STATES = ("falconmamba", "mamba", "mamba-biased", "mamba2", "mamba2-groups")
+"""Families whose requests hold little while they run; a step of few tokens lets them start with as little."""
 NUM_BLOCKS = {
     "mistral": 9,
     "phi3-window-partial": 9,
     "gemma2": 26,
     "gemma3": 17,
     "starcoder2": 9,
+    **dict.fromkeys(OF_STATES, 5),
+    **dict.fromkeys(("bamba", "granite4", "granite4-dense", "jamba-dense"), 13),
+    "jamba": 17,
+    "nemotronh": 25,
 } | SCARCE_BLOCKS
-"""Where layers have windows, requests hold fewer blocks, or more of smaller ones."""
+"""Where layers have windows or states, requests hold fewer blocks, or more of smaller ones."""
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16", "matmul_precision": "highest"},
@@ -106,8 +112,12 @@ def every_loop_shared() -> Iterator[None]:
     loaded.shuffle(0)
 
 
-def check_contract(make: Callable[..., LLM], num_blocks: int = 20) -> None:
-    """One model, every way of cutting up its work; `num_blocks` make a cache in which requests are preempted."""
+def check_contract(make: Callable[..., LLM], num_blocks: int = 20, **limits: int) -> None:
+    """One model, every way of cutting up its work.
+
+    With `num_blocks`, and steps within `limits`, requests are preempted.
+    """
+    scarce = {"num_gpu_blocks_override": num_blocks, **limits}
     plain = make()
     expected = run(plain, prompts())
     assert alone(plain, prompts()) == expected, "alone"
@@ -122,14 +132,14 @@ def check_contract(make: Callable[..., LLM], num_blocks: int = 20) -> None:
     assert run(cached, prompts()) == expected, "cold prefix cache"
     assert run(cached, prompts()) == expected, "warm prefix cache"
     assert cached.llm_engine.call_core("stats")["prefix_cache_hits"] > 0
-    tiny = make(num_gpu_blocks_override=num_blocks)
+    tiny = make(**scarce)
     assert run(tiny, prompts()) == expected, "preempted"
     assert tiny.llm_engine.call_core("stats")["num_preemptions"] > 0
-    overlapped = make(async_scheduling=True, num_gpu_blocks_override=num_blocks, enable_prefix_caching=True)
+    overlapped = make(async_scheduling=True, enable_prefix_caching=True, **scarce)
     assert run(overlapped, prompts()) == expected, "overlapped and preempted"
     assert overlapped.llm_engine.call_core("stats")["num_preemptions"] > 0
     for loop in ({}, {"async_scheduling": True, "max_steps_in_flight": 3}):
-        swapping = make(num_gpu_blocks_override=num_blocks, swap_space=0.01, preemption_mode="swap", **loop)
+        swapping = make(swap_space=0.01, preemption_mode="swap", **scarce, **loop)
         assert run(swapping, prompts()) == expected, f"swapped {loop}"
         assert swapping.llm_engine.call_core("stats")["num_swaps"] > 0
         check_forks(swapping, plain)
@@ -159,7 +169,8 @@ def test_every_weight_type(weights: str, engine: Callable[..., LLM], restore_thr
     "family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
 )
 def test_every_family(family: str, engine: Callable[..., LLM], restore_threads: None) -> None:
-    check_contract(functools.partial(engine, "float32", family), NUM_BLOCKS.get(family, 20))
+    limits = {"max_num_batched_tokens": 16, "max_num_seqs": 16} if family in OF_STATES else {}
+    check_contract(functools.partial(engine, "float32", family), NUM_BLOCKS.get(family, 20), **limits)
 
 
 @pytest.mark.parametrize("dtype", quick(["bfloat16", "int8"], ["int8"]))

@@ -148,7 +148,7 @@ def test_tapes_have_places_for_groups_of_states() -> None:
         plain = step([0, 0], starts)
         attention = plain.step.metadata(0, AttentionMetadata)
         tables = torch.tensor(first_blocks, dtype=torch.int32)[:, None].expand(-1, 3)
-        states = StateMetadata(attention.query_start_loc, attention.seq_lens, tables, 1, 5)
+        states = StateMetadata(attention.query_start_loc, attention.seq_lens, tables, 1, 5, 4)
         result = forward(replace(plain, step=StepContext((attention, states))))
         assert result.flatten().tolist() == [b + s + 1 for b, s in zip(first_blocks, starts, strict=True)]
 

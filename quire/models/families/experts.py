@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.config.arch import ExpertsArch, Routing
-from quire.models.families.fields import MAX_LAYERS, MAX_WIDTH
+from quire.models.families.fields import MAX_LAYERS, MAX_WIDTH, either
 from quire.models.json_object import JsonObject
 
 MAX_EXPERTS = 4096
@@ -82,6 +82,23 @@ def read_deepseek_experts(
         },
         correction_bias=correction_bias if balanced else None,
         shared_size=(shared_size or size) * config.integer("n_shared_experts", shared, low=0, high=64),
+    )
+
+
+def read_qwen_experts(
+    config: JsonObject, *, default_top_k: int, normalized: bool = False, **more: Any
+) -> ExpertsArch | None:
+    """Those of Qwen 2 and 3: in every `decoder_sparse_step`-th layer but those that the file excepts."""
+    step = config.integer("decoder_sparse_step", 1)
+    excepted = config.numbers("mlp_only_layers") if "mlp_only_layers" in config else ()
+    layers = tuple(layer for layer in all_layers(config) if (layer + 1) % step == 0 and layer not in excepted)
+    return read_experts(
+        either(config, {"num_experts": "num_local_experts"}),
+        count="num_experts",
+        size="moe_intermediate_size",
+        layers=layers,
+        routing={"default_top_k": default_top_k, "normalized": config.flag("norm_topk_prob", normalized)},
+        **more,
     )
 
 

@@ -151,6 +151,21 @@ def declared_windows(
     return _windows(config, lambda layer: layer_types[layer] == SLIDING, default=default)
 
 
+def layer_kinds(
+    config: JsonObject, kinds: Mapping[str, str], default: Callable[[int], str]
+) -> tuple[str, ...]:
+    """How each layer mixes tokens: what the file lists, by our names for its words; `default` if it lists nothing."""
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    if "layer_types" not in config:
+        return tuple(default(layer) for layer in range(num_layers))
+    words = config.texts("layer_types")
+    if len(words) != num_layers:
+        raise config.wrong("layer_types", "a list with num_hidden_layers entries")
+    if not set(words) <= kinds.keys():
+        raise config.unsupported("layer_types", f"a list of {' and '.join(kinds)}")
+    return tuple(kinds[word] for word in words)
+
+
 def _windows(config: JsonObject, is_sliding: Callable[[int], bool], *, default: int | None) -> dict[str, Any]:
     """Fields for a window on the picked layers; none if no layer is picked or the file says null."""
     picked = [is_sliding(layer) for layer in range(config.integer("num_hidden_layers", high=MAX_LAYERS))]

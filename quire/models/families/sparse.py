@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from quire.config.arch import QKV_APART, CheckpointNames, ExpertsArch, ExpertStack, ModelArch
-from quire.models.families.experts import all_layers, read_deepseek_experts, read_experts
+from quire.config.arch import QKV_APART, CheckpointNames, ExpertStack, ModelArch
+from quire.models.families.experts import (
+    all_layers,
+    read_deepseek_experts,
+    read_experts,
+    read_qwen_experts,
+)
 from quire.models.families.fields import (
     MAX_LAYERS,
     MAX_WIDTH,
@@ -26,7 +29,7 @@ from quire.models.rope_config import read_rope
 _MIXTRAL_NAMES = CheckpointNames(
     {"mlp": "block_sparse_moe", "down_proj": "w2"}, {**QKV_APART, "gate_up_proj": ("w1", "w3")}
 )
-_GRANITE_NAMES = {
+GRANITE_NAMES = {
     "mlp": "",
     "gate": "block_sparse_moe.router.layer",
     "experts": "block_sparse_moe",
@@ -106,7 +109,7 @@ def read_qwen2_moe(architecture: str, config: JsonObject) -> ModelArch:
     return read_llama(
         architecture,
         config,
-        experts=_qwen_experts(config, default_top_k=4, shared_size=shared, shared_gate=True),
+        experts=read_qwen_experts(config, default_top_k=4, shared_size=shared, shared_gate=True),
         **biases(qkv=config.flag("qkv_bias", True)),
         **windows,
     )
@@ -119,7 +122,7 @@ def read_qwen3_moe(architecture: str, config: JsonObject) -> ModelArch:
         architecture,
         config,
         qk_norm="rms",
-        experts=_qwen_experts(config, default_top_k=8),
+        experts=read_qwen_experts(config, default_top_k=8),
         **(uniform_window(config, default=4096) if slides else {}),
     )
 
@@ -253,7 +256,7 @@ def read_granite_moe(architecture: str, config: JsonObject) -> ModelArch:
         shared_size=config.integer("shared_intermediate_size", 0, low=0, high=MAX_WIDTH),
     )
     return read_granite(
-        architecture, config, names=CheckpointNames(_GRANITE_NAMES, QKV_APART), experts=experts
+        architecture, config, names=CheckpointNames(GRANITE_NAMES, QKV_APART), experts=experts
     )
 
 
@@ -275,19 +278,3 @@ def read_hunyuan_moe(architecture: str, config: JsonObject) -> ModelArch:
     )
     more = {"gate": "gate.wg", "shared_expert": "shared_mlp"}
     return read_hunyuan(architecture, config, names=more, experts=experts)
-
-
-def _qwen_experts(config: JsonObject, *, default_top_k: int, **more: Any) -> ExpertsArch | None:
-    """In every `decoder_sparse_step`-th layer but those that the file excepts."""
-    step = config.integer("decoder_sparse_step", 1)
-    excepted = config.numbers("mlp_only_layers") if "mlp_only_layers" in config else ()
-    layers = tuple(layer for layer in all_layers(config) if (layer + 1) % step == 0 and layer not in excepted)
-    normalized = config.flag("norm_topk_prob", False)
-    return read_experts(
-        either(config, {"num_experts": "num_local_experts"}),
-        count="num_experts",
-        size="moe_intermediate_size",
-        layers=layers,
-        routing={"default_top_k": default_top_k, "normalized": normalized},
-        **more,
-    )

@@ -21,7 +21,7 @@ _NAMES = {
     "o_proj": "dense",
     "norm": "ln_f",
 }
-_MERGED = {"qkv_proj": ("query", "key_value"), "gate_up_proj": ("gate_proj", "up_proj")}
+_MERGED = {"qkv_proj": ("query", "key_value", "key_value"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def read_telechat(architecture: str, config: JsonObject) -> ModelArch:
