@@ -36,19 +36,23 @@ FAMILIES = (
     "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
-OF_STATES = ("falconmamba", "mamba", "mamba-biased", "mamba2", "mamba2-groups")
-"""Families whose requests hold little while they run; a step of few tokens lets them start with as little."""
-NUM_BLOCKS = {
-    "mistral": 9,
-    "phi3-window-partial": 9,
-    "gemma2": 26,
-    "gemma3": 17,
-    "starcoder2": 9,
-    **dict.fromkeys(OF_STATES, 5),
-    **dict.fromkeys(("bamba", "granite4", "granite4-dense", "jamba-dense"), 13),
-    "jamba": 17,
-    "nemotronh": 25,
-} | SCARCE_BLOCKS
+OF_STATES = {
+    **dict.fromkeys(("falconmamba", "mamba", "mamba-biased", "mamba2", "mamba2-groups"), 5),
+    **dict.fromkeys(("bamba", "granite4", "granite4-dense", "jamba-dense", "nemotronh"), 17),
+    "jamba": 21,
+}
+"""Blocks for families whose requests hold little while they run; with steps of few tokens they start with as little."""
+NUM_BLOCKS = (
+    {
+        "mistral": 9,
+        "phi3-window-partial": 9,
+        "gemma2": 26,
+        "gemma3": 17,
+        "starcoder2": 9,
+    }
+    | SCARCE_BLOCKS
+    | OF_STATES
+)
 """Where layers have windows or states, requests hold fewer blocks, or more of smaller ones."""
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},

@@ -41,8 +41,8 @@ NUM_BLOCKS = {
     "gemma3": 17,
     "modernbert-decoder": 26,
     **dict.fromkeys(("falconmamba", "mamba", "mamba-biased", "mamba2", "mamba2-groups"), 10),
-    "jamba": 17,
-    "nemotronh": 25,
+    **dict.fromkeys(("bamba", "granite4", "granite4-dense", "jamba-dense", "nemotronh"), 25),
+    "jamba": 33,
 } | SCARCE_BLOCKS
 """A cache in which requests are preempted; where layers differ, there are more blocks of fewer layers."""
 NUM_TOKENS = 32
