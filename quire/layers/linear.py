@@ -118,14 +118,12 @@ class QKVLinear(Linear):
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         if not self.grouped:
             return super().pieces(names)
-        *apart, together = names
-        first = len(apart)
-        pieces = [
-            Piece(name, span.size, slice(0, span.size), rows, slice(0, length(rows)))
-            for name, span, rows in zip(apart, self.spans[:1], self.rows, strict=False)
-        ]
-        place = sum(length(piece.place) for piece in pieces)
-        return pieces + self._by_heads(together, self.spans[first:], self.rows[first:], place)
+        if len(names) == 1:
+            return self._by_heads(names[0], self.spans, self.rows, 0)
+        query, together = names
+        size, rows = self.spans[0].size, self.rows[0]
+        own = Piece(query, size, slice(0, size), rows, slice(0, length(rows)))
+        return [own, *self._by_heads(together, self.spans[1:], self.rows[1:], length(rows))]
 
     def _by_heads(
         self, name: str, spans: Sequence[Span], all_rows: Sequence[slice], start: int
