@@ -45,6 +45,9 @@ NOTES = """
 - What stretches positions (`rope_scaling`): linear, dynamic, llama3, yarn, longrope.
 - Falcon 1B's linear biases are computed in float32. transformers rounds them to bfloat16, which shows after 256 tokens.
 - QWen (2023) contexts end at `seq_length`: beyond it the model would rescale queries by the length of the prompt.
+- TeleChat's end at `training_seqlen`, for the same reason.
+- gpt-oss's experts may be in MXFP4; they are decoded while they load, and kept as `--dtype` and `--quantization` say.
+- Llama 4 is the text model by itself (`Llama4ForCausalLM`), with one expert for each token.
 - MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.
 - Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
 
