@@ -67,7 +67,9 @@ def test_matrices_of_heads_come_back_from_the_file_of_packed_weights(
     options = {"packed_weights_cache": str(tmp_path), "quantization": quantization}
     made, mapped = (load_tiny(tiny_model("deepseekv3"), **options) for _ in range(2))
     assert len(list(tmp_path.iterdir())) == cpu.available()
-    for ours, theirs in zip(*(logits_of(model, PROMPTS, chunk_sizes=[4]) for model in (made, mapped)), strict=True):
+    for ours, theirs in zip(
+        *(logits_of(model, PROMPTS, chunk_sizes=[4]) for model in (made, mapped)), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -77,5 +79,3 @@ def test_a_cache_of_16_bits_is_close(cache: str, tiny_model: Callable[[str], Pat
     for ours, theirs in zip(*(logits_of(model, PROMPTS, chunk_sizes=[4]) for model in models), strict=True):
         assert not torch.equal(ours, theirs)
         assert (ours - theirs).abs().mean() < 0.02 * theirs.abs().mean()
-
-
