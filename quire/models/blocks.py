@@ -147,7 +147,7 @@ BLOCKS: dict[str, type[Block]] = {
 }
 
 
-def _connect(reader: SelfAttention | MLP, norm: Module) -> None:
+def _connect(reader: SelfAttention | LatentSelfAttention | MLP, norm: Module) -> None:
     """Have a norm round its rows for the only layer that reads them, if it can."""
     if isinstance(norm, RowSource):
         reader.reads(norm)
