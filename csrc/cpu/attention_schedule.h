@@ -59,9 +59,10 @@ inline void attend_split(const Call& call, const Item& item, int64_t split, cons
 
 inline void finish(const Call& call, const Item& item, const Part& whole) {
     for (int64_t row = 0; row < item.rows(call); ++row) {
-        const float total = whole.running[row].sum;  // 0: the row sees no key
-        call.types.store_row(call, item.token + row / call.group, item.head * call.group + row % call.group,
-                             whole.out + row * row_floats(call.value_size), total == 0.0f ? 0.0f : 1.0f / total);
+        const int64_t head = item.head * call.group + row % call.group;
+        const float* sink = call.features.sinks ? call.features.sinks + head : nullptr;
+        call.types.store_row(call, item.token + row / call.group, head, whole.out + row * row_floats(call.value_size),
+                             final_factor(whole.running[row], sink));
     }
 }
 

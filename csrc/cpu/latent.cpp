@@ -71,7 +71,7 @@ int64_t latent_attention(void* out, const void* q, const void* q_rope, const voi
                                    {starts, lengths, tables, tokens, requests, table_width},
                                    {num_blocks, 1, block_size, rank + rope},
                                    rank, heads, token_stride, head_stride, scale * kLog2E,
-                                   {0, 0.0f, nullptr},
+                                   {},
                                    {attend_latents<decltype(c)>, load_latent_queries<T>, store_row<T>}},
                                   q_rope, rope_token_stride, rope_head_stride};
             if (const int64_t bad = find_bad_request(call)) return bad;

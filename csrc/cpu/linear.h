@@ -28,7 +28,18 @@ constexpr int64_t kPartTiles = 4;   // fewest tiles that a block's rows are cut 
 constexpr int64_t kPackWork = 2 * kElementWork;  // of an activation
 constexpr int64_t kUnitsPerThread = 4;  // at least, where there are so many, for threads are not equally fast
 
-enum Activation : int64_t { kNone = 0, kSiluAndMul = 1 };
+enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kClampedSwiglu = 2 };
+
+// The SwiGLU of gpt-oss (arXiv:2508.10925).
+inline Vec clamped_swiglu(Vec gate, Vec up) {
+    const Vec most = splat(7.0f);
+    const Vec g = gate > most ? most : gate, u = up > most ? most : up < -most ? -most : up;
+    return (u + 1.0f) * (g / (exp(-1.702f * g) + 1.0f));
+}
+
+inline Vec gated(int64_t activation, Vec gate, Vec up) {
+    return activation == kClampedSwiglu ? clamped_swiglu(gate, up) : silu(gate) * up;
+}
 
 // out [M, N], or [M, N / 2] where halves are combined; x [M, K], or rows of it by their numbers; bias [N] or null; all
 // float32. Rows of x, and of out, are `x_stride` and `out_stride` apart.
@@ -106,11 +117,11 @@ inline void finish_row(const Linear& job, int64_t row, int64_t panel, int64_t pa
             store(at, load(at, lanes) + load(job.bias + weight.row(panel + p) + i, lanes), lanes);
         });
     }
-    if (job.activation == kSiluAndMul) {
+    if (job.activation != kNone) {
         for (int64_t p = 0; p < panels; p += 2) {
             const Float32 *gate = sums + p * kPanel, *up = gate + kPanel;
             for_each_vector(weight.count(panel + p), [&](int64_t i, auto lanes) {
-                const Vec value = silu(load(gate + i, All{})) * load(up + i, All{});
+                const Vec value = gated(job.activation, load(gate + i, All{}), load(up + i, All{}));
                 store(job.out + row * job.out_stride + weight.row(panel + p) + i, value, lanes);
             });
         }

@@ -36,6 +36,10 @@ class RopeScaling:
         return int(head_dim * self.partial_rotary_factor + 1e-6)
 
 
+QKV_APART: Mapping[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+"""The merged layer that nearly every checkpoint has in three."""
+
+
 @dataclass(frozen=True)
 class CheckpointNames:
     """What a checkpoint calls otherwise than Llama's do, whose names our modules have."""
@@ -43,10 +47,7 @@ class CheckpointNames:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """A part of a module's path -> what stands there instead; nothing, if that level is missing there."""
     merged: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {
-            "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-            "gate_up_proj": ("gate_proj", "up_proj"),
-        }
+        default_factory=lambda: {**QKV_APART, "gate_up_proj": ("gate_proj", "up_proj")}
     )
     """A merged layer -> the modules that it stands for; a checkpoint in which they are merged already has none."""
     unused: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
@@ -60,7 +61,7 @@ class Routing:
     top_k: int
     """Experts of a token."""
     scores: str = "softmax"
-    """"softmax" or "sigmoid"."""
+    """"softmax", "sigmoid" or "sparsemixer"."""
     groups: int = 1
     """Equal parts of the experts, in order, of which only the best are chosen from."""
     top_groups: int = 1
@@ -70,6 +71,27 @@ class Routing:
     normalized: bool = False
     """Whether a token's weights are divided by their sum."""
     scale: float = 1.0
+    reach: float = 0.0
+    """Of SparseMixer, see `ops.route`."""
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """How a checkpoint has the matrices [N, K] of a layer's E experts in one tensor, [E, N, K] unless it is said."""
+
+    transposed: tuple[str, ...] = ()
+    """Layers whose matrices are [K, N]: "gate_up_proj", "down_proj"."""
+    gate_up: str | None = None
+    """What gate and up, merged, are called; None: as in an MLP that is no expert."""
+    interleaved: bool = False
+    """Whether outputs of gate and up alternate."""
+    flat: bool = False
+    """Whether it is [E * N, K]."""
+    weight: str = ".weight"
+    """What is behind the layer's name; nothing, in many."""
+    bias: str = ".bias"
+    mxfp4: bool = False
+    """Whether matrices are in 4 bits, as `quire.layers.mxfp4` says, in tensors of their own."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +104,15 @@ class ExpertsArch:
     routing: Routing
     layers: tuple[int, ...]
     """The layers that have experts, by number; the others have the model's MLP."""
-    stacked: bool = False
-    """Whether the checkpoint has the matrices of all experts in one tensor."""
+    stack: ExpertStack | None = None
+    """How the checkpoint has the matrices of all experts in one tensor; None: they are apart."""
+    activation: str = "silu"
+    """A key of `quire.layers.activation.FUSED`."""
+    bias: bool = False
+    """Whether both matrices of an expert have one."""
+    router_bias: bool = False
+    weighs_input: bool = False
+    """Whether weights scale what the experts, one for each token, read, and not what they give."""
     correction_bias: str | None = None
     """What is added to scores for the choice alone: its tensor, as seen from the layer's MLP."""
     correction_is_row: bool = False
@@ -113,6 +142,86 @@ class LatentArch:
     def query_size(self) -> int:
         """Of a head's query."""
         return self.key_size + self.rope_size
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """How queries grow with their positions; the formula is in `quire.layers.temperature`."""
+
+    interval: float
+    scale: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class ShortConvArch:
+    """Layers that mix a token with the few before it, and nothing else (LFM2)."""
+
+    taps: int
+    """Tokens that one is made of, itself included."""
+    bias: bool
+
+
+@dataclass(frozen=True)
+class DeltaArch:
+    """Layers whose heads have a matrix that the gated delta rule keeps (Qwen3-Next)."""
+
+    key_heads: int
+    value_heads: int
+    """A multiple: each key head serves so many value heads one after the other."""
+    key_dim: int
+    value_dim: int
+    taps: int
+    """Of the convolution over queries, keys and values."""
+    grouped: bool = False
+    """Whether the checkpoint has what belongs to a key head side by side."""
+
+
+@dataclass(frozen=True)
+class RecurrentUnitArch:
+    """Layers of RG-LRUs (RecurrentGemma)."""
+
+    width: int
+    heads: int
+    """Equal parts of the width, of which each has gates of its own."""
+    taps: int
+
+
+@dataclass(frozen=True)
+class MambaArch:
+    """Layers with a selective state space (Mamba)."""
+
+    channels: int
+    states: int
+    """Of each channel."""
+    taps: int
+    """Of the convolution."""
+    rank: int
+    """Numbers of which a token's time steps are made."""
+    bias: bool = False
+    """Of the projections in and out."""
+    conv_bias: bool = True
+    norm_eps: float | None = None
+    """Of the norms of what chooses a step; None: there are none."""
+    norm_weight: bool = True
+
+
+@dataclass(frozen=True)
+class Mamba2Arch:
+    """Layers with a selective state space of heads (Mamba 2)."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    """Equal parts of the heads that read and write their states alike."""
+    states: int
+    taps: int
+    """Of the convolution."""
+    norm_eps: float
+    bias: bool = False
+    """Of the projections in and out."""
+    conv_bias: bool = True
+    time_limits: tuple[float, float] = (0.0, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -170,13 +279,27 @@ class ModelArch:
     """What scores are multiplied with; None: one by the root of the head size."""
     attn_logit_softcap: float | None = None
     qkv_grouped: bool = False
-    """Whether the checkpoint has q, k and v of each key-value head side by side, in one tensor."""
+    """Whether the checkpoint has q, k and v, or k and v, of each key-value head side by side, in one tensor."""
     qkv_clip: float | None = None
+    attention_gate: bool = False
+    """Whether what each head makes is weighted by the sigmoid of a gate, which the checkpoint has beside its query."""
     qk_norm: str | None = None
     """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
+    unnormed_layers: tuple[int, ...] = ()
+    """Those that have no norms of q and k all the same."""
     layer_types: tuple[str, ...] = ()
-    """"full_attention" or "sliding_attention" for each layer."""
+    """How each layer mixes tokens: a key of `quire.models.blocks.MIXERS`, or "mlp" if it is an MLP and mixes none."""
+    mamba: MambaArch | None = None
+    mamba2: Mamba2Arch | None = None
+    short_conv: ShortConvArch | None = None
+    delta: DeltaArch | None = None
+    recurrent_unit: RecurrentUnitArch | None = None
     sliding_window: int | None = None
+    attention_chunk: int | None = None
+    attention_sinks: bool = False
+    """Whether each head has a learned score that joins its softmax."""
+    temperature: Temperature | None = None
+    """Of queries that are not rotated."""
     rope: RopeScaling | None = None
     """None where positions come in another way."""
     rope_local: RopeScaling | None = None
@@ -191,6 +314,8 @@ class ModelArch:
     """A key of `quire.models.blocks.MLPS`."""
     hidden_act: str = "silu"
     mlp_bias: bool = False
+    mlp_out_bias: bool | None = None
+    """Of what the MLP ends in; None: as `mlp_bias`."""
     transposed_weights: bool = False
     """Whether the checkpoint has matrices as [inputs, outputs], as GPT-2's Conv1D does."""
     experts: ExpertsArch | None = None
@@ -201,6 +326,10 @@ class ModelArch:
 
     foreign_config: str = ""
     """config.json itself, as JSON with overrides, of a model whose code reads it: one that transformers runs."""
+
+    def block_of(self, layer: int) -> str:
+        """How a layer is put together."""
+        return "mlp" if self.layer_types[layer] == "mlp" else self.block
 
     def mlp_of(self, layer: int) -> str:
         """The kind of a layer's MLP."""

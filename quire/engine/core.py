@@ -95,7 +95,7 @@ class EngineCore:
         self._untold: list[RequestUpdate] = []
         self.ready = CoreReady(
             num_blocks=kv_config.num_blocks,
-            block_size=config.cache.block_size,
+            block_size=kv_config.block_size,
             kv_cache_bytes=kv_config.bytes,
             max_model_len=config.model.max_model_len,
             load_s=clock() - started,

@@ -26,13 +26,15 @@ from quire.kernels import (
     reference,
     reference_experts,
     reference_latent,
+    reference_recurrence,
     reference_sampling,
+    reference_scan,
     triton,
 )
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, StateMetadata
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
-from quire.kernels.linear import PANEL, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import PANEL, GatedActivation, PackedWeight, QuantizedRows, WeightScheme
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -362,16 +364,20 @@ def paged_attention(
     scale: float,
     *,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each request's last tokens over its cached keys and values: a new [T, Hq, D].
 
     q [T, Hq, D], a view with a token stride allowed; caches as above, Hq a multiple of Hkv (query head h reads head
     h // (Hq / Hkv)); the step's own keys are already written. Score of query position i and key position j: s =
     scale * q.k; with `soft_cap` c, s = c * tanh(s / c); with `alibi_slopes` [Hq], s - slope * (i - j). With
-    `sliding_window` w, only i - w < j <= i is seen. Rows of no request come out as 0. A block id that is needed and not
-    in the cache is an IndexError.
+    `sliding_window` w, only i - w < j <= i is seen; with `attention_chunk` c, only j <= i with i // c = j // c. With
+    `sinks` [Hq], every softmax has one more score, that of its head, and no value for it (G. Xiao et al., 2023,
+    arXiv:2309.17453). Rows of no request come out as 0. A block id that is needed and not in the cache is an
+    IndexError.
     """
     return reference.paged_attention(
         q,
@@ -380,9 +386,128 @@ def paged_attention(
         metadata,
         scale,
         sliding_window=sliding_window,
+        attention_chunk=attention_chunk,
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
     )
+
+
+# Layers with a state: `states` [num_blocks, ...] float32 is a layer's view of its part of the cache, each block's state
+# in one piece. Where the T rows start from, and where they leave a state, is the word of `StateMetadata`; a state that
+# has no place there is an IndexError. Rows of no request come out as 0. What has rows is of any float dtype, and these
+# may have a stride; what has none is float32. C is channels, N states of each.
+
+
+@op(_cpu("scan.causal_conv"))
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+    silu: bool = False,
+) -> Tensor:
+    """A convolution of each channel by itself, and perhaps silu of it: x [T, C] -> a new [T, C] of x's dtype.
+
+    out[t] = bias + sum over k of weight[k] * x[t - K + 1 + k], with weight [K, C] and bias [C]. A state is the last
+    K - 1 inputs, the oldest first: states [num_blocks, K - 1, C].
+    """
+    return reference_scan.causal_conv(x, weight, bias, states, metadata, silu)
+
+
+@op(_cpu("scan.selective_scan"))
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    gate: Tensor | None,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+) -> Tensor:
+    """The recurrence of Mamba (Gu and Dao, 2023, arXiv:2312.00752): x, dt [T, C] -> a new [T, C] of x's dtype.
+
+    With d = softplus(dt[t]): s = exp(d * a) * s + b[t] * (d * x[t]); out[t] = sum over N of c[t] * s + skip * x[t],
+    times silu(gate[t]) if there is a gate [T, C]. a [N, C], skip [C], b and c [T, N], states [num_blocks, N, C].
+    """
+    return reference_scan.selective_scan(x, dt, a, b, c, skip, gate, states, metadata)
+
+
+@op(_cpu("scan.ssd_scan"))
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    dt_bias: Tensor,
+    gate: Tensor | None,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+    groups: int = 1,
+    time_limits: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    """The recurrence of Mamba 2 (Dao and Gu, 2024, arXiv:2405.21060): x [T, H * D] -> a new [T, H * D] of x's dtype.
+
+    Of each of H heads of size D, which share b and c [T, G * N] in G groups: with d = softplus(dt[t] + dt_bias), held
+    to the limits, s = exp(d * a) * s + b[t] * (d * x[t]) and out[t] = sum over N of c[t] * s + skip * x[t], times
+    silu(gate[t]) if there is a gate [T, H * D]. dt [T, H]; a, skip and dt_bias [H]; states [num_blocks, H, N, D].
+    """
+    return reference_scan.ssd_scan(x, dt, a, b, c, skip, dt_bias, gate, states, metadata, groups, time_limits)
+
+
+def _whole_columns(
+    _qkv: Tensor, _ba: Tensor, _rates: Tensor, _dt_bias: Tensor, states: Tensor, *_args: Any, **_options: Any
+) -> bool:
+    """Heads that the C++ walk of the delta rule takes."""
+    keys, values = states.shape[2:]
+    return keys <= 256 and keys % 8 == 0 and values % 16 == 0
+
+
+@op(_cpu("recurrence.gated_delta", _whole_columns))
+def gated_delta(
+    qkv: Tensor,
+    ba: Tensor,
+    rates: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+) -> Tensor:
+    """The gated delta rule (S. Yang et al., 2024, arXiv:2412.06464): [T, Hv, Dv] of qkv's dtype, in float32.
+
+    qkv [T, 2 * Hk * Dk + Hv * Dv] has the queries of all heads, their keys, then values; Hk key heads are shared by
+    Hv / Hk value heads each. ba [T, 2 * Hv] of its dtype: what the strength of writing is a sigmoid of, then time
+    steps; rates [Hv] below 0 and dt_bias [Hv] float32. Queries and keys are made unit vectors, q = q / sqrt(Dk). For
+    each value head and token the state S [Hv, Dk, Dv] becomes S * exp(rate * softplus(step + dt_bias)), then
+    S + k (v - S^T k)^T * strength, and the result is S^T q.
+    """
+    return reference_recurrence.gated_delta(qkv, ba, rates, dt_bias, states, metadata)
+
+
+def _whole_vectors(_x: Tensor, weights: Tensor, *_args: Any, **_options: Any) -> bool:
+    """Heads that the C++ units take."""
+    return weights.shape[1] % 8 == 0
+
+
+@op(_cpu("recurrence.rg_lru", _whole_vectors))
+def rg_lru(
+    x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata, /
+) -> Tensor:
+    """Real-gated linear recurrent units (S. De et al., 2024, arXiv:2402.19427): x [T, h * D] -> the same of its dtype.
+
+    Of a head's channels its gates are made: weights [h, D, 2 * D] and bias [h, 2 * D] give, through a sigmoid, i and r
+    of each channel. With a = exp(rate * r), of rates [h * D] below 0, and in float32, the state [h * D], which is the
+    result, becomes a * state + sqrt(1 - a^2) * i * x; at the first token of a request, i * x. All but x is float32.
+    """
+    return reference_recurrence.rg_lru(x, weights, bias, rates, states, metadata)
 
 
 @op(_cpu("embedding.embedding"), _triton("embedding.embedding"), key=1)
@@ -420,7 +545,7 @@ def packed_linear(
     weight: PackedWeight,
     /,
     bias: Tensor | None = None,
-    activation: Literal["silu_and_mul"] | None = None,
+    activation: GatedActivation | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype.
 
@@ -428,7 +553,8 @@ def packed_linear(
     their largest magnitude / 127 (int4), or of what the magnitudes of a pair, k and k + 1 with k even, come to at
     most, / 127 (int8), so that a pair's products with eight bits fit into 16. An fp8 weight sees a row of x as
     E4M3 times its largest magnitude / 448, and takes x [T, K] in that form, too.
-    With an activation, which wants a weight in two halves, what `ops.silu_and_mul` makes of that: [..., N / 2].
+    With an activation, which wants a weight in two halves, what that makes of them: [..., N / 2]. It is
+    `ops.silu_and_mul` or "clamped_swiglu": with g = min(gate, 7) and u = up in [-7, 7], (u + 1) * g * sigmoid(1.702 g).
     """
     return reference.packed_linear(x, weight, bias, activation)
 
@@ -454,6 +580,10 @@ def route(logits: Tensor, bias: Tensor | None, /, routing: Routing) -> tuple[Ten
     `group_members` highest ranks (DeepSeek-V2, arXiv:2405.04434). Chosen are the `top_k` highest ranks, in their
     order, of equal ones the lower id first; weights are their scores, divided by their sum (plus 1e-20) if
     `normalized`, times `scale`. A row's result depends on that row alone.
+
+    With "sparsemixer" (L. Liu et al., 2024, arXiv:2409.12136) logits are chosen one after the other, always the largest
+    that is left, m. Its weight, but for `scale`, is its share of a softmax over it and those l that are left for which
+    (m - l) / max(|l|, m) <= `reach`.
     """
     return reference_experts.route(logits, bias, routing)
 
@@ -463,7 +593,7 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, /, of: ExpertWeights) ->
     """The weighted sum of what a token's experts make of it: x [T, H] -> [T, H] of x's dtype.
 
     chosen [T, k] int32, different in a row, and weights [T, k] float32 as `route` makes them; an id that is none is an
-    IndexError. An expert is `down(silu(gate(x)) * up(x))`, each product as in `packed_linear`; only those that are
+    IndexError. An expert is `down(activation(gate(x), up(x)))`, each product as in `packed_linear`; only those that are
     chosen are read. A token's experts are added up in float32 in the order of their ids, whoever else is in the step.
     """
     return reference_experts.experts(x, chosen, weights, of)

@@ -67,8 +67,10 @@ def _as_full_attention(specs: Mapping[str, KVCacheSpec]) -> list[Groups]:
     is_attention = all(isinstance(spec, AttentionSpec) for spec in specs.values())
     if not is_attention or len({spec.planes for spec in specs.values()}) > 1:
         return []
-    block_size = next(iter(specs.values())).block_size
-    spec = FullAttentionSpec(block_size, num_kv_heads=0, head_size=0, dtype_bytes=0)
+    any_spec = next(iter(specs.values()))
+    spec = FullAttentionSpec(
+        any_spec.block_size, num_kv_heads=0, head_size=0, dtype_bytes=0, kernel_blocks=any_spec.kernel_blocks
+    )
     return [(KVCacheGroup(tuple(specs), spec),)]
 
 

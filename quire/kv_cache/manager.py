@@ -68,7 +68,7 @@ class KVCacheManager:
         self._prefers_swap = PREEMPTION_MODES[preemption_mode]
         self._swap_costs = kv_config.swap_costs
         self._block_bytes = sum(kv_config.tensor_block_bytes)
-        self._events = KVEventLog(kv_config.groups[0].spec.block_size) if enable_events else None
+        self._events = KVEventLog(kv_config.block_size) if enable_events else None
         self._pool = DevicePool(kv_config.num_blocks, kv_config.num_host_blocks, self._events)
         self._coordinator = KVCacheCoordinator(kv_config.groups, self._pool, max_chunk)
         self._no_block_ids: list[list[int]] = [[] for _ in kv_config.groups]  # in most plans, so made once

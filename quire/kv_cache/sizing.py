@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kv_cache.grouping import Groups, group_layers
-from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, tensor_block_bytes
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, fit_states, tensor_block_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +30,18 @@ def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory
         ConfigError: the layers cannot share a cache.
     """
     hybrid = not config.cache.disable_hybrid_kv_cache_manager
+    specs = fit_states(specs)
     groups = group_layers(specs, config.model.max_model_len, hybrid=hybrid)
+    block_size = groups[0].spec.block_size
+    if block_size != config.cache.block_size:
+        logger.info("KV block size = %d tokens, so that a block holds a state", block_size)
     block_bytes = sum(tensor_block_bytes(groups, specs))
     num_blocks, reason = _choose_num_blocks(config, groups, block_bytes, memory)
     logger.info("KV cache memory = %.1f MiB: %s", num_blocks * block_bytes / MIB, reason)
     num_host_blocks = config.cache.swap_space_bytes // block_bytes
     if num_host_blocks:
         logger.info("host tier: %d blocks, %.1f MiB", num_host_blocks, num_host_blocks * block_bytes / MIB)
-    return KVCacheConfig(num_blocks, groups, dict(specs), num_host_blocks, memory.swap_costs)
+    return KVCacheConfig(num_blocks, groups, specs, num_host_blocks, memory.swap_costs)
 
 
 def settle_max_model_len(config: EngineConfig, kv_config: KVCacheConfig) -> EngineConfig:
@@ -102,7 +106,7 @@ def _log_capacity(config: EngineConfig, kv_config: KVCacheConfig) -> None:
     usable = kv_config.num_blocks - NULL_BLOCK
     requests = usable / blocks_per_request(kv_config.groups, max_model_len, chunk)
     # What requests of full length can cache between them; of all blocks if there is one group.
-    tokens = int(requests * kv_config.groups[0].spec.num_blocks(max_model_len)) * config.cache.block_size
+    tokens = int(requests * kv_config.groups[0].spec.num_blocks(max_model_len)) * kv_config.block_size
     logger.info(
         "KV cache: %d blocks, %.1f MiB, %d tokens: %.1f requests of %d tokens at once",
         kv_config.num_blocks,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 NULL_BLOCK_ID = 0
 """Stands in a block table where a sequence has no block; it is never given out."""
@@ -20,9 +20,11 @@ class KVCacheSpec:
     """Cache needs of one layer; `block_size` is in tokens."""
 
     block_size: int
+    kernel_blocks: int = field(default=1, kw_only=True)
+    """Equal parts of a block, one behind the other, that are blocks to the layer's kernels: see `grown`."""
 
     planes: ClassVar[int] = 1
-    """Equal parts of a block, one behind the other, each of which is a tensor of its own to the layer's kernels."""
+    """Equal parts of a kernel's block, one behind the other, each of which is a tensor of its own to the kernels."""
     rolls_back: ClassVar[bool] = True
     """Whether each token has a place of its own, so that it may be computed, found wrong and left behind."""
 
@@ -30,6 +32,20 @@ class KVCacheSpec:
     def block_bytes(self) -> int:
         """Bytes of one block of this layer."""
         raise NotImplementedError
+
+    @property
+    def kernel_block_size(self) -> int:
+        """Tokens of what the layer's kernels know as a block."""
+        return self.block_size // self.kernel_blocks
+
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of one plane of a kernel's block."""
+        return self.block_bytes // (self.planes * self.kernel_blocks)
+
+    def grown(self, factor: int) -> Self:
+        """The same with blocks of so many times the tokens; the layer's kernels see no difference."""
+        return replace(self, block_size=self.block_size * factor, kernel_blocks=self.kernel_blocks * factor)
 
     @property
     def kind(self) -> Hashable:
@@ -158,6 +174,11 @@ class RecurrentStateSpec(KVCacheSpec):
     def kind(self) -> Hashable:
         return type(self), self.checkpoint_blocks
 
+    def grown(self, factor: int) -> Self:
+        """A state takes no more for standing for more tokens, and is kept for others about as often as before."""
+        checkpoint_blocks = max(self.checkpoint_blocks // factor, 1)
+        return replace(self, block_size=self.block_size * factor, checkpoint_blocks=checkpoint_blocks)
+
     def first_block(self, position: int) -> int:
         return max(position - 1, 0) // self.block_size
 
@@ -179,6 +200,25 @@ class RecurrentStateSpec(KVCacheSpec):
 def _max_blocks_touched(span: int, block_size: int) -> int:
     """Blocks that `span` consecutive tokens can lie in at most."""
     return (span + block_size - 2) // block_size + 1
+
+
+def fit_states(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Specs of blocks that are about as large as the states that lie in them; others' as they are.
+
+    A state has its size whatever the number of tokens that it stands for, and often that of the keys and values of
+    hundreds. So blocks get as many times the tokens as it takes for the largest state to fit, and states are rounded up
+    to a block: less than the keys and values of one block as it was stay unused.
+    """
+    states = {name: spec for name, spec in specs.items() if isinstance(spec, RecurrentStateSpec)}
+    unit = math.lcm(*(spec.block_bytes for name, spec in specs.items() if name not in states))
+    if not states or len(states) == len(specs):
+        return dict(specs)
+    largest = max(spec.state_bytes for spec in states.values())
+    factor = -(-largest // unit)
+    fitted = {name: spec.grown(factor) for name, spec in specs.items()}
+    for name in states:
+        fitted[name] = replace(fitted[name], state_bytes=unit * factor)  # type: ignore[call-arg]
+    return fitted
 
 
 @dataclass(frozen=True)
@@ -203,8 +243,9 @@ class KVCacheConfig:
 
     All groups draw on one pool of block ids and share the memory: layer j of every group lies in tensor j. At any time
     a block id belongs to one group. Where groups need unequal bytes, a block is the least common multiple of them, and
-    a group that needs less of it uses the first bytes. To a layer, whose kernels see planes of blocks, block i of the
-    pool is plane n * i, where n planes fit into a block; the layers of a group agree on n.
+    a group that needs less of it uses the first bytes; `fit_states` has seen to it that states need no more than that.
+    To a layer, whose kernels see planes of blocks, block i of the pool is plane n * i, where n planes fit into a block;
+    the layers of a group agree on n.
     The host tier has `num_host_blocks` such blocks beside its own, unused, null block.
     """
 
@@ -213,6 +254,11 @@ class KVCacheConfig:
     layer_specs: Mapping[str, KVCacheSpec]
     num_host_blocks: int = 0
     swap_costs: SwapCosts = SwapCosts()
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, the same in all groups."""
+        return self.groups[0].spec.block_size
 
     @property
     def tensor_block_bytes(self) -> tuple[int, ...]:
@@ -230,8 +276,7 @@ class KVCacheConfig:
 
     def parts_per_block(self, group: KVCacheGroup) -> int:
         """Planes of a group's layers that fit into one block of the pool; all but the first block's stay unused."""
-        spec = self.layer_specs[group.layer_names[0]]
-        return self.tensor_block_bytes[0] * spec.planes // spec.block_bytes
+        return self.tensor_block_bytes[0] // self.layer_specs[group.layer_names[0]].plane_bytes
 
 
 def tensor_block_bytes(groups: tuple[KVCacheGroup, ...], specs: Mapping[str, KVCacheSpec]) -> tuple[int, ...]:

@@ -78,11 +78,11 @@ def bind_kv_cache(model: nn.Module, kv_config: KVCacheConfig, tensors: Sequence[
 
 
 def cache_planes(spec: KVCacheSpec, tensor: Tensor) -> tuple[Tensor, ...]:
-    """Each plane of a spec's blocks as a contiguous [n, bytes] uint8, to be indexed by the group's block ids.
+    """Each plane of a spec's blocks, as kernels know them, as contiguous [n, bytes] uint8, indexed by their ids.
 
-    The planes of a block lie one behind the other, and block ids count planes, so that the ids that a group uses are
-    `KVCacheConfig.parts_per_block` apart. Each view begins at its own plane of block 0.
+    The planes of a block lie one behind the other, and block ids count planes, so that the first ids that a group uses
+    of the pool's blocks are `KVCacheConfig.parts_per_block` apart. Each view begins at its own plane of block 0.
     """
-    planes = tensor.view(-1, spec.block_bytes // spec.planes)
+    planes = tensor.view(-1, spec.plane_bytes)
     length = len(planes) - spec.planes + 1
     return tuple(planes[first : first + length] for first in range(spec.planes))

@@ -9,23 +9,45 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.layers.base import Module, RowSource
+from quire.layers.gated_delta_net import GatedDeltaNet
 from quire.layers.latent_self_attention import LatentSelfAttention
+from quire.layers.mamba import MambaMixer
+from quire.layers.mamba2 import Mamba2Mixer
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
+from quire.layers.recurrent_unit import RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.self_attention import SelfAttention
+from quire.layers.short_conv import ShortConv
 from quire.layers.sparse_mlp import SparseMLP
 from quire.layers.step import StepContext
 
+Mixer = (
+    SelfAttention | LatentSelfAttention | MambaMixer | Mamba2Mixer | ShortConv | GatedDeltaNet | RecurrentUnit
+)
 MLP = GatedMLP | PlainMLP | SparseMLP
+
+MIXERS: dict[str, tuple[str, type[Mixer]]] = {
+    "full_attention": ("self_attn", SelfAttention),
+    "sliding_attention": ("self_attn", SelfAttention),
+    "chunked_attention": ("self_attn", SelfAttention),
+    "latent_attention": ("self_attn", LatentSelfAttention),
+    "mamba": ("mamba", MambaMixer),
+    "mamba2": ("mamba", Mamba2Mixer),
+    "short_conv": ("conv", ShortConv),
+    "gated_delta": ("linear_attn", GatedDeltaNet),
+    "recurrent_unit": ("recurrent_unit", RecurrentUnit),
+}
+"""What mixes tokens, by the kind of a layer, and its name there."""
 
 MLPS: dict[str, type[MLP]] = {"gated": GatedMLP, "plain": PlainMLP, "sparse": SparseMLP}
 
 
 class Block(Module):
-    """What all have: `self_attn`, `mlp`, and norms by name."""
+    """What they have: norms by name, and, unless they say otherwise, a mixer of tokens and `mlp`."""
 
     norms: tuple[str, ...] = ()
+    has_mixer = has_mlp = True
     input_layernorm: RMSNorm | LayerNorm
     post_attention_layernorm: RMSNorm | LayerNorm
     pre_feedforward_layernorm: RMSNorm | LayerNorm
@@ -35,9 +57,13 @@ class Block(Module):
         self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
     ) -> None:
         super().__init__()
-        attention = SelfAttention if config.arch.latent is None else LatentSelfAttention
-        self.self_attn = attention(config=config, prefix=f"{prefix}.self_attn", layer=layer, rotary=rotary)
-        self.mlp = MLPS[config.arch.mlp_of(layer)](config=config, prefix=f"{prefix}.mlp")
+        if self.has_mixer:
+            name, kind = MIXERS[config.arch.layer_types[layer]]
+            mixer = kind(config=config, prefix=f"{prefix}.{name}", layer=layer, rotary=rotary)
+            self.add_module(name, mixer)
+            self.mixer_name = name
+        if self.has_mlp:
+            self.mlp = MLPS[config.arch.mlp_of(layer)](config=config, prefix=f"{prefix}.mlp")
         for name in self.norms:
             setattr(self, name, block_norm(config, f"{prefix}.{name}"))
         self.multiplier = config.arch.residual_multiplier
@@ -47,6 +73,11 @@ class Block(Module):
     ) -> tuple[Tensor, Tensor]:
         """x and residual [T, H] -> those of the next layer."""
         raise NotImplementedError
+
+    @property
+    def mixer(self) -> Mixer:
+        """What mixes tokens."""
+        return self._modules[self.mixer_name]  # type: ignore[return-value]
 
     def _scaled(self, x: Tensor) -> Tensor:
         """What is added to the residual stream, which some models scale (Granite, MiniCPM)."""
@@ -62,14 +93,14 @@ class SequentialBlock(Block):
         self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
     ) -> None:
         super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
-        _connect(self.self_attn, self.input_layernorm)
+        _connect(self.mixer, self.input_layernorm)
         _connect(self.mlp, self.post_attention_layernorm)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self._scaled(self.self_attn(x, positions, step))
+        x = self._scaled(self.mixer(x, positions, step))
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self._scaled(self.mlp(x, step)), residual
 
@@ -88,14 +119,14 @@ class SandwichBlock(Block):
         self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
     ) -> None:
         super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
-        _connect(self.self_attn, self.input_layernorm)
+        _connect(self.mixer, self.input_layernorm)
         _connect(self.mlp, self.pre_feedforward_layernorm)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self._scaled(self.post_attention_layernorm(self.self_attn(x, positions, step)))
+        x = self._scaled(self.post_attention_layernorm(self.mixer(x, positions, step)))
         x, residual = self.pre_feedforward_layernorm.add(x, residual)
         return self._scaled(self.post_feedforward_layernorm(self.mlp(x, step))), residual
 
@@ -109,7 +140,7 @@ class NormAfterBlock(Block):
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x = x if residual is None else x + residual
-        x = x + self.post_attention_layernorm(self.self_attn(x, positions, step))
+        x = x + self.post_attention_layernorm(self.mixer(x, positions, step))
         return self.post_feedforward_layernorm(self.mlp(x, step)), x
 
 
@@ -122,7 +153,7 @@ class ParallelBlock(Block):
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        return self.self_attn(x, positions, step) + self.mlp(x, step), residual
+        return self.mixer(x, positions, step) + self.mlp(x, step), residual
 
 
 class ParallelTwoNormsBlock(Block):
@@ -134,8 +165,70 @@ class ParallelTwoNormsBlock(Block):
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        attended = self.self_attn(x, positions, step)
+        attended = self.mixer(x, positions, step)
         return attended + self.mlp(self.post_attention_layernorm(residual), step), residual
+
+
+class ResidualExpertsBlock(Block):
+    """Attention and then a dense MLP, and experts beside both, on a normed copy of what the layer got (Arctic)."""
+
+    norms = ("input_layernorm", "post_attention_layernorm", "residual_layernorm")
+    residual_layernorm: RMSNorm | LayerNorm
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
+        self.residual_mlp = GatedMLP(config=config, prefix=f"{prefix}.residual_mlp")
+        _connect(self.mixer, self.input_layernorm)
+        _connect(self.residual_mlp, self.residual_layernorm)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        attended = self.mixer(x, positions, step)
+        beside = self.mlp(self.post_attention_layernorm(residual), step)
+        x, residual = self.residual_layernorm.add(attended, residual)
+        return self.residual_mlp(x, step) + beside, residual
+
+
+class MixerBlock(Block):
+    """A mixer alone, on a normed copy of the residual stream (Mamba)."""
+
+    norms = ("input_layernorm",)
+    has_mlp = False
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
+        _connect(self.mixer, self.input_layernorm)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        return self.mixer(x, positions, step), residual
+
+
+class MLPBlock(Block):
+    """An MLP alone, where mixers are, too."""
+
+    norms = ("input_layernorm",)
+    has_mixer = False
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
+        _connect(self.mlp, self.input_layernorm)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        return self.mlp(x, step), residual
 
 
 BLOCKS: dict[str, type[Block]] = {
@@ -144,10 +237,13 @@ BLOCKS: dict[str, type[Block]] = {
     "norm_after": NormAfterBlock,
     "parallel": ParallelBlock,
     "parallel_two_norms": ParallelTwoNormsBlock,
+    "residual_experts": ResidualExpertsBlock,
+    "mixer": MixerBlock,
+    "mlp": MLPBlock,
 }
 
 
-def _connect(reader: SelfAttention | LatentSelfAttention | MLP, norm: Module) -> None:
+def _connect(reader: Mixer | MLP, norm: Module) -> None:
     """Have a norm round its rows for the only layer that reads them, if it can."""
     if isinstance(norm, RowSource):
         reader.reads(norm)

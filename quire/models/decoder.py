@@ -45,7 +45,7 @@ class Decoder(Module):
             self.embed_norm = block_norm(config, f"{prefix}.embed_norm")
         rotaries = _rotaries(config)
         self.layers = nn.ModuleList(
-            BLOCKS[arch.block](
+            BLOCKS[arch.block_of(layer)](
                 config=config, prefix=f"{prefix}.layers.{layer}", layer=layer, rotary=rotaries[layer]
             )
             for layer in range(arch.num_layers)
@@ -73,9 +73,14 @@ def _rotaries(config: EngineConfig) -> list[RotaryEmbedding | None]:
         return [None] * arch.num_layers
     rotary = RotaryEmbedding(config=config, rope=arch.rope)
     local = rotary if arch.rope_local is None else RotaryEmbedding(config=config, rope=arch.rope_local)
-    by_type = {"full_attention": rotary, "sliding_attention": local}
+    by_type = {
+        "full_attention": rotary,
+        "sliding_attention": local,
+        "chunked_attention": rotary,
+        "latent_attention": rotary,
+    }
     return [
-        None if layer in arch.unrotated_layers else by_type[kind]
+        None if layer in arch.unrotated_layers else by_type.get(kind)
         for layer, kind in enumerate(arch.layer_types)
     ]
 

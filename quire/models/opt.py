@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
+from quire.config.arch import QKV_APART
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, VocabEmbedding
 from quire.layers.linear import Linear
@@ -108,7 +109,7 @@ class OPTModel(Module):
 class OPTForCausalLM(CausalLM):
     """OPT with its output head."""
 
-    merged: Mapping[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+    merged: Mapping[str, tuple[str, ...]] = QKV_APART
     renamed: Mapping[str, str] = {"o_proj": "out_proj", "mlp": "", "up_proj": "fc1", "down_proj": "fc2"}
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:

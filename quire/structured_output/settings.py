@@ -20,6 +20,7 @@ class StructuredOutputsSettings(msgspec.Struct, frozen=True, forbid_unknown_fiel
         compile_memory_mb: MiB that this may take.
         cache_mb: MiB of compiled grammars that are kept.
         num_checkers: processes that check constraints at the same time.
+        jump_ahead: tokens that are guessed at a time where a grammar leaves one text only; None: as the model needs it.
     """
 
     backend: str = "auto"
@@ -29,3 +30,4 @@ class StructuredOutputsSettings(msgspec.Struct, frozen=True, forbid_unknown_fiel
     compile_memory_mb: Annotated[int, msgspec.Meta(ge=16)] = 256
     cache_mb: Annotated[int, msgspec.Meta(ge=1)] = 256
     num_checkers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    jump_ahead: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None

@@ -136,6 +136,7 @@ class CpuDevice:
 
     is_asynchronous = False
     parks_weights = False  # that is where they are
+    compiles_kernels = False
     logits_elements = LOGITS_ELEMENTS
 
     def __init__(self, host: Host | None = None) -> None:

@@ -85,6 +85,8 @@ class Device(Protocol):
     is_asynchronous: bool
     parks_weights: bool
     """Whether weights that are not used for a while are better kept in the host's memory."""
+    compiles_kernels: bool
+    """Whether a kernel is compiled at its first launch, so that the first launch had better be at start."""
     logits_elements: int
     """Bounds the logits that exist at once."""
 

@@ -126,6 +126,7 @@ class GpuDevice:
 
     is_asynchronous = True
     parks_weights = True
+    compiles_kernels = True
     logits_elements = LOGITS_ELEMENTS
 
     def __init__(self, device_type: str) -> None:

@@ -143,7 +143,9 @@ def group_metadata(
 ) -> GroupMetadata:
     """What the layers of a table's group read: of its kind, and of what is given as much as that kind needs."""
     shared = (query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len)
-    return StateMetadata(*shared) if table.has_states else AttentionMetadata(*shared, slots)
+    if table.has_states:
+        return StateMetadata(*shared, table.block_size)
+    return AttentionMetadata(*shared, slots)
 
 
 def _metadata(

@@ -30,6 +30,7 @@ from quire.worker.devices import Device
 from quire.worker.drafts import Drafter
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.inputs import StepInputs, lay_out
+from quire.worker.jump_ahead import jump_ahead
 from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
 from quire.worker.pipeline import LanguageModel
 from quire.worker.prompt_logprobs import PromptLogprobs
@@ -47,7 +48,7 @@ class ModelRunner:
         kv_config: the cache that was allocated.
         device: where the model and its cache are.
         grammars: where constraints are compiled; its own, if nobody prepares any.
-        drafter: guesses tokens for later plans to verify, if there is one.
+        drafter: guesses tokens for later plans to verify; by default what grammars leave no choice about is guessed.
         is_rehearsal: its steps are run to see what memory steps take.
     """
 
@@ -75,7 +76,6 @@ class ModelRunner:
         )
         self._model = model
         self._transfers = device.transfers
-        self._drafter = drafter
         self._max_model_len = max_model_len
         self._vocab_size = config.arch.vocab_size
         self._slice_size = max(1, device.logits_elements // self._vocab_size)
@@ -90,6 +90,7 @@ class ModelRunner:
             processors=() if is_rehearsal else make_logits_processors(config),
             grammars=grammars or GrammarStore(config.structured_outputs.settings),
         )
+        self._drafter = drafter or jump_ahead(config, kv_config, self.batch, self._sampler.grammar_mask)
         self._prompt_logprobs = PromptLogprobs(
             self.batch, model.compute_logits, self._slice_size, device.transfers, mode
         )

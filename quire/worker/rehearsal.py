@@ -6,7 +6,7 @@ variant of one that a plan leads to. What they compute means nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import count, islice
 
 from quire.config import EngineConfig
@@ -39,28 +39,36 @@ def rehearsed_groups(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ..
 
 
 class Rehearsal:
-    """A step of prompts, a step of one token each, and small steps of other kinds.
+    """A step of prompts, a step of one token each, and for kernels that are compiled small steps of other kinds.
 
     Args:
         max_num_tokens: most tokens of the first.
         max_num_seqs: most requests of the second; 0: there is the first only.
-        num_groups: KV cache groups, each of which gets blocks of its own.
+        groups: KV cache groups, each of which gets blocks of its own.
+        every_variant: whether small steps are wanted.
     """
 
     def __init__(
-        self, config: EngineConfig, max_num_tokens: int, max_num_seqs: int, num_groups: int = 1
+        self,
+        config: EngineConfig,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        groups: Sequence[KVCacheGroup],
+        *,
+        every_variant: bool = False,
     ) -> None:
         limits = config.scheduler
         num_tokens = min(max_num_tokens, limits.max_num_batched_tokens)
         longest = max(config.model.max_model_len - 1, 1)
         prompt = min(num_tokens, longest)
-        self._block_size = config.cache.block_size
-        self._num_groups = num_groups
+        self._block_size = groups[0].spec.block_size
+        self._num_groups = len(groups)
         num_decodes = min(max_num_seqs, limits.max_num_seqs)
         self._steps = [([prompt] * min(max(num_tokens // prompt, 1), limits.max_num_seqs), _ALL)]
         if num_decodes:
-            small = [step for step in _SMALL if max(step[0]) <= prompt and len(step[0]) <= num_decodes]
-            self._steps += [([1] * num_decodes, _ALL), *small]
+            self._steps.append(([1] * num_decodes, _ALL))
+        if every_variant:
+            self._steps += (s for s in _SMALL if max(s[0]) <= prompt and len(s[0]) <= limits.max_num_seqs)
 
     @property
     def num_blocks(self) -> int:

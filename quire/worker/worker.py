@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.kernels import ops
-from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts, fit_states
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
@@ -165,12 +166,19 @@ class Worker:
 
     def _warm_up(self) -> None:
         """Run the largest steps in a cache of their own, so that all that they need exists when memory is measured."""
-        device, memory, specs = self._device, self._device.memory, self.kv_cache_specs()
-        groups = rehearsed_groups(specs)
-        rehearsal = Rehearsal(self._config, memory.warm_up_tokens, memory.warm_up_seqs, len(groups))
-        cache = KVCacheConfig(rehearsal.num_blocks, groups, specs)
+        device, memory = self._device, self._device.memory
+        least = self._least_cache()
+        rehearsal = Rehearsal(
+            self._config,
+            memory.warm_up_tokens,
+            memory.warm_up_seqs,
+            least.groups,
+            every_variant=device.compiles_kernels,
+        )
+        cache = replace(least, num_blocks=rehearsal.num_blocks)
         tensors = self._bind_cache(cache)
-        self._launch_what_no_plan_reaches(tensors)
+        if device.compiles_kernels:
+            self._launch_what_no_plan_reaches(tensors)
         with memory.rehearsal():
             runner = ModelRunner(self._loaded(), self._config, cache, device, is_rehearsal=True)
         for plan in rehearsal.plans():
@@ -191,8 +199,12 @@ class Worker:
 
     def _bind_least_cache(self) -> None:
         """Have the model let go of its cache."""
-        specs = self.kv_cache_specs()
-        self._bind_cache(KVCacheConfig(1, rehearsed_groups(specs), specs))
+        self._bind_cache(self._least_cache())
+
+    def _least_cache(self) -> KVCacheConfig:
+        """The null block, for groups as a rehearsal has them."""
+        specs = fit_states(self.kv_cache_specs())
+        return KVCacheConfig(1, rehearsed_groups(specs), specs)
 
 
 @contextmanager

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from quire.layers import states
 from tests.end_to_end.server import Server
+
+
+@pytest.fixture(autouse=True)
+def states_in_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of some blocks leave states that others resume from."""
+    monkeypatch.setattr(states, "CHECKPOINT_TOKENS", 16)
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from quire.executor import uniproc
@@ -63,7 +62,7 @@ def facts(outputs: list[RequestOutput]) -> list[Any]:
 
 
 @pytest.fixture
-def serve_with_drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def serve_with_drafts(monkeypatch: pytest.MonkeyPatch, restore_threads: None) -> Callable[..., Any]:
     def serve_again(jobs: list[Job], expected: list[RequestOutput], **args: Any) -> Any:
         drafter = FakeDrafter(expected)
         with monkeypatch.context() as patched:
@@ -72,9 +71,7 @@ def serve_with_drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
         assert min(drafter.num_accepted, drafter.num_wrong) > 2 * len(jobs)
         return found
 
-    count = torch.get_num_threads()
-    yield serve_again
-    torch.set_num_threads(count)
+    return serve_again
 
 
 @pytest.mark.parametrize("loop", [{}, overlapped(2)], ids=["plain", "overlapped"])

@@ -7,12 +7,11 @@ stop strings and aborts come in while further steps of the same requests are in 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
@@ -60,13 +59,6 @@ class Job(NamedTuple):
     prompt: list[int] | str
     params: SamplingParams
     abort_after: int | None = None
-
-
-@pytest.fixture
-def restore_threads() -> Iterator[None]:
-    count = torch.get_num_threads()
-    yield
-    torch.set_num_threads(count)
 
 
 def serve(jobs: list[Job], **args: Any) -> tuple[list[RequestOutput], dict[str, Any]]:

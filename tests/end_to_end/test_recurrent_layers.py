@@ -8,61 +8,46 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire import LLM
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import StateMetadata
-from quire.kv_cache.spec import KVCacheSpec, RecurrentStateSpec
+from quire.kernels.reference_states import state_before, state_pieces
 from quire.layers.attention import Attention
-from quire.layers.kv_cache import cache_planes
+from quire.layers.states import StateCache
 from quire.layers.step import StepContext
 from quire.models.decoder import DecoderForCausalLM
 from quire.models.registry import ModelRegistry
 from tests.end_to_end.test_determinism import check_forks, prompts, run
 
+UNUSED_FLOATS = 1500
+"""So that a state is larger than keys and values of a block, as in real models."""
 
-class LinearAttention(nn.Module):
+
+class LinearAttention(StateCache):
     """In place of `Attention`: s_t = s_(t - 1) / 2 + k_t * v_t for each head, of which the query takes its part."""
 
-    def __init__(self, attention: Attention) -> None:
-        super().__init__()
-        self.name = attention.name
-        self.block_size = attention.block_size
+    def __init__(self, attention: Attention, config: EngineConfig) -> None:
+        super().__init__(
+            config=config,
+            name=attention.name,
+            parts=[(attention.num_kv_heads, attention.head_dim), (UNUSED_FLOATS,)],
+        )
         self.heads_per_kv_head = attention.num_heads // attention.num_kv_heads
-        self.shape = (attention.num_kv_heads, attention.head_dim)
-
-    def kv_cache_spec(self) -> KVCacheSpec:
-        return RecurrentStateSpec(self.block_size, 4 * self.shape[0] * self.shape[1], checkpoint_blocks=3)
 
     def why_not_captured(self) -> str | None:
         return "a loop over tokens cannot be captured"
 
-    def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
-        self.group_id = group_id
-        (states,) = cache_planes(spec, tensor)
-        self.states = states.view(torch.float32).view(-1, *self.shape)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        own = step.metadata(self.group_id, StateMetadata)
-        products, sums = k * v, torch.empty_like(k)
-        bounds, ends, tables = (
-            part.tolist() for part in (own.query_start_loc, own.seq_lens, own.block_tables)
-        )
-        for first, last, end, table in zip(bounds[:-1], bounds[1:], ends, tables, strict=True):
-            self._run(products[first:last], sums[first:last], end, table)
+        states, _ = self.views
+        sums = torch.zeros_like(k)
+        for piece in state_pieces(self.metadata(step), len(states)):
+            state = state_before(states, piece)
+            for row in range(piece.first, piece.last):
+                state = state / 2 + k[row] * v[row]
+                sums[row] = state
+            states[piece.target] = state
         return (q * sums.repeat_interleave(self.heads_per_kv_head, 1)).flatten(1)
-
-    def _run(self, products: Tensor, sums: Tensor, end: int, table: list[int]) -> None:
-        start = end - len(products)
-        state = self.states[table[(start - 1) // self.block_size]] if start else torch.zeros(self.shape)
-        for index, product in enumerate(products):
-            state = state / 2 + product
-            sums[index] = state
-            position = start + index
-            block_id = table[position // self.block_size]
-            if block_id and (position + 1 == end or (position + 1) % self.block_size == 0):
-                self.states[block_id] = state
 
 
 class HybridForCausalLM(DecoderForCausalLM):
@@ -71,7 +56,7 @@ class HybridForCausalLM(DecoderForCausalLM):
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
         for layer in list(self.model.layers)[1:]:
-            layer.self_attn.attn = LinearAttention(layer.self_attn.attn)
+            layer.self_attn.attn = LinearAttention(layer.self_attn.attn, config)
 
 
 @pytest.fixture
@@ -88,11 +73,12 @@ def test_states_keep_the_determinism_contract(hybrid: Callable[..., LLM]) -> Non
     """Chunks, prefix hits on states, preemption, swaps to the host and forks: the same bits."""
     plain = hybrid(enable_prefix_caching=False)
     expected = run(plain, prompts())
+    assert plain.llm_engine.core_ready.block_size == 2 * 16
     cached = hybrid(max_num_batched_tokens=16, max_num_seqs=16)
     assert run(cached, prompts()) == expected, "chunks of 16, cold prefix cache"
     assert run(cached, prompts()) == expected, "warm prefix cache"
     assert cached.llm_engine.call_core("stats")["prefix_cache_hits"] > 0
-    tiny = hybrid(num_gpu_blocks_override=40, swap_space=0.01, preemption_mode="swap", async_scheduling=True)
+    tiny = hybrid(num_gpu_blocks_override=14, swap_space=0.01, preemption_mode="swap", async_scheduling=True)
     assert run(tiny, prompts()) == expected, "swapped, a step ahead"
     assert tiny.llm_engine.call_core("stats")["num_swaps"] > 0
     check_forks(tiny, plain)

@@ -14,6 +14,7 @@ from quire import LLM, SamplingParams
 from quire.errors import ValidationError
 from quire.outputs import CompletionOutput
 from quire.sampling_params import StructuredOutputsParams
+from quire.worker.model_runner import ModelRunner
 from tests.structured_output.random_schemas import RandomSchemas
 
 PROMPT = "Answer in the form that is asked for: "
@@ -224,3 +225,31 @@ def test_a_bad_constraint_is_refused_before_anything_is_queued(llm: LLM) -> None
         with pytest.raises(ValidationError):
             generate(llm, [bad])
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+JUMPY = {
+    "type": "object",
+    "properties": {"identifier": {"enum": ["first", "second"]}, "measurements": {"type": "boolean"}},
+    "required": ["identifier", "measurements"],
+    "additionalProperties": False,
+}
+
+
+def test_jumping_ahead_saves_steps_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one request and of two, each with two texts."""
+    steps, launch = [], ModelRunner.launch
+    monkeypatch.setattr(
+        ModelRunner, "launch", lambda runner, plan: steps.append(plan) or launch(runner, plan)
+    )
+    found = []
+    for jump in (0, 8):
+        made = LLM(max_num_seqs=4, structured_outputs_config={"jump_ahead": jump})
+        outputs = []
+        for batch in ([{"json": JUMPY}], [{"json": JUMPY}, {"regex": "[ab]{3}-suffix"}]):
+            outputs += generate(made, batch, logprobs=2, n=2)
+        found.append((outputs, len(steps)))
+        steps.clear()
+        made.llm_engine.shutdown()
+    (plain, num_plain), (jumped, num_jumped) = found
+    assert jumped == plain
+    assert num_jumped < 0.8 * num_plain

@@ -1,7 +1,9 @@
 """Arguments for every op, by op name, and the comparison of an implementation with its oracle on them."""
 
+import math
+import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -9,9 +11,10 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.kernels import ops, reference
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import FLOAT, PackedWeight, QuantizedRows, WeightScheme
+from tests.kernels.state_batches import state_batch
 
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3), torch.float16: (2e-3, 1e-3)}
 E4M3_STEP = (0.126, 2.0**-9)
@@ -172,6 +175,7 @@ def paged_attention(dtype: torch.dtype) -> Iterator[Arguments]:
         {"sliding_window": 6},
         {"soft_cap": 3.0},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
+        {"attention_chunk": 7, "sinks": torch.tensor([-1.0, 0.5, 2.0, 9.0])},
     ]
     for batch in BATCHES:
         for feature in features:
@@ -230,6 +234,7 @@ def packed_linear(dtype: torch.dtype) -> Iterator[Arguments]:
                     (randn(*shape, dtype=dtype), weight, randn(outputs)),
                     {"activation": "silu_and_mul"},
                 )
+                yield (randn(*shape, dtype=dtype), weight), {"activation": "clamped_swiglu"}
 
 
 @cases
@@ -247,6 +252,7 @@ ROUTINGS = [
     (Routing(4, scores="sigmoid"), 13),
     (Routing(3, groups=4, top_groups=2), 16),
     (Routing(3, "sigmoid", groups=4, top_groups=2, group_members=2, normalized=True, scale=2.5), 24),
+    (Routing(3, "sparsemixer", reach=0.7, scale=2.0), 16),
 ]
 """Each with a number of experts."""
 
@@ -257,7 +263,8 @@ def route(dtype: torch.dtype) -> Iterator[Arguments]:
         for rows in (0, 1, 7, 40):
             logits = randn(rows, count, dtype=dtype)
             yield (logits, None, routing), {}
-            yield (logits, torch.rand(count), routing), {}
+            if routing.scores != "sparsemixer":
+                yield (logits, torch.rand(count), routing), {}
 
 
 @cases
@@ -266,9 +273,14 @@ def experts(dtype: torch.dtype) -> Iterator[Arguments]:
     for scheme in [scheme for scheme in SCHEMES if not scheme.fast]:
         for count, top_k, hidden, inner in [(1, 1, 16, 8), (5, 2, 45, 33), (8, 3, 130, 70)]:
             of = random_experts(count, hidden, inner, scheme, dtype)
+            bounded = replace(of, activation="clamped_swiglu")
             for tokens in (0, 1, 2, 70):
                 chosen = torch.rand(tokens, count).argsort(1)[:, :top_k].int()
                 yield (randn(tokens, hidden, dtype=dtype), chosen, torch.rand(tokens, top_k), of), {}
+                yield (
+                    (3 * randn(tokens, hidden, dtype=dtype), chosen, torch.rand(tokens, top_k), bounded),
+                    {},
+                )
 
 
 def random_experts(
@@ -421,6 +433,81 @@ def token_logprobs(dtype: torch.dtype) -> Iterator[Arguments]:
             yield (randn(rows, vocab_size).mul_(2).round_(), chosen), {"num_top": num_top}
 
 
+def state_steps() -> Iterator[StateMetadata]:
+    """Prompts and decodes, begun and resumed, at the ends of blocks and across them; no rows, and padding."""
+    rng = random.Random(0)
+    yield state_batch([], 4)
+    yield state_batch([(0, 1)], 16)
+    yield state_batch([(7, 1), (4, 1), (0, 1)], 4)
+    yield state_batch([(0, 19), (3, 2), (8, 9), (5, 0), (1, 30)], 4, lambda: rng.random() < 0.5)
+    decodes = state_batch([(0, 1), (6, 1), (12, 1)], 4)
+    yield replace(decodes, seq_lens=torch.tensor([1, 0, 13], dtype=torch.int32))
+
+
+def of_state(step: StateMetadata, *shape: int) -> Tensor:
+    """Views of the states of a layer that keeps something else beside them."""
+    blocks = 1 + int(step.block_tables.max()) if step.block_tables.numel() else 2
+    room = randn(blocks, math.prod(shape) + 16)
+    return room[:, 16:].unflatten(1, shape)
+
+
+@cases
+def causal_conv(dtype: torch.dtype) -> Iterator[Arguments]:
+    for step in state_steps():
+        rows = int(step.query_start_loc[-1])
+        for channels, taps, silu in [(8, 4, True), (37, 2, False), (72, 1, False), (5, 5, True)]:
+            x = randn(rows, channels + 9, dtype=dtype)[:, 9:]
+            bias = randn(channels) if silu else None
+            args = (x, randn(taps, channels), bias, of_state(step, taps - 1, channels), step)
+            yield args, {"silu": silu}
+
+
+@cases
+def selective_scan(dtype: torch.dtype) -> Iterator[Arguments]:
+    for step in state_steps():
+        rows = int(step.query_start_loc[-1])
+        for channels, count, is_gated in [(8, 16, True), (43, 3, False), (70, 1, True)]:
+            dt, b, c = randn(rows, channels + 2 * count, dtype=dtype).split([channels, count, count], 1)
+            x, gate = randn(rows, 2 * channels, dtype=dtype).chunk(2, 1)
+            vectors = (-randn(count, channels).exp(), b, c, randn(channels))
+            yield (x, 4 * dt, *vectors, gate if is_gated else None, of_state(step, count, channels), step), {}
+
+
+@cases
+def ssd_scan(dtype: torch.dtype) -> Iterator[Arguments]:
+    for step in state_steps():
+        rows = int(step.query_start_loc[-1])
+        for heads, count, size, groups in [(4, 16, 8, 2), (3, 5, 11, 1), (2, 9, 40, 2)]:
+            widths = [heads * size, groups * count, groups * count, heads]
+            x, b, c, dt = randn(rows, sum(widths), dtype=dtype).split(widths, 1)
+            gate = randn(rows, heads * size, dtype=dtype) if size == 8 else None
+            of_heads = (-randn(heads).exp(), b, c, randn(heads), randn(heads))
+            limits = {"time_limits": (0.1, 1.5)} if size == 11 else {}
+            states = of_state(step, heads, count, size)
+            yield (x, 3 * dt, *of_heads, gate, states, step), {"groups": groups, **limits}
+
+
+@cases
+def gated_delta(dtype: torch.dtype) -> Iterator[Arguments]:
+    for step in state_steps():
+        rows = int(step.query_start_loc[-1])
+        for key_heads, heads, keys, values in [(1, 1, 8, 16), (2, 4, 16, 48), (2, 2, 128, 64), (1, 3, 10, 7)]:
+            qkv = randn(rows, 2 * key_heads * keys + heads * values, dtype=dtype)
+            of_heads = (-torch.rand(heads), randn(heads))
+            states = of_state(step, heads, keys, values)
+            yield (qkv, randn(rows, 2 * heads, dtype=dtype), *of_heads, states, step), {}
+
+
+@cases
+def rg_lru(dtype: torch.dtype) -> Iterator[Arguments]:
+    for step in state_steps():
+        rows = int(step.query_start_loc[-1])
+        for heads, size in [(1, 8), (2, 40), (3, 72), (2, 5)]:
+            x, gates = randn(rows, heads * size, dtype=dtype), randn(heads, size, 2 * size) * size**-0.5
+            of_heads = (gates, randn(heads, 2 * size), -8 * torch.rand(heads * size))
+            yield (x, *of_heads, of_state(step, heads * size), step), {}
+
+
 def compare(
     op: ops.Op[..., Any],
     function: Callable[..., Any],
@@ -453,9 +540,10 @@ def move(value: Any, device: str) -> Any:
     if isinstance(value, Tensor):
         storage = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         return storage.copy_(value)
-    if isinstance(value, AttentionMetadata):
-        names = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping")
-        return replace(value, **{name: move(getattr(value, name), device) for name in names})
+    if isinstance(value, GroupMetadata):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        moved = {name: move(part, device) for name, part in parts.items() if isinstance(part, Tensor)}
+        return replace(value, **moved)
     if isinstance(value, PackedWeight):
         names = ("data", "scales", "zeros")
         return replace(value, **{name: move(getattr(value, name), device) for name in names})

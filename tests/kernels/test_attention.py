@@ -1,7 +1,7 @@
 """The C++ attention and KV cache kernels: near the oracle for every option, and the same bits in any company."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from quire.kernels import reference
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.cpu import library
 from quire.kernels.cpu.threads import set_num_threads
+from tests.fixtures.threads import shuffle
 from tests.kernels.op_cases import TOLERANCES, int8_caches
 
 if library.loaded() is None:
@@ -28,7 +29,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 70},
     "soft_cap": {"soft_cap": 2.5},
     "alibi": {"alibi_slopes": 0.3},
+    "sinks": {"sinks": 1.0},
+    "chunk": {"attention_chunk": 70},
     "all": {"sliding_window": 33, "soft_cap": 4.0, "alibi_slopes": 0.1},
+    "chunk and sinks": {"attention_chunk": 33, "sinks": 3.0},
 }
 
 
@@ -43,8 +47,8 @@ class Shape:
 
     def options(self, feature: str) -> dict[str, Any]:
         options = dict(FEATURES[feature])
-        if "alibi_slopes" in options:
-            options["alibi_slopes"] = options["alibi_slopes"] / torch.arange(1, self.q_heads + 1)
+        for name in options.keys() & {"alibi_slopes", "sinks"}:
+            options[name] = options[name] / torch.arange(1, self.q_heads + 1)
         return options
 
 
@@ -117,21 +121,6 @@ def poisoned(num_blocks: int, shape: Shape) -> tuple[Tensor, Tensor]:
         (num_blocks, shape.kv_heads, shape.size, shape.block_size), torch.nan, dtype=shape.cache_dtype
     )
     return k, k.view(num_blocks, shape.kv_heads, shape.block_size, shape.size).clone()
-
-
-@pytest.fixture
-def restore_threads() -> Iterator[None]:
-    count = torch.get_num_threads()
-    yield
-    set_num_threads(count)
-    shuffle(0)
-
-
-def shuffle(seed: int) -> None:
-    """In which order threads take pieces of a loop, all loops being shared."""
-    loaded = library.loaded()
-    assert loaded is not None
-    loaded.shuffle(seed)
 
 
 MIXED = [(0, 0, 90), (1, 11, 12), (2, 100, 133), (3, 0, 1), (1, 5, 9), (2, 132, 133)]

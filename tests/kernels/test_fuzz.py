@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import ops, reference
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import GroupMetadata
 from quire.kernels.cpu import library
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import PackedWeight, WeightScheme
@@ -65,7 +65,7 @@ def placed(value: Any, offset: int) -> Any:
         once = value[tuple(slice(None if step else 1) for step in value.stride())]
         memory.as_strided(once.shape, once.stride(), offset).copy_(once)
         return memory.as_strided(value.shape, value.stride(), offset)
-    if isinstance(value, PackedWeight | AttentionMetadata):
+    if isinstance(value, PackedWeight | GroupMetadata):
         return replace(value, **{name: placed(part, offset) for name, part in parts_of(value).items()})
     if isinstance(value, ExpertWeights):
         names = ("gate_up", "down", "gate_up_bias", "down_bias")
@@ -75,7 +75,7 @@ def placed(value: Any, offset: int) -> Any:
     return tuple(placed(item, offset) for item in value) if isinstance(value, tuple) else value
 
 
-def parts_of(value: PackedWeight | AttentionMetadata) -> dict[str, Tensor]:
+def parts_of(value: PackedWeight | GroupMetadata) -> dict[str, Tensor]:
     names = ("data", "scales", "zeros", "query_start_loc", "seq_lens", "block_tables")
     found = {name: getattr(value, name, None) for name in names}
     return {name: part for name, part in found.items() if part is not None}
@@ -221,6 +221,8 @@ def test_attention(
         {"sliding_window": 1 + seed % 50},
         {"soft_cap": 4.0},
         {"alibi_slopes": torch.rand(heads * group)},
+        {"sinks": 5 * torch.randn(heads * group)},
+        {"attention_chunk": 1 + seed % 50},
     ]
     caches = randn_caches(num_blocks, heads, block_size, size, dtype)
     agree(
@@ -231,7 +233,7 @@ def test_attention(
         metadata,
         size**-0.5,
         offset=seed % 3,
-        **options[seed % 4],
+        **options[seed % 6],
     )
 
 
@@ -311,14 +313,12 @@ def mutated(value: Any, data: st.DataObject, kinds: list[str]) -> Any:
     """The same arguments, but for one of the tensors in them."""
     if isinstance(value, Tensor):
         return changed(value, data, kinds)
-    if isinstance(value, PackedWeight | AttentionMetadata):
+    if isinstance(value, PackedWeight | GroupMetadata):
         parts = parts_of(value)
         name = data.draw(st.sampled_from(sorted(parts)))
         return replace(value, **{name: changed(parts[name], data, kinds)})
     assert isinstance(value, tuple)
-    places = [
-        i for i, item in enumerate(value) if isinstance(item, Tensor | PackedWeight | AttentionMetadata)
-    ]
+    places = [i for i, item in enumerate(value) if isinstance(item, Tensor | PackedWeight | GroupMetadata)]
     place = data.draw(st.sampled_from(places))
     return (*value[:place], mutated(value[place], data, kinds), *value[place + 1 :])
 
@@ -378,7 +378,7 @@ def misplacements(value: Any) -> Iterator[Any]:
     if isinstance(value, Tensor):
         if value.numel() and (value.itemsize > 1 or value.dtype is torch.int8):
             yield misaligned(value)
-    elif isinstance(value, PackedWeight | AttentionMetadata):
+    elif isinstance(value, PackedWeight | GroupMetadata):
         for name, part in parts_of(value).items():
             yield from (replace(value, **{name: wrong}) for wrong in misplacements(part))
     elif isinstance(value, tuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -26,13 +24,6 @@ FORMATS = [
     *((scheme, torch.bfloat16) for scheme in (*FLOATS[1:], *INTEGERS)),
 ]
 every_format = pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=str)
-
-
-@pytest.fixture
-def restore_threads() -> Iterator[None]:
-    count = torch.get_num_threads()
-    yield
-    set_num_threads(count)
 
 
 def random_weight(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:

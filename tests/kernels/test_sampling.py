@@ -1,6 +1,6 @@
 """The native sampling tail: the oracle's tokens, the same bits in any company, and refusals instead of bad memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,13 +20,6 @@ if library.loaded() is None:
 from quire.kernels.cpu import sampling
 
 OFF = (1.0, -torch.inf, 1e9, 1.0)
-
-
-@pytest.fixture
-def restore_threads() -> Iterator[None]:
-    count = torch.get_num_threads()
-    yield
-    set_num_threads(count)
 
 
 def one(logits: list[float], *, u: float = 0.5, setting: tuple[float, ...] = OFF) -> int:

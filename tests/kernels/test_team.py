@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,26 +21,15 @@ from quire.kernels import ops
 from quire.kernels.cpu import library
 from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.linear import FLOAT, WeightScheme
+from tests.fixtures.threads import shuffle
 
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("restore_threads")
+
 MUCH = 1 << 40
 """Work for which all threads are wanted."""
-
-
-@pytest.fixture(autouse=True)
-def restore() -> Iterator[None]:
-    count = torch.get_num_threads()
-    yield
-    set_num_threads(count)
-    shuffle(0)
-
-
-def shuffle(seed: int) -> None:
-    loaded = library.loaded()
-    assert loaded is not None
-    loaded.shuffle(seed)
 
 
 def share(count: int, body: Callable[[int, int], None], work: int = MUCH) -> None:

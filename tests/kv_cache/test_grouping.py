@@ -17,6 +17,7 @@ from quire.kv_cache.spec import (
     KVCacheSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
+    fit_states,
     tensor_block_bytes,
 )
 
@@ -102,6 +103,38 @@ def test_without_hybrid_groups_all_attention_is_full() -> None:
 def test_layers_must_agree_on_the_block_size() -> None:
     with pytest.raises(ConfigError, match=r"\[8, 16\]"):
         group_layers(layers(FULL, dataclasses.replace(FULL, block_size=8)), 4096)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5_000_000), st.integers(1, 64))
+def test_blocks_have_the_size_of_the_states_in_them(
+    heads: int, other_heads: int, state_bytes: int, checkpoint_blocks: int
+) -> None:
+    """However unlike their sizes are, no layer's block is larger than a state and the blocks of attention before it."""
+    state = RecurrentStateSpec(16, state_bytes, checkpoint_blocks)
+    full, window = (
+        dataclasses.replace(FULL, num_kv_heads=heads),
+        dataclasses.replace(WINDOW, num_kv_heads=heads),
+    )
+    other = dataclasses.replace(FULL, num_kv_heads=other_heads)
+    specs = layers(state, full, window, dataclasses.replace(state, state_bytes=1 + state_bytes // 2), other)
+    fitted = fit_states(specs)
+    unit = math.lcm(full.block_bytes, other.block_bytes)
+    (block_bytes,) = set(tensor_block_bytes(group_layers(fitted, 4096), fitted))
+    assert state_bytes <= block_bytes < state_bytes + unit
+    for name, spec in specs.items():
+        now, tokens = fitted[name], fitted[name].block_size
+        assert tokens == 16 * block_bytes // unit
+        if isinstance(now, RecurrentStateSpec):
+            assert now.state_bytes == block_bytes
+            assert now.checkpoint_blocks == max(checkpoint_blocks * 16 // tokens, 1)
+        else:
+            assert (now.kernel_block_size, now.plane_bytes) == (16, spec.block_bytes // 2)
+
+
+def test_layers_of_one_sort_need_no_fitting() -> None:
+    for specs in (layers(FULL, WINDOW), layers(STATE, dataclasses.replace(STATE, state_bytes=64))):
+        assert fit_states(specs) == specs
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

@@ -19,6 +19,7 @@ from quire.kv_cache.spec import (
     LatentAttentionSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
+    fit_states,
 )
 from quire.layers.kv_cache import (
     CacheUser,
@@ -46,7 +47,7 @@ class Keeper(nn.Module):
         return self.spec
 
     def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
-        self.group_id = group_id
+        self.group_id, self.spec = group_id, spec
         self.planes = cache_planes(spec, tensor)
 
     def why_not_captured(self) -> str | None:
@@ -61,13 +62,14 @@ KINDS: Mapping[str, KVCacheSpec] = {
     "int8": FullAttentionSpec(4, 1, 8, 1, scale_bytes=4),
     "latent": LatentAttentionSpec(4, 1, 12, 4),
     "state": RecurrentStateSpec(4, 256),
+    "large state": RecurrentStateSpec(4, 5000),
 }
 
 
 def bound(kinds: list[str]) -> tuple[nn.ModuleList, KVCacheConfig, tuple[Tensor, ...]]:
     """Layers of these kinds on a cache full of zeros."""
     layers = nn.ModuleList(Keeper(f"{kind} {index}", KINDS[kind]) for index, kind in enumerate(kinds))
-    specs = kv_cache_specs(layers)
+    specs = fit_states(kv_cache_specs(layers))
     config = KVCacheConfig(NUM_BLOCKS, group_layers(specs, 64), specs)
     tensors = allocate_kv_cache(config, torch.device("cpu"))
     for tensor in tensors:
@@ -77,9 +79,10 @@ def bound(kinds: list[str]) -> tuple[nn.ModuleList, KVCacheConfig, tuple[Tensor,
 
 
 def entry(layer: Keeper, config: KVCacheConfig, block_id: int) -> list[Tensor]:
-    """What a kernel reaches by an id of the pool: the planes of the layer's block."""
-    index = block_id * config.parts_per_block(config.groups[layer.group_id])
-    return [plane[index] for plane in layer.planes]
+    """What kernels reach by an id of the pool: the planes of each of their blocks in it."""
+    first = block_id * config.parts_per_block(config.groups[layer.group_id])
+    ids = [first + index * layer.spec.planes for index in range(layer.spec.kernel_blocks)]
+    return [plane[index] for index in ids for plane in layer.planes]
 
 
 @settings(derandomize=True, max_examples=40, deadline=None)
@@ -102,7 +105,8 @@ def test_a_block_of_the_pool_is_one_row_whatever_layers_keep(kinds: list[str]) -
 
 
 @pytest.mark.parametrize(
-    "kinds", [["int8"], ["latent"] * 2, ["state"], ["full", "latent", "state", "window"]]
+    "kinds",
+    [["int8"], ["latent"] * 2, ["state"], ["full", "latent", "state", "window"], ["window", "large state"]],
 )
 def test_blocks_of_any_shape_come_back_from_the_host_as_they_were(kinds: list[str]) -> None:
     layers, config, tensors = bound(kinds)

@@ -54,7 +54,7 @@ def test_linears_know_whose_their_rows_are(tiny_model: Callable[[str], Path]) ->
 
 def test_a_layer_gets_the_metadata_of_its_group_and_kind() -> None:
     shared = (torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([[1]]), 1, 1)
-    attention, states = AttentionMetadata(*shared, torch.tensor([4])), StateMetadata(*shared)
+    attention, states = AttentionMetadata(*shared, torch.tensor([4])), StateMetadata(*shared, 4)
     step = StepContext((attention, states))
     assert step.metadata(0, AttentionMetadata) is attention
     assert step.metadata(1, StateMetadata) is states

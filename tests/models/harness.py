@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import GroupMetadata
 from quire.kv_cache.grouping import group_layers
-from quire.kv_cache.spec import KVCacheConfig
+from quire.kv_cache.spec import KVCacheConfig, RecurrentStateSpec, fit_states
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.hf_config import read_hf_config
 from quire.models.loader import load_model
 from quire.models.registry import ModelRegistry
+from quire.worker.block_table import BlockTable
+from quire.worker.inputs import group_metadata
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
@@ -64,9 +67,9 @@ def logits_of(
         token_ids = [sequences[i][position] for i in members for position in range(*step[i])]
         places = [position for i in members for position in range(*step[i])]
         with device:
-            metadata = _metadata([(tables[i], *step[i]) for i in members])
+            groups = tuple(_metadata(table, members, step) for table in tables)
             rows_of = [adapters[i] for i in members for _ in range(*step[i])] if adapters else None
-            context = StepContext((metadata,), None if rows_of is None else torch.tensor(rows_of).int())
+            context = StepContext(groups, None if rows_of is None else torch.tensor(rows_of).int())
             hidden = model(inputs(torch.tensor(token_ids)), positions(torch.tensor(places)), context)
         logits = model.compute_logits(hidden)
         assert logits.dtype == torch.float32
@@ -77,19 +80,26 @@ def logits_of(
 
 def _shuffled_tables(
     model: CausalLM, sequences: Sequence[Sequence[int]], device: torch.device
-) -> list[list[int]]:
+) -> list[BlockTable]:
     """Give each sequence its blocks, and the model a cache full of NaN, so that reading too much shows."""
-    needed = [-(-len(sequence) // BLOCK_SIZE) for sequence in sequences]
-    blocks = list(range(1, sum(needed) + 1))
+    specs = fit_states(kv_cache_specs(model))
+    has_states = any(isinstance(spec, RecurrentStateSpec) for spec in specs.values())
+    groups = group_layers(specs, BLOCK_SIZE, hybrid=has_states)
+    needed = [[group.spec.num_blocks(len(sequence)) for sequence in sequences] for group in groups]
+    blocks = list(range(1, sum(map(sum, needed)) + 1))
     random.Random(0).shuffle(blocks)
-    specs = kv_cache_specs(model)
-    kv_config = KVCacheConfig(len(blocks) + 1, group_layers(specs, BLOCK_SIZE, hybrid=False), specs)
+    kv_config = KVCacheConfig(len(blocks) + 1, groups, specs)
     tensors = allocate_kv_cache(kv_config, device)
     for tensor in tensors:
         tensor.fill_(255)  # all bits set are a NaN in every float type
     bind_kv_cache(model, kv_config, tensors)
-    parts = kv_config.parts_per_block(kv_config.groups[0])
-    return [[blocks.pop() * parts for _ in range(count)] for count in needed]
+    tables, longest = [], max(map(len, sequences))
+    for group, counts in zip(groups, needed, strict=True):
+        parts = kv_config.parts_per_block(group)
+        tables.append(BlockTable(len(sequences), longest, group.spec, kv_config.num_blocks, parts))
+        for row, count in enumerate(counts):
+            tables[-1].append(row, [blocks.pop() for _ in range(count)], 0)
+    return tables
 
 
 def _steps(sequences: Sequence[Sequence[int]], chunk_sizes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
@@ -106,21 +116,18 @@ def _steps(sequences: Sequence[Sequence[int]], chunk_sizes: Sequence[int]) -> It
         yield step
 
 
-def _metadata(members: Sequence[tuple[list[int], int, int]]) -> AttentionMetadata:
-    """Metadata of a step in which each member is (block table, first position, end position)."""
-    ends = [end for _, _, end in members]
-    lengths = [end - start for _, start, end in members]
-    width = max(len(table) for table, _, _ in members)
-    slots = [
-        table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for table, a, b in members for p in range(a, b)
-    ]
-    return AttentionMetadata(
-        query_start_loc=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
-        seq_lens=torch.tensor(ends, dtype=torch.int32),
-        block_tables=torch.tensor(
-            [table + [0] * (width - len(table)) for table, _, _ in members], dtype=torch.int32
-        ),
-        slot_mapping=torch.tensor(slots),
-        max_query_len=max(lengths),
-        max_seq_len=max(ends),
+def _metadata(table: BlockTable, members: list[int], step: list[tuple[int, int]]) -> GroupMetadata:
+    """A group's metadata of a step that computes, of each of `members`, the tokens of a range of positions."""
+    rows, lengths = np.array(members), np.array([step[i][1] - step[i][0] for i in members])
+    ends = torch.tensor([step[i][1] for i in members], dtype=torch.int32)
+    positions = np.concatenate([np.arange(*step[i]) for i in members])
+    longest = int(ends.max())
+    return group_metadata(
+        table,
+        query_start_loc=torch.tensor([0, *lengths.cumsum()], dtype=torch.int32),
+        seq_lens=ends,
+        block_tables=torch.tensor(table.gather(rows, longest)),
+        slots=torch.tensor(table.slots(rows.repeat(lengths), positions)),
+        max_query_len=int(lengths.max()),
+        max_seq_len=longest,
     )

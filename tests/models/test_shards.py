@@ -25,6 +25,7 @@ from quire.layers.matrix import MatrixLayer
 from quire.layers.per_head import PerHeadLinear
 from quire.layers.quantization import METHODS
 from quire.layers.shard import Shard
+from quire.layers.sinks import Sinks
 from quire.layers.slot import Box, sizes, why_not_covered
 from quire.layers.step import StepContext
 from quire.models import loader
@@ -49,7 +50,7 @@ EVERY_FAMILY = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name
 LARGER = {
     128: ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"),
     256: (
-        "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner",
+        "intermediate_size", "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner",
         "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
     ),
     32: ("head_dim", "kv_channels", "v_head_dim"),
@@ -73,7 +74,9 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
     widened = {"intermediate_size": 512} if "no_bias" in config and "d_model" not in config else {}
     lists = {key: config[key][:1] for key in ("layer_types", "attention_layers") if config.get(key)}
     local = {"attention_types": [[["local"], 1]]} if "attention_types" in config else {}
-    return config | sizes | widened | lists | local
+    sparse = {"moe_layers": [0]} if config.get("moe_layers") else {}
+    nested = {"ffn_config": config["ffn_config"] | {"ffn_hidden_size": 256}} if "ffn_config" in config else {}
+    return config | sizes | widened | lists | local | sparse | nested
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +100,7 @@ def write(name: str, source: Path, directory: Path) -> Path:
     slots = loader.without_weights(prepared_config(directory)).checkpoint_slots()
     random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     tensors = {
-        key: 0.1 * torch.randn(parts[0].source.shape, generator=random) for key, parts in slots.items()
+        key: 0.1 * torch.randn(parts[0].source.stored_shape, generator=random) for key, parts in slots.items()
     }
     save_file(tensors, directory / SINGLE_NAME)
     return directory
@@ -186,7 +189,9 @@ def test_two_ranks_make_what_one_makes(kept: str, name: str, checkpoint: Callabl
             (check,) = (check for kind, check in CHECKS.items() if isinstance(layer, kind))
             check(layer, share, torch.randn(5, layer.inputs, generator=random))
             cuts.add(layer.cut)
-        if not isinstance(layer, MatrixLayer) or layer.cut == "whole":
+        if isinstance(layer, Sinks):
+            assert torch.equal(torch.cat([rank.weight for rank in share]), layer.weight)  # type: ignore[misc]
+        elif not isinstance(layer, MatrixLayer) or layer.cut == "whole":
             assert all(
                 torch.equal(rank.tensors()[key], part)
                 for rank in share

@@ -44,6 +44,7 @@ class FakeGpu:
     torch_device = torch.device("cpu")
     is_asynchronous = True
     parks_weights = True
+    compiles_kernels = True
     warm_up_tokens = 1 << 40
     warm_up_seqs = 1 << 40
     logits_elements = 1 << 23

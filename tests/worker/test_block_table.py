@@ -75,6 +75,20 @@ def test_the_null_block_may_stand_only_where_nothing_is_read() -> None:
         blocks.append(0, [0], 14)
 
 
+def test_a_block_of_the_pool_may_be_several_to_the_kernels() -> None:
+    """Keys and values of 4 tokens are planes; three such blocks fill half a block of the pool."""
+    spec = FullAttentionSpec(4, 1, 1, 4).grown(3)
+    blocks = BlockTable(max_num_rows=2, max_model_len=30, spec=spec, pool_size=20, parts_per_block=12)
+    blocks.append(1, [5], 0)
+    blocks.append(1, [2], 12)
+    assert blocks.gather(rows_of(1), 24).tolist() == [[60, 62, 64, 24, 26, 28]]
+    assert blocks.capacity(rows_of(0, 1)).tolist() == [0, 24]
+    assert blocks.slots(rows_of(1, 1, 1), rows_of(0, 7, 13)).tolist() == [240, 251, 97]
+    blocks.append(1, [3], 20)
+    with pytest.raises(EngineError, match="a row of 4 blocks is longer than the limit of 3"):
+        blocks.append(1, [4], 30)
+
+
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     st.sampled_from(

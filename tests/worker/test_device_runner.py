@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from quire.executor import uniproc
 from quire.kernels import cpu, ops, triton
-from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.limits import Limits
 from quire.kernels.reference_sampling import sample_by_gumbel
 from quire.kernels.triton import launch
+from quire.kv_cache.spec import FullAttentionSpec
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ScheduledRequest, SchedulerOutput
 from quire.worker.devices import make_device
 from quire.worker.graphs import DecodeGraphs, default_sizes
-from quire.worker.rehearsal import Rehearsal
+from quire.worker.rehearsal import Rehearsal, rehearsed_groups
 from tests.end_to_end.test_overlapped import Job, facts, jobs_of_all_kinds, overlapped, serve
 from tests.worker.fake_gpu import POISON, FakeGpu
 from tests.worker.harness import POISON as BAD_TOKEN
@@ -202,17 +202,15 @@ def test_failures_of_steps_in_flight() -> None:
 
 
 @pytest.fixture
-def on_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGpu]]:
+def on_fake_gpu(monkeypatch: pytest.MonkeyPatch, restore_threads: None) -> list[FakeGpu]:
     devices: list[FakeGpu] = []
 
     def make(name: str) -> FakeGpu:
         devices.append(FakeGpu())
         return devices[-1]
 
-    count = torch.get_num_threads()
     monkeypatch.setattr(uniproc, "make_device", make)
-    yield devices
-    set_num_threads(count)
+    return devices
 
 
 def test_an_engine_equals_the_hosts(
@@ -284,8 +282,11 @@ def test_families_equal_the_hosts(
     args = {"model": str(tiny_model(name)), "max_model_len": 64, "max_num_seqs": 4}
     jobs = jobs_of_all_kinds()[:4]
     got, _ = serve(jobs, **args, **overlapped(2))
+    groups = rehearsed_groups({"layer": FullAttentionSpec(16, 1, 8, 4)})
     assert on_fake_gpu[0].num_rehearsals == 1 + len(
-        Rehearsal(tiny_config(max_model_len=64, max_num_seqs=4), 1 << 40, 1 << 40).plans()
+        Rehearsal(
+            tiny_config(max_model_len=64, max_num_seqs=4), 1 << 40, 1 << 40, groups, every_variant=True
+        ).plans()
     )
     monkeypatch.undo()
     assert facts(got) == facts(serve(jobs, **args)[0])

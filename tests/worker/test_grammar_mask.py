@@ -203,3 +203,29 @@ def test_limits_of_what_texts_share_do_not_end_one_that_keeps_within_them_alone(
     assert list(bench.step("b").failed) == [2]
     assert list(bench.sample("b").failed) == [1, 2]
     assert bench.sample("b").token_ids.tolist()[0] == ord("a")
+
+
+def forced(bench: Bench, output: str) -> bytes:
+    """What is guessed behind this output of the only request."""
+    known = np.array([1, 2, *output.encode()], dtype=np.int32)
+    return bytes(bench.sampler.grammar_mask.forced_tokens(int(bench.rows[0]), known))
+
+
+def test_what_has_no_alternative_is_told_ahead_and_changes_no_mask() -> None:
+    bench = Bench([member("<(?:name|number): [ab]>")])
+    assert forced(bench, "") == b"<n"
+    for character in "<na":
+        assert bench.step(character).token_ids.tolist() == [ord(character)]
+    assert forced(bench, "<na") == b"me: "
+    assert forced(bench, "<na") == b"me: "
+    assert bench.step("x").token_ids.tolist() == [ord("m")]
+    assert bench.sample("x").token_ids.tolist() == [ord("e")]
+    assert forced(bench, "<na") == b"", "it is behind that already"
+    assert forced(bench, "<name: a") == b">"
+    assert forced(bench, "<name: a>") == b""
+
+
+def test_nothing_is_told_of_texts_without_a_grammar_or_out_of_it() -> None:
+    assert forced(Bench([member(None)]), "") == b""
+    assert forced(Bench([member("abc")]), "x") == b""
+    assert forced(Bench([member("abc")]), "abc") == b""

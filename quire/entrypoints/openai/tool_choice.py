@@ -66,16 +66,17 @@ def tool_constraint(
 
 def _calls(server: ServerState, request: ChatCompletionRequest, *, must_call: bool) -> Calls:
     at_most_one = isinstance(request.tool_choice, dict) or not request.parallel_tool_calls
-    tools = list(enumerate(request.tools or []))
     if not must_call:
-        functions = [_function(index, tool, strict=tool.function.strict is True) for index, tool in tools]
+        functions = [
+            _function(index, tool, strict=tool.function.strict is True)
+            for index, tool in enumerate(request.tools or [])
+        ]
         return Calls(functions, at_most_one)
-    row, required = server.answer_format.formats.tools, _required_tools(request)
+    row = server.answer_format.formats.tools
     assert row is not None, "`tools_in_use` has looked for it"
     functions = [
         _required(row, _function(index, tool, strict=True), is_lenient=tool.function.strict is False)
-        for index, tool in tools
-        if tool in required
+        for index, tool in _required_tools(request)
     ]
     return Calls(functions, at_most_one)
 
@@ -90,9 +91,9 @@ def _required(calls: ToolFormat, function: Function, *, is_lenient: bool) -> Fun
     return function._replace(strict=not is_lenient or is_enforceable(calls, function))
 
 
-def _required_tools(request: ChatCompletionRequest) -> list[Tool]:
-    """Those of which one must be called."""
-    choice, tools = request.tool_choice, request.tools or []
+def _required_tools(request: ChatCompletionRequest) -> list[tuple[int, Tool]]:
+    """Those of which one must be called, each with its place in the request."""
+    choice, tools = request.tool_choice, list(enumerate(request.tools or []))
     if choice == "required" and tools:
         return tools
     if not isinstance(choice, dict):
@@ -100,7 +101,7 @@ def _required_tools(request: ChatCompletionRequest) -> list[Tool]:
         raise ValidationError(f"tool_choice {what}", param="tool_choice")
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
-    named = [tool for tool in tools if tool.function.name == name]
+    named = [(index, tool) for index, tool in tools if tool.function.name == name]
     if not named:
         raise ValidationError(
             f"tool_choice names the function {name!r:.200}, and no tool does", param="tool_choice"

@@ -16,8 +16,10 @@ def paged_attention(
     scale: float,
     *,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     op = "paged_attention"
     code = dtype_code(op, "q", q)
@@ -28,17 +30,22 @@ def paged_attention(
         raise ValueError(
             f"{op}: q is {say(q)}; its heads must be a multiple of the cache's {heads}, its head size of 8"
         )
-    check_features(q, sliding_window, soft_cap, alibi_slopes)
+    check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
     starts, lengths, tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_tables
-    slopes = NOTHING if alibi_slopes is None else alibi_slopes.float().contiguous()
+    slopes, sink_scores = (_of_heads(numbers) for numbers in (alibi_slopes, sinks))
     requests, width = check_batch(op, starts, lengths, tables)
     out = empty(q, tokens, q_heads, size)
-    tensors = (out, q, k_cache, v_cache, starts, lengths, tables, slopes)
+    tensors = (out, q, k_cache, v_cache, starts, lengths, tables, slopes, sink_scores)
     sizes = (tokens, requests, width, q_heads, *strides, cache.blocks, heads, cache.block_size, size)
-    refused = call(op, tensors, *sizes, sliding_window or 0, scale, soft_cap or 0.0, code, cache.code)
+    window = (attention_chunk or sliding_window or 0, int(attention_chunk is not None))
+    refused = call(op, tensors, *sizes, *window, scale, soft_cap or 0.0, code, cache.code)
     if refused:
         raise IndexError(bad_request(op, metadata, refused - 1, cache.blocks))
     return out
+
+
+def _of_heads(numbers: Tensor | None) -> Tensor:
+    return NOTHING if numbers is None else numbers.float().contiguous()
 
 
 def check_batch(op: str, starts: Tensor, lengths: Tensor, tables: Tensor) -> tuple[int, int]:

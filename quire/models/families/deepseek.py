@@ -93,7 +93,14 @@ def read_latent(architecture: str, config: JsonObject, **fields: Any) -> ModelAr
         "attention_scale": latent.query_size**-0.5 * _stretched(rope) ** 2,
         "norm_eps": rms_eps(config, 1e-6),
     } | fields
-    return read_llama(architecture, config, head_dim=latent.rope_size, latent=latent, **fields)
+    return read_llama(
+        architecture,
+        config,
+        head_dim=latent.rope_size,
+        latent=latent,
+        layer_types=("latent_attention",) * config.integer("num_hidden_layers", high=MAX_LAYERS),
+        **fields,
+    )
 
 
 def read_latent_sizes(config: JsonObject) -> LatentArch:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.config.arch import CheckpointNames, ModelArch
+from quire.config.arch import QKV_APART, CheckpointNames, ModelArch
 from quire.models.families.fields import (
     MAX_HEADS,
     biases,
@@ -20,7 +20,6 @@ from quire.models.families.fields import (
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import read_rope
 
-_MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 _CHATGLM_KEYS = {
     "num_hidden_layers": "num_layers",
     "vocab_size": "padded_vocab_size",
@@ -47,7 +46,7 @@ def read_glm(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
     """GLM-4 9B of 2024, in the form of transformers."""
     head_dim = read_head_dim(config, config.integer("num_attention_heads", high=MAX_HEADS), 128)
     common: dict[str, Any] = {
-        "names": CheckpointNames(merged=_MERGED),
+        "names": CheckpointNames(merged=QKV_APART),
         "head_dim": head_dim,
         "rope": read_rope(config, head_dim=head_dim, partial=0.5, interleaved=True),
         "norm_eps": rms_eps(config, 1.5625e-07),
@@ -63,7 +62,7 @@ def read_glm4(architecture: str, config: JsonObject) -> ModelArch:
         "pre_feedforward_layernorm": "post_attention_layernorm",
         "post_feedforward_layernorm": "post_mlp_layernorm",
     }
-    return read_glm(architecture, config, block="sandwich", names=CheckpointNames(renamed, _MERGED))
+    return read_glm(architecture, config, block="sandwich", names=CheckpointNames(renamed, QKV_APART))
 
 
 def read_chatglm(architecture: str, config: JsonObject) -> ModelArch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.config.arch import CheckpointNames, ModelArch
+from quire.config.arch import QKV_APART, CheckpointNames, ModelArch
 from quire.models.families.fields import (
     MAX_HEADS,
     MAX_LAYERS,
@@ -41,7 +41,6 @@ RENAMED = {
 }
 # Early checkpoints also hold the causal mask as a tensor.
 UNUSED = (r"\.attn\.(masked_)?bias$",)
-_APART = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
 
 def read_gpt2(architecture: str, config: JsonObject, **differing: Any) -> ModelArch:
@@ -87,7 +86,7 @@ def read_gpt_neo(architecture: str, config: JsonObject) -> ModelArch:
     return read_gpt2(
         architecture,
         config,
-        names=CheckpointNames(names, _APART, (r"\.attention\.(masked_)?bias$",)),
+        names=CheckpointNames(names, QKV_APART, (r"\.attention\.(masked_)?bias$",)),
         intermediate_size=config.integer("intermediate_size", four_times, high=MAX_WIDTH),
         transposed_weights=False,
         attention_scale=1.0,

@@ -66,6 +66,11 @@ class GrammarMask(LogitsFeature[StagedMask]):
     def _forget(self, row: int) -> None:
         del self._texts[row]
 
+    def forced_tokens(self, row: int, known: NDArray[np.int32]) -> list[int]:
+        """One way to write all that can come behind a row's known tokens before there is a choice."""
+        text = self._texts.get(row)
+        return [] if text is None else text.forced_tokens(known)
+
     def _stage(self, samples: Samples, users: NDArray[np.int64]) -> StagedMask:
         masks = Masks(len(users), self._vocab_size)
         endings, failed = list[int](), dict[int, str]()
@@ -138,6 +143,18 @@ class ConstrainedText:
         self._tokens.append(token_id)
         if self.failure is None and not self._step(token_id):
             self.failure = LEFT
+
+    def forced_tokens(self, known: NDArray[np.int32]) -> list[int]:
+        """One way to write what must come next, of a request with these tokens; none if it has read further."""
+        if self.end > len(known):
+            return []
+        self.read(known[self.end :].tolist())
+        if self._has_ended or self.failure is not None or self._matcher is None:
+            return []
+        try:
+            return self._matcher.forced_tokens()
+        except GrammarError:  # it comes again with the next mask, where it is dealt with
+            return []
 
     def fill(self, masks: Masks, place: int, drafts: Sequence[int] = ()) -> int | None:
         """Write what may follow these drafts; returns an end if the text is complete there.

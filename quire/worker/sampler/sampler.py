@@ -114,6 +114,9 @@ class Sampler:
         logprobs_mode: what is reported where logprobs are wanted.
         processors: logits processors of the whole engine.
         grammars: where the core keeps them.
+
+    Attributes:
+        grammar_mask: the feature that has read the texts that grammars constrain.
     """
 
     def __init__(
@@ -129,10 +132,8 @@ class Sampler:
         self._transfers = transfers
         self._mode = logprobs_mode
         grammars = grammars or GrammarStore(StructuredOutputsSettings())
-        self._logits_features = [
-            *_logits_features(batch, vocab_size, processors),
-            GrammarMask(batch, vocab_size, grammars),
-        ]
+        self.grammar_mask = GrammarMask(batch, vocab_size, grammars)
+        self._logits_features = [*_logits_features(batch, vocab_size, processors), self.grammar_mask]
         self._draw = Draw(batch, vocab_size, transfers.torch_device)
         self._logprobs = Logprobs(batch)
         self._features: list[Feature[Any]] = [*self._logits_features, self._draw, self._logprobs]

@@ -1,0 +1,167 @@
+"""Mamba 2's mixer (Dao and Gu, 2024, arXiv:2405.21060): Mamba's, cut into heads, each of which decays as one.
+
+Shapes: T tokens of the step, H hidden size, h heads of size D, N states of each, G groups of heads that share b and c.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.kernels import ops
+from quire.kernels.attention_metadata import StateMetadata
+from quire.layers.base import Layer, Module, RowSource, activation_dtype, model_dtype, parameter
+from quire.layers.causal_conv import CausalConv
+from quire.layers.linear import Linear
+from quire.layers.mamba import negative_exp
+from quire.layers.quantization import QuantMethod
+from quire.layers.rotary import RotaryEmbedding
+from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.slot import Part, Slot
+from quire.layers.states import StateCache
+from quire.layers.step import StepContext
+
+
+class HeadScan(Layer):
+    """The recurrence of each head, as `ops.ssd_scan` says; of its decays the checkpoint has `A_log`, [h]."""
+
+    def __init__(self, *, heads: int, groups: int, time_limits: tuple[float, float], name: str) -> None:
+        super().__init__(name)
+        self.heads = Span(heads)
+        self.groups = groups
+        self.time_limits = time_limits
+        self.create_weights(None)
+
+    def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
+        self.shard = shard
+        self.own = self.heads.piece(shard, self.name)
+        count = self.own.stop - self.own.start
+        self.a = parameter(count, dtype=torch.float32)
+        self.skip = parameter(count, dtype=torch.float32)
+        self.dt_bias = parameter(count, dtype=torch.float32)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        part = Part((self.heads.size,), (slice(0, self.heads.size),), (self.own,))
+        yield f"{names[0]}.A_log", Slot(self.a, "zeros", part, convert=negative_exp)
+        yield f"{names[0]}.D", Slot(self.skip, "ones", part)
+        yield f"{names[0]}.dt_bias", Slot(self.dt_bias, "zeros", part)
+
+    def forward(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        gate: Tensor,
+        states: Tensor,
+        metadata: StateMetadata,
+    ) -> Tensor:
+        """x and gate [T, h * D], dt [T, h], b and c [T, G * N], states [blocks, h, N, D] -> [T, h * D]."""
+        return ops.ssd_scan(
+            x,
+            dt,
+            self.a,
+            b,
+            c,
+            self.skip,
+            self.dt_bias,
+            gate,
+            states,
+            metadata,
+            groups=self.groups,
+            time_limits=self.time_limits,
+        )
+
+
+class GroupRMSNorm(Layer):
+    """An RMSNorm of each of so many equal parts of a row."""
+
+    ones: Tensor
+
+    def __init__(self, *, size: int, groups: int, eps: float, dtype: torch.dtype, name: str) -> None:
+        super().__init__(name)
+        self.span = Span(groups, size // groups)
+        self.dtype = dtype
+        self.eps = eps
+        ones = torch.ones(self.span.unit, dtype=dtype, device="cpu")
+        self.register_buffer("ones", ones, persistent=False)
+        self.create_weights(None)
+
+    def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
+        self.shard = shard
+        self.own = self.span.piece(shard, self.name)
+        self.weight = parameter(self.own.stop - self.own.start, dtype=self.dtype)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        part = Part((self.span.size,), (slice(0, self.span.size),), (self.own,))
+        yield f"{names[0]}.weight", Slot(self.weight, "ones", part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, C] -> [T, C]."""
+        if x.shape[1] == self.span.unit:
+            return ops.rms_norm(x, self.weight, self.eps)
+        normed = ops.rms_norm(x.view(len(x), -1, self.span.unit), self.ones, self.eps)
+        return normed.view(x.shape) * self.weight
+
+
+class Mamba2Mixer(Module):
+    """`out(norm(scan(conv(x, b, c)) * silu(z)))`, where `in_proj` makes z, x, b, c and time steps."""
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__()
+        own, hidden, dtype = config.arch.mamba2, config.arch.hidden_size, model_dtype(config)
+        assert own is not None, "a layer of this kind is described"
+        channels, heads = Span(own.heads, own.head_dim), Span(own.heads)
+        shared = Span(own.groups, own.states, replicated=True)
+        self.widths = [channels.size, channels.size + 2 * shared.size, heads.size]
+        self.conv_widths = [channels.size, shared.size, shared.size]
+        self.in_proj = Linear(
+            in_features=hidden,
+            out_features=sum(self.widths),
+            bias=own.bias,
+            dtype=dtype,
+            name=f"{prefix}.in_proj",
+            cut="output",
+            spans=(channels, channels, shared, shared, heads),
+        )
+        self.conv1d = CausalConv(
+            spans=(channels, shared, shared),
+            taps=own.taps,
+            bias=own.conv_bias,
+            silu=True,
+            name=f"{prefix}.conv1d",
+        )
+        self.scan = HeadScan(
+            heads=own.heads, groups=own.groups, time_limits=own.time_limits, name=f"{prefix}.scan"
+        )
+        self.gated_norm = GroupRMSNorm(
+            size=channels.size,
+            groups=own.groups,
+            eps=own.norm_eps,
+            dtype=activation_dtype(config),
+            name=f"{prefix}.gated_norm",
+        )
+        self.out_proj = Linear(
+            in_features=channels.size,
+            out_features=hidden,
+            bias=own.bias,
+            dtype=dtype,
+            name=f"{prefix}.out_proj",
+            cut="input",
+        )
+        parts = [(own.taps - 1, self.widths[1]), (own.heads, own.states, own.head_dim)]
+        self.cache = StateCache(config=config, name=f"{prefix}.cache", parts=parts)
+
+    def reads(self, source: RowSource) -> None:
+        """As `SelfAttention.reads`."""
+        self.in_proj.reads(source)
+
+    def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        metadata, (conv_states, states) = self.cache.metadata(step), self.cache.views
+        gate, x, dt = self.in_proj(x, step).split(self.widths, 1)
+        x, b, c = self.conv1d(x, conv_states, metadata).split(self.conv_widths, 1)
+        return self.out_proj(self.gated_norm(self.scan(x, dt, b, c, gate, states, metadata)), step)

@@ -1,0 +1,77 @@
+"""States of fixed size that a layer keeps for each request, and each token replaces.
+
+Invariant: a state is float32 whatever the model's dtype, because what is added up over a whole sequence shows each
+rounding; and a layer never looks up where its states lie: its ops are given its views and the step's `StateMetadata`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.kernels.attention_metadata import StateMetadata
+from quire.kv_cache.spec import KVCacheSpec, RecurrentStateSpec
+from quire.layers.base import Module, device_type
+from quire.layers.kv_cache import cache_planes
+from quire.layers.step import StepContext
+
+ALIGNMENT = 64
+"""Bytes of which the place of each part is a multiple."""
+CHECKPOINT_TOKENS = 512
+"""About how often a state is kept for other requests to resume from: a state is as large as the keys and values of
+hundreds of tokens, so that more of them would cost more than the attention that they replace."""
+
+
+class StateCache(Module):
+    """The states of one layer: one or more parts, each of a shape of its own.
+
+    Args:
+        name: identifies the layer's cache; unique in the model.
+        parts: shapes of what is kept of a request.
+    """
+
+    def __init__(self, *, config: EngineConfig, name: str, parts: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.name = name
+        self.shapes = tuple(parts)
+        self.views: tuple[Tensor, ...] = ()
+        """Of each part [blocks, *shape] float32, for the ops that read and replace it."""
+        self._block_size = config.cache.block_size
+        self._device_type = device_type(config)
+        self._group_id = 0
+
+    def metadata(self, step: StepContext) -> StateMetadata:
+        """Whose states the step reads, and where it leaves them."""
+        return step.metadata(self._group_id, StateMetadata)
+
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """See `CacheUser`."""
+        checkpoint_blocks = max(CHECKPOINT_TOKENS // self._block_size, 1)
+        return RecurrentStateSpec(self._block_size, sum(map(_room, self.shapes)), checkpoint_blocks)
+
+    def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
+        """See `CacheUser`; the parts of a block lie one behind the other."""
+        assert isinstance(spec, RecurrentStateSpec), f"a state has no place in {type(spec).__name__}"
+        self._group_id = group_id
+        (blocks,) = cache_planes(spec, tensor)
+        views, first = [], 0
+        for shape in self.shapes:
+            part = blocks[:, first : first + 4 * math.prod(shape)]
+            views.append(part.view(torch.float32).unflatten(1, shape))
+            first += _room(shape)
+        self.views = tuple(views)
+
+    def why_not_captured(self) -> str | None:
+        """See `CacheUser`."""
+        return (
+            None if self._device_type == "cpu" else "layers with a state run on torch's own operations there"
+        )
+
+
+def _room(shape: tuple[int, ...]) -> int:
+    """Bytes that a part takes."""
+    return -(-4 * math.prod(shape) // ALIGNMENT) * ALIGNMENT
