@@ -31,6 +31,16 @@ def llama(
     }
 
 
+DEEPSEEK_V2_LITE = {
+    "attention_bias": False, "first_k_dense_replace": 1, "hidden_act": "silu", "kv_lora_rank": 512,
+    "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+    "norm_topk_prob": False, "num_experts_per_tok": 6, "q_lora_rank": None, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
+    "seq_aux": True, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128, "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+}  # fmt: skip
 TIED = {"tie_word_embeddings": True}
 CHATGLM = {
     "add_bias_linear": False, "add_qkv_bias": True, "apply_query_key_layer_scaling": True,
@@ -114,6 +124,7 @@ PUBLISHED: dict[str, tuple[str, float, dict[str, Any]]] = {
             },
         },
     ),
+    "deepseek-v2-lite": ("DeepseekV2", 15.706, llama(2048, 10944, 27, 16, 16, 102400, **DEEPSEEK_V2_LITE)),
     "ernie-0.3b": ("Ernie4_5", 0.3607, llama(1024, 3072, 18, 16, 2, 103424, head_dim=128, use_bias=False, **TIED)),
     "exaone-2.4b": (
         "Exaone", 2.405, {
