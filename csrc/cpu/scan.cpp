@@ -24,21 +24,6 @@ struct Rows {
 
 inline Rows rows_of(const void* data, int64_t stride) { return {static_cast<const Float32*>(data), stride}; }
 
-// ln(1 + e^x), by ln(1 + u) = 2 artanh(u / (2 + u)), whose series in squares of at most 1/9 ends soon.
-inline Vec softplus(Vec x) {
-    const Vec u = exp(x > 0.0f ? -x : x), s = u / (u + 2.0f), square = s * s;
-    constexpr float coefficients[] = {1.0f / 13, 1.0f / 11, 1.0f / 9, 1.0f / 7, 1.0f / 5, 1.0f / 3, 1.0f};
-    Vec series = splat(1.0f / 15);
-    for (float coefficient : coefficients) series = fma(series, square, splat(coefficient));
-    return (x > 0.0f ? x : Vec{}) + 2.0f * s * series;
-}
-
-inline void clear_rows_of_no_request(const StateBatch& batch, void* out, int64_t width) {
-    for_each_row_of_no_request(batch, [&](int64_t row) {
-        __builtin_memset(static_cast<float*>(out) + row * width, 0, static_cast<size_t>(width) * sizeof(float));
-    });
-}
-
 // Calls body(begin, count) for pieces of [0, size) of kSlice at most, on some thread, for each request.
 template <class Body>
 inline void share_slices(const StateBatch& batch, int64_t size, int64_t work, Body body) {

@@ -6,6 +6,8 @@
 
 #include "kernels.h"
 
+#include <cstddef>
+
 namespace quire { namespace QUIRE_ISA { namespace {
 
 // Whose the rows of a step are: StateMetadata, the number of rows, and the number of blocks that the cache has.
@@ -72,6 +74,21 @@ inline void for_each_row_of_no_request(const StateBatch& batch, Body body) {
     for (int64_t request = 0; request < batch.requests; ++request)
         for (int64_t row = batch.last(request); row < batch.first(request + 1); ++row) body(row);
     for (int64_t row = batch.starts[batch.requests]; row < batch.rows; ++row) body(row);
+}
+
+inline void clear_rows_of_no_request(const StateBatch& batch, void* out, int64_t width) {
+    for_each_row_of_no_request(batch, [&](int64_t row) {
+        __builtin_memset(static_cast<float*>(out) + row * width, 0, static_cast<size_t>(width) * sizeof(float));
+    });
+}
+
+// ln(1 + e^x), by ln(1 + u) = 2 artanh(u / (2 + u)), whose series in squares of at most 1/9 ends soon.
+inline Vec softplus(Vec x) {
+    const Vec u = exp(x > 0.0f ? -x : x), s = u / (u + 2.0f), square = s * s;
+    constexpr float coefficients[] = {1.0f / 13, 1.0f / 11, 1.0f / 9, 1.0f / 7, 1.0f / 5, 1.0f / 3, 1.0f};
+    Vec series = splat(1.0f / 15);
+    for (float coefficient : coefficients) series = fma(series, square, splat(coefficient));
+    return (x > 0.0f ? x : Vec{}) + 2.0f * s * series;
 }
 
 }}}  // namespace quire::QUIRE_ISA

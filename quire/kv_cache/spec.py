@@ -108,6 +108,13 @@ class FullAttentionSpec(AttentionSpec):
 
 
 @dataclass(frozen=True)
+class LatentAttentionSpec(FullAttentionSpec):
+    """One vector of a token for all heads, which is its key and, but for its last dimensions, its value (as in MLA)."""
+
+    planes: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
 class SlidingWindowSpec(AttentionSpec):
     """A token reads itself and the `sliding_window` - 1 tokens before it."""
 

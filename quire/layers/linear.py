@@ -11,9 +11,9 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.linear import QuantizedRows
-from quire.layers.activation import GATED, GATED_FP8
+from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
-from quire.layers.matrix import MatrixLayer, Piece
+from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Cut, Shard, Span
 from quire.layers.slot import length
@@ -24,7 +24,8 @@ class Linear(MatrixLayer):
     """`x @ weight.T + bias`, weight [N, K].
 
     `cut` says how several ranks may share it. `spans` has the output rows of each part if this layer stands for
-    several of the checkpoint's. `transposed` says that the checkpoint stores [K, N], as GPT-2's Conv1D does.
+    several of the checkpoint's, and `groups` how these are stored; see `MatrixLayer`. `transposed` says that the
+    checkpoint stores [K, N], as GPT-2's Conv1D does.
     """
 
     def __init__(
@@ -38,10 +39,13 @@ class Linear(MatrixLayer):
         cut: Cut = "whole",
         spans: Sequence[Span] = (),
         transposed: bool = False,
+        groups: int = 1,
     ) -> None:
         spans = spans or (Span(out_features),)
         assert sum(span.size for span in spans) == out_features
-        super().__init__(spans, in_features, dtype, name=name, cut=cut, bias=bias, transposed=transposed)
+        super().__init__(
+            spans, in_features, dtype, name=name, cut=cut, bias=bias, transposed=transposed, groups=groups
+        )
         self._quantize_x: Callable[[], None] | None = None
 
     def reads(self, source: RowSource) -> None:
@@ -69,7 +73,8 @@ class QKVLinear(Linear):
     """Query, key and value projections as one, cut by heads; ranks beyond the key-value heads share them.
 
     A checkpoint that is `grouped` has, in one tensor, the query heads of the first key-value head, its key, its value,
-    then those of the next. What comes out is bounded by `clip`.
+    then those of the next; or it has the queries apart, and the rest so. A layer that is `gated` has a gate for each
+    query head, too, which the checkpoint has behind that head's query. What comes out is bounded by `clip`.
     """
 
     def __init__(
@@ -84,59 +89,37 @@ class QKVLinear(Linear):
         name: str = "",
         transposed: bool = False,
         grouped: bool = False,
+        gated: bool = False,
         clip: float | None = None,
     ) -> None:
-        self.grouped = grouped
         self.clip = clip
-        kv_heads = Span(num_kv_heads, head_dim, replicated=True)
+        heads, kv_heads = Span(num_heads, head_dim), Span(num_kv_heads, head_dim, replicated=True)
+        spans = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
         super().__init__(
             in_features=hidden_size,
-            out_features=(num_heads + 2 * num_kv_heads) * head_dim,
+            out_features=sum(span.size for span in spans),
             bias=bias,
             dtype=dtype,
             name=name,
             cut="output",
-            spans=(Span(num_heads, head_dim), kv_heads, kv_heads),
+            spans=spans,
             transposed=transposed,
+            groups=num_heads if gated else num_kv_heads if grouped else 1,
         )
         self.head_dim = head_dim
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         super().create_weights(method, shard)
-        q, k, v = (length(rows) // span.unit for rows, span in zip(self.rows, self.spans, strict=True))
-        self.head_counts = (q, k, v)
+        self.head_counts = tuple(
+            length(rows) // span.unit for rows, span in zip(self.rows, self.spans, strict=True)
+        )
 
-    def heads(self, x: Tensor | QuantizedRows, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, K] -> views q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] of one [T, N]."""
+    def heads(self, x: Tensor | QuantizedRows, step: StepContext) -> Sequence[Tensor]:
+        """x [T, K] -> views q [T, Hq, D], k and v [T, Hkv, D], and perhaps gates [T, Hq, D], of one [T, N]."""
         rows = self(x, step)
         if self.clip is not None:
             rows = rows.clamp(-self.clip, self.clip)
-        heads = rows.view(x.shape[0], -1, self.head_dim)
-        q, k, v = torch.split_with_sizes(heads, self.head_counts, 1)
-        return q, k, v
-
-    def pieces(self, names: Sequence[str]) -> list[Piece]:
-        if not self.grouped:
-            return super().pieces(names)
-        pieces, first = [], 0
-        num_kv_heads = self.spans[1].units
-        for head in range(num_kv_heads):
-            place = 0
-            for span, rows in zip(self.spans, self.rows, strict=True):
-                size = span.size // num_kv_heads
-                start, stop = max(head * size, rows.start), min((head + 1) * size, rows.stop)
-                # Of a head that is another rank's, an empty range.
-                start, stop = (start, stop) if start < stop else (rows.start, rows.start)
-                ours = slice(place + start - rows.start, place + stop - rows.start)
-                begin = first + start - head * size if stop > start else first
-                taken = slice(begin, begin + stop - start)
-                pieces.append(Piece(names[0], self._total, slice(first, first + size), taken, ours))
-                first, place = first + size, place + length(rows)
-        return pieces
-
-    @property
-    def _total(self) -> int:
-        return sum(span.size for span in self.spans)
+        return torch.split_with_sizes(rows.view(x.shape[0], -1, self.head_dim), self.head_counts, 1)
 
 
 class GateUpLinear(Linear):
@@ -165,14 +148,15 @@ class GateUpLinear(Linear):
         )
         self.activation = activation
         self._gate: Callable[[Tensor], Tensor | QuantizedRows] = GATED[activation]
+        self._fused = FUSED.get(activation)
 
     def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Any:
-        if self.packed is None or self._gate is not ops.silu_and_mul:
+        if self.packed is None or self._fused is None:
             return self._gate(super().forward(x, step))
-        return ops.packed_linear(x, self.packed, self.bias, "silu_and_mul")
+        return ops.packed_linear(x, self.packed, self.bias, self._fused)
 
     def quantize_rows(self) -> None:
-        self._gate = GATED_FP8[self.activation]
+        self._gate, self._fused = GATED_FP8[self.activation], None
 
     def halves(self) -> int:
-        return 2 if self.activation == "silu" else 1
+        return 2 if self.activation in FUSED else 1

@@ -7,12 +7,13 @@ stand for.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
-from quire.kernels.linear import PackedWeight
+from quire.kernels.linear import FLOAT, PackedWeight
 from quire.layers.base import Layer, parameter
 from quire.layers.quantization import FLOATS, TABLE, QuantMethod
 from quire.layers.shard import WHOLE, Cut, Shard, Span
@@ -40,8 +41,9 @@ class MatrixLayer(Layer):
     """Base of layers with a matrix [N, K] and perhaps a bias [N].
 
     `spans` are the parts of N that are cut by themselves: those of the checkpoint's modules that are merged here, or of
-    a module that holds them merged already. `transposed` says that the checkpoint stores [K, N]. A matrix that is
-    `only_looked_up` stays as it is, whatever the method.
+    a module that holds them merged already, perhaps in `groups`: an equal part of each span, then the next of each.
+    `transposed` says that the checkpoint stores [K, N]. A matrix that is `only_looked_up` stays as it is, whatever the
+    method.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class MatrixLayer(Layer):
         bias: bool = False,
         transposed: bool = False,
         only_looked_up: bool = False,
+        groups: int = 1,
     ) -> None:
         super().__init__(name)
         self.spans = tuple(spans)
+        self.groups = groups
         self.inputs = inputs
         self.dtype = dtype
         self.cut: Cut = cut
@@ -102,21 +106,38 @@ class MatrixLayer(Layer):
             yield f"{piece.name}.bias", Slot(bias, "zeros", Part((piece.num_rows,), (piece.region,), (rows,)))
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
-        """What the layer takes of the outputs of the checkpoint's modules: one for each span, or for all."""
-        merged_there = len(names) == 1
+        """What the layer takes of the outputs of the checkpoint's modules, one name for each span or one for all."""
         total = sum(span.size for span in self.spans)
-        if merged_there and self.num_rows == total:
+        if len(names) == 1 and self.groups == 1 and self.num_rows == total:
             everything = slice(0, total)
             return [Piece(names[0], total, everything, everything, everything)]
-        pieces, first, place = [], 0, 0
-        sources = list(names) * len(self.spans) if merged_there else names
-        for name, span, rows in zip(sources, self.spans, self.rows, strict=True):
-            end = place + length(rows)
-            taken = slice(first + rows.start, first + rows.stop)
-            num_rows = total if merged_there else span.size
-            pieces.append(Piece(name, num_rows, slice(first, first + span.size), taken, slice(place, end)))
-            first, place = first + span.size if merged_there else 0, end
-        return pieces
+        sources = list(names) * len(self.spans) if len(names) == 1 else names
+        members: dict[str, list[int]] = {}
+        for index, name in enumerate(sources):
+            members.setdefault(name, []).append(index)
+        return [piece for name, spans in members.items() for piece in self._pieces_of(name, spans)]
+
+    def _pieces_of(self, name: str, members: Sequence[int]) -> Iterator[Piece]:
+        """What is taken of one module, of which these spans are parts."""
+        starts = [0, *accumulate(map(length, self.rows))]
+        num_rows, first = sum(self.spans[index].size for index in members), 0
+        groups = self.groups if len(members) > 1 else 1
+        for group in range(groups):
+            for index in members:
+                rows, size = self.rows[index], self.spans[index].size // groups
+                begin = min(max(group * size, rows.start), rows.stop)
+                end = max(begin, min((group + 1) * size, rows.stop))
+                # Of a group that is another rank's, nothing at all.
+                taken = first + begin - group * size if end > begin else first
+                place = starts[index] + begin - rows.start
+                yield Piece(
+                    name,
+                    num_rows,
+                    slice(first, first + size),
+                    slice(taken, taken + end - begin),
+                    slice(place, place + end - begin),
+                )
+                first += size
 
     def finish_loading(self) -> None:
         self.method.finish(self)
@@ -131,18 +152,30 @@ class MatrixLayer(Layer):
         return super().tensors() | {_PACKED + name: part for name, part in parts.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        for name in self.method.replaced(self, "cpu"):
+            setattr(self, name, None)
         plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PACKED)}
         parts = {name.removeprefix(_PACKED): tensors[name] for name in tensors.keys() - plain.keys()}
         super().restore(plain)
         if parts:
             assert self.packed is None, "a layer is restored once"
-            shape = (self.num_rows, length(self.columns))
-            self.packed = PackedWeight.of(self.method.scheme, shape, self.halves(), parts)
-            self.weight = None
+            self.packed = PackedWeight.of(self.method.scheme, self.matrix_shape(), self.halves(), parts)
+
+    def matrix(self) -> PackedWeight:
+        """The weight as kernels of several matrices read it; one that its device's kernels left plain is in rows."""
+        if self.packed is not None:
+            return self.packed
+        assert self.weight is not None, "a layer is loaded before it is used"
+        outputs, inputs = self.weight.shape
+        return PackedWeight(FLOAT, self.weight.data, None, None, outputs, inputs, self.halves(), "rows")
 
     def adopt(self, weight: Tensor) -> None:
         """Make this tensor the weight."""
         self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def matrix_shape(self) -> tuple[int, int]:
+        """Outputs and inputs of the rank's share of the finished matrix."""
+        return self.num_rows, length(self.columns)
 
     def halves(self) -> int:
         """In how many parts the outputs are packed."""

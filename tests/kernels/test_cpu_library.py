@@ -73,7 +73,7 @@ def test_kernels_of_every_instruction_set_match_the_oracle(
     opened = library.open_library(library.PATH, isa)
     monkeypatch.setattr(library, "loaded", lambda: opened)
     (row,) = (row for row in ops.TABLE[name].implementations if row.name == "cpu")
-    compare(ops.TABLE[name], row.load(), dtype, "cpu")
+    compare(ops.TABLE[name], row.load(), dtype, "cpu", row.accepts)
 
 
 DEBUG = """

@@ -16,6 +16,7 @@ from quire.kv_cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    LatentAttentionSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
@@ -31,12 +32,6 @@ from quire.scheduler.output import SchedulerOutput
 from quire.worker.block_copies import BlockCopier, copy_on_host
 
 NUM_BLOCKS = 5
-
-
-class LatentSpec(FullAttentionSpec):
-    """One vector of each token, from which keys and values are made."""
-
-    planes = 1
 
 
 class Keeper(nn.Module):
@@ -64,7 +59,7 @@ KINDS: Mapping[str, KVCacheSpec] = {
     "window": SlidingWindowSpec(4, 2, 8, 4, sliding_window=8),
     "wide window": SlidingWindowSpec(4, 6, 8, 4, sliding_window=8),
     "int8": FullAttentionSpec(4, 1, 8, 1, scale_bytes=4),
-    "latent": LatentSpec(4, 1, 12, 4),
+    "latent": LatentAttentionSpec(4, 1, 12, 4),
     "state": RecurrentStateSpec(4, 256),
     "large state": RecurrentStateSpec(4, 5000),
 }

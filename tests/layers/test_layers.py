@@ -14,6 +14,7 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.quantization import method_of
+from quire.layers.shard import Shard
 from quire.layers.slot import why_not_covered
 from quire.layers.step import StepContext
 from quire.models.families.fields import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
@@ -67,6 +68,34 @@ def test_heads_put_together_by_key_value_heads() -> None:
     expected = nn.functional.linear(x, *tensors.values()).view(5, 2, 4, 3)
     for heads, part in zip(layer.heads(x, STEP), (slice(0, 2), slice(2, 3), slice(3, 4)), strict=True):
         torch.testing.assert_close(heads, expected[:, :, part].flatten(1, 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_heads_with_gates_behind_their_queries(ranks: int) -> None:
+    """As in Qwen3-Next's q_proj: a head's query, its gate, then those of the next head."""
+    weights = {
+        "q.weight": torch.randn(24, 12),
+        "k.weight": torch.randn(6, 12),
+        "v.weight": torch.randn(6, 12),
+    }
+    x, shares = torch.randn(5, 12), []
+    for rank in range(ranks):
+        layer = QKVLinear(
+            hidden_size=12, num_heads=4, num_kv_heads=2, head_dim=3, bias=False, dtype=F32, gated=True
+        )
+        layer.create_weights(layer.method, Shard(rank, ranks))
+        slots = list(layer.slots(["q", "k", "v", "q"]))
+        for name, slot in slots:
+            slot.fill(weights[name][slot.source.box])
+        regions = [slot.source.region for name, slot in slots if name == "q.weight"]
+        assert why_not_covered((24, 12), regions) is None
+        shares.append(layer.heads(x, STEP))
+    q, k, v, gate = (torch.cat(parts, 1) for parts in zip(*shares, strict=True))
+    both = (x @ weights["q.weight"].t()).view(5, 4, 2, 3)
+    for heads, expected in ((q, both[:, :, 0]), (gate, both[:, :, 1])):
+        torch.testing.assert_close(heads, expected)
+    for heads, name in ((k, "k.weight"), (v, "v.weight")):
+        torch.testing.assert_close(heads.flatten(1), x @ weights[name].t())
 
 
 def test_clipped_heads() -> None:
@@ -175,7 +204,8 @@ def test_activations_are_transformers(name: str) -> None:
 
 
 def test_activation_tables_match_what_the_config_reader_lets_through() -> None:
-    assert set(GATED) == set(GATED_ACTIVATIONS)
+    of_families = {"clamped_swiglu"}
+    assert set(GATED) == set(GATED_ACTIVATIONS) | of_families
     assert set(PLAIN) == set(PLAIN_ACTIVATIONS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,20 +64,43 @@ XGLM = {"vocab_size": 100, "d_model": 32, "ffn_dim": 64, "num_layers": 2, "atten
 MPT: dict[str, Any] = {"vocab_size": 100, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}
 SPARSE = LLAMA | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEEPSEEK = SPARSE | {"n_routed_experts": 8}
+LATENT = DEEPSEEK | {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 MIXTRAL = LLAMA | {"num_local_experts": 8}
 STATES: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 4}
 HYBRID = MIXTRAL | {"mamba_n_heads": 4, "mamba_d_head": 16}
+DBRX: dict[str, Any] = MPT | {
+    "attn_config": {},
+    "ffn_config": {"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 16},
+}
 OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported_archs(), LLAMA) | {
+    "DeepseekV2ForCausalLM": LATENT,
+    "DeepseekV3ForCausalLM": LATENT,
+    "DbrxForCausalLM": DBRX,
     "Dots1ForCausalLM": DEEPSEEK,
+    "ArcticForCausalLM": MIXTRAL,
+    "BailingMoeForCausalLM": SPARSE,
+    "BailingMoeV2ForCausalLM": SPARSE,
+    "ExaoneMoeForCausalLM": SPARSE,
+    "SolarOpenForCausalLM": DEEPSEEK,
     "Ernie4_5_MoeForCausalLM": SPARSE | {"moe_num_experts": 8},
     "FlexOlmoForCausalLM": SPARSE,
     "Glm4MoeForCausalLM": DEEPSEEK,
+    "Glm4MoeLiteForCausalLM": LATENT,
     "GraniteMoeForCausalLM": MIXTRAL,
     "GraniteMoeSharedForCausalLM": MIXTRAL,
     "HunYuanMoEV1ForCausalLM": LLAMA | {"num_experts": 8, "moe_topk": 2},
+    "MiniCPM3ForCausalLM": LATENT,
+    "GptOssForCausalLM": MIXTRAL,
+    "Llama4ForCausalLM": MIXTRAL,
     "MiniMaxM2ForCausalLM": MIXTRAL,
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": SPARSE,
+    "PhimoeForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": SPARSE,
     "Qwen3MoeForCausalLM": SPARSE,
     "BambaForCausalLM": HYBRID,
@@ -86,6 +110,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "Mamba2ForCausalLM": STATES | {"num_heads": 8, "head_dim": 8},
     "MambaForCausalLM": STATES,
     "NemotronHForCausalLM": LLAMA | {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
+    "YoutuForCausalLM": LATENT,
     "BloomForCausalLM": BLOOM,
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT2,
@@ -458,3 +483,32 @@ def test_experts_that_cannot_be_chosen_are_refused(
 ) -> None:
     with pytest.raises((ModelLoadError, UnsupportedModelError), match=words):
         read(tmp_path, OF_FAMILY["Glm4MoeForCausalLM"], **values)
+
+
+def test_latent_sizes_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
+    for key, size, unit in (("kv_lora_rank", 24, 16), ("v_head_dim", 24, 16), ("qk_rope_head_dim", 12, 8)):
+        with pytest.raises(
+            UnsupportedModelError, match=f"{key} = {size} is not supported; it must be a multiple of {unit}"
+        ):
+            read(tmp_path, OF_FAMILY["DeepseekV3ForCausalLM"] | {key: size})
+
+
+def test_checkpoints_of_deepseek_v3_in_fp8_are_refused(tmp_path: Path) -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    with pytest.raises(UnsupportedModelError, match="quantization_config"):
+        read(tmp_path, OF_FAMILY["DeepseekV3ForCausalLM"] | {"quantization_config": fp8})
+
+
+@pytest.mark.parametrize("rank", [None, 24])
+def test_scores_are_scaled_as_positions_are_stretched(rank: int | None, tmp_path: Path) -> None:
+    yarn = {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    values = OF_FAMILY["DeepseekV3ForCausalLM"] | {"q_lora_rank": rank}
+    plain, stretched = read(tmp_path, values), read(tmp_path, values | {"rope_scaling": yarn})
+    assert plain.attention_scale == 24**-0.5
+    assert stretched.attention_scale == pytest.approx(24**-0.5 * (0.1 * math.log(40) + 1) ** 2)

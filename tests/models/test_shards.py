@@ -22,8 +22,10 @@ from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.matrix import MatrixLayer
+from quire.layers.per_head import PerHeadLinear
 from quire.layers.quantization import METHODS
 from quire.layers.shard import Shard
+from quire.layers.sinks import Sinks
 from quire.layers.slot import Box, sizes, why_not_covered
 from quire.layers.step import StepContext
 from quire.models import loader
@@ -41,17 +43,17 @@ from tests.models.test_staged_copy import LateStream, same
 STEP = StepContext(())
 FAMILIES = [
     "llama", "llama-tied-bias", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3",
-    "opt", "opt-post-norm", "opt-no-bias", "gpt2", "falcon-40b", "qwen2moe",
+    "opt", "opt-post-norm", "opt-no-bias", "gpt2", "falcon-40b", "qwen2moe", "deepseekv3",
 ]  # fmt: skip
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES, "bloom-six-heads"})
 EVERY_FAMILY = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
 LARGER = {
     128: ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"),
     256: (
-        "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner",
+        "intermediate_size", "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner",
         "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
     ),
-    32: ("head_dim", "kv_channels"),
+    32: ("head_dim", "kv_channels", "v_head_dim"),
     1: ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     0: ("first_k_dense_replace",),
 }  # fmt: skip
@@ -72,7 +74,9 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
     widened = {"intermediate_size": 512} if "no_bias" in config and "d_model" not in config else {}
     lists = {key: config[key][:1] for key in ("layer_types", "attention_layers") if config.get(key)}
     local = {"attention_types": [[["local"], 1]]} if "attention_types" in config else {}
-    return config | sizes | widened | lists | local
+    sparse = {"moe_layers": [0]} if config.get("moe_layers") else {}
+    nested = {"ffn_config": config["ffn_config"] | {"ffn_hidden_size": 256}} if "ffn_config" in config else {}
+    return config | sizes | widened | lists | local | sparse | nested
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +100,7 @@ def write(name: str, source: Path, directory: Path) -> Path:
     slots = loader.without_weights(prepared_config(directory)).checkpoint_slots()
     random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     tensors = {
-        key: 0.1 * torch.randn(parts[0].source.shape, generator=random) for key, parts in slots.items()
+        key: 0.1 * torch.randn(parts[0].source.stored_shape, generator=random) for key, parts in slots.items()
     }
     save_file(tensors, directory / SINGLE_NAME)
     return directory
@@ -152,6 +156,23 @@ def check_table(whole: VocabEmbedding, ranks: list[VocabEmbedding], hidden: Tens
     assert torch.equal(rows, whole(torch.arange(whole.num_rows)))
 
 
+@torch.inference_mode()
+def check_per_head(whole: PerHeadLinear, ranks: list[PerHeadLinear], x: Tensor) -> None:
+    outputs, inputs = whole.matrix_shape()
+    heads = torch.randn(len(x), whole.spans[0].units, inputs)
+    shares = heads.tensor_split(len(ranks), 1)
+    together = torch.cat([rank(share) for rank, share in zip(ranks, shares, strict=True)], 1)
+    assert torch.equal(together, whole(heads))
+    assert together.flatten(1).shape[1] == outputs
+
+
+CHECKS: dict[type[MatrixLayer], Callable[..., None]] = {
+    Linear: check_linear,
+    PerHeadLinear: check_per_head,
+    VocabEmbedding: check_table,
+}
+
+
 needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 
 
@@ -165,10 +186,12 @@ def test_two_ranks_make_what_one_makes(kept: str, name: str, checkpoint: Callabl
     random, cuts = torch.Generator().manual_seed(1), set()
     for layer, share in layers_of(whole, ranks):
         if isinstance(layer, MatrixLayer):
-            check = check_linear if isinstance(layer, Linear) else check_table
-            check(layer, share, torch.randn(5, layer.inputs, generator=random))  # type: ignore[arg-type]
+            (check,) = (check for kind, check in CHECKS.items() if isinstance(layer, kind))
+            check(layer, share, torch.randn(5, layer.inputs, generator=random))
             cuts.add(layer.cut)
-        if not isinstance(layer, MatrixLayer) or layer.cut == "whole":
+        if isinstance(layer, Sinks):
+            assert torch.equal(torch.cat([rank.weight for rank in share]), layer.weight)  # type: ignore[misc]
+        elif not isinstance(layer, MatrixLayer) or layer.cut == "whole":
             assert all(
                 torch.equal(rank.tensors()[key], part)
                 for rank in share

@@ -40,8 +40,8 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "rotary_embedding": ("q k positions cos_sin_cache", "qqqqqqqqqqq"),
     "pack_weight": ("data scales zeros weight", "qqqqqq"),
     "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqq"),
-    "experts": ("out x chosen weights table scratch", "qqqqqqqqqqqq"),
-    "route": ("chosen weights logits bias", "qqqqqqqqdq"),
+    "experts": ("out x chosen weights table scratch", "qqqqqqqqqqqqq"),
+    "route": ("chosen weights logits bias", "qqqqqqqqddq"),
     "causal_conv": ("out x weight bias states query_start_loc seq_lens block_tables", "qqqqqqqqqq"),
     "selective_scan": (
         "out x dt a b c skip gate states query_start_loc seq_lens block_tables",
@@ -50,6 +50,14 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "ssd_scan": (
         "out x dt a b c skip dt_bias gate states query_start_loc seq_lens block_tables",
         "qqqqqqqqqqqqqqqdd",
+    ),
+    "gated_delta": (
+        "out qkv ba rates dt_bias states gates query_start_loc seq_lens block_tables",
+        "qqqqqqqqqq",
+    ),
+    "rg_lru": (
+        "out x weights bias rates states gates query_start_loc seq_lens block_tables",
+        "qqqqqqqq",
     ),
     "packed_embedding": ("out ids data scales zeros", "qqqqqq"),
     "layer_norm": ("out x weight bias", "qqqqqdqq"),
@@ -61,9 +69,12 @@ SIGNATURES: dict[str, tuple[str, str]] = {
         "qqqqqqqqqqqqqqqdqqq",
     ),
     "paged_attention": (
-        "out q k_cache v_cache query_start_loc seq_lens block_tables alibi_slopes",
-        "qqqqqqqqqqqddqq",
+        "out q k_cache v_cache query_start_loc seq_lens block_tables alibi_slopes sinks",
+        "qqqqqqqqqqqqddqq",
     ),
+    "per_head_linear": ("out x data scales zeros scratch", "qqqqqqqqqq"),
+    "write_latents": ("q rows norm positions cos_sin_cache cache slot_mapping", "qqqqqqqqqqdqqq"),
+    "latent_attention": ("out q q_rope cache query_start_loc seq_lens block_tables", "qqqqqqqqqqqqdqq"),
     "unusable_rows": ("out logits", "qq"),
     "mask_logits": ("logits rows words", "qqq"),
     "apply_penalties": ("logits indices repetition subtracted", "qq"),

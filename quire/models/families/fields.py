@@ -151,6 +151,21 @@ def declared_windows(
     return _windows(config, lambda layer: layer_types[layer] == SLIDING, default=default)
 
 
+def layer_kinds(
+    config: JsonObject, kinds: Mapping[str, str], default: Callable[[int], str]
+) -> tuple[str, ...]:
+    """How each layer mixes tokens: what the file lists, by our names for its words; `default` if it lists nothing."""
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    if "layer_types" not in config:
+        return tuple(default(layer) for layer in range(num_layers))
+    words = config.texts("layer_types")
+    if len(words) != num_layers:
+        raise config.wrong("layer_types", "a list with num_hidden_layers entries")
+    if not set(words) <= kinds.keys():
+        raise config.unsupported("layer_types", f"a list of {' and '.join(kinds)}")
+    return tuple(kinds[word] for word in words)
+
+
 def _windows(config: JsonObject, is_sliding: Callable[[int], bool], *, default: int | None) -> dict[str, Any]:
     """Fields for a window on the picked layers; none if no layer is picked or the file says null."""
     picked = [is_sliding(layer) for layer in range(config.integer("num_hidden_layers", high=MAX_LAYERS))]
@@ -161,6 +176,18 @@ def _windows(config: JsonObject, is_sliding: Callable[[int], bool], *, default: 
         "layer_types": tuple(SLIDING if sliding else FULL for sliding in picked),
         "sliding_window": window,
     }
+
+
+def unrotated_layers(config: JsonObject) -> tuple[int, ...]:
+    """Those that know no positions (NoPE, arXiv:2305.19466): which the file names, else every fourth."""
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    interval = config.integer("no_rope_layer_interval", 4)
+    rotated = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if config.get("no_rope_layers"):
+        rotated = [number != 0 for number in config.numbers("no_rope_layers")]
+        if len(rotated) < num_layers:
+            raise config.wrong("no_rope_layers", "a list with num_hidden_layers entries")
+    return tuple(layer for layer in range(num_layers) if not rotated[layer])
 
 
 def full_layers(windows: dict[str, Any]) -> tuple[int, ...]:

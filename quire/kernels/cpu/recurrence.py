@@ -1,0 +1,59 @@
+"""Recurrences over tokens as functions on tensors, with every check."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention_metadata import StateMetadata
+from quire.kernels.cpu.calls import call, empty
+from quire.kernels.cpu.checks import check_array, dtype_code, say
+from quire.kernels.cpu.states import bad_request, check_states
+
+_GATES = 5
+"""Numbers that a token has of its own for each value head; as in csrc/cpu/gated_delta.cpp."""
+
+
+def gated_delta(
+    qkv: Tensor, ba: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor, metadata: StateMetadata
+) -> Tensor:
+    dtype_code("gated_delta", "qkv", qkv)
+    _, value_heads, keys, values = states.shape
+    rows, width = qkv.shape
+    key_heads, rest = divmod(width - value_heads * values, 2 * keys)
+    if rest or key_heads < 1 or value_heads % key_heads:
+        raise ValueError(f"gated_delta: qkv is {say(qkv)} and does not fit states {list(states.shape)}")
+    check_array("gated_delta", "ba", ba, qkv.dtype, (rows, 2 * value_heads))
+    for name, vector in (("rates", rates), ("dt_bias", dt_bias)):
+        check_array("gated_delta", name, vector, torch.float32, (value_heads,))
+    step = check_states("gated_delta", states, (value_heads, keys, values), rows, metadata)
+    wide, ba = qkv.float().contiguous(), ba.float()
+    out = empty(wide, rows, value_heads, values)
+    gates = empty(wide, rows, value_heads, _GATES)
+    tensors = (out, wide, ba, rates, dt_bias, states, gates, *step.tensors)
+    refused = call("gated_delta", tensors, *step.sizes, step.stride, key_heads, value_heads, keys, values)
+    if refused:
+        raise IndexError(bad_request("gated_delta", metadata, refused - 1, len(states)))
+    return out.to(qkv.dtype)
+
+
+def rg_lru(
+    x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata
+) -> Tensor:
+    dtype_code("rg_lru", "x", x)
+    if weights.dim() != 3 or x.dim() != 2:
+        raise ValueError(
+            f"rg_lru: x must be [T, h * D], weights [h, D, 2 * D]; they are {say(x)}, {say(weights)}"
+        )
+    heads, size, _ = weights.shape
+    check_array("rg_lru", "weights", weights, torch.float32, (heads, size, 2 * size))
+    check_array("rg_lru", "bias", bias, torch.float32, (heads, 2 * size))
+    check_array("rg_lru", "rates", rates, torch.float32, (heads * size,))
+    rows = len(x)
+    wide = x.float().contiguous()
+    check_array("rg_lru", "x", wide, torch.float32, (rows, heads * size))
+    step = check_states("rg_lru", states, (heads * size,), rows, metadata)
+    out, gates = empty(wide, rows, heads * size), empty(wide, rows, heads, 2 * size)
+    tensors = (out, wide, weights, bias, rates, states, gates, *step.tensors)
+    refused = call("rg_lru", tensors, *step.sizes, step.stride, heads, size)
+    if refused:
+        raise IndexError(bad_request("rg_lru", metadata, refused - 1, len(states)))
+    return out.to(x.dtype)

@@ -1,0 +1,67 @@
+"""The torch oracles of recurrences over tokens.
+
+Invariant: a token's result is made from the state before it in the same way whatever the chunk it comes in.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.attention_metadata import StateMetadata
+from quire.kernels.reference_states import state_before, state_pieces
+
+_LEAST_SQUARE = 1e-6
+"""Added to the squared length of a key or a query."""
+
+
+def gated_delta(
+    qkv: Tensor, ba: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor, metadata: StateMetadata
+) -> Tensor:
+    q, k, v = _parts(qkv, states)
+    strength, step = ba.float().chunk(2, dim=1)
+    strength, decay = strength.sigmoid(), (rates * F.softplus(step + dt_bias)).exp()
+    out = torch.zeros_like(v)
+    for piece in state_pieces(metadata, len(states)):
+        state = state_before(states, piece)
+        for row in range(piece.first, piece.last):
+            state = state * decay[row, :, None, None]
+            known = (k[row].unsqueeze(-1) * state).sum(1)
+            change = (v[row] - known) * strength[row].unsqueeze(-1)
+            state = state + k[row].unsqueeze(-1) * change.unsqueeze(1)
+            out[row] = (q[row].unsqueeze(-1) * state).sum(1)
+        states[piece.target] = state
+    return out.to(qkv.dtype)
+
+
+def _parts(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k of unit length [T, Hv, Dk], q divided by the root of Dk, and v [T, Hv, Dv]."""
+    _, heads, keys, values = states.shape
+    of_keys = (qkv.shape[1] - heads * values) // 2
+    q, k, v = qkv.float().split((of_keys, of_keys, heads * values), 1)
+    q, k = (_unit(part.unflatten(1, (-1, keys))) for part in (q, k))
+    repeats = heads * keys // of_keys
+    q, k = (part.repeat_interleave(repeats, 1) for part in (q * keys**-0.5, k))
+    return q, k, v.unflatten(1, (heads, values))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + _LEAST_SQUARE).rsqrt()
+
+
+def rg_lru(
+    x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata
+) -> Tensor:
+    heads, size, _ = weights.shape
+    gates = torch.einsum("thd,hde->the", x.float().unflatten(1, (heads, size)), weights) + bias
+    into, decaying = (gate.flatten(1).sigmoid() for gate in gates.chunk(2, -1))
+    inputs, log_decay = into * x.float(), rates * decaying
+    decay, scale = log_decay.exp(), (1 - (2 * log_decay).exp()).sqrt()
+    out = torch.zeros_like(inputs)
+    for piece in state_pieces(metadata, len(states)):
+        state = state_before(states, piece)
+        for row in range(piece.first, piece.last):
+            begins = piece.source == 0 and row == piece.first
+            state = inputs[row] if begins else decay[row] * state + scale[row] * inputs[row]
+            out[row] = state
+        states[piece.target] = state
+    return out.to(x.dtype)

@@ -1,0 +1,112 @@
+"""Gated DeltaNet (S. Yang et al., 2024, arXiv:2412.06464): linear attention whose memory is corrected, and decays.
+
+Shapes: T tokens of the step, H hidden size, Hk/Hv key and value heads, Dk/Dv their sizes.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.config.arch import DeltaArch
+from quire.kernels import ops
+from quire.kernels.attention_metadata import StateMetadata
+from quire.layers.base import Layer, Module, RowSource, activation_dtype, model_dtype, parameter
+from quire.layers.causal_conv import CausalConv
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.quantization import QuantMethod
+from quire.layers.rotary import RotaryEmbedding
+from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.slot import Part, Slot
+from quire.layers.states import StateCache
+from quire.layers.step import StepContext
+
+
+class DeltaRule(Layer):
+    """How fast the memory of each head decays; the checkpoint has that beside this layer, as `A_log` and `dt_bias`."""
+
+    def __init__(self, *, heads: int, name: str) -> None:
+        super().__init__(name)
+        self.heads = Span(heads)
+        self.create_weights(None)
+
+    def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
+        self.shard = shard
+        self.own = self.heads.piece(shard, self.name)
+        count = self.own.stop - self.own.start
+        self.rates = parameter(count, dtype=torch.float32)
+        self.dt_bias = parameter(count, dtype=torch.float32)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        around = names[0].rpartition(".")[0]
+        part = Part((self.heads.size,), (slice(0, self.heads.size),), (self.own,))
+        yield f"{around}.A_log", Slot(self.rates, "zeros", part, convert=_rates)
+        yield f"{around}.dt_bias", Slot(self.dt_bias, "zeros", part)
+
+    def forward(self, qkv: Tensor, ba: Tensor, states: Tensor, metadata: StateMetadata) -> Tensor:
+        """qkv [T, 2 Hk Dk + Hv Dv], ba [T, 2 Hv] -> [T, Hv, Dv]; see `ops.gated_delta`."""
+        return ops.gated_delta(qkv, ba, self.rates, self.dt_bias, states, metadata)
+
+
+def _rates(stored: Tensor) -> Tensor:
+    return -stored.float().exp()
+
+
+class GatedDeltaNet(Module):
+    """Projections, a convolution over queries, keys and values, the delta rule, and a gated norm of each head."""
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__()
+        arch, dtype, own = config.arch, model_dtype(config), config.arch.delta
+        assert own is not None, "a layer of this kind is described"
+        keys, values = Span(own.key_heads, own.key_dim), Span(own.value_heads, own.value_dim)
+        self.in_proj_qkvz = self._in_proj(config, own, (keys, keys, values, values), f"{prefix}.in_proj_qkvz")
+        of_heads = Span(own.value_heads)
+        self.in_proj_ba = self._in_proj(config, own, (of_heads, of_heads), f"{prefix}.in_proj_ba")
+        self.conv1d = CausalConv(
+            spans=(keys, keys, values), taps=own.taps, bias=False, silu=True, name=f"{prefix}.conv1d"
+        )
+        self.rule = DeltaRule(heads=own.value_heads, name=f"{prefix}.rule")
+        self.norm = RMSNorm(
+            size=own.value_dim, eps=arch.norm_eps, dtype=activation_dtype(config), name=f"{prefix}.norm"
+        )
+        self.out_proj = Linear(
+            in_features=values.size,
+            out_features=arch.hidden_size,
+            bias=False,
+            dtype=dtype,
+            name=f"{prefix}.out_proj",
+            cut="input",
+        )
+        channels = 2 * keys.size + values.size
+        parts = [(own.taps - 1, channels), (own.value_heads, own.key_dim, own.value_dim)]
+        self.cache = StateCache(config=config, name=f"{prefix}.cache", parts=parts)
+        self.widths = (channels, values.size)
+
+    @staticmethod
+    def _in_proj(config: EngineConfig, own: DeltaArch, spans: tuple[Span, ...], name: str) -> Linear:
+        return Linear(
+            in_features=config.arch.hidden_size,
+            out_features=sum(span.size for span in spans),
+            bias=False,
+            dtype=model_dtype(config),
+            name=name,
+            cut="output",
+            spans=spans,
+            groups=own.key_heads if own.grouped else 1,
+        )
+
+    def reads(self, source: RowSource) -> None:
+        """x has two readers here, so nobody rounds it before."""
+
+    def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        metadata, (conv_states, states) = self.cache.metadata(step), self.cache.views
+        qkv, z = self.in_proj_qkvz(x, step).split(self.widths, 1)
+        qkv = self.conv1d(qkv, conv_states, metadata)
+        out = self.norm(self.rule(qkv, self.in_proj_ba(x, step), states, metadata))
+        return self.out_proj(out.flatten(1) * ops.activate(z, "silu"), step)
