@@ -64,9 +64,9 @@ class Part:
     def in_stack(self, index: int, count: int, dim: int = 0) -> "Part":
         """The same of a tensor in which so many such tensors stand, side by side along a new dimension."""
         side = slice(index, index + 1)
-        shape, region, box = list(self.shape), list(self.region), list(self.box)
-        shape.insert(dim, count), region.insert(dim, side), box.insert(dim, side)
-        return Part(tuple(shape), tuple(region), tuple(box))
+        shape = (*self.shape[:dim], count, *self.shape[dim:])
+        region, box = ((*sides[:dim], side, *sides[dim:]) for sides in (self.region, self.box))
+        return Part(shape, region, box)
 
     def narrow(self, dim: int, start: int, stop: int) -> "Part":
         """From `start` to `stop` of the box along a dimension."""

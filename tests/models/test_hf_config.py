@@ -71,12 +71,12 @@ LATENT = DEEPSEEK | {
     "v_head_dim": 16,
 }
 MIXTRAL = LLAMA | {"num_local_experts": 8}
-STATES: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 4}
-HYBRID = MIXTRAL | {"mamba_n_heads": 4, "mamba_d_head": 16}
 DBRX: dict[str, Any] = MPT | {
     "attn_config": {},
     "ffn_config": {"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 16},
 }
+STATES: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 4}
+HYBRID = MIXTRAL | {"mamba_n_heads": 4, "mamba_d_head": 16}
 OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported_archs(), LLAMA) | {
     "DeepseekV2ForCausalLM": LATENT,
     "DeepseekV3ForCausalLM": LATENT,
@@ -103,6 +103,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "PhimoeForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": SPARSE,
     "Qwen3MoeForCausalLM": SPARSE,
+    "YoutuForCausalLM": LATENT,
     "BambaForCausalLM": HYBRID,
     "FalconMambaForCausalLM": STATES,
     "GraniteMoeHybridForCausalLM": HYBRID,
@@ -110,7 +111,6 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "Mamba2ForCausalLM": STATES | {"num_heads": 8, "head_dim": 8},
     "MambaForCausalLM": STATES,
     "NemotronHForCausalLM": LLAMA | {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
-    "YoutuForCausalLM": LATENT,
     "BloomForCausalLM": BLOOM,
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT2,

@@ -129,4 +129,5 @@ def _check_cache(op: str, cache: Tensor) -> _Cache:
     code = dtype_code(op, "cache", cache)
     if cache.dim() != 3 or not cache.is_contiguous() or not cache.shape[1]:
         raise ValueError(f"{op}: the cache must be contiguous [blocks, block size, size]; it is {say(cache)}")
-    return _Cache(*cache.shape, code)
+    blocks, block_size, size = cache.shape
+    return _Cache(blocks, block_size, size, code)
