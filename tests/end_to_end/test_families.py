@@ -41,6 +41,10 @@ NUM_BLOCKS = {
     "modernbert-decoder": 26,
     **dict.fromkeys(("falconmamba", "mamba", "mamba-biased", "mamba2", "mamba2-groups"), 10),
     "jamba": 17,
+    "lfm2": 36,
+    "lfm2moe": 22,
+    "qwen3next": 22,
+    "recurrentgemma": 36,
     "nemotronh": 25,
 } | SCARCE_BLOCKS
 """A cache in which requests are preempted; where layers differ, there are more blocks of fewer layers."""
