@@ -81,7 +81,7 @@ OTHER_ISAS     = $(shell $(BIN)/python -c 'from quire.kernels.cpu import library
 
 test-more: install
 	@$(PYTEST) -m "more and not soak" --durations=10 $(ARGS)
-	@OPENBLAS_CORETYPE=Haswell $(PYTEST) -k 'bits or same or invariant or element' $(TRITON_TESTS) $(ARGS)
+	@OPENBLAS_CORETYPE=Haswell $(PYTEST) -m 'not soak' -k 'bits or same or invariant or element' $(TRITON_TESTS) $(ARGS)
 	@for isa in $(OTHER_ISAS); do echo "kernels for $$isa"; QUIRE_CPU_ISA=$$isa $(PYTEST) $(KERNEL_TESTS) $(ARGS) || exit 1; done
 
 # Clients disagree about the version of OpenAI's package: each of its versions has an environment with those that want it.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -60,8 +61,14 @@ def checks(target: Target) -> Iterator[Check]:
                 run = partial(_batch, target, shape, dtype, name)
                 yield Check(name_of(shape, f"attention, {name}", dtype), run, LIMITS[dtype])
     main = target.main_dtype
-    run = partial(_batch, target, first, main, "mixed", alibi=True)
-    yield Check(name_of(first, "attention, ALiBi", main), run, LIMITS[main])
+    slopes = 2.0 ** -torch.arange(1, first.heads + 1, device=target.device)
+    more = {
+        "ALiBi": {"alibi_slopes": slopes},
+        "sinks in chunks": {"sinks": 8 * slopes, "attention_chunk": 700},
+    }
+    for name, features in more.items():
+        run = partial(_batch, target, first, main, "mixed", features)
+        yield Check(name_of(first, f"attention, {name}", main), run, LIMITS[main])
     run = partial(_sdpa, target, first)
     yield Check(name_of(first, "attention by torch_sdpa", main), run, LIMITS[main])
     for name in ("mixed", "decode of 1"):
@@ -92,13 +99,11 @@ def _batch(
     shape: Shape,
     dtype: torch.dtype,
     name: str,
-    alibi: bool = False,
+    features: Mapping[str, Any] = MappingProxyType({}),
     cache_dtype: torch.dtype | None = None,
 ) -> float:
     call = make_call(target, shape, dtype, _batches(target)[name], cache_dtype)
-    if alibi:
-        slopes = 2.0 ** -torch.arange(1, shape.heads + 1, device=target.device)
-        call = replace(call, features=call.features | {"alibi_slopes": slopes})
+    call = replace(call, features=call.features | dict(features))
     return relative_error(call.by(_fastest(target)), call.by(ops.paged_attention.oracle))
 
 
@@ -120,8 +125,7 @@ def _fastest(target: Target) -> Any:
             shape = attention.decode_shape(group, programs, 132)
         else:
             shape = attention.prefill_shape(group, q.shape[2], metadata.max_query_len)
-        ordered = (features.get(name) for name in ("sliding_window", "soft_cap", "alibi_slopes"))
-        return attention.attend(q, k_cache, v_cache, metadata, scale, shape, *ordered)
+        return attention.attend(q, k_cache, v_cache, metadata, scale, shape, **features)
 
     return attend
 

@@ -183,13 +183,21 @@ def _attention(shape: Shape, cache_dtype: torch.dtype = torch.bfloat16) -> Itera
         for kind in ("paged_attention", "invariant_paged_attention"):
             function = getattr(attention, kind)
             yield f"{name}: {kind}, {what}", _call(shape, function, keys, values, query_lens)
+            more = {"sinks": empty(shape.heads), "attention_chunk": 700, "sliding_window": None}
+            run = _call(shape, function, keys, values, query_lens, **more)
+            yield f"{name}: {kind}, {what}, sinks and chunks", run
 
 
 def _call(
-    shape: Shape, function: Callable[..., Tensor], keys: Tensor, values: Tensor, query_lens: list[int]
+    shape: Shape,
+    function: Callable[..., Tensor],
+    keys: Tensor,
+    values: Tensor,
+    query_lens: list[int],
+    **more: Any,
 ) -> Callable[[], Tensor]:
     q = empty(sum(query_lens), shape.heads, shape.head_size)
-    features = {"sliding_window": shape.window, "soft_cap": shape.soft_cap}
+    features = {"sliding_window": shape.window, "soft_cap": shape.soft_cap} | more
     return lambda: function(q, keys, values, _metadata(query_lens), 0.1, **features)
 
 

@@ -24,8 +24,15 @@ struct Batch {
 // What a query may see, and how its scores are changed. Scores are in units of log 2.
 struct Features {
     int64_t window;       // 0: none
+    bool chunked;         // whether the window does not slide, but begins anew at each multiple of its size
     float soft_cap;       // 0: none
     const float* slopes;  // one for each query head; null: none
+    const float* sinks;   // as slopes
+
+    int64_t first_key(int64_t position) const {
+        if (!window) return 0;
+        return chunked ? position - position % window : larger_of(position - window + 1, 0);
+    }
 };
 
 struct Call;
@@ -44,6 +51,7 @@ struct Call {
     const void *q, *keys, *values;
     Batch batch;
     CacheShape shape;
+    int64_t value_size;  // elements of a value, and of what comes out; keys and queries have the head size
     int64_t group, token_stride, head_stride;
     float scale;
     Features features;
@@ -59,7 +67,7 @@ struct Item {
     int64_t last() const { return position + queries - 1; }
     int64_t end_tile() const { return ceil_div(larger_of(last() + 1, 0), kKeyTile); }
     // First key that any query sees.
-    int64_t first_key(const Features& f) const { return f.window ? larger_of(position - f.window + 1, 0) : 0; }
+    int64_t first_key(const Features& f) const { return f.first_key(larger_of(position, 0)); }
     int64_t first_split(const Features& f) const { return first_key(f) / kKeyTile / kSplitTiles; }
     int64_t end_split(const Features& f) const {
         return larger_of(ceil_div(end_tile(), kSplitTiles), first_split(f) + 1);

@@ -54,7 +54,7 @@ struct Planned {
 
 // All that a plan depends on.
 struct PlanKey {
-    int64_t requests, heads, group, head_size, window, threads;
+    int64_t requests, heads, group, head_size, value_size, window, chunked, threads;
 };
 
 class Plan {
@@ -65,8 +65,8 @@ public:
 
     // Makes this the plan of a call, if it is not yet; false if there is no memory.
     bool serve(const Call& call) {
-        const PlanKey key{call.batch.requests, call.shape.heads, call.group, call.shape.head_size, call.features.window,
-                          team_threads()};
+        const PlanKey key{call.batch.requests, call.shape.heads, call.group, call.shape.head_size, call.value_size,
+                          call.features.window, call.features.chunked, team_threads()};
         if (is_of(key, call.batch)) return true;
         is_made_ = false;
         is_made_ = remember(key, call.batch) && make(call);
@@ -74,7 +74,7 @@ public:
     }
 
     // In multiply-adds: those of a row with a tile's keys, and with its values.
-    int64_t work(const Call& call) const { return total * 2 * kKeyTile * call.shape.head_size; }
+    int64_t work(const Call& call) const { return total * kKeyTile * (call.shape.head_size + call.value_size); }
 
     int64_t worker_of(int64_t at) const {
         int64_t worker = at * workers / total;
@@ -145,7 +145,7 @@ private:
             while (next <= planned.last_worker) firsts_[next++] = i;
             if (planned.first_worker == planned.last_worker) continue;
             planned.parts = parts_floats;
-            parts_floats += splits * part_floats(item.rows(call), call.shape.head_size);
+            parts_floats += splits * part_floats(item.rows(call), call.value_size);
             cut_[num_cut_++] = i;
         }
         while (next < workers) firsts_[next++] = count_;

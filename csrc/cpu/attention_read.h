@@ -29,7 +29,7 @@ struct Seen {
     Seen by_rows(const Call& call, const Item& item, int64_t row, int64_t count) const {
         Seen seen = *this;
         const int64_t first = item.position + row / call.group, last = item.position + (row + count - 1) / call.group;
-        if (call.features.window) seen.low = larger_of(low, first - call.features.window + 1);
+        seen.low = larger_of(low, call.features.first_key(first));
         seen.high = smaller_of(high, last + 1);
         return seen;
     }

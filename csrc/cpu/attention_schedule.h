@@ -17,19 +17,21 @@ inline Part part_at(Float32* memory, int64_t rows, int64_t n) {
 
 inline int64_t tile_floats(int64_t n) { return larger_of(n * kTileStride, kKeyTile * (row_floats(n) + kPadding)); }
 
-inline int64_t scratch_floats(int64_t rows, int64_t n) {
-    return round_up(tile_floats(n) + kKeyTile + rows * (kKeyTile + n + 1) + 2 * part_floats(rows, n), kPadding);
+inline int64_t scratch_floats(const Call& call, int64_t rows) {
+    const int64_t n = call.shape.head_size, parts = 2 * part_floats(rows, call.value_size);
+    return round_up(tile_floats(n) + kKeyTile + rows * (kKeyTile + 1) + round_up(rows, kPiece) * n + parts, kPadding);
 }
 
-inline Scratch scratch_at(Float32* memory, int64_t rows, int64_t n) {
+inline Scratch scratch_at(const Call& call, Float32* memory, int64_t rows) {
+    const int64_t n = call.shape.head_size, value_size = call.value_size;
     Scratch s;
     const auto take = [&memory](int64_t floats) { return (memory += floats) - floats; };
     s.tile = take(tile_floats(n));
     s.scales = take(kKeyTile);
     s.scores = take(rows * kKeyTile);
-    s.split = part_at(take(part_floats(rows, n)), rows, n);
-    s.whole = part_at(take(part_floats(rows, n)), rows, n);
-    s.queries = take(rows * n);
+    s.split = part_at(take(part_floats(rows, value_size)), rows, value_size);
+    s.whole = part_at(take(part_floats(rows, value_size)), rows, value_size);
+    s.queries = take(round_up(rows, kPiece) * n);
     s.factors = reinterpret_cast<float*>(take(rows));
     return s;
 }
@@ -40,32 +42,32 @@ struct Memory {
     int64_t rows;      // of the largest item
 
     Scratch of(const Call& call, int64_t worker) const {
-        const int64_t n = call.shape.head_size;
-        return scratch_at(scratch + worker * scratch_floats(rows, n), rows, n);
+        return scratch_at(call, scratch + worker * scratch_floats(call, rows), rows);
     }
     Part part(const Call& call, const Planned& planned, int64_t split) const {
-        const int64_t rows = planned.item.rows(call), n = call.shape.head_size;
+        const int64_t rows = planned.item.rows(call), n = call.value_size;
         const int64_t index = split - planned.item.first_split(call.features);
         return part_at(parts + planned.parts + index * part_floats(rows, n), rows, n);
     }
 };
 
 inline void attend_split(const Call& call, const Item& item, int64_t split, const Scratch& scratch) {
-    scratch.split.clear(item.rows(call), call.shape.head_size);
+    scratch.split.clear(item.rows(call), call.value_size);
     for (int64_t tile = item.first_tile(call.features, split); tile < item.end_tile(split); ++tile)
         call.types.attend_tile(call, item, tile, scratch);
 }
 
 inline void finish(const Call& call, const Item& item, const Part& whole) {
     for (int64_t row = 0; row < item.rows(call); ++row) {
-        const float total = whole.running[row].sum;  // 0: the row sees no key
-        call.types.store_row(call, item.token + row / call.group, item.head * call.group + row % call.group,
-                             whole.out + row * row_floats(call.shape.head_size), total == 0.0f ? 0.0f : 1.0f / total);
+        const int64_t head = item.head * call.group + row % call.group;
+        const float* sink = call.features.sinks ? call.features.sinks + head : nullptr;
+        call.types.store_row(call, item.token + row / call.group, head, whole.out + row * row_floats(call.value_size),
+                             final_factor(whole.running[row], sink));
     }
 }
 
 inline void run_worker(const Call& call, const Plan& plan, const Memory& memory, int64_t worker) {
-    const int64_t n = call.shape.head_size;
+    const int64_t n = call.value_size;
     Scratch scratch = memory.of(call, worker);
     const Part own = scratch.split;
     plan.for_each_of(worker, [&](const Planned& planned) {
@@ -91,7 +93,7 @@ inline void merge_cut(const Call& call, const Memory& memory, const Planned& pla
     const int64_t first = item.first_split(call.features);
     const Part whole = memory.part(call, planned, first);
     for (int64_t split = first + 1; split < item.end_split(call.features); ++split)
-        whole.add(memory.part(call, planned, split), item.rows(call), call.shape.head_size);
+        whole.add(memory.part(call, planned, split), item.rows(call), call.value_size);
     finish(call, item, whole);
 }
 
@@ -106,7 +108,7 @@ inline int64_t plan_and_run(const Call& call) {
     static thread_local Plan plan;
     if (!plan.serve(call)) return kNoMemory;
     if (plan.total == 0) return 0;
-    const int64_t own = plan.workers * scratch_floats(plan.rows, call.shape.head_size);
+    const int64_t own = plan.workers * scratch_floats(call, plan.rows);
     const int64_t bytes = (own + plan.parts_floats) * static_cast<int64_t>(sizeof(Float32));
     const auto memory = static_cast<Float32*>(std::aligned_alloc(64, static_cast<size_t>(round_up(bytes, 64))));
     if (!memory) return kNoMemory;

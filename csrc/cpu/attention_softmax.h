@@ -75,7 +75,7 @@ inline float weigh_row(const Call& call, const Item& item, const Seen& seen, int
         const float slope = features.slopes ? features.slopes[item.head * call.group + row % call.group] : 0.0f;
         apply_features(scores, columns, features, slope * kLog2E, position - start);
     }
-    const int64_t low = features.window ? larger_of(position - features.window + 1 - start, 0) : 0;
+    const int64_t low = larger_of(features.first_key(position) - start, 0);
     const int64_t high = smaller_of(position + 1 - start, kKeyTile);
     if (low > columns.begin || high < columns.end) mask_row(scores, columns, low, high);
     return softmax_row(scores, columns, running);
@@ -91,6 +91,15 @@ inline void weigh(const Call& call, const Item& item, const Seen& tile, Float32*
         for (int64_t row = first; row < end; ++row)
             factors[row] = weigh_row(call, item, seen, row, scores + row * kKeyTile, running[row]);
     }
+}
+
+// What a row of such sums is multiplied with in the end. A head's sink is a key that all see, of score `sink` and value 0 (Xiao
+// et al., 2023, arXiv:2309.17453); it is the last to join, once.
+inline float final_factor(const Running& running, const float* sink) {
+    if (!sink) return running.sum == 0.0f ? 0.0f : 1.0f / running.sum;  // 0: the row sees no key
+    const float score = *sink * kLog2E, top = score > running.top ? score : running.top;
+    const float kept = rescale(running.top, top), total = running.sum * kept + rescale(score, top);
+    return running.sum == 0.0f ? 0.0f : kept / total;
 }
 
 // Adds a later part of a row's keys to the parts before it (Dao et al., 2022, arXiv:2205.14135).

@@ -36,7 +36,7 @@ inline int64_t part_floats(int64_t rows, int64_t n) { return rows * (row_floats(
 // One thread's memory for any item of a call.
 struct Scratch {
     Part split, whole;
-    Float32 *queries;  // blocks of rows, [head size][rows of the block]
+    Float32 *queries;  // blocks of rows, [head size][rows of the block]; see `load_queries`
     Float32 *scores;   // [rows][kKeyTile]
     Float32 *tile;     // [head size][kTileStride] of keys, [kKeyTile][row_floats + kPadding] of values
     Float32 *scales;   // [kKeyTile]
@@ -71,7 +71,7 @@ void load_queries(Float32* rows, const Call& call, const Item& item) {
 
 template <class T>
 void store_row(const Call& call, int64_t token, int64_t head, const Float32* row, float factor) {
-    const int64_t n = call.shape.head_size;
+    const int64_t n = call.value_size;
     T* out = static_cast<T*>(call.out) + (token * call.shape.heads * call.group + head) * n;
     // Adding 0 makes one zero of both: the sign of a sum of zeros would tell which tiles were skipped.
     for (int64_t d = 0; d < n; d += kLanes) store(out + d, load(row + d, All{}) * factor + 0.0f, All{});
@@ -103,7 +103,7 @@ inline void score(const Call& call, const Item& item, const Scratch& scratch, co
 template <class B>
 inline void mix(const Call& call, const Item& item, const Scratch& scratch, const Seen& tile, const Pieces<B>& values,
                 const Pieces<B>& next_keys) {
-    const int64_t floats = row_floats(call.shape.head_size);
+    const int64_t floats = row_floats(call.value_size);
     for_each_row_block(item.rows(call), [&](auto count, int64_t row) {
         constexpr int R = decltype(count)::value;
         const Seen seen = tile.by_rows(call, item, row, R);
@@ -132,6 +132,15 @@ inline void mix(const Call& call, const Item& item, const Scratch& scratch, cons
 }
 
 template <class C>
+inline Pieces<Float32> copied_values(const Call& call, const Item& item, const Seen& seen, Float32* tile) {
+    copy_values<C>(call, item, seen, tile);
+    const int64_t stride = row_floats(call.shape.head_size) + kPadding;
+    Pieces<Float32> pieces{{}, stride};
+    for (int64_t p = 0; p < kTilePieces; ++p) pieces.at[p] = tile + p * kPiece * stride;
+    return pieces;
+}
+
+template <class C>
 inline void score_tile(const Call& call, const Item& item, const Seen& seen, const Scratch& scratch) {
     if (in_place<C>(call, item))
         return score(call, item, scratch, seen, cached_keys<C>(call, item, seen), cached_values<C>(call, item, seen));
@@ -145,10 +154,7 @@ template <class C>
 inline void mix_tile(const Call& call, const Item& item, const Seen& seen, const Seen& next, const Scratch& scratch) {
     if (in_place<C>(call, item))
         return mix(call, item, scratch, seen, cached_values<C>(call, item, seen), cached_keys<C>(call, item, next));
-    copy_values<C>(call, item, seen, scratch.tile);
-    const int64_t stride = row_floats(call.shape.head_size) + kPadding;
-    Pieces<Float32> pieces{{}, stride};
-    for (int64_t p = 0; p < kTilePieces; ++p) pieces.at[p] = scratch.tile + p * kPiece * stride;
+    const Pieces<Float32> pieces = copied_values<C>(call, item, seen, scratch.tile);
     mix(call, item, scratch, seen, pieces, pieces);
 }
 

@@ -30,7 +30,7 @@ struct Experts {
     const Float32* weights;
     const Expert* table;
     Float32* scratch;
-    int64_t tokens, top_k, count, hidden, inner;
+    int64_t tokens, top_k, count, hidden, inner, activation;
     Matrix up, down;
 
     int64_t choices() const { return tokens * top_k; }
@@ -110,9 +110,10 @@ private:
         Float32* between = memory.between + at * call.inner;
         void* packed = memory.packed + at * memory.row_floats;
         const Expert& of = call.table[expert];
-        up[blocks].job = {between, call.x, of.up.bias, packed, rows, kSiluAndMul, call.up_weight(expert), tokens + at};
-        down[blocks].job = {memory.behind + at * call.hidden, between, of.down.bias, packed, rows, kNone,
-                            call.down_weight(expert)};
+        up[blocks].job =
+            contiguous(between, call.x, of.up.bias, packed, rows, call.activation, call.up_weight(expert), tokens + at);
+        down[blocks].job = contiguous(memory.behind + at * call.hidden, between, of.down.bias, packed, rows, kNone,
+                                      call.down_weight(expert));
         end += rows, ++blocks;
     }
 };

@@ -28,10 +28,21 @@ constexpr int64_t kPartTiles = 4;   // fewest tiles that a block's rows are cut 
 constexpr int64_t kPackWork = 2 * kElementWork;  // of an activation
 constexpr int64_t kUnitsPerThread = 4;  // at least, where there are so many, for threads are not equally fast
 
-enum Activation : int64_t { kNone = 0, kSiluAndMul = 1 };
+enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kClampedSwiglu = 2 };
+
+// The SwiGLU of gpt-oss (arXiv:2508.10925).
+inline Vec clamped_swiglu(Vec gate, Vec up) {
+    const Vec most = splat(7.0f);
+    const Vec g = gate > most ? most : gate, u = up > most ? most : up < -most ? -most : up;
+    return (u + 1.0f) * (g / (exp(-1.702f * g) + 1.0f));
+}
+
+inline Vec gated(int64_t activation, Vec gate, Vec up) {
+    return activation == kClampedSwiglu ? clamped_swiglu(gate, up) : silu(gate) * up;
+}
 
 // out [M, N], or [M, N / 2] where halves are combined; x [M, K], or rows of it by their numbers; bias [N] or null; all
-// float32.
+// float32. Rows of x, and of out, are `x_stride` and `out_stride` apart.
 struct Linear {
     Float32* out;
     const Float32* x;
@@ -40,17 +51,24 @@ struct Linear {
     int64_t rows;
     int64_t activation;
     Weight weight;
+    int64_t x_stride, out_stride;
     const int32_t* numbers = nullptr;
 
-    const Float32* row(int64_t index) const { return x + (numbers ? numbers[index] : index) * weight.inputs; }
-    int64_t out_size() const { return activation == kNone ? weight.outputs : weight.half(); }
+    const Float32* row(int64_t index) const { return x + (numbers ? numbers[index] : index) * x_stride; }
     // Some of the rows of a job that takes all of x.
     Linear part(int64_t first, int64_t count) const {
         Linear some = *this;
-        some.out += first * out_size(), some.x += first * weight.inputs, some.rows = count;
+        some.out += first * out_stride, some.x += first * x_stride, some.rows = count;
         return some;
     }
 };
+
+// A job whose rows lie one behind the other.
+inline Linear contiguous(Float32* out, const Float32* x, const Float32* bias, void* scratch, int64_t rows, int64_t activation,
+                         const Weight& weight, const int32_t* numbers = nullptr) {
+    const int64_t out_size = activation == kNone ? weight.outputs : weight.half();
+    return {out, x, bias, scratch, rows, activation, weight, weight.inputs, out_size, numbers};
+}
 
 // What a block of packed activations takes: 4 bytes per value and, for integers, a scale per row.
 inline int64_t needed_scratch(const Linear& job) {
@@ -99,18 +117,18 @@ inline void finish_row(const Linear& job, int64_t row, int64_t panel, int64_t pa
             store(at, load(at, lanes) + load(job.bias + weight.row(panel + p) + i, lanes), lanes);
         });
     }
-    if (job.activation == kSiluAndMul) {
+    if (job.activation != kNone) {
         for (int64_t p = 0; p < panels; p += 2) {
             const Float32 *gate = sums + p * kPanel, *up = gate + kPanel;
             for_each_vector(weight.count(panel + p), [&](int64_t i, auto lanes) {
-                const Vec value = silu(load(gate + i, All{})) * load(up + i, All{});
-                store(job.out + row * weight.half() + weight.row(panel + p) + i, value, lanes);
+                const Vec value = gated(job.activation, load(gate + i, All{}), load(up + i, All{}));
+                store(job.out + row * job.out_stride + weight.row(panel + p) + i, value, lanes);
             });
         }
         return;
     }
     for (int64_t p = 0; p < panels; ++p) {
-        Float32* out = job.out + row * weight.outputs + weight.row(panel + p);
+        Float32* out = job.out + row * job.out_stride + weight.row(panel + p);
         store_some(out, load(sums + p * kPanel, All{}), weight.count(panel + p));
         store_some(out + kLanes, load(sums + p * kPanel + kLanes, All{}), weight.count(panel + p) - kLanes);
     }

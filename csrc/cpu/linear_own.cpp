@@ -14,8 +14,8 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
                       int64_t group, int64_t activation, int64_t fast, int64_t format);
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table, void* scratch,
                 int64_t scratch_bytes, int64_t tokens, int64_t top_k, int64_t count, int64_t hidden, int64_t inner,
-                int64_t up_group, int64_t up_fast, int64_t up_format, int64_t down_group, int64_t down_fast,
-                int64_t down_format);
+                int64_t activation, int64_t up_group, int64_t up_fast, int64_t up_format, int64_t down_group,
+                int64_t down_fast, int64_t down_format);
 }
 
 namespace QUIRE_ISA { namespace {
@@ -90,9 +90,9 @@ bool has_own(const Experts& call, const Matrix& matrix) {
 int64_t packed_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, const void* bias,
                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
                       int64_t group, int64_t activation, int64_t fast, int64_t format) {
-    const Linear job = {
+    const Linear job = contiguous(
         static_cast<Float32*>(out), static_cast<const Float32*>(x), static_cast<const Float32*>(bias), scratch, rows,
-        activation, {data, scales, static_cast<const uint8_t*>(zeros), outputs, inputs, halves, group}};
+        activation, {data, scales, static_cast<const uint8_t*>(zeros), outputs, inputs, halves, group});
     const auto run_job = [&](auto kernel_of) { run(job, kernel_of); };
     if (fast && scratch_bytes >= needed_scratch(job) && with_own(format, zeros, rows, run_job)) return 0;
     return QUIRE_BASE::packed_linear(out, x, data, scales, zeros, bias, scratch, scratch_bytes, rows, outputs, inputs, halves,
@@ -101,16 +101,17 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
 
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table, void* scratch,
                 int64_t scratch_bytes, int64_t tokens, int64_t top_k, int64_t count, int64_t hidden, int64_t inner,
-                int64_t up_group, int64_t up_fast, int64_t up_format, int64_t down_group, int64_t down_fast,
-                int64_t down_format) {
+                int64_t activation, int64_t up_group, int64_t up_fast, int64_t up_format, int64_t down_group,
+                int64_t down_fast, int64_t down_format) {
     const Experts call = {
         static_cast<Float32*>(out), static_cast<const Float32*>(x), static_cast<const int32_t*>(chosen),
         static_cast<const Float32*>(weights), static_cast<const Expert*>(table), static_cast<Float32*>(scratch),
-        tokens, top_k, count, hidden, inner, {up_group, up_fast, up_format}, {down_group, down_fast, down_format}};
+        tokens, top_k, count, hidden, inner, activation, {up_group, up_fast, up_format},
+        {down_group, down_fast, down_format}};
     if (!has_own(call, call.up) || !has_own(call, call.down) || scratch_bytes < 4 * ExpertMemory(call).floats ||
         count_refused(call)) {
         return QUIRE_BASE::experts(out, x, chosen, weights, table, scratch, scratch_bytes, tokens, top_k, count, hidden,
-                                   inner, up_group, up_fast, up_format, down_group, down_fast, down_format);
+                                   inner, activation, up_group, up_fast, up_format, down_group, down_fast, down_format);
     }
     run_experts(call, [&](const Matrix& matrix, Block* blocks, int64_t blocks_count) {
         with_own(matrix.format, blocks->job.weight.zeros, call.choices() / call.count,

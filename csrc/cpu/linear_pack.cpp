@@ -123,17 +123,11 @@ inline void pack_int4(uint8_t* out, BFloat16* scales, uint8_t* zeros, const T* r
     }
 }
 
-// Of a panel in that format.
-inline int64_t panel_bytes(const Weight& weight, int64_t format) {
-    if (format == kInt8 || format == kInt4) return weight.steps(format) * kStepBytes;
-    return weight.padded() * kPanel * (format == kFloat32 ? 4 : 2);
-}
-
 template <class T>
 inline int64_t pack_panel(const Weight& to, const T* rows, int64_t panel, int64_t format) {
     void *data = const_cast<void*>(to.data), *scales = const_cast<void*>(to.scales);
     uint8_t* zeros = const_cast<uint8_t*>(to.zeros);
-    const int64_t groups = to.groups(), bytes = panel_bytes(to, format);
+    const int64_t groups = to.groups(), bytes = to.panel_bytes(format);
     switch (format) {
         case kInt8:
             pack_int8(static_cast<uint8_t*>(data) + panel * bytes, static_cast<float*>(scales) + panel * kPanel, rows, to,
@@ -177,7 +171,7 @@ int64_t pack_weight(void* data, void* scales, void* zeros, const void* rows, int
     return with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
         const Weight to = {data, scales, static_cast<uint8_t*>(zeros), outputs, inputs, halves, group};
-        prefer_huge_pages(data, to.panels() * panel_bytes(to, format));
+        prefer_huge_pages(data, to.panels() * to.panel_bytes(format));
         share(to.panels(), kElementWork * outputs * inputs,
               [&](int64_t panel) { pack_panel(to, static_cast<const T*>(rows), panel, format); });
         return int64_t{0};

@@ -51,6 +51,21 @@ struct Weight {
     }
     // Steps of a panel of integers.
     int64_t steps(int64_t format) const { return padded() / (format == kInt4 ? 2 * kQuad : kQuad); }
+    int64_t panel_bytes(int64_t format) const {
+        if (format == kInt8 || format == kInt4) return steps(format) * kStepBytes;
+        return padded() * kPanel * (format == kFloat32 ? 4 : 2);
+    }
+    // The matrix of some outputs of one that is not in halves, from `first` on, both whole panels.
+    Weight some(int64_t first, int64_t count, int64_t format) const {
+        const int64_t skipped = first / kPanel;
+        const auto from = [skipped](const void* at, int64_t bytes) { return static_cast<const uint8_t*>(at) + skipped * bytes; };
+        Weight part = *this;
+        part.outputs = count;
+        part.data = from(data, panel_bytes(format));
+        if (scales) part.scales = from(scales, kPanel * (format == kInt4 ? 2 * groups() : 4));
+        if (zeros) part.zeros = from(zeros, kPanel * groups());
+        return part;
+    }
 };
 
 // Where lane j's value of k stands in a panel of integers: a byte, and the nibble in it.

@@ -8,10 +8,12 @@ constexpr int64_t kMostExperts = 4096;
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLeastSum = 1e-20f;  // added to what weights are divided by: all sigmoids may be 0
 
+enum Scores : int64_t { kSoftmax = 0, kSigmoids = 1, kSparseMixer = 2 };
+
 struct Routing {
     const Float32* bias;
-    int64_t count, top_k, sigmoids, groups, top_groups, group_members, normalized;
-    float scale;
+    int64_t count, top_k, scores, groups, top_groups, group_members, normalized;
+    float scale, reach;
 
     int64_t group_size() const { return count / groups; }
     int64_t padded() const { return (count + kLanes - 1) / kLanes * kLanes; }
@@ -22,7 +24,7 @@ inline void make_scores(Float32* scores, const Routing& routing) {
     const auto each = [&](auto body) {
         for (int64_t i = 0; i < routing.padded(); i += kLanes) body(scores + i);
     };
-    if (routing.sigmoids) {
+    if (routing.scores == kSigmoids) {
         each([](Float32* at) { store(at, 1.0f / (exp(-load(at, All{})) + 1.0f), All{}); });
         return;
     }
@@ -84,14 +86,33 @@ inline void choose(int32_t* chosen, float* weights, const Float32* scores, const
     }
 }
 
+// Each weight is that of a softmax over the logits that are not yet taken and no farther below the largest of them than `reach`
+// times the larger magnitude (L. Liu et al., 2024, arXiv:2409.12136).
+inline void mix(int32_t* chosen, float* weights, const Float32* logits, const Routing& routing) {
+    float left[kMostExperts];
+    for (int64_t i = 0; i < routing.count; ++i) left[i] = logits[i].value;
+    for (int64_t k = 0; k < routing.top_k; ++k) {
+        const int64_t expert = take_largest(left, routing.count);
+        const float most = logits[expert].value;
+        float total = 1.0f;
+        for (int64_t i = 0; i < routing.count; ++i) {
+            const float size = left[i] < 0.0f ? -left[i] : left[i], gap = most - left[i];
+            const bool far = left[i] == -kInfinity || gap / (size > most ? size : most) > routing.reach;
+            if (!far) total += exp(splat(-gap))[0];
+        }
+        chosen[k] = static_cast<int32_t>(expert);
+        weights[k] = routing.scale / total;
+    }
+}
+
 }  // namespace
 
 // Returns -1 for an unknown dtype.
 int64_t route(void* chosen, void* weights, const void* logits, const void* bias, int64_t rows, int64_t count,
-              int64_t top_k, int64_t sigmoids, int64_t groups, int64_t top_groups, int64_t group_members,
-              int64_t normalized, float scale, int64_t dtype) {
-    const Routing routing = {static_cast<const Float32*>(bias), count, top_k, sigmoids, groups, top_groups, group_members,
-                             normalized, scale};
+              int64_t top_k, int64_t kind, int64_t groups, int64_t top_groups, int64_t group_members, int64_t normalized,
+              float scale, float reach, int64_t dtype) {
+    const Routing routing = {static_cast<const Float32*>(bias), count, top_k, kind, groups, top_groups, group_members,
+                             normalized, scale, reach};
     return with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
         share(rows, kElementWork * rows * count * top_k, [=](int64_t row) {
@@ -99,8 +120,11 @@ int64_t route(void* chosen, void* weights, const void* logits, const void* bias,
             const T* from = static_cast<const T*>(logits) + row * count;
             store(scores + routing.padded() - kLanes, splat(-kInfinity), All{});
             for_each_vector(count, [&](int64_t i, auto lanes) { store(scores + i, load(from + i, lanes), lanes); });
+            const auto ids = static_cast<int32_t*>(chosen) + row * top_k;
+            const auto parts = static_cast<float*>(weights) + row * top_k;
+            if (routing.scores == kSparseMixer) return mix(ids, parts, scores, routing);
             make_scores(scores, routing);
-            choose(static_cast<int32_t*>(chosen) + row * top_k, static_cast<float*>(weights) + row * top_k, scores, routing);
+            choose(ids, parts, scores, routing);
         });
         return int64_t{0};
     });

@@ -26,11 +26,11 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
                       int64_t group, int64_t activation, int64_t fast, int64_t format);
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table, void* scratch,
                 int64_t scratch_bytes, int64_t tokens, int64_t top_k, int64_t count, int64_t hidden, int64_t inner,
-                int64_t up_group, int64_t up_fast, int64_t up_format, int64_t down_group, int64_t down_fast,
-                int64_t down_format);
+                int64_t activation, int64_t up_group, int64_t up_fast, int64_t up_format, int64_t down_group,
+                int64_t down_fast, int64_t down_format);
 int64_t route(void* chosen, void* weights, const void* logits, const void* bias, int64_t rows, int64_t count,
-              int64_t top_k, int64_t sigmoids, int64_t groups, int64_t top_groups, int64_t group_members,
-              int64_t normalized, float scale, int64_t dtype);
+              int64_t top_k, int64_t kind, int64_t groups, int64_t top_groups, int64_t group_members, int64_t normalized,
+              float scale, float reach, int64_t dtype);
 int64_t causal_conv(void* out, const void* x, const void* weight, const void* bias, void* states, const int32_t* starts,
                     const int32_t* lengths, const int32_t* tables, int64_t rows, int64_t requests, int64_t table_width,
                     int64_t block_size, int64_t num_blocks, int64_t block_stride, int64_t x_stride, int64_t channels,
@@ -72,10 +72,23 @@ int64_t rotary_and_write_kv(void* q, void* k, void* v, void* k_cache, void* v_ca
                             int64_t block_size, int64_t head_size, int64_t interleaved, float eps, int64_t dtype,
                             int64_t cache_dtype, int64_t norm_dtype);
 int64_t paged_attention(void* out, const void* q, const void* k_cache, const void* v_cache, const int32_t* starts,
-                        const int32_t* lengths, const int32_t* tables, const float* slopes, int64_t tokens,
-                        int64_t requests, int64_t table_width, int64_t q_heads, int64_t token_stride,
+                        const int32_t* lengths, const int32_t* tables, const float* slopes, const float* sinks,
+                        int64_t tokens, int64_t requests, int64_t table_width, int64_t q_heads, int64_t token_stride,
                         int64_t head_stride, int64_t num_blocks, int64_t heads, int64_t block_size, int64_t head_size,
-                        int64_t window, float scale, float soft_cap, int64_t dtype, int64_t cache_dtype);
+                        int64_t window, int64_t chunked, float scale, float soft_cap, int64_t dtype,
+                        int64_t cache_dtype);
+int64_t per_head_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, void* scratch,
+                        int64_t scratch_bytes, int64_t tokens, int64_t heads, int64_t token_stride, int64_t head_stride,
+                        int64_t outputs, int64_t inputs, int64_t group, int64_t fast, int64_t format);
+int64_t write_latents(void* q, const void* rows, const void* norm, const int64_t* positions, const void* cos_sin, void* cache,
+                      const int64_t* slots, int64_t tokens, int64_t num_positions, int64_t rank, int64_t rope, int64_t heads,
+                      int64_t q_token_stride, int64_t q_head_stride, int64_t row_stride, int64_t num_slots,
+                      int64_t interleaved, float eps, int64_t dtype, int64_t cache_dtype, int64_t norm_dtype);
+int64_t latent_attention(void* out, const void* q, const void* q_rope, const void* cache, const int32_t* starts,
+                         const int32_t* lengths, const int32_t* tables, int64_t tokens, int64_t requests,
+                         int64_t table_width, int64_t heads, int64_t token_stride, int64_t head_stride,
+                         int64_t rope_token_stride, int64_t rope_head_stride, int64_t num_blocks, int64_t block_size,
+                         int64_t rank, int64_t rope, float scale, int64_t dtype, int64_t cache_dtype);
 int64_t peak_fma(void* out, int64_t iterations);
 int64_t read_memory(void* out, const void* data, int64_t bytes);
 
@@ -155,6 +168,9 @@ const Kernel kernels[] = {
     QUIRE_ROW(write_kv),
     QUIRE_ROW(rotary_and_write_kv),
     QUIRE_ROW(paged_attention),
+    QUIRE_ROW(per_head_linear),
+    QUIRE_ROW(write_latents),
+    QUIRE_ROW(latent_attention),
     QUIRE_ROW(unusable_rows),
     QUIRE_ROW(mask_logits),
     QUIRE_ROW(apply_penalties),

@@ -61,7 +61,7 @@ class Routing:
     top_k: int
     """Experts of a token."""
     scores: str = "softmax"
-    """"softmax" or "sigmoid"."""
+    """"softmax", "sigmoid" or "sparsemixer"."""
     groups: int = 1
     """Equal parts of the experts, in order, of which only the best are chosen from."""
     top_groups: int = 1
@@ -71,6 +71,27 @@ class Routing:
     normalized: bool = False
     """Whether a token's weights are divided by their sum."""
     scale: float = 1.0
+    reach: float = 0.0
+    """Of SparseMixer, see `ops.route`."""
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """How a checkpoint has the matrices [N, K] of a layer's E experts in one tensor, [E, N, K] unless it is said."""
+
+    transposed: tuple[str, ...] = ()
+    """Layers whose matrices are [K, N]: "gate_up_proj", "down_proj"."""
+    gate_up: str | None = None
+    """What gate and up, merged, are called; None: as in an MLP that is no expert."""
+    interleaved: bool = False
+    """Whether outputs of gate and up alternate."""
+    flat: bool = False
+    """Whether it is [E * N, K]."""
+    weight: str = ".weight"
+    """What is behind the layer's name; nothing, in many."""
+    bias: str = ".bias"
+    mxfp4: bool = False
+    """Whether matrices are in 4 bits, as `quire.layers.mxfp4` says, in tensors of their own."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +104,15 @@ class ExpertsArch:
     routing: Routing
     layers: tuple[int, ...]
     """The layers that have experts, by number; the others have the model's MLP."""
-    stacked: bool = False
-    """Whether the checkpoint has the matrices of all experts in one tensor."""
+    stack: ExpertStack | None = None
+    """How the checkpoint has the matrices of all experts in one tensor; None: they are apart."""
+    activation: str = "silu"
+    """A key of `quire.layers.activation.FUSED`."""
+    bias: bool = False
+    """Whether both matrices of an expert have one."""
+    router_bias: bool = False
+    weighs_input: bool = False
+    """Whether weights scale what the experts, one for each token, read, and not what they give."""
     correction_bias: str | None = None
     """What is added to scores for the choice alone: its tensor, as seen from the layer's MLP."""
     correction_is_row: bool = False
@@ -93,6 +121,36 @@ class ExpertsArch:
     """Intermediate size of the expert that sees every token; 0: there is none."""
     shared_gate: bool = False
     """Whether that one's output is weighted by a gate of its own."""
+
+
+@dataclass(frozen=True)
+class LatentArch:
+    """Latent attention (MLA; DeepSeek-V2, 2024, arXiv:2405.04434): a token is one vector for all heads."""
+
+    rank: int
+    """Of that vector, from which all heads' keys and values are made."""
+    key_size: int
+    """Of a head's key, less what is rotated."""
+    rope_size: int
+    """What is rotated of a query, and of a key, of which all heads have the same."""
+    value_size: int
+    """Of a head's value."""
+    query_rank: int | None = None
+    """Of the vector from which queries are made; None where they are made of x itself."""
+
+    @property
+    def query_size(self) -> int:
+        """Of a head's query."""
+        return self.key_size + self.rope_size
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """How queries grow with their positions; the formula is in `quire.layers.temperature`."""
+
+    interval: float
+    scale: float
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -221,12 +279,14 @@ class ModelArch:
     """What scores are multiplied with; None: one by the root of the head size."""
     attn_logit_softcap: float | None = None
     qkv_grouped: bool = False
-    """Whether the checkpoint has q, k and v of each key-value head side by side, in one tensor."""
+    """Whether the checkpoint has q, k and v, or k and v, of each key-value head side by side, in one tensor."""
     qkv_clip: float | None = None
     attention_gate: bool = False
     """Whether what each head makes is weighted by the sigmoid of a gate, which the checkpoint has beside its query."""
     qk_norm: str | None = None
     """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
+    unnormed_layers: tuple[int, ...] = ()
+    """Those that have no norms of q and k all the same."""
     layer_types: tuple[str, ...] = ()
     """How each layer mixes tokens: a key of `quire.models.blocks.MIXERS`, or "mlp" if it is an MLP and mixes none."""
     mamba: MambaArch | None = None
@@ -235,6 +295,11 @@ class ModelArch:
     delta: DeltaArch | None = None
     recurrent_unit: RecurrentUnitArch | None = None
     sliding_window: int | None = None
+    attention_chunk: int | None = None
+    attention_sinks: bool = False
+    """Whether each head has a learned score that joins its softmax."""
+    temperature: Temperature | None = None
+    """Of queries that are not rotated."""
     rope: RopeScaling | None = None
     """None where positions come in another way."""
     rope_local: RopeScaling | None = None
@@ -242,11 +307,15 @@ class ModelArch:
     unrotated_layers: tuple[int, ...] = ()
     alibi: float | None = None
     """What ALiBi's slopes are multiplied with; None where there is no ALiBi."""
+    latent: LatentArch | None = None
+    """None where attention keeps keys and values; else `head_dim` is the part of a head that is rotated."""
 
     mlp: str = "gated"
     """A key of `quire.models.blocks.MLPS`."""
     hidden_act: str = "silu"
     mlp_bias: bool = False
+    mlp_out_bias: bool | None = None
+    """Of what the MLP ends in; None: as `mlp_bias`."""
     transposed_weights: bool = False
     """Whether the checkpoint has matrices as [inputs, outputs], as GPT-2's Conv1D does."""
     experts: ExpertsArch | None = None

@@ -34,6 +34,7 @@ class AttentionNeeds:
     head_size: int
     has_soft_cap: bool = False
     has_alibi: bool = False
+    has_sinks: bool = False
     batch_invariant: bool = False
     """Whether a row must have the same bits in every batch and however a prompt is cut into chunks."""
 
@@ -120,6 +121,8 @@ def _no_triton(needs: AttentionNeeds) -> str | None:
 def _no_torch_sdpa(needs: AttentionNeeds) -> str | None:
     if needs.has_soft_cap:
         return "torch's attention cannot cap the model's scores softly"
+    if needs.has_sinks:
+        return "torch's attention has no sinks, which the model has"
     return _no_reference(needs)
 
 

@@ -55,22 +55,34 @@ class StateMetadata(GroupMetadata):
 
 
 def check_features(
-    q: Tensor, sliding_window: int | None, soft_cap: float | None, alibi_slopes: Tensor | None
+    q: Tensor,
+    sliding_window: int | None,
+    attention_chunk: int | None,
+    soft_cap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
 ) -> None:
     """Refuse options that mean nothing for queries [T, Hq, D].
 
     Raises:
-        ValueError: a window below 1, a soft cap that is not above 0, or slopes that are not [Hq] floats beside q.
+        ValueError: a window or chunk below 1, both of them, a soft cap that is not above 0, or slopes or sinks that are
+            not [Hq] floats beside q.
     """
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"paged_attention: sliding_window must be 1 or more; it is {sliding_window}")
+    for name, size in (("sliding_window", sliding_window), ("attention_chunk", attention_chunk)):
+        if size is not None and size < 1:
+            raise ValueError(f"paged_attention: {name} must be 1 or more; it is {size}")
+    if sliding_window is not None and attention_chunk is not None:
+        raise ValueError("paged_attention: there may be a sliding_window or an attention_chunk, not both")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"paged_attention: soft_cap must be above 0; it is {soft_cap}")
-    if alibi_slopes is None:
-        return
-    slopes = alibi_slopes
-    if slopes.shape != q.shape[1:2] or not slopes.is_floating_point() or slopes.device != q.device:
-        found = f"{slopes.dtype} {list(slopes.shape)} on {slopes.device}"
+    for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if numbers is not None:
+            _check_of_heads(q, name, numbers)
+
+
+def _check_of_heads(q: Tensor, name: str, numbers: Tensor) -> None:
+    if numbers.shape != q.shape[1:2] or not numbers.is_floating_point() or numbers.device != q.device:
+        found = f"{numbers.dtype} {list(numbers.shape)} on {numbers.device}"
         raise ValueError(
-            f"paged_attention: alibi_slopes must be floats [{q.shape[1]}] on {q.device}; they are {found}"
+            f"paged_attention: {name} must be floats [{q.shape[1]}] on {q.device}; they are {found}"
         )

@@ -8,20 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.kernels.linear import PackedWeight
+from quire.kernels.linear import GatedActivation, PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """E gated MLPs: `gate_up` [2 I, H], gate above up and packed in halves, and `down` [H, I], of each expert.
 
-    Biases are float32 [2 I] and [H] of each; empty where there are none.
+    All have one activation. Biases are float32 [2 I] and [H] of each; empty where there are none.
     """
 
     gate_up: tuple[PackedWeight, ...]
     down: tuple[PackedWeight, ...]
     gate_up_bias: tuple[Tensor, ...] = ()
     down_bias: tuple[Tensor, ...] = ()
+    activation: GatedActivation = "silu_and_mul"
     native: Any = field(default=None, init=False, repr=False, compare=False)
     """Set by the kernels of a device once they have checked it."""
 

@@ -49,6 +49,9 @@ class WeightScheme:
 
 FLOAT = WeightScheme(fast=False)
 
+GatedActivation = Literal["silu_and_mul", "clamped_swiglu"]
+"""What a product with a weight in two halves, gate and up, may end in."""
+
 
 class Native(NamedTuple):
     """A packed weight as the C++ kernels are told of it."""

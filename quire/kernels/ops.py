@@ -25,6 +25,7 @@ from quire.kernels import (
     cpu,
     reference,
     reference_experts,
+    reference_latent,
     reference_recurrence,
     reference_sampling,
     reference_scan,
@@ -33,7 +34,7 @@ from quire.kernels import (
 from quire.kernels.attention_metadata import AttentionMetadata, StateMetadata
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
-from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import PANEL, GatedActivation, PackedWeight, QuantizedRows, WeightScheme
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -363,16 +364,20 @@ def paged_attention(
     scale: float,
     *,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each request's last tokens over its cached keys and values: a new [T, Hq, D].
 
     q [T, Hq, D], a view with a token stride allowed; caches as above, Hq a multiple of Hkv (query head h reads head
     h // (Hq / Hkv)); the step's own keys are already written. Score of query position i and key position j: s =
     scale * q.k; with `soft_cap` c, s = c * tanh(s / c); with `alibi_slopes` [Hq], s - slope * (i - j). With
-    `sliding_window` w, only i - w < j <= i is seen. Rows of no request come out as 0. A block id that is needed and not
-    in the cache is an IndexError.
+    `sliding_window` w, only i - w < j <= i is seen; with `attention_chunk` c, only j <= i with i // c = j // c. With
+    `sinks` [Hq], every softmax has one more score, that of its head, and no value for it (G. Xiao et al., 2023,
+    arXiv:2309.17453). Rows of no request come out as 0. A block id that is needed and not in the cache is an
+    IndexError.
     """
     return reference.paged_attention(
         q,
@@ -381,8 +386,10 @@ def paged_attention(
         metadata,
         scale,
         sliding_window=sliding_window,
+        attention_chunk=attention_chunk,
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
     )
 
 
@@ -538,7 +545,7 @@ def packed_linear(
     weight: PackedWeight,
     /,
     bias: Tensor | None = None,
-    activation: Literal["silu_and_mul"] | None = None,
+    activation: GatedActivation | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype.
 
@@ -546,7 +553,8 @@ def packed_linear(
     their largest magnitude / 127 (int4), or of what the magnitudes of a pair, k and k + 1 with k even, come to at
     most, / 127 (int8), so that a pair's products with eight bits fit into 16. An fp8 weight sees a row of x as
     E4M3 times its largest magnitude / 448, and takes x [T, K] in that form, too.
-    With an activation, which wants a weight in two halves, what `ops.silu_and_mul` makes of that: [..., N / 2].
+    With an activation, which wants a weight in two halves, what that makes of them: [..., N / 2]. It is
+    `ops.silu_and_mul` or "clamped_swiglu": with g = min(gate, 7) and u = up in [-7, 7], (u + 1) * g * sigmoid(1.702 g).
     """
     return reference.packed_linear(x, weight, bias, activation)
 
@@ -572,6 +580,10 @@ def route(logits: Tensor, bias: Tensor | None, /, routing: Routing) -> tuple[Ten
     `group_members` highest ranks (DeepSeek-V2, arXiv:2405.04434). Chosen are the `top_k` highest ranks, in their
     order, of equal ones the lower id first; weights are their scores, divided by their sum (plus 1e-20) if
     `normalized`, times `scale`. A row's result depends on that row alone.
+
+    With "sparsemixer" (L. Liu et al., 2024, arXiv:2409.12136) logits are chosen one after the other, always the largest
+    that is left, m. Its weight, but for `scale`, is its share of a softmax over it and those l that are left for which
+    (m - l) / max(|l|, m) <= `reach`.
     """
     return reference_experts.route(logits, bias, routing)
 
@@ -581,10 +593,70 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, /, of: ExpertWeights) ->
     """The weighted sum of what a token's experts make of it: x [T, H] -> [T, H] of x's dtype.
 
     chosen [T, k] int32, different in a row, and weights [T, k] float32 as `route` makes them; an id that is none is an
-    IndexError. An expert is `down(silu(gate(x)) * up(x))`, each product as in `packed_linear`; only those that are
+    IndexError. An expert is `down(activation(gate(x), up(x)))`, each product as in `packed_linear`; only those that are
     chosen are read. A token's experts are added up in float32 in the order of their ids, whoever else is in the step.
     """
     return reference_experts.experts(x, chosen, weights, of)
+
+
+# Latent attention (MLA; DeepSeek-V2, 2024, arXiv:2405.04434) in its absorbed form. A token is kept as one vector of
+# R + D elements, the latent [R] and a rotated key [D] of all heads, in a cache [num_blocks, block_size, R + D],
+# contiguous, of any float dtype. A query is multiplied by the matrix that makes its head's keys of latents, and the
+# weighted sum of latents by the one that makes its values: so all heads read the same vectors, once.
+
+
+def _of_whole_panels(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether each head has panels of its own."""
+    return weight.layout == "panels" and weight.outputs % (x.shape[1] * PANEL) == 0
+
+
+@op(_cpu("latent.per_head_linear", _of_whole_panels))
+def per_head_linear(x: Tensor, weight: PackedWeight, /) -> Tensor:
+    """Each head's own product: x [T, Hq, K], strides allowed, weight [Hq * N, K] -> [T, Hq, N] of x's dtype.
+
+    The matrix of a head, [N, K], stands below that of the head before it, and multiplies as in `packed_linear`.
+    """
+    return reference_latent.per_head_linear(x, weight)
+
+
+@op(_cpu("latent.write_latents"), key=1)
+def write_latents(
+    positions: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    norm: Tensor,
+    cos_sin_cache: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    /,
+    eps: float,
+    interleaved: bool = False,
+) -> None:
+    """Store each token's latent, normed, and key, rotated, in its slot, and rotate its queries q [T, Hq, D] in place.
+
+    rows [T, R + D] of q's dtype, a token stride allowed, and left as they are; norm [R] of that dtype or float32;
+    positions and cos_sin_cache [P, D] as in `rotary_embedding`, slot_mapping as in `write_kv`.
+    """
+    reference_latent.write_latents(
+        positions, q, rows, norm, cos_sin_cache, cache, slot_mapping, eps, interleaved
+    )
+
+
+def _whole_pieces(q: Tensor, q_rope: Tensor, *_args: Any) -> bool:
+    """Whether latents and keys have sizes that the C++ kernel takes."""
+    return q.shape[2] % 16 == 0 and q_rope.shape[2] % 8 == 0
+
+
+@op(_cpu("latent.latent_attention", _whole_pieces))
+def latent_attention(
+    q: Tensor, q_rope: Tensor, cache: Tensor, metadata: AttentionMetadata, /, scale: float
+) -> Tensor:
+    """Causal attention of each request's last tokens over its cached latents: a new [T, Hq, R].
+
+    q [T, Hq, R] and q_rope [T, Hq, D] of one dtype, strides allowed. The score of a query and a cached vector (c, k) is
+    scale * (q.c + q_rope.k), and its value is c. Rows of no request, and block ids, are as in `paged_attention`.
+    """
+    return reference_latent.latent_attention(q, q_rope, cache, metadata, scale)
 
 
 # The sampling tail. Logits are float32, contiguous [N, V]; the order of tokens is that of `token_order`: the higher

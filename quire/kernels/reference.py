@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels.attention_metadata import AttentionMetadata, check_features
 from quire.kernels.formats import FP8_MAX, format_of, whole_chunks
-from quire.kernels.linear import CHUNK, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import CHUNK, GatedActivation, PackedWeight, QuantizedRows, WeightScheme
 
 # Bounds the float32 copy of gathered keys that batched decode attention makes (elements, 128 MiB).
 _GATHER_ELEMENTS = 1 << 25
@@ -77,6 +77,19 @@ def activate(x: Tensor, function: Function) -> Tensor:
 def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
+
+
+def clamped_swiglu(x: Tensor) -> Tensor:
+    """The SwiGLU of gpt-oss (arXiv:2508.10925): bounded, with a steeper sigmoid, and one added to `up`."""
+    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(x.dtype)
+
+
+GATED: dict[GatedActivation, Callable[[Tensor], Tensor]] = {
+    "silu_and_mul": silu_and_mul,
+    "clamped_swiglu": clamped_swiglu,
+}
 
 
 def gelu_and_mul(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
@@ -179,10 +192,12 @@ def paged_attention(
     scale: float,
     *,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    check_features(q, sliding_window, soft_cap, alibi_slopes)
+    check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for rows, requests, query_len, seq_len in _groups(metadata, k_cache):
         keys, values = gather_blocks(k_cache, v_cache, metadata.block_tables[requests], seq_len)
@@ -191,9 +206,12 @@ def paged_attention(
         distance = _distance(metadata.seq_lens[requests], query_len, seq_len)
         if alibi_slopes is not None:
             scores = scores - alibi_slopes.float()[:, None, None] * distance
-        hidden = (distance < 0) if sliding_window is None else (distance < 0) | (distance >= sliding_window)
+        hidden = ~seen_keys(distance, seq_len, sliding_window, attention_chunk)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
         # A padding request of length 0 hides every key; its row is 0 and not NaN.
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
+        weights = scores.softmax(-1)[..., :seq_len].nan_to_num(0.0)
         # Memory no query may see can hold NaN, which a weight of 0 would not cancel.
         unseen = hidden.all(dim=2).unsqueeze(-1)
         mixed = weights @ _repeat_heads(values.masked_fill(unseen, 0.0), q.shape[1])
@@ -257,6 +275,19 @@ def _distance(seq_lens: Tensor, query_len: int, padded_len: int) -> Tensor:
     return (positions[:, :, None] - torch.arange(padded_len, device=device)).unsqueeze(1)
 
 
+def seen_keys(
+    distance: Tensor, padded_len: int, sliding_window: int | None, attention_chunk: int | None
+) -> Tensor:
+    """Which keys are seen at such distances [..., query_len, padded_len] from the queries; keys are at 0, 1, 2 ..."""
+    seen = distance >= 0
+    if sliding_window is not None:
+        seen &= distance < sliding_window
+    if attention_chunk is not None:
+        keys = torch.arange(padded_len, device=distance.device)
+        seen &= (distance + keys) // attention_chunk == keys // attention_chunk
+    return seen
+
+
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
@@ -280,13 +311,16 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
 
 
 def packed_linear(
-    x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None = None, activation: str | None = None
+    x: Tensor | QuantizedRows,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    activation: GatedActivation | None = None,
 ) -> Tensor:
-    out = linear(_seen_by(weight, x), unpack_weight(weight).float(), bias)
-    return (silu_and_mul(out) if activation == "silu_and_mul" else out).to(x.dtype)
+    out = linear(seen_by(weight, x), unpack_weight(weight).float(), bias)
+    return (out if activation is None else GATED[activation](out)).to(x.dtype)
 
 
-def _seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
+def seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
     """Activations as a weight sees them, in float32."""
     scheme = weight.scheme
     if isinstance(x, QuantizedRows) or scheme.kind == "fp8":

@@ -16,6 +16,8 @@ _LEAST_SUM = 1e-20
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     wide = logits.float()
+    if routing.scores == "sparsemixer":
+        return _mixed(wide, routing)
     scores = wide.softmax(-1) if routing.scores == "softmax" else wide.sigmoid()
     ranks = scores if bias is None else scores + bias
     if routing.groups > routing.top_groups:
@@ -25,6 +27,19 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     if routing.normalized:
         weights = weights / (weights.sum(1, keepdim=True) + _LEAST_SUM)
     return chosen.int(), weights * routing.scale
+
+
+def _mixed(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """One expert after the other, each weighted against those left that are nearly as good."""
+    left, chosen, weights = logits, [], []
+    for _ in range(routing.top_k):
+        best = _first(left, 1)
+        most = left.gather(1, best)
+        far = (most - logits) / torch.maximum(logits.abs(), most) > routing.reach
+        chosen.append(best)
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, best))
+        left = left.scatter(1, best, -torch.inf)
+    return torch.cat(chosen, 1).int(), torch.cat(weights, 1) * routing.scale
 
 
 def _of_best_groups(ranks: Tensor, routing: Routing) -> Tensor:
@@ -53,5 +68,5 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Te
 
 def _expert(x: Tensor, of: ExpertWeights, expert: int) -> Tensor:
     up_bias, down_bias = (bias[expert] if bias else None for bias in (of.gate_up_bias, of.down_bias))
-    inner = packed_linear(x, of.gate_up[expert], up_bias, "silu_and_mul")
+    inner = packed_linear(x, of.gate_up[expert], up_bias, of.activation)
     return packed_linear(inner, of.down[expert], down_bias)

@@ -37,11 +37,11 @@ def _parts(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q and k of unit length [T, Hv, Dk], q divided by the root of Dk, and v [T, Hv, Dv]."""
     _, heads, keys, values = states.shape
     of_keys = (qkv.shape[1] - heads * values) // 2
-    q, k, v = qkv.float().split((of_keys, of_keys, heads * values), 1)
-    q, k = (_unit(part.unflatten(1, (-1, keys))) for part in (q, k))
+    q, k, v = torch.split_with_sizes(qkv.float(), (of_keys, of_keys, heads * values), 1)
+    q, k = (_unit(torch.unflatten(part, 1, (-1, keys))) for part in (q, k))
     repeats = heads * keys // of_keys
     q, k = (part.repeat_interleave(repeats, 1) for part in (q * keys**-0.5, k))
-    return q, k, v.unflatten(1, (heads, values))
+    return q, k, torch.unflatten(v, 1, (heads, values))
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def rg_lru(
     x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata
 ) -> Tensor:
     heads, size, _ = weights.shape
-    gates = torch.einsum("thd,hde->the", x.float().unflatten(1, (heads, size)), weights) + bias
+    gates = torch.einsum("thd,hde->the", torch.unflatten(x.float(), 1, (heads, size)), weights) + bias
     into, decaying = (gate.flatten(1).sigmoid() for gate in gates.chunk(2, -1))
     inputs, log_decay = into * x.float(), rates * decaying
     decay, scale = log_decay.exp(), (1 - (2 * log_decay).exp()).sqrt()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.attention_metadata import AttentionMetadata, check_features
-from quire.kernels.reference import gather_blocks
+from quire.kernels.reference import gather_blocks, seen_keys
 
 
 def paged_attention(
@@ -22,17 +22,21 @@ def paged_attention(
     scale: float,
     *,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `ops.paged_attention`.
 
     Raises:
-        NotImplementedError: with a soft cap, which torch's attention does not have.
+        NotImplementedError: with a soft cap or sinks, which torch's attention does not have.
     """
-    check_features(q, sliding_window, soft_cap, alibi_slopes)
+    check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
     if soft_cap is not None:
         raise NotImplementedError("scaled_dot_product_attention has no soft cap")
+    if sinks is not None:
+        raise NotImplementedError("scaled_dot_product_attention has no sinks")
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     # Distances times slopes are added to the scores, for which 16 bits are too coarse.
     dtype = q.dtype if alibi_slopes is None else torch.float32
@@ -43,7 +47,7 @@ def paged_attention(
             continue
         keys, values = gather_blocks(k_cache, v_cache, metadata.block_tables[request : request + 1], seq_len)
         distance = _distance(rows.stop - rows.start, seq_len, q.device)
-        seen = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+        seen = seen_keys(distance, seq_len, sliding_window, attention_chunk)
         # Memory that no query sees can hold NaN, which a weight of 0 would not cancel.
         unseen = ~seen.any(0)[:, None]
         mixed = F.scaled_dot_product_attention(

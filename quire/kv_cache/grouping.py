@@ -6,9 +6,7 @@ Invariant: every layer is in exactly one group, and the layers of a group are of
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
 
 from quire.errors import ConfigError
 from quire.kv_cache.spec import (
@@ -16,7 +14,6 @@ from quire.kv_cache.spec import (
     FullAttentionSpec,
     KVCacheGroup,
     KVCacheSpec,
-    RecurrentStateSpec,
     tensor_block_bytes,
 )
 
@@ -57,25 +54,6 @@ def group_layers(specs: Mapping[str, KVCacheSpec], max_model_len: int, *, hybrid
     chosen = min(candidates, key=lambda groups: (request_bytes(groups, specs, max_model_len), len(groups)))
     logger.info("KV cache groups: %s", _describe(chosen, specs))
     return chosen
-
-
-def fit_states(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """Specs of blocks that are about as large as the states that lie in them; others' as they are.
-
-    A state has its size whatever the number of tokens that it stands for, and often that of the keys and values of
-    hundreds. So blocks get as many times the tokens as it takes for the largest state to fit, and states are rounded up
-    to a block: less than the keys and values of one block as it was stay unused.
-    """
-    states = {name: spec for name, spec in specs.items() if isinstance(spec, RecurrentStateSpec)}
-    unit = math.lcm(*(spec.block_bytes for name, spec in specs.items() if name not in states))
-    if not states or len(states) == len(specs):
-        return dict(specs)
-    largest = max(spec.state_bytes for spec in states.values())
-    factor = -(-largest // unit)
-    fitted = {name: spec.grown(factor) for name, spec in specs.items()}
-    for name in states:
-        fitted[name] = replace(fitted[name], state_bytes=unit * factor)  # type: ignore[call-arg]
-    return fitted
 
 
 def request_bytes(groups: Groups, specs: Mapping[str, KVCacheSpec], num_tokens: int) -> int:

@@ -18,6 +18,7 @@ from quire.kv_cache.spec import (
     ChunkedLocalSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    LatentAttentionSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
@@ -243,6 +244,7 @@ class RecurrentStateManager(LocalAttentionManager):
 
 MANAGERS: dict[type[KVCacheSpec], type[SingleTypeManager]] = {
     FullAttentionSpec: FullAttentionManager,
+    LatentAttentionSpec: FullAttentionManager,
     SlidingWindowSpec: LocalAttentionManager,
     ChunkedLocalSpec: LocalAttentionManager,
     RecurrentStateSpec: RecurrentStateManager,

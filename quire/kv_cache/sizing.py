@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.kv_cache.grouping import Groups, fit_states, group_layers
-from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, tensor_block_bytes
+from quire.kv_cache.grouping import Groups, group_layers
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, fit_states, tensor_block_bytes
 
 logger = logging.getLogger(__name__)
 

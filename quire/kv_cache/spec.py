@@ -108,6 +108,13 @@ class FullAttentionSpec(AttentionSpec):
 
 
 @dataclass(frozen=True)
+class LatentAttentionSpec(FullAttentionSpec):
+    """One vector of a token for all heads, which is its key and, but for its last dimensions, its value (as in MLA)."""
+
+    planes: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
 class SlidingWindowSpec(AttentionSpec):
     """A token reads itself and the `sliding_window` - 1 tokens before it."""
 
@@ -193,6 +200,25 @@ class RecurrentStateSpec(KVCacheSpec):
 def _max_blocks_touched(span: int, block_size: int) -> int:
     """Blocks that `span` consecutive tokens can lie in at most."""
     return (span + block_size - 2) // block_size + 1
+
+
+def fit_states(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Specs of blocks that are about as large as the states that lie in them; others' as they are.
+
+    A state has its size whatever the number of tokens that it stands for, and often that of the keys and values of
+    hundreds. So blocks get as many times the tokens as it takes for the largest state to fit, and states are rounded up
+    to a block: less than the keys and values of one block as it was stay unused.
+    """
+    states = {name: spec for name, spec in specs.items() if isinstance(spec, RecurrentStateSpec)}
+    unit = math.lcm(*(spec.block_bytes for name, spec in specs.items() if name not in states))
+    if not states or len(states) == len(specs):
+        return dict(specs)
+    largest = max(spec.state_bytes for spec in states.values())
+    factor = -(-largest // unit)
+    fitted = {name: spec.grown(factor) for name, spec in specs.items()}
+    for name in states:
+        fitted[name] = replace(fitted[name], state_bytes=unit * factor)  # type: ignore[call-arg]
+    return fitted
 
 
 @dataclass(frozen=True)

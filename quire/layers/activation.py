@@ -1,6 +1,6 @@
 """Activation functions by their names in config.json.
 
-Invariant: the tables hold exactly the names that `quire.models.families.fields` lets through.
+Invariant: the tables hold the names that `quire.models.families.fields` lets through, and those that families give.
 """
 
 from collections.abc import Callable
@@ -8,18 +8,22 @@ from functools import partial
 
 from torch import Tensor
 
-from quire.kernels import ops
-from quire.kernels.linear import QuantizedRows
+from quire.kernels import ops, reference
+from quire.kernels.linear import GatedActivation, QuantizedRows
 
 Activation = Callable[[Tensor], Tensor]
 
 GATED: dict[str, Activation] = {
+    "clamped_swiglu": reference.clamped_swiglu,
     "silu": ops.silu_and_mul,
     "gelu": partial(ops.gelu_and_mul, approximate="none"),
     "gelu_new": partial(ops.gelu_and_mul, approximate="tanh"),
     "gelu_pytorch_tanh": partial(ops.gelu_and_mul, approximate="tanh"),
 }
 """act(first half) * second half: [T, 2 * I] -> [T, I]."""
+
+FUSED: dict[str, GatedActivation] = {"clamped_swiglu": "clamped_swiglu", "silu": "silu_and_mul"}
+"""Those in which a packed product can end."""
 
 GATED_FP8: dict[str, Callable[[Tensor], QuantizedRows]] = {
     "silu": ops.silu_and_mul_fp8,

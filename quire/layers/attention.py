@@ -15,15 +15,17 @@ from quire.kernels.attention_backends import AttentionNeeds, resolve_backend
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kv_cache.spec import (
     AttentionSpec,
+    ChunkedLocalSpec,
     FullAttentionSpec,
     KVCacheSpec,
     SlidingWindowSpec,
 )
 from quire.layers.alibi import slopes
 from quire.layers.base import DTYPES, Module, activation_dtype, device_type
-from quire.layers.kv_cache import cache_planes
+from quire.layers.kv_cache import cache_planes, cache_users
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.sinks import Sinks
 from quire.layers.step import StepContext
 
 
@@ -33,7 +35,8 @@ class Attention(Module):
     `name` identifies the layer's cache and is unique in the model. `sliding_window` w lets a token see itself and the
     w - 1 tokens before it; `soft_cap` c bounds scores to (-c, c). With `rotary`, queries and keys are rotated first;
     with `qk_norm`, norms that the model owns, each of their heads is normed before that. `alibi` a lowers a score by
-    a * slope * distance, with a slope for each head (see `quire.layers.alibi`).
+    a * slope * distance, with a slope for each head (see `quire.layers.alibi`). With `attention_chunk` c a token sees
+    its own part of the sequence, which is cut at multiples of c. `sinks`, which the model owns, join every softmax.
 
     Raises:
         ConfigError: the attention backend that was asked for cannot do that here.
@@ -51,10 +54,12 @@ class Attention(Module):
         head_dim: int,
         scale: float,
         sliding_window: int | None = None,
+        attention_chunk: int | None = None,
         soft_cap: float | None = None,
         rotary: RotaryEmbedding | None = None,
         qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
         alibi: float | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -63,6 +68,8 @@ class Attention(Module):
         self.head_dim = head_dim
         self.scale = scale
         self.sliding_window = sliding_window
+        self.attention_chunk = attention_chunk
+        self.sinks = sinks
         self.soft_cap = soft_cap
         assert rotary is not None or qk_norm is None, "heads are normed where they are rotated"
         self.rotary = rotary
@@ -76,6 +83,7 @@ class Attention(Module):
             head_size=head_dim,
             has_soft_cap=soft_cap is not None,
             has_alibi=alibi is not None,
+            has_sinks=sinks is not None,
             batch_invariant=config.kernels.batch_invariant,
         )
         self.backend_name, self.backend = resolve_backend(config.kernels.attention_backend, needs)
@@ -100,8 +108,10 @@ class Attention(Module):
             own,
             self.scale,
             sliding_window=self.sliding_window,
+            attention_chunk=self.attention_chunk,
             soft_cap=self.soft_cap,
             alibi_slopes=self.alibi_slopes,
+            sinks=None if self.sinks is None else self.sinks.weight,
         )
         return out.flatten(1)
 
@@ -140,9 +150,11 @@ class Attention(Module):
         """See `CacheUser`."""
         sizes = (self.block_size, self.num_kv_heads, self.head_dim, self.kv_dtype.itemsize)
         scale_bytes = 4 if self.kv_dtype == torch.int8 else 0
-        if self.sliding_window is None:
-            return FullAttentionSpec(*sizes, scale_bytes=scale_bytes)
-        return SlidingWindowSpec(*sizes, self.sliding_window, scale_bytes=scale_bytes)
+        if self.attention_chunk is not None:
+            return ChunkedLocalSpec(*sizes, self.attention_chunk, scale_bytes=scale_bytes)
+        if self.sliding_window is not None:
+            return SlidingWindowSpec(*sizes, self.sliding_window, scale_bytes=scale_bytes)
+        return FullAttentionSpec(*sizes, scale_bytes=scale_bytes)
 
 
 _CACHE_DTYPES = DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -164,7 +176,7 @@ def kv_cache_dtype(config: EngineConfig) -> torch.dtype:
     return activation_dtype(config) if name == "auto" else _CACHE_DTYPES[name]
 
 
-def attention_backends(model: nn.Module) -> dict[str, bool]:
-    """Names of the backends that the model's layers use -> whether their calls can be captured."""
-    layers = (module for module in model.modules() if isinstance(module, Attention))
-    return {layer.backend_name: layer.backend.capturable for layer in layers}
+def attention_backends(model: nn.Module) -> list[str]:
+    """Names of the backends that the model's layers use."""
+    names = (getattr(layer, "backend_name", None) for layer in cache_users(model))
+    return [name for name in dict.fromkeys(names) if name is not None]

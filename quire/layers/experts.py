@@ -5,39 +5,60 @@ Shapes: T tokens of the step, H hidden size, I intermediate size of an expert, k
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.config.arch import ExpertsArch
+from quire.config.arch import ExpertsArch, ExpertStack
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.experts import ExpertWeights
-from quire.kernels.linear import FLOAT, PackedWeight
+from quire.layers.activation import FUSED
 from quire.layers.base import Module, model_dtype
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
+from quire.layers.mxfp4 import Mxfp4
+from quire.layers.quantization import QuantMethod
+from quire.layers.shard import WHOLE, Shard
 from quire.layers.slot import Slot
 
 
 class _InStack(MatrixLayer):
-    """Mixed into a layer of an expert whose matrix is one of a stack, [E, N, K], in the checkpoint."""
+    """Mixed into a layer of an expert whose matrix is one of a stack in the checkpoint."""
 
     index: int
     count: int
+    stack = ExpertStack()
+
+    def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
+        super().create_weights(Mxfp4(method) if self.stack.mxfp4 else method, shard)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        suffixes = {"weight": self.stack.weight, "bias": self.stack.bias}
         for name, slot in super().slots(names):
-            yield ".".join(name.rsplit(f".{self.index}.", 1)), slot.of_stack(self.index, self.count)
-
-
-class _GateUpInStack(_InStack, GateUpLinear):
-    pass
+            path, leaf = ".".join(name.rsplit(f".{self.index}.", 1)).rsplit(".", 1)
+            stacked = slot.of_stack(self.index, self.count)
+            yield path + suffixes.get(leaf, f"_{leaf}"), stacked.merging(0) if self.stack.flat else stacked
 
 
 class _LinearInStack(_InStack, Linear):
     pass
+
+
+class _GateUpInStack(_InStack, GateUpLinear):
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        if self.stack.gate_up is not None:
+            names = [f"{names[0].rpartition('.')[0]}.{self.stack.gate_up}"]
+        if not self.stack.interleaved:
+            yield from super().slots(names)
+            return
+        halves: dict[str, Iterator[int]] = defaultdict(itertools.count)
+        for name, slot in super().slots([names[0]] * len(self.spans)):
+            outputs = 2 if self.transposed and slot.source.shape[2:] else 1
+            yield name, slot.of_stack(next(halves[name]), len(self.spans), outputs + 1).merging(outputs)
 
 
 class Expert(Module):
@@ -46,26 +67,30 @@ class Expert(Module):
     def __init__(self, *, config: EngineConfig, experts: ExpertsArch, index: int, prefix: str) -> None:
         super().__init__()
         arch = config.arch
-        stacked = experts.stacked
-        self.gate_up_proj = (_GateUpInStack if stacked else GateUpLinear)(
+        stack = experts.stack
+        transposed = () if stack is None else stack.transposed
+        self.gate_up_proj = (GateUpLinear if stack is None else _GateUpInStack)(
             hidden_size=arch.hidden_size,
             intermediate_size=experts.intermediate_size,
-            bias=False,
+            bias=experts.bias,
             dtype=model_dtype(config),
-            activation="silu",
+            activation=experts.activation,
             name=f"{prefix}.gate_up_proj",
+            transposed="gate_up_proj" in transposed,
         )
-        self.down_proj = (_LinearInStack if stacked else Linear)(
+        self.down_proj = (Linear if stack is None else _LinearInStack)(
             in_features=experts.intermediate_size,
             out_features=arch.hidden_size,
-            bias=False,
+            bias=experts.bias,
             dtype=model_dtype(config),
             name=f"{prefix}.down_proj",
             cut="input",
+            transposed="down_proj" in transposed,
         )
         for layer in (self.gate_up_proj, self.down_proj):
             if isinstance(layer, _InStack):
-                layer.index, layer.count = index, experts.count
+                assert stack is not None, "a member of it"
+                layer.index, layer.count, layer.stack = index, experts.count, stack
 
 
 class Experts(Module):
@@ -77,6 +102,7 @@ class Experts(Module):
         for index in range(experts.count):
             name = f"{prefix}.{index}"
             self.add_module(str(index), Expert(config=config, experts=experts, index=index, prefix=name))
+        self._activation = FUSED[experts.activation]
         self._weights: ExpertWeights | None = None
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -95,19 +121,19 @@ class Experts(Module):
     def _gathered(self) -> ExpertWeights:
         """Raises ConfigError: the experts are not kept alike."""
         members = [member for member in self.children() if isinstance(member, Expert)]
-        gate_up = tuple(_matrix(member.gate_up_proj) for member in members)
-        down = tuple(_matrix(member.down_proj) for member in members)
+        gate_up = tuple(member.gate_up_proj.matrix() for member in members)
+        down = tuple(member.down_proj.matrix() for member in members)
         for matrices in (gate_up, down):
             if any(matrix.scheme != matrices[0].scheme for matrix in matrices):
                 raise ConfigError(f"{self.name}: all experts must be quantised in the same way, or none")
-        return ExpertWeights(gate_up, down)
+        return ExpertWeights(
+            gate_up,
+            down,
+            _biases([member.gate_up_proj for member in members]),
+            _biases([member.down_proj for member in members]),
+            self._activation,
+        )
 
 
-def _matrix(layer: Linear) -> PackedWeight:
-    """Its weight as the kernels of experts read it; one that its device's kernels left plain is in rows."""
-    if layer.packed is not None:
-        return layer.packed
-    weight = layer.weight
-    assert weight is not None, "experts are loaded before they are used"
-    outputs, inputs = weight.shape
-    return PackedWeight(FLOAT, weight.data, None, None, outputs, inputs, layer.halves(), "rows")
+def _biases(layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+    return tuple(layer.bias.data.float() for layer in layers if layer.bias is not None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.linear import QuantizedRows
-from quire.layers.activation import GATED, GATED_FP8
+from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import QuantMethod
@@ -73,8 +73,8 @@ class QKVLinear(Linear):
     """Query, key and value projections as one, cut by heads; ranks beyond the key-value heads share them.
 
     A checkpoint that is `grouped` has, in one tensor, the query heads of the first key-value head, its key, its value,
-    then those of the next. A layer that is `gated` has a gate for each query head, too, which the checkpoint has behind
-    that head's query. What comes out is bounded by `clip`.
+    then those of the next; or it has the queries apart, and the rest so. A layer that is `gated` has a gate for each
+    query head, too, which the checkpoint has behind that head's query. What comes out is bounded by `clip`.
     """
 
     def __init__(
@@ -148,14 +148,15 @@ class GateUpLinear(Linear):
         )
         self.activation = activation
         self._gate: Callable[[Tensor], Tensor | QuantizedRows] = GATED[activation]
+        self._fused = FUSED.get(activation)
 
     def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Any:
-        if self.packed is None or self._gate is not ops.silu_and_mul:
+        if self.packed is None or self._fused is None:
             return self._gate(super().forward(x, step))
-        return ops.packed_linear(x, self.packed, self.bias, "silu_and_mul")
+        return ops.packed_linear(x, self.packed, self.bias, self._fused)
 
     def quantize_rows(self) -> None:
-        self._gate = GATED_FP8[self.activation]
+        self._gate, self._fused = GATED_FP8[self.activation], None
 
     def halves(self) -> int:
-        return 2 if self.activation == "silu" else 1
+        return 2 if self.activation in FUSED else 1

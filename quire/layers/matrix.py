@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
-from quire.kernels.linear import PackedWeight
+from quire.kernels.linear import FLOAT, PackedWeight
 from quire.layers.base import Layer, parameter
 from quire.layers.quantization import FLOATS, TABLE, QuantMethod
 from quire.layers.shard import WHOLE, Cut, Shard, Span
@@ -152,18 +152,30 @@ class MatrixLayer(Layer):
         return super().tensors() | {_PACKED + name: part for name, part in parts.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        for name in self.method.replaced(self, "cpu"):
+            setattr(self, name, None)
         plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PACKED)}
         parts = {name.removeprefix(_PACKED): tensors[name] for name in tensors.keys() - plain.keys()}
         super().restore(plain)
         if parts:
             assert self.packed is None, "a layer is restored once"
-            shape = (self.num_rows, length(self.columns))
-            self.packed = PackedWeight.of(self.method.scheme, shape, self.halves(), parts)
-            self.weight = None
+            self.packed = PackedWeight.of(self.method.scheme, self.matrix_shape(), self.halves(), parts)
+
+    def matrix(self) -> PackedWeight:
+        """The weight as kernels of several matrices read it; one that its device's kernels left plain is in rows."""
+        if self.packed is not None:
+            return self.packed
+        assert self.weight is not None, "a layer is loaded before it is used"
+        outputs, inputs = self.weight.shape
+        return PackedWeight(FLOAT, self.weight.data, None, None, outputs, inputs, self.halves(), "rows")
 
     def adopt(self, weight: Tensor) -> None:
         """Make this tensor the weight."""
         self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def matrix_shape(self) -> tuple[int, int]:
+        """Outputs and inputs of the rank's share of the finished matrix."""
+        return self.num_rows, length(self.columns)
 
     def halves(self) -> int:
         """In how many parts the outputs are packed."""

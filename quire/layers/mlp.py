@@ -77,7 +77,7 @@ def _down_proj(config: EngineConfig, prefix: str, intermediate_size: int) -> Lin
     return Linear(
         in_features=intermediate_size,
         out_features=arch.hidden_size,
-        bias=arch.mlp_bias,
+        bias=arch.mlp_bias if arch.mlp_out_bias is None else arch.mlp_out_bias,
         dtype=model_dtype(config),
         name=f"{prefix}.down_proj",
         cut="input",

@@ -49,12 +49,12 @@ class QuantMethod:
         Raises:
             ConfigError: the layer cannot be cut so.
         """
-        layer.weight = parameter(layer.num_rows, length(self._read(layer)), dtype=layer.dtype)
+        layer.weight = parameter(layer.num_rows, length(self.read(layer)), dtype=layer.dtype)
 
     def slots(self, layer: MatrixLayer, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         """Where the tensors of the checkpoint's modules `names` go; see `Layer.slots`."""
         assert layer.weight is not None, "slots are filled before the layer is finished"
-        weight, columns, every_column = layer.weight, self._read(layer), slice(0, layer.inputs)
+        weight, columns, every_column = layer.weight, self.read(layer), slice(0, layer.inputs)
         pieces = layer.pieces(names)
         adopt = layer.adopt if len(pieces) == 1 and self._reads_file(layer) else None
         for piece in pieces:
@@ -80,7 +80,8 @@ class QuantMethod:
         else:
             layer.adopt(self._rounded(layer, weight.data))
 
-    def _read(self, layer: MatrixLayer) -> slice:
+    def read(self, layer: MatrixLayer) -> slice:
+        """The inputs whose weights are read, of which a rank may keep fewer."""
         return slice(0, layer.inputs) if self.spans_rows else layer.columns
 
     def _own_columns(self, layer: MatrixLayer, packed: PackedWeight) -> PackedWeight:

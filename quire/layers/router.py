@@ -31,7 +31,7 @@ class Router(Linear):
         super().__init__(
             in_features=config.arch.hidden_size,
             out_features=experts.count,
-            bias=False,
+            bias=experts.router_bias,
             dtype=model_dtype(config),
             name=name,
         )

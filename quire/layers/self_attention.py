@@ -10,9 +10,11 @@ from quire.kernels import ops
 from quire.layers.attention import Attention
 from quire.layers.base import Module, RowSource, model_dtype
 from quire.layers.linear import Linear, QKVLinear
-from quire.layers.qk_norm import QK_NORMS
+from quire.layers.qk_norm import NORMED_IN_KERNEL, QK_NORMS
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.sinks import Sinks
 from quire.layers.step import StepContext
+from quire.layers.temperature import TemperatureTuning
 
 
 class SelfAttention(Module):
@@ -45,13 +47,19 @@ class SelfAttention(Module):
             cut="input",
             transposed=arch.transposed_weights,
         )
-        if arch.qk_norm is not None:
-            self.q_norm = QK_NORMS[arch.qk_norm](config, arch.num_heads, f"{prefix}.q_norm")
-            self.k_norm = QK_NORMS[arch.qk_norm](config, arch.num_kv_heads, f"{prefix}.k_norm")
+        qk_norm = None if layer in arch.unnormed_layers else arch.qk_norm
+        if qk_norm is not None:
+            self.q_norm = QK_NORMS[qk_norm](config, arch.num_heads, f"{prefix}.q_norm")
+            self.k_norm = QK_NORMS[qk_norm](config, arch.num_kv_heads, f"{prefix}.k_norm")
         # The kernel that rotates and stores keys can norm them on the way, in one way.
-        in_kernel = arch.qk_norm == "rms" and rotary is not None
-        self.norms_first = arch.qk_norm is not None and not in_kernel
-        self.rotary_first = rotary if arch.qk_norm == "rms_after_rope" else None
+        in_kernel = qk_norm in NORMED_IN_KERNEL and rotary is not None
+        self.norms_first = qk_norm is not None and not in_kernel
+        self.temperature = None
+        if arch.temperature is not None and rotary is None:
+            self.temperature = TemperatureTuning(config=config, temperature=arch.temperature)
+        self.sinks = Sinks(num_heads=arch.num_heads, name=f"{prefix}.sinks") if arch.attention_sinks else None
+        kind = arch.layer_types[layer]
+        self.rotary_first = rotary if qk_norm == "rms_after_rope" else None
         self.attn = Attention(
             config=config,
             name=f"{prefix}.attn",
@@ -59,11 +67,13 @@ class SelfAttention(Module):
             num_kv_heads=arch.num_kv_heads,
             head_dim=arch.head_dim,
             scale=arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale,
-            sliding_window=arch.sliding_window if arch.layer_types[layer] == "sliding_attention" else None,
+            sliding_window=arch.sliding_window if kind == "sliding_attention" else None,
+            attention_chunk=arch.attention_chunk if kind == "chunked_attention" else None,
             soft_cap=arch.attn_logit_softcap,
             rotary=None if self.rotary_first is not None else rotary,
             qk_norm=(self.q_norm, self.k_norm) if in_kernel else None,  # type: ignore[arg-type]
             alibi=arch.alibi,
+            sinks=self.sinks,
         )
 
     def reads(self, source: RowSource) -> None:
@@ -77,6 +87,8 @@ class SelfAttention(Module):
             q, k = self.rotary_first(positions, q, k)
         if self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.temperature is not None:
+            q = self.temperature(positions, q)
         out = self.attn(q, k, v, positions, step)
         if gate:
             out = out * ops.activate(gate[0].flatten(1), "sigmoid")

@@ -31,11 +31,20 @@ def sizes(box: Box) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Part:
-    """What a slot takes of a tensor in the file, whose whole shape is `shape`: `box`, which lies in `region`."""
+    """What a slot takes of a tensor in the file, whose whole shape is `shape`: `box`, which lies in `region`.
+
+    A file may name another shape of the same elements, `stored`; all parts of a tensor see it in one shape.
+    """
 
     shape: tuple[int, ...]
     region: Box
     box: Box
+    stored: tuple[int, ...] | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """What the file says."""
+        return self.shape if self.stored is None else self.stored
 
     @staticmethod
     def all(shape: Sequence[int]) -> "Part":
@@ -51,6 +60,13 @@ class Part:
     def transposed(self) -> "Part":
         """The same of a tensor that is stored with its dimensions the other way round."""
         return Part(self.shape[::-1], self.region[::-1], self.box[::-1])
+
+    def in_stack(self, index: int, count: int, dim: int = 0) -> "Part":
+        """The same of a tensor in which so many such tensors stand, side by side along a new dimension."""
+        side = slice(index, index + 1)
+        shape = (*self.shape[:dim], count, *self.shape[dim:])
+        region, box = ((*sides[:dim], side, *sides[dim:]) for sides in (self.region, self.box))
+        return Part(shape, region, box)
 
     def narrow(self, dim: int, start: int, stop: int) -> "Part":
         """From `start` to `stop` of the box along a dimension."""
@@ -99,13 +115,19 @@ class Slot:
         target, part = self.target.narrow(dim, start, stop - start), self.source.narrow(dim, start, stop)
         return replace(self, target=target, part=part, adopt=None)
 
-    def of_stack(self, index: int, count: int) -> "Slot":
-        """The same of a tensor in which so many such tensors stand one behind the other, this one at `index`."""
+    def of_stack(self, index: int, count: int, dim: int = 0) -> "Slot":
+        """The same of a tensor in which so many such tensors stand along a new dimension, this one at `index`."""
         assert self.convert is None, "rows of a stack would be its members"
-        side, whole, adopt = slice(index, index + 1), self.source, self.adopt
-        part = Part((count, *whole.shape), (side, *whole.region), (side, *whole.box))
-        alone = None if adopt is None else lambda tensor: adopt(tensor[0])
-        return replace(self, target=self.target.unsqueeze(0), part=part, adopt=alone)
+        adopt = self.adopt
+        alone = None if adopt is None else lambda tensor: adopt(tensor.squeeze(dim))
+        part = self.source.in_stack(index, count, dim)
+        return replace(self, target=self.target.unsqueeze(dim), part=part, adopt=alone)
+
+    def merging(self, dim: int) -> "Slot":
+        """The same of a file in which this dimension and the next are one."""
+        shape = self.source.shape
+        merged = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+        return replace(self, part=replace(self.source, stored=merged))
 
 
 def why_not_covered(shape: Sequence[int], regions: Sequence[Box]) -> str | None:

@@ -24,6 +24,7 @@ class SparseMLP(Module):
         assert experts is not None, "a sparse layer has experts"
         self.gate = Router(config=config, experts=experts, name=f"{prefix}.gate")
         self.experts = Experts(config=config, experts=experts, prefix=f"{prefix}.experts")
+        self.weighs_input = experts.weighs_input
         self.shared_expert = self.shared_expert_gate = None
         if experts.shared_size:
             self.shared_expert = GatedMLP(
@@ -43,8 +44,15 @@ class SparseMLP(Module):
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
-        out: Tensor = self.experts(x, *self.gate.choose(x, step))
+        out = self._routed(x, step)
         return out if self.shared_expert is None else out + self._shared(x, step)
+
+    def _routed(self, x: Tensor, step: StepContext) -> Tensor:
+        chosen, weights = self.gate.choose(x, step)
+        if self.weighs_input:
+            x, weights = x * weights.to(x.dtype), weights.clamp(1.0, 1.0)
+        out: Tensor = self.experts(x, chosen, weights)
+        return out
 
     def _shared(self, x: Tensor, step: StepContext) -> Tensor:
         assert self.shared_expert is not None

@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.layers.base import Module, RowSource
 from quire.layers.gated_delta_net import GatedDeltaNet
+from quire.layers.latent_self_attention import LatentSelfAttention
 from quire.layers.mamba import MambaMixer
 from quire.layers.mamba2 import Mamba2Mixer
 from quire.layers.mlp import GatedMLP, PlainMLP
@@ -21,12 +22,16 @@ from quire.layers.short_conv import ShortConv
 from quire.layers.sparse_mlp import SparseMLP
 from quire.layers.step import StepContext
 
-Mixer = SelfAttention | MambaMixer | Mamba2Mixer | ShortConv | GatedDeltaNet | RecurrentUnit
+Mixer = (
+    SelfAttention | LatentSelfAttention | MambaMixer | Mamba2Mixer | ShortConv | GatedDeltaNet | RecurrentUnit
+)
 MLP = GatedMLP | PlainMLP | SparseMLP
 
 MIXERS: dict[str, tuple[str, type[Mixer]]] = {
     "full_attention": ("self_attn", SelfAttention),
     "sliding_attention": ("self_attn", SelfAttention),
+    "chunked_attention": ("self_attn", SelfAttention),
+    "latent_attention": ("self_attn", LatentSelfAttention),
     "mamba": ("mamba", MambaMixer),
     "mamba2": ("mamba", Mamba2Mixer),
     "short_conv": ("conv", ShortConv),
@@ -164,6 +169,30 @@ class ParallelTwoNormsBlock(Block):
         return attended + self.mlp(self.post_attention_layernorm(residual), step), residual
 
 
+class ResidualExpertsBlock(Block):
+    """Attention and then a dense MLP, and experts beside both, on a normed copy of what the layer got (Arctic)."""
+
+    norms = ("input_layernorm", "post_attention_layernorm", "residual_layernorm")
+    residual_layernorm: RMSNorm | LayerNorm
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
+        self.residual_mlp = GatedMLP(config=config, prefix=f"{prefix}.residual_mlp")
+        _connect(self.mixer, self.input_layernorm)
+        _connect(self.residual_mlp, self.residual_layernorm)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        attended = self.mixer(x, positions, step)
+        beside = self.mlp(self.post_attention_layernorm(residual), step)
+        x, residual = self.residual_layernorm.add(attended, residual)
+        return self.residual_mlp(x, step) + beside, residual
+
+
 class MixerBlock(Block):
     """A mixer alone, on a normed copy of the residual stream (Mamba)."""
 
@@ -208,6 +237,7 @@ BLOCKS: dict[str, type[Block]] = {
     "norm_after": NormAfterBlock,
     "parallel": ParallelBlock,
     "parallel_two_norms": ParallelTwoNormsBlock,
+    "residual_experts": ResidualExpertsBlock,
     "mixer": MixerBlock,
     "mlp": MLPBlock,
 }

@@ -33,6 +33,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("ApertusForCausalLM", "llama:read_apertus", "Apertus"),
         BuiltIn("AquilaForCausalLM", "llama:read_llama", "Aquila 2", oracle="Llama of transformers"),
         BuiltIn("ArceeForCausalLM", "llama:read_arcee", "AFM 4.5B"),
+        BuiltIn("ArcticForCausalLM", "sparse:read_arctic", "Snowflake Arctic", oracle="plain torch"),
         BuiltIn(
             "BaiChuanForCausalLM", "baichuan:read_baichuan", "Baichuan 7B", oracle="Llama of transformers"
         ),
@@ -41,6 +42,13 @@ BUILT_IN: dict[str, BuiltIn] = {
             "baichuan:read_baichuan",
             "Baichuan 2 7B and 13B, Baichuan 13B",
             oracle="Llama of transformers, told ALiBi's biases as a mask",
+        ),
+        BuiltIn("BailingMoeForCausalLM", "bailing:read_bailing", "Ling lite and plus", oracle="plain torch"),
+        BuiltIn(
+            "BailingMoeV2ForCausalLM",
+            "bailing:read_bailing_v2",
+            "Ling 2.0 mini and flash, Ring 2.0",
+            oracle="Glm4Moe of transformers",
         ),
         BuiltIn("BambaForCausalLM", "mamba_hybrids:read_bamba", "Bamba 9B"),
         BuiltIn("BloomForCausalLM", "alibi:read_bloom", "BLOOM, BLOOMZ"),
@@ -59,6 +67,9 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("Cohere2ForCausalLM", "cohere:read_cohere2", "Command A, Command R7B, Tiny Aya"),
         BuiltIn("CohereForCausalLM", "cohere:read_cohere", "Command R, Command R+, Aya 23 and Expanse"),
         BuiltIn("CwmForCausalLM", "llama:read_cwm", "Code World Model"),
+        BuiltIn("DbrxForCausalLM", "dbrx:read_dbrx", "DBRX"),
+        BuiltIn("DeepseekV2ForCausalLM", "deepseek:read_deepseek_v2", "DeepSeek-V2, V2 Lite, V2.5, Coder V2"),
+        BuiltIn("DeepseekV3ForCausalLM", "deepseek:read_deepseek_v3", "DeepSeek-V3, V3.1, R1, Kimi K2"),
         BuiltIn("Dots1ForCausalLM", "sparse:read_dots1", "dots.llm1"),
         BuiltIn("Ernie4_5_MoeForCausalLM", "sparse:read_ernie_moe", "ERNIE 4.5 21B-A3B and 300B-A47B"),
         BuiltIn("Ernie4_5ForCausalLM", "llama:read_ernie", "ERNIE 4.5 0.3B"),
@@ -69,6 +80,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "EXAONE 3, 3.5 and Deep",
             oracle="Llama of transformers",
         ),
+        BuiltIn("ExaoneMoeForCausalLM", "exaone:read_exaone_moe", "K-EXAONE"),
         BuiltIn("FalconForCausalLM", "alibi:read_falcon", "Falcon 1B, 7B, 40B, 180B and 2 11B"),
         BuiltIn("FalconMambaForCausalLM", "mamba:read_falcon_mamba", "Falcon Mamba 7B"),
         BuiltIn("FlexOlmoForCausalLM", "sparse:read_flex_olmo", "FlexOlmo"),
@@ -77,12 +89,14 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("GemmaForCausalLM", "gemma:read_gemma", "Gemma, CodeGemma"),
         BuiltIn("Glm4ForCausalLM", "glm:read_glm4", "GLM-4 (0414), GLM-Z1"),
         BuiltIn("Glm4MoeForCausalLM", "sparse:read_glm4_moe", "GLM 4.5, 4.6 and 4.7"),
+        BuiltIn("Glm4MoeLiteForCausalLM", "deepseek:read_glm4_moe_lite", "GLM 4.7 Flash"),
         BuiltIn("GlmForCausalLM", "glm:read_glm", "GLM-4 9B, GLM-Edge"),
         BuiltIn("GPT2LMHeadModel", "gpt2:read_gpt2", "GPT-2, Cerebras-GPT"),
         BuiltIn("GPTBigCodeForCausalLM", "gpt2:read_gpt_bigcode", "StarCoder, SantaCoder"),
         BuiltIn("GPTJForCausalLM", "neox:read_gptj", "GPT-J"),
         BuiltIn("GPTNeoForCausalLM", "gpt2:read_gpt_neo", "GPT-Neo, TinyStories"),
         BuiltIn("GPTNeoXForCausalLM", "neox:read_gpt_neox", "GPT-NeoX, Pythia, Dolly 2, RedPajama-INCITE"),
+        BuiltIn("GptOssForCausalLM", "gpt_oss:read_gpt_oss", "gpt-oss 20B and 120B"),
         BuiltIn("GraniteForCausalLM", "llama:read_granite", "Granite 3"),
         BuiltIn("GraniteMoeForCausalLM", "sparse:read_granite_moe", "Granite 3 1B-A400M and 3B-A800M"),
         BuiltIn("GraniteMoeHybridForCausalLM", "mamba_hybrids:read_granite_hybrid", "Granite 4"),
@@ -108,6 +122,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "JambaForCausalLM", "mamba_hybrids:read_jamba", "Jamba, Jamba 1.5 to 1.7, Jamba Reasoning 3B"
         ),
         BuiltIn("JAISLMHeadModel", "jais:read_jais", "Jais 13B and 30B", oracle="plain torch"),
+        BuiltIn("Llama4ForCausalLM", "llama4:read_llama4", "Llama 4 Scout and Maverick (text)"),
         BuiltIn("Lfm2ForCausalLM", "lfm:read_lfm2", "LFM2 350M to 2.6B"),
         BuiltIn("Lfm2MoeForCausalLM", "lfm:read_lfm2_moe", "LFM2 8B-A1B"),
         BuiltIn(
@@ -115,6 +130,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "llama:read_llama",
             "Llama 1 to 3.3, Yi, DeepSeek-LLM, SOLAR, TinyLlama, SmolLM 2",
         ),
+        BuiltIn("MiniCPM3ForCausalLM", "deepseek:read_minicpm3", "MiniCPM 3 4B"),
         BuiltIn("Mamba2ForCausalLM", "mamba:read_mamba2", "Mamba 2, Codestral Mamba"),
         BuiltIn("MambaForCausalLM", "mamba:read_mamba", "Mamba 130M to 2.8B"),
         BuiltIn(
@@ -146,6 +162,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("PersimmonForCausalLM", "neox:read_persimmon", "Persimmon 8B"),
         BuiltIn("Phi3ForCausalLM", "phi:read_phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
         BuiltIn("PhiForCausalLM", "phi:read_phi", "Phi-1, Phi-1.5, Phi-2"),
+        BuiltIn("PhimoeForCausalLM", "phi:read_phimoe", "Phi-3.5-MoE"),
         BuiltIn("Qwen2ForCausalLM", "qwen:read_qwen2", "Qwen 1.5, 2 and 2.5, QwQ"),
         BuiltIn("Qwen2MoeForCausalLM", "sparse:read_qwen2_moe", "Qwen 1.5 MoE A2.7B, Qwen 2 57B-A14B"),
         BuiltIn("Qwen3ForCausalLM", "qwen:read_qwen3", "Qwen 3"),
@@ -155,6 +172,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("RecurrentGemmaForCausalLM", "griffin:read_recurrent_gemma", "RecurrentGemma 2B and 9B"),
         BuiltIn("SeedOssForCausalLM", "llama:read_seed_oss", "Seed-OSS 36B"),
         BuiltIn("SmolLM3ForCausalLM", "llama:read_smollm3", "SmolLM 3"),
+        BuiltIn("SolarOpenForCausalLM", "sparse:read_solar_open", "Solar Open 100B"),
         BuiltIn(
             "StableLMEpochForCausalLM",
             "neox:read_stablelm",
@@ -163,9 +181,17 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("StableLmForCausalLM", "neox:read_stablelm", "StableLM 2, StableLM 3B, Stable Code"),
         BuiltIn("Starcoder2ForCausalLM", "neox:read_starcoder2", "StarCoder 2"),
+        BuiltIn(
+            "TeleChat2ForCausalLM",
+            "telechat:read_telechat",
+            "TeleChat 2 3B to 115B",
+            oracle="plain torch",
+        ),
+        BuiltIn("TelechatForCausalLM", "telechat:read_telechat", "TeleChat 7B and 12B", oracle="plain torch"),
         BuiltIn("VaultGemmaForCausalLM", "gemma:read_vaultgemma", "VaultGemma 1B"),
         BuiltIn("XGLMForCausalLM", "opt:read_xglm", "XGLM"),
         BuiltIn("XverseForCausalLM", "llama:read_llama", "XVERSE 7B to 65B", oracle="Llama of transformers"),
+        BuiltIn("YoutuForCausalLM", "deepseek:read_youtu", "Youtu-LLM 2B"),
     )
 }
 """By architecture, in the order of the alphabet."""

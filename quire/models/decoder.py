@@ -73,7 +73,12 @@ def _rotaries(config: EngineConfig) -> list[RotaryEmbedding | None]:
         return [None] * arch.num_layers
     rotary = RotaryEmbedding(config=config, rope=arch.rope)
     local = rotary if arch.rope_local is None else RotaryEmbedding(config=config, rope=arch.rope_local)
-    by_type = {"full_attention": rotary, "sliding_attention": local}
+    by_type = {
+        "full_attention": rotary,
+        "sliding_attention": local,
+        "chunked_attention": rotary,
+        "latent_attention": rotary,
+    }
     return [
         None if layer in arch.unrotated_layers else by_type.get(kind)
         for layer, kind in enumerate(arch.layer_types)

@@ -6,7 +6,7 @@ hardly more memory than the loaded model.
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -102,10 +102,16 @@ def _cache(model: CausalLM) -> PackedCache | None:
     return PackedCache(Path(directory).expanduser(), Path(config.model_dir).name, key)
 
 
+def _places(model: CausalLM) -> Iterator[tuple[str, Layer]]:
+    """Each layer under a name of its own: several may hold parts of one of the checkpoint's modules."""
+    for index, (names, layer) in enumerate(model.checkpoint_layers()):
+        yield f"{index}:{names[0]}", layer
+
+
 def _final_tensors(model: CausalLM) -> dict[str, Tensor]:
     return {
-        f"{names[0]}/{name}": tensor
-        for names, layer in model.checkpoint_layers()
+        f"{place}/{name}": tensor
+        for place, layer in _places(model)
         for name, tensor in layer.tensors().items()
     }
 
@@ -116,8 +122,8 @@ def _restore(model: CausalLM, tensors: Mapping[str, Tensor]) -> None:
     for path, tensor in tensors.items():
         layer_name, _, name = path.rpartition("/")
         by_layer[layer_name][name] = tensor
-    for names, layer in model.checkpoint_layers():
-        layer.restore(by_layer[names[0]])
+    for place, layer in _places(model):
+        layer.restore(by_layer[place])
 
 
 def _weights(model: CausalLM, config: EngineConfig) -> Weights:

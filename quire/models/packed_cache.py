@@ -28,7 +28,7 @@ from quire.version import __version__
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same key would stand for other contents."""
 PAGE = 4096
 

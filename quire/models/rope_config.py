@@ -12,7 +12,7 @@ from dataclasses import replace
 from quire.config.arch import RopeScaling
 from quire.models.json_object import JsonObject
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 def read_rope(

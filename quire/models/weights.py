@@ -8,7 +8,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -196,7 +196,7 @@ def _plan(model: CausalLM, files: list[SafetensorsFile], model_dir: Path) -> dic
             if name in sources:
                 wrong.append(f"{at} is also in {sources[name].file.path}")
             elif name in slots:
-                sources[name] = _Source(file, info, slots[name])
+                sources[name] = _Source(file, _as_taken(info, slots[name]), slots[name])
                 wrong += (f"{at} {reason}" for reason in _why_unfit(info, slots[name]))
             elif not model.leaves_out(name):
                 wrong.append(f"{at} has no place in {type(model).__name__}")
@@ -208,6 +208,12 @@ def _plan(model: CausalLM, files: list[SafetensorsFile], model_dir: Path) -> dic
     if wrong:
         raise ModelLoadError(_in_one_sentence(wrong))
     return sources
+
+
+def _as_taken(info: TensorInfo, slots: list[Slot]) -> TensorInfo:
+    """A tensor in the shape in which slots take it."""
+    source = slots[0].source
+    return replace(info, shape=source.shape) if info.shape == source.stored_shape else info
 
 
 def _in_one_sentence(wrong: list[str]) -> str:
@@ -223,13 +229,13 @@ def _missing_prefix(model: CausalLM, files: list[SafetensorsFile]) -> str:
 def _why_unfit(info: TensorInfo, slots: list[Slot]) -> Iterator[str]:
     """What is wrong with a tensor, for the slots of its name: one phrase, or none."""
     for slot in slots:
-        if info.shape != slot.source.shape:
-            yield f"has shape {list(info.shape)}, config.json implies {list(slot.source.shape)}"
+        if info.shape != slot.source.stored_shape:
+            yield f"has shape {list(info.shape)}, config.json implies {list(slot.source.stored_shape)}"
             return
         if info.dtype not in slot.dtypes:
             yield f"is {_text(info.dtype)}; expected {' or '.join(_text(dtype) for dtype in slot.dtypes)}"
             return
-    reason = why_not_covered(info.shape, [slot.source.region for slot in slots])
+    reason = why_not_covered(slots[0].source.shape, [slot.source.region for slot in slots])
     if reason is not None:
         yield f"does not go into the model once: {reason}"
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.kernels import ops
-from quire.kv_cache.grouping import fit_states
-from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts, fit_states
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.models.base import CausalLM
 from quire.models.loader import load_model

@@ -89,6 +89,7 @@ def metric(server: Server, name: str) -> float:
     return sum(found)
 
 
+@pytest.mark.more
 def test_whoever_answers_the_answers_are_those_of_one(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     with serving(tmp_path / "one", "--no-enable-prefix-caching") as alone:
@@ -268,6 +269,7 @@ def test_a_failed_start_is_told_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.item(54)
+@pytest.mark.more
 def test_all_processes_sleep_and_wake_as_one(tmp_path: Path) -> None:
     args = ("--no-enable-prefix-caching", "--admin-api-key", "admin")
     with several(tmp_path, *args) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:

@@ -31,6 +31,7 @@ FAMILIES = (
     "gpt2",
     "bloom",
     "nanochat",
+    "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
 OTHERS += ["afmoe", "bert", "ministral3", "modernbert-decoder"]
@@ -40,12 +41,12 @@ NUM_BLOCKS = {
     "gemma3": 17,
     "modernbert-decoder": 26,
     **dict.fromkeys(("falconmamba", "mamba", "mamba-biased", "mamba2", "mamba2-groups"), 10),
-    "jamba": 17,
+    **dict.fromkeys(("bamba", "granite4", "granite4-dense", "jamba-dense", "nemotronh"), 25),
+    "jamba": 33,
     "lfm2": 36,
     "lfm2moe": 22,
     "qwen3next": 22,
     "recurrentgemma": 36,
-    "nemotronh": 25,
 } | SCARCE_BLOCKS
 """A cache in which requests are preempted; where layers differ, there are more blocks of fewer layers."""
 NUM_TOKENS = 32
@@ -72,14 +73,18 @@ def assert_greedy(directory: Path, prompt: list[int], generated: list[int]) -> N
     assert (logits.max(dim=1).values - chosen).max().item() < TIE
 
 
-def generate(directory: Path, runs: int = 1, **args: Any) -> tuple[LLM, list[list[int]]]:
+def engine(directory: Path, **args: Any) -> LLM:
     limits = {"max_model_len": MAX_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 512}
-    llm = LLM(str(directory), **(limits | {"num_gpu_blocks_override": 200} | args))
-    for _ in range(runs):
-        outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+    return LLM(str(directory), **(limits | {"num_gpu_blocks_override": 200} | args))
+
+
+def generate(llm: LLM) -> tuple[list[list[int]], dict[str, Any]]:
+    """The prompts' tokens, and the engine's statistics afterwards."""
+    outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
     llm.llm_engine.call_core("check_integrity")
-    assert llm.llm_engine.call_core("stats").get("kv_cache_usage", 0.0) == 0.0
-    return llm, [output.outputs[0].token_ids for output in outputs]
+    stats: dict[str, Any] = llm.llm_engine.call_core("stats")
+    assert stats.get("kv_cache_usage", 0.0) == 0.0
+    return [output.outputs[0].token_ids for output in outputs], stats
 
 
 @pytest.mark.parametrize(
@@ -87,18 +92,17 @@ def generate(directory: Path, runs: int = 1, **args: Any) -> tuple[LLM, list[lis
 )
 def test_greedy_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
     directory = tiny_model(name)
-    _, whole = generate(directory)
+    roomy = engine(directory)
+    whole, _ = generate(roomy)
     for prompt, tokens in zip(prompts(), whole, strict=True):
         assert isinstance(prompt, list)
         assert_greedy(directory, prompt, tokens)
 
-    _, chunked = generate(directory, max_num_batched_tokens=16)
-    assert chunked == whole, "chunked prefill with a budget of 16"
-
-    llm, warm = generate(directory, runs=2)
+    warm, stats = generate(roomy)
     assert warm == whole, "prefix hits"
-    assert llm.llm_engine.call_core("stats")["prefix_cache_hits"] > 0
+    assert stats["prefix_cache_hits"] > 0
 
-    llm, preempted = generate(directory, num_gpu_blocks_override=NUM_BLOCKS.get(name, 14))
-    assert preempted == whole, "preemption"
-    assert llm.llm_engine.call_core("stats")["num_preemptions"] > 0
+    scarce = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": NUM_BLOCKS.get(name, 14)}
+    cut, stats = generate(engine(directory, **scarce))
+    assert cut == whole, "chunked prefill with a budget of 16, and preemption"
+    assert stats["num_preemptions"] > 0

@@ -164,16 +164,20 @@ def rotary_and_write_kv(dtype: torch.dtype) -> Iterator[Arguments]:
                 yield (*arguments, interleaved, *norms, 1e-5), {}
 
 
+BATCHES = [[], [(1, 1)], [(1, 9), (1, 33), (1, 16)], [(5, 5), (1, 20), (17, 40)], [(0, 3), (3, 7)]]
+"""Each of (query length, sequence length)."""
+
+
 @cases
 def paged_attention(dtype: torch.dtype) -> Iterator[Arguments]:
-    batches = [[], [(1, 1)], [(1, 9), (1, 33), (1, 16)], [(5, 5), (1, 20), (17, 40)], [(0, 3), (3, 7)]]
     features = [
         {},
         {"sliding_window": 6},
         {"soft_cap": 3.0},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
+        {"attention_chunk": 7, "sinks": torch.tensor([-1.0, 0.5, 2.0, 9.0])},
     ]
-    for batch in batches:
+    for batch in BATCHES:
         for feature in features:
             metadata = make_metadata(batch, block_size=8, num_blocks=16)
             caches = randn_caches(16, 2, 8, 24, dtype)
@@ -230,6 +234,7 @@ def packed_linear(dtype: torch.dtype) -> Iterator[Arguments]:
                     (randn(*shape, dtype=dtype), weight, randn(outputs)),
                     {"activation": "silu_and_mul"},
                 )
+                yield (randn(*shape, dtype=dtype), weight), {"activation": "clamped_swiglu"}
 
 
 @cases
@@ -247,6 +252,7 @@ ROUTINGS = [
     (Routing(4, scores="sigmoid"), 13),
     (Routing(3, groups=4, top_groups=2), 16),
     (Routing(3, "sigmoid", groups=4, top_groups=2, group_members=2, normalized=True, scale=2.5), 24),
+    (Routing(3, "sparsemixer", reach=0.7, scale=2.0), 16),
 ]
 """Each with a number of experts."""
 
@@ -257,7 +263,8 @@ def route(dtype: torch.dtype) -> Iterator[Arguments]:
         for rows in (0, 1, 7, 40):
             logits = randn(rows, count, dtype=dtype)
             yield (logits, None, routing), {}
-            yield (logits, torch.rand(count), routing), {}
+            if routing.scores != "sparsemixer":
+                yield (logits, torch.rand(count), routing), {}
 
 
 @cases
@@ -266,9 +273,14 @@ def experts(dtype: torch.dtype) -> Iterator[Arguments]:
     for scheme in [scheme for scheme in SCHEMES if not scheme.fast]:
         for count, top_k, hidden, inner in [(1, 1, 16, 8), (5, 2, 45, 33), (8, 3, 130, 70)]:
             of = random_experts(count, hidden, inner, scheme, dtype)
+            bounded = replace(of, activation="clamped_swiglu")
             for tokens in (0, 1, 2, 70):
                 chosen = torch.rand(tokens, count).argsort(1)[:, :top_k].int()
                 yield (randn(tokens, hidden, dtype=dtype), chosen, torch.rand(tokens, top_k), of), {}
+                yield (
+                    (3 * randn(tokens, hidden, dtype=dtype), chosen, torch.rand(tokens, top_k), bounded),
+                    {},
+                )
 
 
 def random_experts(
@@ -280,6 +292,47 @@ def random_experts(
 
     biases = [tuple(randn(size) for _ in range(count)) if biased else () for size in (2 * inner, hidden)]
     return ExpertWeights(matrices(2 * inner, hidden, 2), matrices(hidden, inner, 1), *biases)
+
+
+@cases
+def per_head_linear(dtype: torch.dtype) -> Iterator[Arguments]:
+    for scheme in SCHEMES:
+        for tokens, heads, inputs, outputs in [
+            (0, 2, 8, 16),
+            (1, 3, 45, 32),
+            (7, 4, 130, 16),
+            (200, 2, 33, 48),
+        ]:
+            rows = randn(heads * outputs, inputs, dtype=dtype) * inputs**-0.5
+            x = randn(tokens, heads, inputs + 5, dtype=dtype)[..., :inputs]
+            yield (x, reference.pack_weight(rows.to(dtype), scheme)), {}
+
+
+@cases
+def write_latents(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, heads, rank, rope in [(0, 2, 16, 8), (1, 3, 32, 8), (9, 4, 50, 6), (40, 16, 512, 64)]:
+        slots = torch.randperm(16 * 4)[:tokens]
+        slots[1::3] = -1
+        q = randn(tokens, heads, 24 + rope, dtype=dtype)[..., 24:]
+        rows = randn(tokens, 10 + rank + rope, dtype=dtype)[:, 10:]
+        positions, table = torch.randint(0, 50, (tokens,)), randn(50, rope)
+        for cache_dtype in (dtype, torch.float32):
+            for norm_dtype in {dtype, torch.float32}:
+                cache = randn(16, 4, rank + rope, dtype=cache_dtype)
+                norm = randn(rank, dtype=norm_dtype)
+                for interleaved in (False, True):
+                    yield (positions, q, rows, norm, table, cache, slots, 1e-5, interleaved), {}
+
+
+@cases
+def latent_attention(dtype: torch.dtype) -> Iterator[Arguments]:
+    for batch in BATCHES:
+        for heads, rank, rope, cache_dtype in [(4, 32, 8, dtype), (5, 16, 24, torch.float32)]:
+            metadata = make_metadata(batch, block_size=8, num_blocks=16)
+            tokens = sum(query_len for query_len, _ in batch)
+            q, q_rope = randn(tokens, heads, rank, dtype=dtype), randn(tokens, heads, 24 + rope, dtype=dtype)
+            cache = randn(16, 8, rank + rope, dtype=cache_dtype)
+            yield (q, q_rope[..., 24:], cache, metadata, (rank + rope) ** -0.5), {}
 
 
 @cases

@@ -29,7 +29,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 70},
     "soft_cap": {"soft_cap": 2.5},
     "alibi": {"alibi_slopes": 0.3},
+    "sinks": {"sinks": 1.0},
+    "chunk": {"attention_chunk": 70},
     "all": {"sliding_window": 33, "soft_cap": 4.0, "alibi_slopes": 0.1},
+    "chunk and sinks": {"attention_chunk": 33, "sinks": 3.0},
 }
 
 
@@ -44,8 +47,8 @@ class Shape:
 
     def options(self, feature: str) -> dict[str, Any]:
         options = dict(FEATURES[feature])
-        if "alibi_slopes" in options:
-            options["alibi_slopes"] = options["alibi_slopes"] / torch.arange(1, self.q_heads + 1)
+        for name in options.keys() & {"alibi_slopes", "sinks"}:
+            options[name] = options[name] / torch.arange(1, self.q_heads + 1)
         return options
 
 

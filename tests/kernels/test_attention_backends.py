@@ -27,6 +27,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 6},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
+    "chunk": {"attention_chunk": 7},
     "both": {"sliding_window": 18, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
 }
 BATCHES = [[], [(1, 9), (1, 33), (1, 16)], [(5, 5), (1, 20), (17, 40), (0, 3)]]
@@ -64,6 +65,9 @@ MEANINGLESS: list[tuple[dict[str, Any], str]] = [
         {"alibi_slopes": torch.ones(3)},
         r"alibi_slopes must be floats \[4\] on cpu; they are torch.float32 \[3\]",
     ),
+    ({"attention_chunk": 0}, "attention_chunk must be 1 or more; it is 0"),
+    ({"attention_chunk": 4, "sliding_window": 4}, "not both"),
+    ({"sinks": torch.ones(3)}, r"sinks must be floats \[4\] on cpu; they are torch.float32 \[3\]"),
     ({"alibi_slopes": torch.ones(4).int()}, r"they are torch.int32 \[4\]"),
     ({"alibi_slopes": torch.ones(4, device="meta")}, "on meta"),
 ]
@@ -138,6 +142,7 @@ def test_batch_invariance_changes_tritons_function() -> None:
         ("triton", CPU, "it runs on cuda and xpu, and the device is cpu"),
         ("triton", replace(GPU, cache_dtype=torch.int8), "does not read an int8 KV cache"),
         ("torch_sdpa", replace(GPU, has_soft_cap=True), "torch's attention cannot cap"),
+        ("torch_sdpa", replace(GPU, has_sinks=True), "torch's attention has no sinks"),
         ("torch_sdpa", replace(GPU, batch_invariant=True), "depend on the batch, and --batch-invariant"),
         ("reference", replace(GPU, batch_invariant=True), "depend on the batch, and --batch-invariant"),
     ],

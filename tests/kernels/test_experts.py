@@ -13,7 +13,7 @@ from quire.kernels import ops
 from quire.kernels.cpu import library
 from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.experts import ExpertWeights
-from quire.kernels.linear import FLOAT, WeightScheme
+from quire.kernels.linear import FLOAT, GatedActivation, WeightScheme
 from tests.kernels.op_cases import FLOATS, INTEGERS, ROUTINGS, random_experts
 
 if library.loaded() is None:
@@ -49,19 +49,22 @@ def by_linears(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) ->
     for expert in range(len(of)):
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
         up_bias, down_bias = (bias[expert] if bias else None for bias in (of.gate_up_bias, of.down_bias))
-        inner = linear.packed_linear(x[tokens], of.gate_up[expert], up_bias, "silu_and_mul")
+        inner = linear.packed_linear(x[tokens], of.gate_up[expert], up_bias, of.activation)
         made = linear.packed_linear(inner, of.down[expert], down_bias)
         out[tokens] += weights[tokens, places, None] * made
     return out
 
 
 @every_format
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("biased", "activation"), [(False, "silu_and_mul"), (True, "silu_and_mul"), (True, "clamped_swiglu")]
+)
 def test_any_number_of_tokens_matches_linear_layers_and_each_token_alone(
-    scheme: WeightScheme, dtype: torch.dtype, biased: bool
+    scheme: WeightScheme, dtype: torch.dtype, biased: bool, activation: GatedActivation
 ) -> None:
     torch.manual_seed(0)
     of = random_experts(COUNT, HIDDEN, INNER, scheme, dtype, biased=biased)
+    of = replace(of, activation=activation)
     x, (chosen, weights) = rows(max(TOKENS)), choices(max(TOKENS))
     each = zip(x.split(1), chosen.split(1), weights.split(1), strict=True)
     alone = torch.cat([binding.experts(*token, of) for token in each])

@@ -221,6 +221,8 @@ def test_attention(
         {"sliding_window": 1 + seed % 50},
         {"soft_cap": 4.0},
         {"alibi_slopes": torch.rand(heads * group)},
+        {"sinks": 5 * torch.randn(heads * group)},
+        {"attention_chunk": 1 + seed % 50},
     ]
     caches = randn_caches(num_blocks, heads, block_size, size, dtype)
     agree(
@@ -231,7 +233,7 @@ def test_attention(
         metadata,
         size**-0.5,
         offset=seed % 3,
-        **options[seed % 4],
+        **options[seed % 6],
     )
 
 

@@ -57,19 +57,27 @@ def attend(sequences: list[Sequence], chunks: list[tuple[int, int]], **features:
 
 
 def by_definition(
-    s: Sequence, window: int | None = None, cap: float | None = None, slopes: Tensor | None = None
+    s: Sequence,
+    window: int | None = None,
+    chunk: int | None = None,
+    cap: float | None = None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of every position by the formula in the op's docstring, one query, head and key at a time."""
     out = torch.zeros_like(s.q)
     for i in range(len(s.q)):
-        keys = range(0 if window is None else max(0, i - window + 1), i + 1)
+        first = 0 if window is None else max(0, i - window + 1)
+        keys = range(first if chunk is None else i // chunk * chunk, i + 1)
         for h in range(HEADS):
             head = h // (HEADS // KV_HEADS)
             scores = torch.stack([SCALE * s.q[i, h].dot(s.k[j, head]) for j in keys])
             scores = scores if cap is None else cap * torch.tanh(scores / cap)
             if slopes is not None:
                 scores = scores - slopes[h] * torch.tensor([float(i - j) for j in keys])
-            out[i, h] = scores.softmax(0) @ s.v[keys.start : i + 1, head]
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[h : h + 1]))
+            out[i, h] = scores.softmax(0)[: len(keys)] @ s.v[keys.start : i + 1, head]
     return out
 
 
@@ -90,6 +98,8 @@ def test_paged_attention_equals_contiguous_sdpa(length: int) -> None:
         ({"soft_cap": 0.7}, {"cap": 0.7}),
         ({"alibi_slopes": torch.arange(1, 7) / 8}, {"slopes": torch.arange(1, 7) / 8}),
         ({"sliding_window": 4, "soft_cap": 2.0}, {"window": 4, "cap": 2.0}),
+        ({"attention_chunk": 4}, {"chunk": 4}),
+        ({"sinks": torch.arange(6) - 2.0}, {"sinks": torch.arange(6) - 2.0}),
     ],
 )
 def test_paged_attention_equals_its_definition(features: dict[str, Any], definition: dict[str, Any]) -> None:

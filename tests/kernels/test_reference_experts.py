@@ -15,7 +15,21 @@ from quire.kernels.linear import FLOAT
 from tests.kernels.op_cases import ROUTINGS
 
 
+def mix_row(logits: list[float], routing: Routing) -> tuple[list[int], list[float]]:
+    order = sorted(range(len(logits)), key=lambda expert: -logits[expert])
+    weights = []
+    for place, best in enumerate(order[: routing.top_k]):
+        most = logits[best]
+        near = [
+            x for x in (logits[i] for i in order[place:]) if (most - x) / max(abs(x), most) <= routing.reach
+        ]
+        weights.append(routing.scale * math.exp(most) / sum(map(math.exp, near)))
+    return order[: routing.top_k], weights
+
+
 def route_row(logits: list[float], bias: list[float], routing: Routing) -> tuple[list[int], list[float]]:
+    if routing.scores == "sparsemixer":
+        return mix_row(logits, routing)
     if routing.scores == "softmax":
         total = sum(map(math.exp, logits))
         scores = [math.exp(x) / total for x in logits]
@@ -45,6 +59,13 @@ def test_routing_is_its_definition(routing: Routing, count: int, biased: bool) -
         ids, expected = route_row(logits[row].tolist(), bias.tolist(), routing)
         assert chosen[row].tolist() == ids
         torch.testing.assert_close(weights[row], torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_the_bounded_swiglu_is_its_definition() -> None:
+    for gate, up in ((0.5, -0.3), (9.0, 2.0), (-20.0, 1.0), (1.0, 30.0), (1.0, -30.0)):
+        g, u = min(gate, 7.0), max(-7.0, min(up, 7.0))
+        expected = (u + 1) * g / (1 + math.exp(-1.702 * g))
+        assert reference.clamped_swiglu(torch.tensor([gate, up])).item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_experts_are_the_weighted_sum_of_their_mlps() -> None:

@@ -93,16 +93,54 @@ def test_conversions_and_copies_are_played_too(convert: Callable[[Tensor], Tenso
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(
-    "computes",
+    "compute",
     [
         lambda x: x @ x.T,
-        lambda x: x.sqrt(),
-        lambda x: x[torch.tensor([0])],
+        lambda x: torch.cat((-x[:, SIZE // 2 :], x[:, : SIZE // 2]), dim=-1),
+        lambda x: x.sin() * x.cos() - x.sigmoid(),
+        lambda x: torch.cat([part * 2 for part in x.chunk(3, dim=1)]),
+        lambda x: x.max(dim=-1, keepdim=True).values + x,
+        lambda x: torch.cat(x.topk(3).values.split(1, dim=1)),
+        lambda x: x.t().reshape(-1) + x.t().flatten(),
+        lambda x: torch.nn.functional.dropout(x, training=False) + 1,
+        lambda x: torch.nn.functional.linear(x, x.softmax(-1), x[:, 0]),
+        lambda x: x + torch.arange(SIZE) * torch.full((1,), 0.5),
+        lambda x: torch.where(x > 0, x, torch.zeros_like(x)),
+        lambda x: ops.rms_norm.oracle(x, SCALE, 1e-6),
+    ],
+)
+def test_what_torch_makes_of_tensors_is_played_too(
+    compute: Callable[[Tensor], Tensor], inference: bool
+) -> None:
+    """Between kernels, before them and behind them, and several tensors at once."""
+    place = torch.randn(3, SIZE)
+
+    def run() -> Tensor:
+        made = compute(layer(place))
+        return layer(place * made.sum().sigmoid()) + made.mean()
+
+    with torch.inference_mode(inference):
+        tape = record(run, Arena(ROOM))
+        for _ in range(3):
+            place.copy_(torch.randn(3, SIZE))
+            expected = run()
+            assert tape.play()
+            assert torch.equal(tape.result, expected)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    "computes",
+    [
         lambda x: x.add_(1),
         lambda x: x * x.sum().item(),
-        lambda x: ops.rms_norm.oracle(x, SCALE, 1e-6),
-        lambda x: x.t().reshape(-1),
-        lambda x: x.t().flatten(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x + torch.rand(1),
+        lambda x: torch.nn.functional.dropout(x),
+        lambda x: x.copy_(x * 2),
+        lambda x: x[torch.tensor([0])],
     ],
 )
 def test_what_may_depend_on_the_step_is_not_recorded(

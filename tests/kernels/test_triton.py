@@ -23,6 +23,7 @@ from quire.kernels.triton import (
     norm,
     rotary,
 )
+from tests.fixtures.quick import quick
 from tests.kernels.op_cases import compare, make_metadata, randn, randn_caches
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are meant
@@ -103,7 +104,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 6},
     "soft cap": {"soft_cap": 3.0},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
+    "sinks": {"sinks": torch.tensor([-1.0, 0.5, 2.0, 9.0])},
+    "chunk": {"attention_chunk": 7},
     "all": {"sliding_window": 18, "soft_cap": 3.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
+    "chunk and sinks": {"attention_chunk": 18, "sinks": torch.tensor([-1.0, 0.5, 2.0, 9.0])},
 }
 SHAPES = {
     "split decode": attention.decode_shape(2, 6, 132)._replace(split_tokens=16, block_n=16, even_splits=3),
@@ -116,13 +120,13 @@ SHAPES = {
 
 
 def attend(shape: attention.Shape) -> Callable[..., Tensor]:
-    def run(*args: Any, sliding_window: Any = None, soft_cap: Any = None, alibi_slopes: Any = None) -> Tensor:
-        return attention.attend(*args, shape, sliding_window, soft_cap, alibi_slopes)
+    def run(*args: Any, **features: Any) -> Tensor:
+        return attention.attend(*args, shape, **features)
 
     return run
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", quick(DTYPES, [torch.float16]), ids=str)
 @pytest.mark.parametrize("feature", list(FEATURES))
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_attention(shape: str, feature: str, dtype: torch.dtype) -> None:

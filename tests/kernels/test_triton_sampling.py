@@ -18,6 +18,7 @@ from quire.kernels import ops, philox, reference_sampling
 from quire.kernels.limits import ANY_LIMITS, NO_LIMITS, Limits
 from quire.kernels.triton import cut, logprobs, noise, penalties, sampling
 from quire.kernels.triton import logits as logits_kernels
+from tests.fixtures.quick import quick
 from tests.kernels.op_cases import compare, randn, random_keys, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are meant
@@ -151,8 +152,8 @@ LIMITED = {
 NUM_DRAWS = 4000
 
 
-@pytest.mark.parametrize("limits", list(LIMITED))
-@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.parametrize("limits", quick(LIMITED, ("plain", "top_k and top_p", "min_p")))
+@pytest.mark.parametrize("by_position", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_draws_are_fair(limits: str, by_position: bool) -> None:
     """Counts of many seeds, or positions, against the exact probabilities; a fixed set of draws."""
     setting, kept = LIMITED[limits]

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.kv_cache.grouping import MAX_GROUPS, fit_states, group_layers, request_bytes
+from quire.kv_cache.grouping import MAX_GROUPS, group_layers, request_bytes
 from quire.kv_cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
+    fit_states,
     tensor_block_bytes,
 )
 

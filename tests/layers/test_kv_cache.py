@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from quire.kv_cache.grouping import fit_states, group_layers
+from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    LatentAttentionSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
+    fit_states,
 )
 from quire.layers.kv_cache import (
     CacheUser,
@@ -31,12 +33,6 @@ from quire.scheduler.output import SchedulerOutput
 from quire.worker.block_copies import BlockCopier, copy_on_host
 
 NUM_BLOCKS = 5
-
-
-class LatentSpec(FullAttentionSpec):
-    """One vector of each token, from which keys and values are made."""
-
-    planes = 1
 
 
 class Keeper(nn.Module):
@@ -64,7 +60,7 @@ KINDS: Mapping[str, KVCacheSpec] = {
     "window": SlidingWindowSpec(4, 2, 8, 4, sliding_window=8),
     "wide window": SlidingWindowSpec(4, 6, 8, 4, sliding_window=8),
     "int8": FullAttentionSpec(4, 1, 8, 1, scale_bytes=4),
-    "latent": LatentSpec(4, 1, 12, 4),
+    "latent": LatentAttentionSpec(4, 1, 12, 4),
     "state": RecurrentStateSpec(4, 256),
     "large state": RecurrentStateSpec(4, 5000),
 }

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fixtures.quick import quick
 from tests.kernels import triton_interpreter
 
 pytest.importorskip("triton", reason="no Triton for this platform")
@@ -63,6 +64,7 @@ def test_logits_are_those_of_the_oracle(
         torch.testing.assert_close(ours, theirs, rtol=0.0, atol=2e-4)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("gemma2", "int4"), ("qwen2", "fp8")])
 def test_batch_invariant_logits_have_the_same_bits_however_they_are_computed(
     name: str, quantization: str | None, tiny_model: Callable[[str], Path]
@@ -104,7 +106,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("name", quick(["qwen2", "gemma2"], ["qwen2"]))
 def test_fp8_logits_have_the_bits_of_a_quantising_pass_before_every_product(
     name: str,
     tiny_model: Callable[[str], Path],
@@ -125,6 +127,7 @@ def test_fp8_logits_have_the_bits_of_a_quantising_pass_before_every_product(
     assert len(passes) == 4
 
 
+@pytest.mark.more
 def test_only_what_feeds_a_weight_in_fp8_is_quantised(
     tiny_model: Callable[[str], Path], passes: list[tuple[int, ...]]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from quire.config import ModelArch
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
 from quire.models.built_in import BUILT_IN, TRANSFORMERS
+from quire.models.families.mamba import POSITIONS
 from quire.models.hf_config import read_hf_config
 from quire.models.registry import ModelRegistry
 from tests.fixtures.tiny_models import TINY_MODELS, VOCAB_SIZE
@@ -62,20 +64,53 @@ XGLM = {"vocab_size": 100, "d_model": 32, "ffn_dim": 64, "num_layers": 2, "atten
 MPT: dict[str, Any] = {"vocab_size": 100, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}
 SPARSE = LLAMA | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEEPSEEK = SPARSE | {"n_routed_experts": 8}
+LATENT = DEEPSEEK | {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 MIXTRAL = LLAMA | {"num_local_experts": 8}
+DBRX: dict[str, Any] = MPT | {
+    "attn_config": {},
+    "ffn_config": {"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 16},
+}
+STATES: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 4}
+HYBRID = MIXTRAL | {"mamba_n_heads": 4, "mamba_d_head": 16}
 OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported_archs(), LLAMA) | {
+    "DeepseekV2ForCausalLM": LATENT,
+    "DeepseekV3ForCausalLM": LATENT,
+    "DbrxForCausalLM": DBRX,
     "Dots1ForCausalLM": DEEPSEEK,
+    "ArcticForCausalLM": MIXTRAL,
+    "BailingMoeForCausalLM": SPARSE,
+    "BailingMoeV2ForCausalLM": SPARSE,
+    "ExaoneMoeForCausalLM": SPARSE,
+    "SolarOpenForCausalLM": DEEPSEEK,
     "Ernie4_5_MoeForCausalLM": SPARSE | {"moe_num_experts": 8},
     "FlexOlmoForCausalLM": SPARSE,
     "Glm4MoeForCausalLM": DEEPSEEK,
+    "Glm4MoeLiteForCausalLM": LATENT,
     "GraniteMoeForCausalLM": MIXTRAL,
     "GraniteMoeSharedForCausalLM": MIXTRAL,
     "HunYuanMoEV1ForCausalLM": LLAMA | {"num_experts": 8, "moe_topk": 2},
+    "MiniCPM3ForCausalLM": LATENT,
+    "GptOssForCausalLM": MIXTRAL,
+    "Llama4ForCausalLM": MIXTRAL,
     "MiniMaxM2ForCausalLM": MIXTRAL,
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": SPARSE,
+    "PhimoeForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": SPARSE,
     "Qwen3MoeForCausalLM": SPARSE,
+    "YoutuForCausalLM": LATENT,
+    "BambaForCausalLM": HYBRID,
+    "FalconMambaForCausalLM": STATES,
+    "GraniteMoeHybridForCausalLM": HYBRID,
+    "JambaForCausalLM": SPARSE,
+    "Mamba2ForCausalLM": STATES | {"num_heads": 8, "head_dim": 8},
+    "MambaForCausalLM": STATES,
+    "NemotronHForCausalLM": LLAMA | {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
     "BloomForCausalLM": BLOOM,
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT2,
@@ -90,6 +125,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
 OF_FAMILY = {arch: values | {"architectures": [arch]} for arch, values in OF_FAMILY.items()}
 WITH_ORACLE = [row.architecture for row in BUILT_IN.values() if row.oracle == TRANSFORMERS]
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
+OF_STATES = {"mamba": "linear_attention", "mamba2": "linear_attention"}
+"""What transformers calls all layers that keep a state."""
 ABSENT = object()
 
 
@@ -107,9 +144,11 @@ def test_sizes_of_what_transformers_writes(name: str, tiny_model: Callable[[str]
     assert arch.hidden_size == theirs.hidden_size
     assert arch.num_layers == len(arch.layer_types) == theirs.num_hidden_layers
     if theirs.model_type != "falcon":  # there other flags than the number of heads decide
-        assert arch.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
+        heads = getattr(theirs, "num_attention_heads", 0)
+        assert arch.num_kv_heads == getattr(theirs, "num_key_value_heads", heads)
     assert arch.tie_word_embeddings == theirs.tie_word_embeddings
     longest = getattr(theirs, "max_position_embeddings", None) or getattr(theirs, "max_seq_len", 2048)
+    longest = longest if arch.num_heads else POSITIONS
     assert arch.max_position_embeddings == longest
     assert (arch.dtype, arch.bos_token_id, arch.eos_token_ids) == ("float32", 1, (2,))
 
@@ -123,12 +162,13 @@ def test_defaults_are_those_of_the_family(arch: str, tmp_path: Path) -> None:
     config_class = getattr(transformers, arch).config_class
     theirs = config_class(**{key: value for key, value in OF_FAMILY[arch].items() if key != "model_type"})
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert ours.head_dim == (
-        getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    )
+    if ours.num_heads:
+        head_dim = getattr(theirs, "head_dim", None)
+        assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
     window = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * 9
-    assert list(ours.layer_types) == types[: ours.num_layers]
+    kinds = [OF_STATES.get(kind, kind) for kind in ours.layer_types]
+    assert kinds == types[: ours.num_layers]
     assert ours.sliding_window == (window if "sliding_attention" in types else None)
     eps = next((value for key in EPSILONS if (value := getattr(theirs, key, None))), 1e-5)
     assert ours.norm_eps == eps
@@ -296,6 +336,13 @@ def test_all_unsupported_options_are_named_at_once(tmp_path: Path) -> None:
         ),
         ("ApertusForCausalLM", {"hidden_act": "silu"}, ['hidden_act = "silu"', "xielu"]),
         ("SmolLM3ForCausalLM", {"use_sliding_window": True}, ["use_sliding_window = true"]),
+        ("MambaForCausalLM", {"hidden_act": "gelu"}, ['hidden_act = "gelu"']),
+        (
+            "NemotronHForCausalLM",
+            {"hybrid_override_pattern": "M-E*"},
+            ["hybrid_override_pattern", "M, * and -"],
+        ),
+        ("NemotronHForCausalLM", {"layers_block_type": ["moe"]}, ["layers_block_type", "full_attention"]),
     ],
 )
 def test_unsupported_options_of_a_family(
@@ -305,6 +352,20 @@ def test_unsupported_options_of_a_family(
         read(tmp_path, OF_FAMILY[arch] | changes)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"n_groups": 3}, "a divisor of the number of heads"),
+        ({"time_step_limit": [0.0]}, "a list of two numbers"),
+        ({"time_step_limit": [0.0, {"__float__": "NaN"}]}, "a list of two numbers"),
+        ({"conv_kernel": 1}, "conv_kernel"),
+    ],
+)
+def test_malformed_values_of_states(changes: dict[str, Any], word: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=word):
+        read(tmp_path, OF_FAMILY["Mamba2ForCausalLM"] | changes)
 
 
 def test_variants_of_baichuan_that_only_sizes_tell_apart(tmp_path: Path) -> None:
@@ -422,3 +483,32 @@ def test_experts_that_cannot_be_chosen_are_refused(
 ) -> None:
     with pytest.raises((ModelLoadError, UnsupportedModelError), match=words):
         read(tmp_path, OF_FAMILY["Glm4MoeForCausalLM"], **values)
+
+
+def test_latent_sizes_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
+    for key, size, unit in (("kv_lora_rank", 24, 16), ("v_head_dim", 24, 16), ("qk_rope_head_dim", 12, 8)):
+        with pytest.raises(
+            UnsupportedModelError, match=f"{key} = {size} is not supported; it must be a multiple of {unit}"
+        ):
+            read(tmp_path, OF_FAMILY["DeepseekV3ForCausalLM"] | {key: size})
+
+
+def test_checkpoints_of_deepseek_v3_in_fp8_are_refused(tmp_path: Path) -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    with pytest.raises(UnsupportedModelError, match="quantization_config"):
+        read(tmp_path, OF_FAMILY["DeepseekV3ForCausalLM"] | {"quantization_config": fp8})
+
+
+@pytest.mark.parametrize("rank", [None, 24])
+def test_scores_are_scaled_as_positions_are_stretched(rank: int | None, tmp_path: Path) -> None:
+    yarn = {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    values = OF_FAMILY["DeepseekV3ForCausalLM"] | {"q_lora_rank": rank}
+    plain, stretched = read(tmp_path, values), read(tmp_path, values | {"rope_scaling": yarn})
+    assert plain.attention_scale == 24**-0.5
+    assert stretched.attention_scale == pytest.approx(24**-0.5 * (0.1 * math.log(40) + 1) ** 2)

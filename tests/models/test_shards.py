@@ -22,9 +22,11 @@ from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.matrix import MatrixLayer
+from quire.layers.per_head import PerHeadLinear
 from quire.layers.quantization import METHODS
 from quire.layers.shard import Shard
-from quire.layers.slot import Box, sizes, why_not_covered
+from quire.layers.sinks import Sinks
+from quire.layers.slot import Box, length, sizes, why_not_covered
 from quire.layers.step import StepContext
 from quire.models import loader
 from quire.models.base import CausalLM
@@ -41,19 +43,20 @@ from tests.models.test_staged_copy import LateStream, same
 STEP = StepContext(())
 FAMILIES = [
     "llama", "llama-tied-bias", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3",
-    "opt", "opt-post-norm", "opt-no-bias", "gpt2", "falcon-40b", "qwen2moe",
+    "opt", "opt-post-norm", "opt-no-bias", "gpt2", "falcon-40b", "qwen2moe", "deepseekv3",
 ]  # fmt: skip
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES, "bloom-six-heads"})
 EVERY_FAMILY = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
 LARGER = {
     128: ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"),
     256: (
-        "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner",
+        "intermediate_size", "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner",
         "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+        "lru_width", "block_multiple_of",
     ),
-    32: ("head_dim", "kv_channels"),
+    32: ("head_dim", "kv_channels", "v_head_dim"),
     1: ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    0: ("first_k_dense_replace",),
+    0: ("first_k_dense_replace", "num_dense_layers",),
 }  # fmt: skip
 """Sizes of which two ranks have whole groups and chunks of 64, and the keys that have them."""
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
@@ -72,7 +75,9 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
     widened = {"intermediate_size": 512} if "no_bias" in config and "d_model" not in config else {}
     lists = {key: config[key][:1] for key in ("layer_types", "attention_layers") if config.get(key)}
     local = {"attention_types": [[["local"], 1]]} if "attention_types" in config else {}
-    return config | sizes | widened | lists | local
+    sparse = {"moe_layers": [0]} if config.get("moe_layers") else {}
+    nested = {"ffn_config": config["ffn_config"] | {"ffn_hidden_size": 256}} if "ffn_config" in config else {}
+    return config | sizes | widened | lists | local | sparse | nested
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +101,7 @@ def write(name: str, source: Path, directory: Path) -> Path:
     slots = loader.without_weights(prepared_config(directory)).checkpoint_slots()
     random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     tensors = {
-        key: 0.1 * torch.randn(parts[0].source.shape, generator=random) for key, parts in slots.items()
+        key: 0.1 * torch.randn(parts[0].source.stored_shape, generator=random) for key, parts in slots.items()
     }
     save_file(tensors, directory / SINGLE_NAME)
     return directory
@@ -142,7 +147,26 @@ def check_linear(whole: Linear, ranks: list[Linear], x: Tensor) -> None:
             assert all(torch.equal(one, together) for one in share) if replicated else True
             assert replicated or torch.equal(torch.cat(share, 1), together)
     else:
-        assert torch.equal(torch.cat([outputs(rank, x) for rank in ranks], 1), expected)
+        shares = zip(*(by_span(rank, outputs(rank, x)) for rank in ranks), strict=True)
+        for together, share in zip(by_span(whole, expected), shares, strict=True):
+            assert torch.equal(torch.cat(share, 1), together)
+
+
+def by_span(layer: Linear, out: Tensor) -> tuple[Tensor, ...]:
+    """What a layer makes, in the parts that are cut by themselves; one part where it has put these together."""
+    sizes = [length(rows) for rows in layer.rows]
+    return out.split(sizes, 1) if sum(sizes) == out.shape[1] else (out,)
+
+
+def check_other(whole: Layer, ranks: list[Layer]) -> None:
+    """A layer without a matrix: each rank has all of a tensor, or together they have each element of it once."""
+    for key, tensor in whole.tensors().items():
+        parts = [rank.tensors()[key] for rank in ranks]
+        if parts[0].shape == tensor.shape:
+            assert all(torch.equal(part, tensor) for part in parts)
+        else:
+            elements = torch.cat([part.flatten() for part in parts])
+            assert torch.equal(elements.sort().values, tensor.flatten().sort().values)
 
 
 @torch.inference_mode()
@@ -150,6 +174,23 @@ def check_table(whole: VocabEmbedding, ranks: list[VocabEmbedding], hidden: Tens
     assert torch.equal(torch.cat([rank.logits(hidden) for rank in ranks], 1), whole.logits(hidden))
     rows = torch.cat([rank(torch.arange(rank.num_rows)) for rank in ranks])
     assert torch.equal(rows, whole(torch.arange(whole.num_rows)))
+
+
+@torch.inference_mode()
+def check_per_head(whole: PerHeadLinear, ranks: list[PerHeadLinear], x: Tensor) -> None:
+    outputs, inputs = whole.matrix_shape()
+    heads = torch.randn(len(x), whole.spans[0].units, inputs)
+    shares = heads.tensor_split(len(ranks), 1)
+    together = torch.cat([rank(share) for rank, share in zip(ranks, shares, strict=True)], 1)
+    assert torch.equal(together, whole(heads))
+    assert together.flatten(1).shape[1] == outputs
+
+
+CHECKS: dict[type[MatrixLayer], Callable[..., None]] = {
+    Linear: check_linear,
+    PerHeadLinear: check_per_head,
+    VocabEmbedding: check_table,
+}
 
 
 needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
@@ -165,15 +206,13 @@ def test_two_ranks_make_what_one_makes(kept: str, name: str, checkpoint: Callabl
     random, cuts = torch.Generator().manual_seed(1), set()
     for layer, share in layers_of(whole, ranks):
         if isinstance(layer, MatrixLayer):
-            check = check_linear if isinstance(layer, Linear) else check_table
-            check(layer, share, torch.randn(5, layer.inputs, generator=random))  # type: ignore[arg-type]
+            (check,) = (check for kind, check in CHECKS.items() if isinstance(layer, kind))
+            check(layer, share, torch.randn(5, layer.inputs, generator=random))
             cuts.add(layer.cut)
-        if not isinstance(layer, MatrixLayer) or layer.cut == "whole":
-            assert all(
-                torch.equal(rank.tensors()[key], part)
-                for rank in share
-                for key, part in layer.tensors().items()
-            )
+        if isinstance(layer, Sinks):
+            assert torch.equal(torch.cat([rank.weight for rank in share]), layer.weight)  # type: ignore[misc]
+        elif not isinstance(layer, MatrixLayer) or layer.cut == "whole":
+            check_other(layer, share)
         else:
             most = 0.7 if isinstance(layer, QKVLinear) and layer.spans[1].units == 1 else 0.55
             assert max(map(num_bytes, share)) < most * num_bytes(layer)

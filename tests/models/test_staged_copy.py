@@ -47,7 +47,7 @@ class LateStream:
         self.calls.append("begin")
 
     def send(self, staged: Tensor, slot: Slot) -> LateCopy:
-        slot.target.fill_(torch.nan)
+        slot.target.fill_(torch.nan if slot.target.is_floating_point() else 255)
         self._sent.append((staged, slot))
         return LateCopy(self, len(self._sent))
 

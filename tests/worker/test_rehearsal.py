@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from quire.executor.null import NullExecutor
-from quire.kv_cache.grouping import fit_states
 from quire.kv_cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
+    fit_states,
 )
 from quire.worker.rehearsal import Rehearsal, rehearsed_groups
 from tests.worker.harness import BLOCK_SIZE, VOCAB_SIZE, tiny_config

@@ -9,11 +9,11 @@ from torch import Tensor
 from quire.config.arch import Routing
 from quire.kernels.cpu.calls import NOTHING, call, empty
 from quire.kernels.cpu.checks import check_array, dtype_code, say
-from quire.kernels.cpu.linear import BLOCK_ROWS, SCRATCH, checked
+from quire.kernels.cpu.linear import ACTIVATIONS, BLOCK_ROWS, SCRATCH, checked
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import Native, PackedWeight
 
-_SCORES = {"softmax": 0, "sigmoid": 1}
+_SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 _MOST_EXPERTS = 4096
 """As in csrc/cpu/route.cpp."""
 
@@ -47,7 +47,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
         (chosen, weights, logits, NOTHING if bias is None else bias),
         *(rows, count, routing.top_k, _SCORES[routing.scores]),
         *(routing.groups, routing.top_groups, routing.group_members, int(routing.normalized)),
-        *(routing.scale, code),
+        *(routing.scale, routing.reach, code),
     )
     return chosen, weights
 
@@ -65,7 +65,7 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Te
     out = empty(wide, tokens, hidden)
     rows = min(tokens * top_k, BLOCK_ROWS)
     scratch = SCRATCH.of(rows * (native.row_floats + inner + hidden) + tokens * top_k + count)
-    sizes = (tokens, top_k, *native.sizes, *native.formats)
+    sizes = (tokens, top_k, *native.sizes, ACTIVATIONS[of.activation], *native.formats)
     refused = call("experts", (out, wide, chosen, weights, native.table, scratch), scratch.nbytes, *sizes)
     if refused:
         raise IndexError(f"experts: {refused} choices are outside the {count} experts")

@@ -1,5 +1,7 @@
 """Rotary embedding and the writing of keys and values to the cache, with every check."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ def rotary_embedding(
     op = "rotary_embedding"
     code = dtype_code(op, "q", q)
     queries, keys = check_heads(op, "q", q, q.dtype), check_heads(op, "k", k, q.dtype)
-    num_positions, rot_dim = _check_rotary(op, positions, queries, keys, cos_sin_cache)
+    num_positions, rot_dim = check_rotary(op, positions, {"q": queries, "k": keys}, cos_sin_cache)
     sizes = (queries.tokens, num_positions, rot_dim, *queries[1:4], *keys[1:4])
     refused = call(op, (q, k, positions, cos_sin_cache), *sizes, int(interleaved), code)
     if refused:
@@ -67,7 +69,7 @@ def rotary_and_write_kv(
         check_heads(op, "k", k, dtype),
         check_heads(op, "v", v, dtype),
     )
-    num_positions, rot_dim = _check_rotary(op, positions, queries, keys, cos_sin_cache)
+    num_positions, rot_dim = check_rotary(op, positions, {"q": queries, "k": keys}, cos_sin_cache)
     cache = _check_write(op, keys, values, k_cache, v_cache, slot_mapping)
     norm_code = _check_norms(op, q, k, q_norm, k_norm)
     norms = (NOTHING if q_norm is None else q_norm, NOTHING if k_norm is None else k_norm)
@@ -80,17 +82,18 @@ def rotary_and_write_kv(
         raise IndexError(f"{op}: {refused} tokens are outside the {bounds} of the caches")
 
 
-def _check_rotary(op: str, positions: Tensor, q: Heads, k: Heads, cache: Tensor) -> tuple[int, int]:
+def check_rotary(op: str, positions: Tensor, rotated: Mapping[str, Heads], cache: Tensor) -> tuple[int, int]:
     """The shape of the table of cosines and sines."""
-    check_index(op, "positions", positions, q.tokens)
+    tokens = rotated["q"].tokens
+    check_index(op, "positions", positions, tokens)
     shape = cache.shape
     if cache.dtype is not torch.float32 or len(shape) != 2 or shape[1] % 2 or not cache.is_contiguous():
         raise ValueError(f"{op}: cos_sin_cache must be float32 [P, even]; it is {say(cache)}")
     num_positions, rot_dim = shape
-    for name, heads in (("q", q), ("k", k)):
-        if heads.tokens != q.tokens or heads.size < rot_dim:
+    for name, heads in rotated.items():
+        if heads.tokens != tokens or heads.size < rot_dim:
             found = f"[{heads.tokens}, {heads.heads}, {heads.size}]"
-            raise ValueError(f"{op}: {name} must be [{q.tokens}, heads, >= {rot_dim}]; it is {found}")
+            raise ValueError(f"{op}: {name} must be [{tokens}, heads, >= {rot_dim}]; it is {found}")
     if not cache.is_cpu:
         raise ValueError(f"{op}: cos_sin_cache must be on the CPU, but is on {cache.device}")
     return num_positions, rot_dim

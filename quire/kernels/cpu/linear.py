@@ -4,7 +4,6 @@ Invariant: as in `checks`; what a `PackedWeight` says of itself is checked again
 """
 
 import threading
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +13,10 @@ from quire.kernels.cpu.calls import NOTHING, call, empty, recording
 from quire.kernels.cpu.checks import check_array, check_index, dtype_code, say
 from quire.kernels.cpu.huge_pages import matrix_memory
 from quire.kernels.formats import format_of
-from quire.kernels.linear import Native, PackedWeight, WeightScheme, num_panels
+from quire.kernels.linear import GatedActivation, Native, PackedWeight, WeightScheme, num_panels
 
-_ACTIVATIONS = {None: 0, "silu_and_mul": 1}
+ACTIVATIONS: dict[GatedActivation | None, int] = {None: 0, "silu_and_mul": 1, "clamped_swiglu": 2}
+"""The codes of `enum Activation` in csrc/cpu/linear.h."""
 BLOCK_ROWS = 192
 """Rows that a kernel packs at a time, as in csrc/cpu/linear.h; it checks the scratch memory that follows from it."""
 
@@ -42,7 +42,7 @@ def packed_linear(
     x: Tensor,
     weight: PackedWeight,
     bias: Tensor | None = None,
-    activation: Literal["silu_and_mul"] | None = None,
+    activation: GatedActivation | None = None,
 ) -> Tensor:
     dtype_code("packed_linear", "x", x)
     matrix, sizes, kernel_format, padded = weight.native or checked("packed_linear", weight)
@@ -53,7 +53,7 @@ def packed_linear(
     if bias is not None:
         check_array("packed_linear", "bias", bias, torch.float32, (outputs,))
     if activation is not None:
-        if activation != "silu_and_mul" or halves != 2:
+        if activation not in ACTIVATIONS or halves != 2:
             raise ValueError(f"packed_linear: activation {activation!r} with a weight in {halves} parts")
         outputs //= 2
     wide = x.float().contiguous()
@@ -61,7 +61,7 @@ def packed_linear(
     out = empty(wide, *lead, outputs)
     scratch = SCRATCH.of(BLOCK_ROWS + min(rows, BLOCK_ROWS) * (padded + 1))
     tensors = (out, wide, *matrix, NOTHING if bias is None else bias, scratch)
-    call("packed_linear", tensors, scratch.nbytes, rows, *sizes, _ACTIVATIONS[activation], *kernel_format)
+    call("packed_linear", tensors, scratch.nbytes, rows, *sizes, ACTIVATIONS[activation], *kernel_format)
     return out if x.dtype is torch.float32 else out.to(x.dtype)
 
 

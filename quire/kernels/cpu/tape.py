@@ -3,8 +3,9 @@
 Between two kernels of a small step Python takes as long as the kernels do: it checks shapes, takes memory and packs
 arguments, and every time with the same outcome. A tape keeps the outcome, as a CUDA graph does on a GPU.
 
-Invariant: what is played is what was recorded, call by call, on the same addresses; so it has the same bits. A function
-that computes more than sums and products outside the kernels of this library is not recorded at all.
+Invariant: what is played is what was recorded, call by call, on the same addresses; so it has the same bits. What torch
+computes between the kernels is recorded too, if it makes new tensors from tensors and nothing else: a function that
+asks for a number of a tensor, changes one in place, or throws dice, is not recorded at all.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ import threading
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map
 
 from quire.kernels.cpu import library, traffic
 from quire.kernels.cpu.calls import RecordedCall, recording
@@ -189,8 +192,8 @@ def record(function: Callable[[], Tensor], arena: Arena) -> Tape:
     The function's inputs, outside the arena, must stay where they are for as long as the tape is played.
 
     Raises:
-        RecordingError: it does anything but call kernels of the library, compute a few things element by element, take
-            views and allocate; it was not run to its end.
+        RecordingError: it does more than to call kernels of the library, make new tensors with torch, take views and
+            allocate; it was not run to its end.
         ArenaFullError: the same, because it needs more memory than the arena has.
     """
     recorder = _Recorder(arena)
@@ -200,14 +203,23 @@ def record(function: Callable[[], Tensor], arena: Arena) -> Tape:
     return Tape(recorder.parts, result, arena)
 
 
-_ELEMENTWISE: Mapping[Any, Callable[..., Tensor]] = {
+_IN_PLACE: Mapping[Any, Callable[..., Tensor]] = {
     torch.ops.aten.add.Tensor: torch.add,
     torch.ops.aten.sub.Tensor: torch.sub,
     torch.ops.aten.mul.Tensor: torch.mul,
+    torch.ops.aten.neg.default: torch.neg,
+    torch.ops.aten.cat.default: torch.cat,
     torch.ops.aten.clamp.default: torch.clamp,
     torch.ops.aten.expm1.default: torch.expm1,
 }
-"""What torch may compute between kernels: too little to be worth a kernel, and the same for every step."""
+"""What often stands between kernels, as the function that writes to where a tape wants its result."""
+
+_TIED_TO_THE_STEP = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+}
+"""Marks of operations that another step, or another time, would have differ in more than the elements of tensors."""
 
 _COPIES = frozenset(
     {
@@ -223,9 +235,21 @@ _COPIES = frozenset(
 _ALLOCATIONS = frozenset({torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format})
 
 
-def may_be_recorded(func: Any) -> bool:
-    """Whether a tape can hold this operation of torch between kernels."""
-    return func in _ALLOCATIONS or func in _COPIES or func in _ELEMENTWISE or bool(func.is_view)
+def may_be_recorded(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a tape can hold this operation of torch, with these arguments, between kernels."""
+    known = func in _ALLOCATIONS or func in _COPIES or bool(func.is_view)
+    return known or _does_nothing(func, args) or _makes_tensors_of_tensors(func)
+
+
+def _does_nothing(func: Any, args: Sequence[Any]) -> bool:
+    return func is torch.ops.aten.dropout.default and not args[2]
+
+
+@cache
+def _makes_tensors_of_tensors(func: Any) -> bool:
+    if func._schema.is_mutable or not _TIED_TO_THE_STEP.isdisjoint(func.tags):
+        return False
+    return all(isinstance(made.real_type, torch.TensorType) for made in func._schema.returns)
 
 
 class _Recorder(DispatchMode):
@@ -255,9 +279,11 @@ class _Recorder(DispatchMode):
         if func in _COPIES:
             return self._copy(args[0], func(*args, **options))
         if func.is_view:
-            return _seen(func, args[0], func(*args, **options))
-        if func in _ELEMENTWISE:
-            return self._elementwise(_ELEMENTWISE[func], args, options)
+            return self._seen(func, args, options)
+        if _does_nothing(func, args):
+            return args[0]
+        if _makes_tensors_of_tensors(func):
+            return self._computed(func, args, options)
         raise RecordingError(f"{func} runs between the kernels")
 
     def _copy(self, source: Tensor, value: Tensor) -> Tensor:
@@ -274,28 +300,37 @@ class _Recorder(DispatchMode):
         self.parts.append(again)
         return out
 
-    def _elementwise(
-        self, function: Callable[..., Tensor], args: tuple[Any, ...], options: dict[str, Any]
-    ) -> Tensor:
-        value = function(*args, **options)
-        out = self._arena.empty(tuple(value.shape), value.dtype)
-        target, args = self._arena.held_by_tape(out), tuple(map(self._arena.held_by_tape, args))
+    def _seen(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Views of a tensor, if that is what they are: in inference mode torch also takes for one what may copy."""
+        views = func(*args, **options)
+        parts = [views] if isinstance(views, Tensor) else views
+        if all(_share_memory(args[0], part) for part in parts):
+            return views
+        if isinstance(views, Tensor):
+            return self._computed(func, args, options)
+        raise RecordingError(f"{func} makes copies between the kernels")
+
+    def _computed(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """One new tensor, or several."""
+        value = func(*args, **options)
+        values = [value] if isinstance(value, Tensor) else list(value)
+        outs = [self._arena.empty(tuple(part.shape), part.dtype) for part in values]
+        targets = [self._arena.held_by_tape(out) for out in outs]
+        args, options = tree_map(self._arena.held_by_tape, (args, options))
+        in_place = _IN_PLACE.get(func)
 
         def again() -> bool:
-            function(*args, **options, out=target)
+            if in_place is not None:
+                in_place(*args, **options, out=targets[0])
+                return True
+            made = func(*args, **options)
+            for target, part in zip(targets, [made] if isinstance(made, Tensor) else made, strict=True):
+                target.copy_(part)
             return True
 
         again()
         self.parts.append(again)
-        return out
-
-
-def _seen(func: Any, source: Tensor, views: Tensor | Sequence[Tensor]) -> Any:
-    """Views of a tensor, if that is what they are: in inference mode torch also takes for one what may copy."""
-    for view in [views] if isinstance(views, Tensor) else views:
-        if not _share_memory(source, view):
-            raise RecordingError(f"{func} makes a copy between the kernels")
-    return views
+        return outs[0] if isinstance(value, Tensor) else tuple(outs)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

@@ -52,8 +52,21 @@ def _of_attention(values: Sequence[int]) -> int:
     return 2 * present * heads * stored
 
 
+def _of_heads(values: Sequence[int]) -> int:
+    outputs, inputs, group, _, weight_format = values[-5:]
+    return _of_matrix(outputs, inputs, group, weight_format)
+
+
+def _of_latents(values: Sequence[int]) -> int:
+    lengths, requests, rank, rope, cache_dtype = (values[i] for i in (5, 8, 17, 18, 21))
+    present = sum((ctypes.c_int32 * requests).from_address(lengths))
+    return present * (rank + rope) * _BITS[cache_dtype] // 8
+
+
 _READERS: Mapping[str, Callable[[Sequence[int]], int]] = {
     "packed_linear": _of_linear,
     "experts": _of_experts,
     "paged_attention": _of_attention,
+    "per_head_linear": _of_heads,
+    "latent_attention": _of_latents,
 }

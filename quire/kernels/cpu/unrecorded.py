@@ -23,6 +23,6 @@ class UnrecordedOps(DispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self.first is None and not may_be_recorded(func):
+        if self.first is None and not may_be_recorded(func, args):
             self.first = str(func)
         return func(*args, **(kwargs or {}))

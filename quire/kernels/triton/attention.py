@@ -56,6 +56,17 @@ def _queries(starts, num_requests, BLOCK_Q: tl.constexpr, DECODE: tl.constexpr):
 
 
 @triton.jit
+def _first_key(position, window, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """The first key that a query at a position sees; a window that is CHUNKED begins at multiples of its size."""
+    if CHUNKED:
+        return tl.maximum(position, 0) // window * window
+    elif HAS_WINDOW:
+        return tl.maximum(position - window + 1, 0)
+    else:
+        return position * 0
+
+
+@triton.jit
 def _parts(
     length,
     window,
@@ -64,6 +75,7 @@ def _parts(
     BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):
     """Where the parts of a sequence with one query begin, and the keys in each.
 
@@ -72,7 +84,7 @@ def _parts(
     """
     first = 0
     if EVEN and HAS_WINDOW:
-        first = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
+        first = _first_key(length - 1, window, HAS_WINDOW, CHUNKED) // BLOCK_N * BLOCK_N
     share = tl.cdiv(tl.cdiv(length - first, num_splits), BLOCK_N) * BLOCK_N
     return first, tl.maximum(share, split_tokens)
 
@@ -80,22 +92,22 @@ def _parts(
 @triton.jit
 def _seen(
     history, first_query, num_queries, window,
-    BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """The keys that some query of a tile sees, from the beginning of one of their tiles."""
     end = history + tl.minimum(first_query + BLOCK_Q, num_queries)
-    if HAS_WINDOW:
-        return tl.maximum(history + first_query - window + 1, 0) // BLOCK_N * BLOCK_N, end
-    else:
-        return history * 0, end
+    return _first_key(history + first_query, window, HAS_WINDOW, CHUNKED) // BLOCK_N * BLOCK_N, end
 
 
 @triton.jit
 def _scores(
-    query, key, distance, slope, scale, soft_cap, window,
+    query, key, distance, reach, slope, scale, soft_cap,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Scores in powers of two, -inf where a key is not seen. query [M, D], key [D, N], distance [M, N]."""
+    """Scores in powers of two, -inf where a key is not seen: in the future, or farther than the query's reach [M].
+
+    query [M, D], key [D, N], distance [M, N].
+    """
     score = tl.dot(query, key, input_precision="ieee") * scale
     if HAS_CAP:
         score = soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * score / soft_cap)) - 1.0)
@@ -103,7 +115,7 @@ def _scores(
         score -= slope[:, None] * distance.to(tl.float32)
     seen = distance >= 0
     if HAS_WINDOW:
-        seen &= distance < window
+        seen &= distance <= reach[:, None]
     return tl.where(seen, score * LOG2_E, float("-inf"))
 
 
@@ -121,15 +133,25 @@ def _joined(largest, total, mixed, part_largest, part_total, part_mixed):
     )
 
 
+@triton.jit
+def _result(largest, total, mixed, sinks, head, used, HAS_SINKS: tl.constexpr):
+    """What rows have seen divided by its mass, to which a head's sink, a key without a value, is added last."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * LOG2_E
+        largest, total, mixed = _joined(largest, total, mixed, sink, 1.0, tl.zeros_like(mixed))
+    return mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
 @triton.jit(do_not_specialize=["num_requests", "num_splits"])
 def _attend(
-    out, parts, q, k_cache, v_cache, starts, lengths, tables, slopes,
+    out, parts, q, k_cache, v_cache, starts, lengths, tables, slopes, sinks,
     num_requests, scale, soft_cap, window, split_tokens, num_splits,
     q_token, q_head, table_width, kc_block, kc_head, kc_dim, kc_slot, vc_block, vc_head, vc_slot, vc_dim,
     HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, DECODE: tl.constexpr,
     SPLIT: tl.constexpr, EVEN: tl.constexpr, JOIN: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     kv_head, split = tl.program_id(1), tl.program_id(2)
     request, start, first_query, num_queries = _queries(starts, num_requests, BLOCK_Q, DECODE)
@@ -138,7 +160,9 @@ def _attend(
     length = tl.load(lengths + request)
     history = length - num_queries
     if SPLIT:
-        first_key, part_tokens = _parts(length, window, num_splits, split_tokens, BLOCK_N, EVEN, HAS_WINDOW)
+        first_key, part_tokens = _parts(
+            length, window, num_splits, split_tokens, BLOCK_N, EVEN, HAS_WINDOW, CHUNKED
+        )
         first_key += split * part_tokens
         if first_key >= length:
             return
@@ -157,8 +181,9 @@ def _attend(
     slope = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SLOPES:
         slope = tl.load(slopes + head, mask=row_used, other=0.0).to(tl.float32)
+    reach = position - _first_key(position, window, HAS_WINDOW, CHUNKED)
 
-    begin, end = _seen(history, first_query, num_queries, window, BLOCK_Q, BLOCK_N, HAS_WINDOW)
+    begin, end = _seen(history, first_query, num_queries, window, BLOCK_Q, BLOCK_N, HAS_WINDOW, CHUNKED)
     if SPLIT:
         begin = tl.maximum(begin, first_key)
         end = tl.minimum(end, first_key + part_tokens)
@@ -194,7 +219,7 @@ def _attend(
             query.dtype
         )
         distance = tl.where(known[None, :], position[:, None] - key_position[None, :], -1)
-        score = _scores(query, key, distance, slope, scale, soft_cap, window, HAS_CAP, HAS_SLOPES, HAS_WINDOW)
+        score = _scores(query, key, distance, reach, slope, scale, soft_cap, HAS_CAP, HAS_SLOPES, HAS_WINDOW)
         new_largest = tl.maximum(largest, tl.max(score, 1))
         reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weight = tl.exp2(score - reference[:, None])
@@ -213,19 +238,22 @@ def _attend(
     else:
         if JOIN:
             largest, total, mixed = _joined(all_largest, all_total, all_mixed, largest, total, mixed)
-        result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        result = _result(largest, total, mixed, sinks, head, row_used, HAS_SINKS)
         tl.store(out + out_row[:, None] * HEAD + dim[None, :], result.to(out.dtype.element_ty), mask=used)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _join_parts(
-    out, parts, lengths, window, split_tokens, num_splits,
-    HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    out, parts, lengths, sinks, window, split_tokens, num_splits,
+    HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of a request's only token, for one head, in the order of their keys."""
     request, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + request)
-    first_key, part_tokens = _parts(length, window, num_splits, split_tokens, BLOCK_N, EVEN, HAS_WINDOW)
+    first_key, part_tokens = _parts(
+        length, window, num_splits, split_tokens, BLOCK_N, EVEN, HAS_WINDOW, CHUNKED
+    )
     dim = tl.arange(0, HEAD_TILE)[None, :]
     inside = dim < HEAD
     row = request.to(tl.int64) * tl.num_programs(1) + head
@@ -238,7 +266,7 @@ def _join_parts(
         part_mixed = tl.load(part + dim, mask=inside, other=0.0)
         part_total, part_largest = tl.load(part + HEAD + one), tl.load(part + HEAD + 1 + one)
         largest, total, mixed = _joined(largest, total, mixed, part_largest, part_total, part_mixed)
-    result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    result = _result(largest, total, mixed, sinks, head + one, one == 0, HAS_SINKS)
     tl.store(out + row * HEAD + dim, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -296,8 +324,10 @@ def paged_attention(
     scale: float,
     *,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `ops.paged_attention`: the fastest shape for the batch."""
     num_requests, kv_heads = len(metadata.seq_lens), k_cache.shape[1]
@@ -307,7 +337,19 @@ def paged_attention(
         shape = decode_shape(group, programs, launch.num_processors(q.device))
     else:
         shape = prefill_shape(group, q.shape[2], metadata.max_query_len)
-    return attend(q, k_cache, v_cache, metadata, scale, shape, sliding_window, soft_cap, alibi_slopes)
+    return attend(
+        q,
+        k_cache,
+        v_cache,
+        metadata,
+        scale,
+        shape,
+        sliding_window=sliding_window,
+        attention_chunk=attention_chunk,
+        soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
 
 
 def invariant_paged_attention(
@@ -318,12 +360,26 @@ def invariant_paged_attention(
     scale: float,
     *,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` whose rows have the same bits in every batch and chunk."""
     shape = invariant_shape(q.shape[1] // k_cache.shape[1], decode=is_decode(q, metadata))
-    return attend(q, k_cache, v_cache, metadata, scale, shape, sliding_window, soft_cap, alibi_slopes)
+    return attend(
+        q,
+        k_cache,
+        v_cache,
+        metadata,
+        scale,
+        shape,
+        sliding_window=sliding_window,
+        attention_chunk=attention_chunk,
+        soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
 
 
 def is_decode(q: Tensor, metadata: AttentionMetadata) -> bool:
@@ -338,12 +394,15 @@ def attend(
     metadata: AttentionMetadata,
     scale: float,
     shape: Shape,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    alibi_slopes: Tensor | None,
+    *,
+    sliding_window: int | None = None,
+    attention_chunk: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Launch in a given shape."""
-    check_features(q, sliding_window, soft_cap, alibi_slopes)
+    check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
     (tokens, heads, head_size), (_, kv_heads, _, page) = q.shape, k_cache.shape
     num_requests, group = len(metadata.seq_lens), heads // kv_heads
     block_q = shape.block_m // group
@@ -361,20 +420,22 @@ def attend(
     blocks = num_requests if shape.decode else tokens // block_q + num_requests
     head_tile = max(16, next_power_of_2(head_size))
     starts, lengths = metadata.query_start_loc, metadata.seq_lens
+    window = attention_chunk or sliding_window or 0
     _attend[(blocks, kv_heads, num_splits)](
-        out, parts, q, k_cache, v_cache, starts, lengths, metadata.block_tables, alibi_slopes,
-        num_requests, scale, soft_cap or 0.0, sliding_window or 0, shape.split_tokens, num_splits,
+        out, parts, q, k_cache, v_cache, starts, lengths, metadata.block_tables, alibi_slopes, sinks,
+        num_requests, scale, soft_cap or 0.0, window, shape.split_tokens, num_splits,
         q.stride(0), q.stride(1), metadata.block_tables.stride(0), *k_cache.stride(), *v_cache.stride(),
         HEAD=head_size, HEAD_TILE=head_tile, GROUP=group, PAGE=page,
         BLOCK_M=shape.block_m, BLOCK_Q=block_q, BLOCK_N=shape.block_n, DECODE=shape.decode,
         SPLIT=in_parts, EVEN=shape.even_splits > 0, JOIN=shape.split_tokens > 0 and not shape.decode,
-        HAS_CAP=soft_cap is not None, HAS_SLOPES=alibi_slopes is not None, HAS_WINDOW=sliding_window is not None,
+        HAS_CAP=soft_cap is not None, HAS_SLOPES=alibi_slopes is not None, HAS_SINKS=sinks is not None,
+        HAS_WINDOW=window > 0, CHUNKED=attention_chunk is not None,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if in_parts:
         _join_parts[(num_requests, heads)](
-            out, parts, lengths, sliding_window or 0, shape.split_tokens, num_splits,
+            out, parts, lengths, sinks, window, shape.split_tokens, num_splits,
             HEAD=head_size, HEAD_TILE=head_tile, BLOCK_N=shape.block_n, EVEN=shape.even_splits > 0,
-            HAS_WINDOW=sliding_window is not None,
+            HAS_SINKS=sinks is not None, HAS_WINDOW=window > 0, CHUNKED=attention_chunk is not None,
         )  # fmt: skip
     return out

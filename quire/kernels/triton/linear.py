@@ -12,7 +12,7 @@ added in order. Where a scheme is invariant, so is the number of rows in a tile,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels import reference
 from quire.kernels.formats import format_of
-from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import GatedActivation, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.triton import fp8
 from quire.kernels.triton.activation import silu_and_mul
 from quire.kernels.triton.embedding import embedding
@@ -135,13 +136,19 @@ def packed_linear(
     x: Tensor | QuantizedRows,
     weight: PackedWeight,
     bias: Tensor | None = None,
-    activation: Literal["silu_and_mul"] | None = None,
+    activation: GatedActivation | None = None,
 ) -> Tensor:
     """See `ops.packed_linear`; but for fp8, activations keep their dtype."""
     rows = x if isinstance(x, QuantizedRows) else x.flatten(0, -2)
     out = _LINEAR[weight.scheme.kind](rows, weight, bias)
     out = out.view(*x.shape[:-1], weight.outputs)
-    return silu_and_mul(out) if activation == "silu_and_mul" else out
+    return out if activation is None else _GATED[activation](out)
+
+
+_GATED: dict[GatedActivation, Callable[[Tensor], Tensor]] = {
+    "silu_and_mul": silu_and_mul,
+    "clamped_swiglu": reference.clamped_swiglu,
+}
 
 
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:

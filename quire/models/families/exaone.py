@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from quire.config.arch import QKV_APART, CheckpointNames, ModelArch
+from quire.models.families.experts import read_deepseek_experts
 from quire.models.families.fields import (
     GATED_ACTIVATIONS,
     alternating_window,
@@ -42,17 +46,38 @@ def read_exaone(architecture: str, config: JsonObject) -> ModelArch:
     )
 
 
-def read_exaone4(architecture: str, config: JsonObject) -> ModelArch:
+def read_exaone4(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
     """Norms behind attention and MLP and of q and k; where layers have windows, the others know no positions."""
     period = 4 if "layer_types" in config else config.integer("sliding_window_pattern", 4)
     windows = alternating_window(config, period=period)
     return read_llama(
         architecture,
         config,
-        block="norm_after",
         qk_norm="rms",
         norm_eps=rms_eps(config, 1e-5),
         unrotated_layers=full_layers(windows),
         **biases(),
         **windows,
+        **({"block": "norm_after"} | fields),
     )
+
+
+def read_exaone_moe(architecture: str, config: JsonObject) -> ModelArch:
+    """K-EXAONE (2026, arXiv:2601.01739): EXAONE 4's attention, norms in front, DeepSeek-V3's choice of experts."""
+    experts = read_deepseek_experts(
+        either(config, {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}),
+        default_top_k=8,
+        first=1,
+        shared=1,
+        normalized=True,
+        default_scale=2.5,
+        correction_bias="e_score_correction_bias",
+    )
+    if experts is not None and "mlp_layer_types" in config:
+        kinds = config.texts("mlp_layer_types")
+        sparse = tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+        experts = replace(experts, layers=sparse)
+    names = CheckpointNames(
+        {"shared_expert": "shared_experts"}, unused=(r"^mtp\.", r"\.rotary_emb\.inv_freq$")
+    )
+    return read_exaone4(architecture, config, block="sequential", names=names, experts=experts)

@@ -42,12 +42,23 @@ def read_experts(
 
 
 def read_deepseek_experts(
-    config: JsonObject, *, default_top_k: int | None, first: int, shared: int, normalized: bool
+    config: JsonObject,
+    *,
+    default_top_k: int | None,
+    first: int,
+    shared: int,
+    normalized: bool,
+    balanced: bool = True,
+    default_scale: float = 1.0,
+    correction_bias: str = "gate.e_score_correction_bias",
+    shared_size: int | None = None,
 ) -> ExpertsArch | None:
     """Those of DeepSeek-V3 (arXiv:2412.19437), by its keys: groups, and a bias that keeps the load even.
 
-    The rest are defaults: of the experts of a token, the first sparse layer, the number of shared experts, and whether
-    weights are divided by their sum.
+    Without `balanced` they are V2's (arXiv:2405.04434): softmaxes alone choose, and a group is as good as its best
+    expert. Five are defaults: of the experts of a token, the first sparse layer, the number of shared experts, whether
+    weights are divided by their sum, and what they are multiplied with. `shared_size` is that of a shared expert, if it
+    is not that of any other.
     """
     experts = config.integer("n_routed_experts", high=MAX_EXPERTS)
     groups = config.integer("n_group", 1, high=experts)
@@ -62,15 +73,15 @@ def read_deepseek_experts(
         layers=all_layers(config)[dense:],
         routing={
             "default_top_k": default_top_k,
-            "scores": "sigmoid",
+            "scores": "sigmoid" if balanced else "softmax",
             "groups": groups,
             "top_groups": config.integer("topk_group", 1, high=groups),
-            "group_members": min(2, experts // groups),
+            "group_members": min(2, experts // groups) if balanced else 1,
             "normalized": config.flag("norm_topk_prob", normalized),
-            "scale": config.number("routed_scaling_factor", 1.0),
+            "scale": config.number("routed_scaling_factor", default_scale),
         },
-        correction_bias="gate.e_score_correction_bias",
-        shared_size=size * config.integer("n_shared_experts", shared, low=0, high=64),
+        correction_bias=correction_bias if balanced else None,
+        shared_size=(shared_size or size) * config.integer("n_shared_experts", shared, low=0, high=64),
     )
 
 

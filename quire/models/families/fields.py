@@ -178,6 +178,18 @@ def _windows(config: JsonObject, is_sliding: Callable[[int], bool], *, default: 
     }
 
 
+def unrotated_layers(config: JsonObject) -> tuple[int, ...]:
+    """Those that know no positions (NoPE, arXiv:2305.19466): which the file names, else every fourth."""
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    interval = config.integer("no_rope_layer_interval", 4)
+    rotated = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if config.get("no_rope_layers"):
+        rotated = [number != 0 for number in config.numbers("no_rope_layers")]
+        if len(rotated) < num_layers:
+            raise config.wrong("no_rope_layers", "a list with num_hidden_layers entries")
+    return tuple(layer for layer in range(num_layers) if not rotated[layer])
+
+
 def full_layers(windows: dict[str, Any]) -> tuple[int, ...]:
     """Those without a window, by number, of a model that has some with one; none of another."""
     types = windows.get("layer_types", ())

@@ -16,6 +16,7 @@ from quire.models.families.fields import (
     read_llama,
     rms_eps,
     uniform_window,
+    unrotated_layers,
 )
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import read_rope
@@ -53,21 +54,14 @@ def read_arcee(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def read_smollm3(architecture: str, config: JsonObject) -> ModelArch:
-    """SmolLM 3: every fourth layer, or those that the file names, knows no positions (NoPE, arXiv:2305.19466)."""
+    """SmolLM 3: some layers know no positions."""
     config.only("use_sliding_window", False)
-    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    interval = config.integer("no_rope_layer_interval", 4)
-    rotated = [(layer + 1) % interval != 0 for layer in range(num_layers)]
-    if "no_rope_layers" in config:
-        rotated = [number != 0 for number in config.numbers("no_rope_layers")]
-        if len(rotated) < num_layers:
-            raise config.wrong("no_rope_layers", "a list with num_hidden_layers entries")
     return read_llama(
         architecture,
         config,
         theta=2e6,
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
-        unrotated_layers=tuple(layer for layer in range(num_layers) if not rotated[layer]),
+        unrotated_layers=unrotated_layers(config),
     )
 
 
@@ -147,16 +141,28 @@ def read_hyperclovax(architecture: str, config: JsonObject) -> ModelArch:
 def read_minicpm(architecture: str, config: JsonObject) -> ModelArch:
     """MiniCPM (Hu et al., 2024, arXiv:2404.06395): muP's multipliers by depth and width."""
     config.only("sparse_config")
-    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    base_width = optional_number(config, "dim_model_base", None)
     return read_llama(
         architecture,
         config,
-        embedding_multiplier=config.number("scale_emb", 1.0),
-        residual_multiplier=config.number("scale_depth", num_layers**0.5) / num_layers**0.5,
-        logits_multiplier=1.0 if base_width is None else base_width / config.integer("hidden_size"),
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
+        **minicpm_multipliers(config),
     )
+
+
+def minicpm_multipliers(
+    config: JsonObject, *, embedding: float = 1.0, depth: float | None = None, width: float | None = None
+) -> dict[str, float]:
+    """What MiniCPM scales, by its keys; the rest are their defaults."""
+    depth, width = (
+        optional_number(config, "scale_depth", depth),
+        optional_number(config, "dim_model_base", width),
+    )
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    return {
+        "embedding_multiplier": config.number("scale_emb", embedding),
+        "residual_multiplier": 1.0 if depth is None else depth / num_layers**0.5,
+        "logits_multiplier": 1.0 if width is None else width / config.integer("hidden_size"),
+    }
 
 
 def read_apertus(architecture: str, config: JsonObject) -> ModelArch:

@@ -158,8 +158,8 @@ def _nemotron_kinds(config: JsonObject) -> tuple[str, ...]:
 
 
 def _kinds(config: JsonObject, key: str, kinds: dict[str, str]) -> tuple[str, ...]:
-    """Of each layer, by the words of the file."""
-    words = config.texts(key)
+    """Of each layer, by the words of the file; all are Mamba's if it has none."""
+    words = config.texts(key) if key in config else [_MAMBA[0]] * config.integer("num_hidden_layers")
     if not set(words) <= kinds.keys():
         raise config.unsupported(key, f"a list of {', '.join(kinds)}")
     return tuple(kinds[word] for word in words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.config.arch import CheckpointNames, ModelArch
+from quire.models.families.experts import all_layers, read_experts
 from quire.models.families.fields import (
     biases,
     layer_norm,
@@ -41,6 +42,47 @@ def read_phi(architecture: str, config: JsonObject) -> ModelArch:
         **plain_mlp(config, "gelu_new"),
         **biases(True),
     )
+
+
+def read_phimoe(architecture: str, config: JsonObject) -> ModelArch:
+    """Phi-3.5-MoE: SparseMixer (arXiv:2409.12136) chooses the experts; layer norms, biases of attention and head."""
+    experts = read_experts(
+        config,
+        count="num_local_experts",
+        size="intermediate_size",
+        layers=all_layers(config),
+        routing={
+            "default_top_k": 2,
+            "scores": "sparsemixer",
+            "reach": 2 * config.number("router_jitter_noise", 0.01),
+        },
+    )
+    attention_bias = config.flag("attention_bias", False)
+    return read_llama(
+        architecture,
+        _with_one_scale(config),
+        names=CheckpointNames(
+            {"mlp": "block_sparse_moe", "down_proj": "w2"},
+            {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("w1", "w3")},
+        ),
+        theta=1e6,
+        head_bias=config.flag("lm_head_bias", False),
+        experts=experts,
+        **layer_norm(config, "rms_norm_eps", 1e-5),
+        **biases(qkv=attention_bias, out=attention_bias),
+        **uniform_window(config, default=None),
+    )
+
+
+def _with_one_scale(config: JsonObject) -> JsonObject:
+    """Longrope in which attention is scaled as `short_mscale` says, and `long_mscale` too."""
+    values = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.child(key)
+        if "short_mscale" in rope:
+            rope.only("long_mscale", rope.get("short_mscale"))
+            values[key] = rope.values | {"attention_factor": rope.number("short_mscale", low=1e-6)}
+    return config.with_values(**values)
 
 
 def read_phi3(architecture: str, config: JsonObject) -> ModelArch:

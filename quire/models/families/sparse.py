@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.config.arch import QKV_APART, CheckpointNames, ModelArch
+from quire.config.arch import QKV_APART, CheckpointNames, ExpertStack, ModelArch
 from quire.models.families.experts import (
     all_layers,
     read_deepseek_experts,
@@ -55,6 +55,31 @@ def read_mixtral(architecture: str, config: JsonObject) -> ModelArch:
             layers=all_layers(config),
             routing={"default_top_k": 2, "normalized": True},
         ),
+        **uniform_window(config, default=None),
+    )
+
+
+def read_arctic(architecture: str, config: JsonObject) -> ModelArch:
+    """Arctic (Snowflake, 2024): a small dense MLP in every layer, and experts beside it and attention."""
+    config.only("moe_layer_frequency", 1)
+    config.only("use_residual", True)
+    config.only("parallel_attn_mlp_res", True)
+    top_k = config.integer("num_experts_per_tok", 1)
+    experts = read_experts(
+        config,
+        count="num_local_experts",
+        size="intermediate_size",
+        layers=all_layers(config),
+        routing={"default_top_k": 1, "normalized": top_k > 1},
+    )
+    return read_llama(
+        architecture,
+        config,
+        names=_MIXTRAL_NAMES,
+        block="residual_experts",
+        intermediate_size=config.integer("hidden_size", high=MAX_WIDTH),
+        norm_eps=rms_eps(config, 1e-5),
+        experts=experts,
         **uniform_window(config, default=None),
     )
 
@@ -157,6 +182,29 @@ def read_glm4_moe(architecture: str, config: JsonObject) -> ModelArch:
     )
 
 
+def read_solar_open(architecture: str, config: JsonObject) -> ModelArch:
+    """Solar Open (Upstage, 2026, arXiv:2601.07022): DeepSeek-V3's choice of experts, in every layer."""
+    experts = read_deepseek_experts(
+        config.with_values(first_k_dense_replace=0),
+        default_top_k=8,
+        first=0,
+        shared=1,
+        normalized=True,
+    )
+    return read_llama(
+        architecture,
+        config,
+        names=CheckpointNames(_SHARED_EXPERTS),
+        # No layer is dense, and the file has no size for one.
+        intermediate_size=1,
+        default_head_dim=128,
+        theta=1e6,
+        norm_eps=rms_eps(config, 1e-5),
+        experts=experts,
+        **biases(qkv=config.flag("attention_bias", False)),
+    )
+
+
 def read_dots1(architecture: str, config: JsonObject) -> ModelArch:
     """dots.llm1 (2025, arXiv:2506.05767): q and k are normed per head."""
     first = config.integer("max_window_layers", 62, low=0)
@@ -204,7 +252,7 @@ def read_granite_moe(architecture: str, config: JsonObject) -> ModelArch:
         size="intermediate_size",
         layers=all_layers(config),
         routing={"default_top_k": 2, "normalized": True},
-        stacked=True,
+        stack=ExpertStack(),
         shared_size=config.integer("shared_intermediate_size", 0, low=0, high=MAX_WIDTH),
     )
     return read_granite(

@@ -1,0 +1,79 @@
+"""Linear layers that multiply each head by a matrix of its own.
+
+Shapes: T tokens of the step, H heads, K and N input and output features of a head.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels import ops
+from quire.kernels.linear import PackedWeight
+from quire.layers.matrix import MatrixLayer, Piece
+from quire.layers.shard import Span
+from quire.layers.slot import length
+
+
+class PerHeadLinear(MatrixLayer):
+    """`x[:, h] @ weight[h].T` for each head h, weight [H, N, K] kept as [H * N, K]; cut by heads.
+
+    In the checkpoint's matrix a head has `before` rows of others, its own, and `after` rows of others. Its own are
+    [N, K], or [K, N] if it is `inverted`: if the checkpoint multiplies what comes out here, and not what goes in.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        name: str,
+        before: int = 0,
+        after: int = 0,
+        inverted: bool = False,
+    ) -> None:
+        self.before, self.after, self.inverted = before, after, inverted
+        stored_rows, stored_columns = (in_features, out_features) if inverted else (out_features, in_features)
+        super().__init__([Span(num_heads, stored_rows)], stored_columns, dtype, name=name, cut="output")
+        self._matrix: PackedWeight | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, H, K], strides allowed, of the rank's heads -> [T, H, N]."""
+        if self._matrix is None:
+            self._matrix = self.matrix()
+        return ops.per_head_linear(x, self._matrix)
+
+    def pieces(self, names: Sequence[str]) -> list[Piece]:
+        (rows,), (span,) = self.rows, self.spans
+        pieces = []
+        stride = self.before + span.unit + self.after
+        for head in range(span.units):
+            own = slice(head * stride + self.before, head * stride + self.before + span.unit)
+            at = head * span.unit - rows.start
+            taken = 0 <= at < length(rows)
+            pieces.append(
+                Piece(
+                    names[0],
+                    span.units * stride,
+                    own,
+                    own if taken else slice(own.start, own.start),
+                    slice(at, at + span.unit) if taken else slice(0, 0),
+                )
+            )
+        return pieces
+
+    def matrix_shape(self) -> tuple[int, int]:
+        rows, columns = super().matrix_shape()
+        if not self.inverted:
+            return rows, columns
+        unit = self.spans[0].unit
+        return rows // unit * columns, unit
+
+    def finish_loading(self) -> None:
+        if self.inverted:
+            assert self.weight is not None, "a layer is finished once"
+            heads = torch.unflatten(self.weight.data, 0, (-1, self.spans[0].unit))
+            self.adopt(heads.transpose(1, 2).flatten(0, 1).contiguous())
+        super().finish_loading()

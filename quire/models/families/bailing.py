@@ -1,0 +1,75 @@
+"""Ling, by its architecture's name Bailing (Ling team, 2025, arXiv:2503.05139), and Ling 2.0 (arXiv:2510.22115)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.config.arch import CheckpointNames, ExpertsArch, ModelArch
+from quire.models.families.experts import MAX_EXPERTS, all_layers, read_deepseek_experts, read_experts
+from quire.models.families.fields import MAX_LAYERS, MAX_WIDTH, biases, either, read_head_dim, read_llama
+from quire.models.json_object import JsonObject
+from quire.models.rope_config import read_rope
+
+_NAMES = {
+    "embed_tokens": "word_embeddings",
+    "self_attn": "attention",
+    "qkv_proj": "query_key_value",
+    "q_norm": "query_layernorm",
+    "k_norm": "key_layernorm",
+    "o_proj": "dense",
+    "shared_expert": "shared_experts",
+}
+_MERGED = {"gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def read_bailing(architecture: str, config: JsonObject) -> ModelArch:
+    """Ling: experts that a softmax chooses, beside shared ones."""
+    config.only("norm_softmax", False)
+    size = config.integer("moe_intermediate_size", high=MAX_WIDTH)
+    top_k = config.integer("num_experts_per_tok", high=MAX_EXPERTS)
+    experts = read_experts(
+        config,
+        count="num_experts",
+        size="moe_intermediate_size",
+        layers=all_layers(config)[config.integer("first_k_dense_replace", 0, low=0) :],
+        routing={"default_top_k": None, "normalized": config.flag("norm_topk_prob", True) and top_k > 1},
+        shared_size=size * config.integer("num_shared_experts", 0, low=0, high=64),
+    )
+    return _read(architecture, config, experts, head_of_unit_rows=config.flag("norm_head", False))
+
+
+def read_bailing_v2(architecture: str, config: JsonObject) -> ModelArch:
+    """Ling 2.0: DeepSeek-V3's choice of experts, norms of each head, of which half is rotated."""
+    config.only("score_function", "sigmoid")
+    head_dim = read_head_dim(config, config.integer("num_attention_heads"))
+    experts = read_deepseek_experts(
+        either(config, {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}),
+        default_top_k=None,
+        first=0,
+        shared=0,
+        normalized=True,
+        correction_bias="gate.expert_bias",
+        shared_size=config.optional_integer("moe_shared_expert_intermediate_size", high=MAX_WIDTH),
+    )
+    return _read(
+        architecture,
+        config,
+        experts,
+        head_dim=head_dim,
+        rope=read_rope(config, head_dim=head_dim, partial=0.5),
+        qk_norm="rms" if config.flag("use_qk_norm", False) else None,
+    )
+
+
+def _read(architecture: str, config: JsonObject, experts: ExpertsArch | None, **fields: Any) -> ModelArch:
+    # A layer behind the last, which guesses ahead, is left out.
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    unused = (r"\.rotary_emb\.inv_freq$", rf"^model\.layers\.{num_layers}\.")
+    return read_llama(
+        architecture,
+        config,
+        names=CheckpointNames(_NAMES, _MERGED, unused),
+        experts=experts,
+        **biases(qkv=config.flag("use_qkv_bias", False), out=config.flag("use_bias", False)),
+        **fields,
+    )

@@ -1,0 +1,145 @@
+"""Latent attention: DeepSeek-V2 and V3, and models that have taken it over (MLA; 2024, arXiv:2405.04434)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from quire.config.arch import CheckpointNames, LatentArch, ModelArch, RopeScaling
+from quire.models.families.experts import read_deepseek_experts
+from quire.models.families.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, read_llama, rms_eps
+from quire.models.families.llama import minicpm_multipliers
+from quire.models.json_object import JsonObject
+from quire.models.rope_config import read_rope
+
+_UNITS = {"kv_lora_rank": 16, "v_head_dim": 16, "qk_rope_head_dim": 8}
+"""Sizes -> of what they must be multiples: the kernels compute so many elements together."""
+
+
+def read_deepseek_v2(architecture: str, config: JsonObject) -> ModelArch:
+    """DeepSeek-V2 (2024, arXiv:2405.04434): softmaxes choose, perhaps among the groups with the best experts."""
+    config.only("norm_topk_prob", False)
+    config.only("scoring_func", "softmax")
+    config.only("moe_layer_freq", 1)
+    if config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") == "greedy":
+        config = config.with_values(n_group=1, topk_group=1)
+    return read_latent(
+        architecture,
+        config,
+        mlp_bias=config.flag("mlp_bias", False),
+        experts=read_deepseek_experts(
+            config, default_top_k=None, first=0, shared=0, normalized=False, balanced=False
+        ),
+    )
+
+
+def read_deepseek_v3(architecture: str, config: JsonObject) -> ModelArch:
+    """DeepSeek-V3 (2024, arXiv:2412.19437), R1 and Kimi K2: sigmoids choose, and a bias keeps the load even."""
+    config.only("scoring_func", "sigmoid")
+    config.only("topk_method", "noaux_tc")
+    config.only("moe_layer_freq", 1)
+    return read_latent(
+        architecture,
+        config,
+        mlp_bias=False,
+        experts=read_deepseek_experts(config, default_top_k=8, first=3, shared=1, normalized=True),
+    )
+
+
+def read_glm4_moe_lite(architecture: str, config: JsonObject) -> ModelArch:
+    """GLM 4.7 Flash (arXiv:2508.06471): DeepSeek-V3 in small."""
+    if "mlp_layer_types" in config:
+        config = config.with_values(first_k_dense_replace=_num_dense(config))
+    return read_latent(
+        architecture,
+        config,
+        norm_eps=rms_eps(config, 1e-5),
+        mlp_bias=False,
+        experts=read_deepseek_experts(config, default_top_k=4, first=1, shared=1, normalized=True),
+    )
+
+
+def read_youtu(architecture: str, config: JsonObject) -> ModelArch:
+    """Youtu-LLM (Tencent, 2025): latent attention without experts."""
+    tied = config.flag("tie_word_embeddings", True)
+    return read_latent(architecture, config, mlp_bias=False, tie_word_embeddings=tied)
+
+
+def read_minicpm3(architecture: str, config: JsonObject) -> ModelArch:
+    """MiniCPM 3 (OpenBMB, 2024): MiniCPM with latent attention, whose keys are rotated in halves."""
+    if "v_head_dim" not in config:
+        heads = config.integer("num_attention_heads", high=MAX_HEADS)
+        config = config.with_values(v_head_dim=config.integer("hidden_size", high=MAX_WIDTH) // heads)
+    return read_latent(
+        architecture,
+        config.with_values(rope_interleave=False),
+        norm_eps=rms_eps(config, 1e-5),
+        tie_word_embeddings=config.flag("tie_word_embeddings", True),
+        **minicpm_multipliers(config, embedding=12.0, depth=1.4, width=256.0),
+    )
+
+
+def read_latent(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
+    """A Llama with latent attention; layers that guess ahead are left out."""
+    latent = read_latent_sizes(config)
+    rope = read_rope(config, head_dim=latent.rope_size, interleaved=config.flag("rope_interleave", True))
+    if rope.partial_rotary_factor != 1.0:
+        raise config.unsupported(
+            "partial_rotary_factor", "1: the size of what is rotated is qk_rope_head_dim"
+        )
+    fields = {
+        "names": _names(config, latent),
+        "rope": rope,
+        "attention_scale": latent.query_size**-0.5 * _stretched(rope) ** 2,
+        "norm_eps": rms_eps(config, 1e-6),
+    } | fields
+    return read_llama(
+        architecture,
+        config,
+        head_dim=latent.rope_size,
+        latent=latent,
+        layer_types=("latent_attention",) * config.integer("num_hidden_layers", high=MAX_LAYERS),
+        **fields,
+    )
+
+
+def read_latent_sizes(config: JsonObject) -> LatentArch:
+    """Raises UnsupportedModelError: a size is one that no kernel takes; see `_UNITS`."""
+    latent = LatentArch(
+        rank=config.integer("kv_lora_rank", high=MAX_WIDTH),
+        key_size=config.integer("qk_nope_head_dim", high=MAX_WIDTH),
+        rope_size=config.integer("qk_rope_head_dim", high=512),
+        value_size=config.integer("v_head_dim", high=MAX_WIDTH),
+        query_rank=config.optional_integer("q_lora_rank", high=MAX_WIDTH),
+    )
+    for key, unit in _UNITS.items():
+        if config.integer(key) % unit:
+            raise config.unsupported(key, f"a multiple of {unit}")
+    return latent
+
+
+def _names(config: JsonObject, latent: LatentArch) -> CheckpointNames:
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    compressed = ("kv_a_proj_with_mqa",) if latent.query_rank is None else ("q_a_proj", "kv_a_proj_with_mqa")
+    return CheckpointNames(
+        {"k_up": "kv_b_proj", "v_up": "kv_b_proj", "shared_expert": "shared_experts"},
+        {"qkv_a_proj": compressed, "gate_up_proj": ("gate_proj", "up_proj")},
+        unused=(r"\.rotary_emb\.inv_freq$", rf"^model\.layers\.{num_layers}\."),
+    )
+
+
+def _num_dense(config: JsonObject) -> int:
+    """How many layers have no experts: the first ones."""
+    kinds = config.texts("mlp_layer_types")
+    count = kinds.count("dense")
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    if kinds != ("dense",) * count + ("sparse",) * (num_layers - count):
+        raise config.unsupported("mlp_layer_types", "dense for the first layers and sparse for the others")
+    return count
+
+
+def _stretched(rope: RopeScaling) -> float:
+    """What queries, and keys, are multiplied with as YaRN stretches positions (2023, arXiv:2309.00071)."""
+    if rope.factor <= 1.0 or not rope.mscale_all_dim:
+        return 1.0
+    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0

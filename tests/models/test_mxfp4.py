@@ -1,0 +1,110 @@
+"""gpt-oss as it is published, with experts in MXFP4: its weights are those that transformers makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.errors import UnsupportedModelError
+from quire.layers.mxfp4 import decoded
+from quire.layers.shard import Shard
+from quire.models import loader
+from quire.models.hf_config import read_hf_config
+from quire.models.staged_copy import StagedCopy
+from quire.models.weights import SINGLE_NAME
+from tests.models.harness import prepared_config
+from tests.models.test_staged_copy import LateStream
+
+PACKED = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+
+
+def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+    """By transformers: [E, N, G, 16] and [E, N, G] -> [E, 32 G, N]."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    values: Tensor = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    return values
+
+
+def random_blocks(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=random)
+    return blocks, torch.randint(118, 126, shape, dtype=torch.uint8, generator=random)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]
+) -> tuple[Path, Path]:
+    """The model with experts in MXFP4, and with the floats that they stand for."""
+    source, directory = tiny_model("gptoss"), tmp_path_factory.mktemp("mxfp4")
+    config = json.loads((source / "config.json").read_text())
+    packed, floats = load_file(source / SINGLE_NAME), load_file(source / SINGLE_NAME)
+    for seed, name in enumerate(
+        name for name in floats if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ):
+        count, inputs, outputs = packed.pop(name).shape
+        blocks, scales = random_blocks(seed, count, outputs, inputs // 32)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        floats[name] = unpacked(blocks, scales).contiguous()
+    for kind, tensors, more in (("packed", packed, PACKED), ("floats", floats, {})):
+        (directory / kind).mkdir()
+        (directory / kind / "config.json").write_text(json.dumps(config | more))
+        save_file(tensors, directory / kind / SINGLE_NAME)
+    return directory / "packed", directory / "floats"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_numbers_are_those_of_transformers(dtype: torch.dtype) -> None:
+    blocks, scales = random_blocks(0, 1, 8, 3)
+    blocks.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
+    expected = unpacked(blocks, scales)[0].t()
+    assert torch.equal(decoded(blocks[0], scales[0], dtype).float(), expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str
+)
+def test_weights_are_those_of_the_floats(options: dict[str, Any], checkpoints: tuple[Path, Path]) -> None:
+    """Bit by bit, whatever they are kept as."""
+    same(*(loader.load_model(prepared_config(directory, **options)) for directory in checkpoints))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_so_are_the_shares_of_two_ranks(rank: int, checkpoints: tuple[Path, Path]) -> None:
+    same(*(loader.load_model(prepared_config(directory), Shard(rank, 2)) for directory in checkpoints))
+
+
+def test_so_are_weights_by_way_of_buffers(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "tensor_reader", lambda device: StagedCopy(LateStream(), 1000))
+    same(*(loader.load_model(prepared_config(directory)) for directory in checkpoints))
+
+
+def test_packed_weights_are_kept_in_a_file_like_any_others(
+    checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = prepared_config(checkpoints[0], packed_weights_cache=str(tmp_path))
+    same(*(loader.load_model(config) for _ in range(2)))
+
+
+def test_another_method_is_refused(checkpoints: tuple[Path, Path]) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match='quant_method = "awq" is not supported; it must be one of mxfp4'
+    ):
+        read_hf_config(checkpoints[0], {"quantization_config": {"quant_method": "awq"}})
+
+
+def same(one: Any, other: Any) -> None:
+    for (_, ours), (_, theirs) in zip(one.checkpoint_layers(), other.checkpoint_layers(), strict=True):
+        got, want = ours.tensors(), theirs.tensors()
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], want[name]) for name in want), ours.name
