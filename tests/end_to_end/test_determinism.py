@@ -42,6 +42,7 @@ OF_STATES = {
     "jamba": 21,
     "lfm2": 21,
     "lfm2moe": 13,
+    "qwen3next": 21,
     "recurrentgemma": 17,
 }
 """Blocks for families whose requests hold little while they run; with steps of few tokens they start with as little."""
@@ -52,7 +53,6 @@ NUM_BLOCKS = (
         "gemma2": 26,
         "gemma3": 17,
         "starcoder2": 9,
-        "qwen3next": 17,
     }
     | SCARCE_BLOCKS
     | OF_STATES

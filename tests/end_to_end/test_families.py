@@ -45,7 +45,7 @@ NUM_BLOCKS = {
     "jamba": 33,
     "lfm2": 36,
     "lfm2moe": 22,
-    "qwen3next": 22,
+    "qwen3next": 36,
     "recurrentgemma": 36,
 } | SCARCE_BLOCKS
 """A cache in which requests are preempted; where layers differ, there are more blocks of fewer layers."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.config import quantization
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
-from quire.kernels.linear import WeightScheme
+from quire.kernels.linear import PANEL, WeightScheme
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
@@ -215,7 +215,7 @@ def test_two_ranks_make_what_one_makes(kept: str, name: str, checkpoint: Callabl
             check_other(layer, share)
         else:
             most = 0.7 if isinstance(layer, QKVLinear) and layer.spans[1].units == 1 else 0.55
-            assert max(map(num_bytes, share)) < most * num_bytes(layer)
+            assert layer.num_rows < 2 * PANEL or max(map(num_bytes, share)) < most * num_bytes(layer)
     assert cuts >= {"output", "input"}
 
 
