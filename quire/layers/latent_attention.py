@@ -78,7 +78,8 @@ class LatentAttention(Module):
         return self._attend(q, q_rope, self.cache, own, self.scale)
 
     def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
-        """See `CacheUser`."""
+        """See `CacheUser`; a block holds a vector for each of its tokens."""
+        assert isinstance(spec, LatentAttentionSpec), f"latents have no place in {type(spec).__name__}"
         self.group_id = group_id
         (latents,) = cache_planes(spec, tensor)
         self.cache = latents.view(self.kv_dtype).view(-1, spec.block_size, self.size)

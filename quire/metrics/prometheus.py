@@ -118,9 +118,7 @@ class CoreMetrics:
             self._observe("iteration_tokens_total", num_computed + iteration.num_generation_tokens)
         for seconds in iteration.time_to_first_token_s:
             self._observe("time_to_first_token_seconds", seconds)
-        observe = self._metrics["inter_token_latency_seconds"].observe
-        for seconds in iteration.inter_token_s:
-            observe(seconds)
+        self._metrics["inter_token_latency_seconds"].observe_all(iteration.inter_token_s)
         for sequence in iteration.finished:
             self._record_finished(sequence)
         for request in iteration.ended:

@@ -118,21 +118,21 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("InternLMForCausalLM", "internlm:read_internlm", "InternLM", oracle="Llama of transformers"),
         BuiltIn("Jais2ForCausalLM", "jais:read_jais2", "Jais 2"),
+        BuiltIn("JAISLMHeadModel", "jais:read_jais", "Jais 13B and 30B", oracle="plain torch"),
         BuiltIn(
             "JambaForCausalLM", "mamba_hybrids:read_jamba", "Jamba, Jamba 1.5 to 1.7, Jamba Reasoning 3B"
         ),
-        BuiltIn("JAISLMHeadModel", "jais:read_jais", "Jais 13B and 30B", oracle="plain torch"),
-        BuiltIn("Llama4ForCausalLM", "llama4:read_llama4", "Llama 4 Scout and Maverick (text)"),
         BuiltIn("Lfm2ForCausalLM", "lfm:read_lfm2", "LFM2 350M to 2.6B"),
         BuiltIn("Lfm2MoeForCausalLM", "lfm:read_lfm2_moe", "LFM2 8B-A1B"),
+        BuiltIn("Llama4ForCausalLM", "llama4:read_llama4", "Llama 4 Scout and Maverick (text)"),
         BuiltIn(
             "LlamaForCausalLM",
             "llama:read_llama",
             "Llama 1 to 3.3, Yi, DeepSeek-LLM, SOLAR, TinyLlama, SmolLM 2",
         ),
-        BuiltIn("MiniCPM3ForCausalLM", "deepseek:read_minicpm3", "MiniCPM 3 4B"),
         BuiltIn("Mamba2ForCausalLM", "mamba:read_mamba2", "Mamba 2, Codestral Mamba"),
         BuiltIn("MambaForCausalLM", "mamba:read_mamba", "Mamba 130M to 2.8B"),
+        BuiltIn("MiniCPM3ForCausalLM", "deepseek:read_minicpm3", "MiniCPM 3 4B"),
         BuiltIn(
             "MiniCPMForCausalLM",
             "llama:read_minicpm",

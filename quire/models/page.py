@@ -45,7 +45,13 @@ NOTES = """
 - What stretches positions (`rope_scaling`): linear, dynamic, llama3, yarn, longrope.
 - Falcon 1B's linear biases are computed in float32. transformers rounds them to bfloat16, which shows after 256 tokens.
 - QWen (2023) contexts end at `seq_length`: beyond it the model would rescale queries by the length of the prompt.
+- TeleChat's end at `training_seqlen`, for the same reason.
+- gpt-oss's experts may be in MXFP4; they are decoded while they load, and kept as `--dtype` and `--quantization` say.
+- Llama 4 is the text model by itself (`Llama4ForCausalLM`), with one expert for each token.
 - MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.
+- Checkpoints in fp8 with a scale for each block, as DeepSeek-V3's and Kimi K2's are published, are refused: take a copy
+  in bfloat16. Layers that guess the token after the next (MTP) are left out.
+- Latent attention (DeepSeek and others) keeps its cache in float32, bfloat16 or float16, not in int8 or fp8.
 - Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
 
 ## Any other

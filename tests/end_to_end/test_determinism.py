@@ -21,7 +21,7 @@ from quire.outputs import RequestOutput
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.quick import quick
-from tests.fixtures.tiny_families import SCARCE_BLOCKS, TINY_FAMILIES
+from tests.fixtures.tiny_families import SCARCE_BLOCKS, STATE_BLOCKS, TINY_FAMILIES
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
 LENGTHS = (3, 16, 17, 40, 5, 33, 48, 90)
@@ -36,27 +36,13 @@ FAMILIES = (
     "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
-OF_STATES = {
-    **dict.fromkeys(("falconmamba", "mamba", "mamba-biased", "mamba2", "mamba2-groups"), 5),
-    **dict.fromkeys(("bamba", "granite4", "granite4-dense", "jamba-dense", "nemotronh"), 17),
-    "jamba": 21,
-    "lfm2": 21,
-    "lfm2moe": 13,
-    "qwen3next": 21,
-    "recurrentgemma": 17,
-}
-"""Blocks for families whose requests hold little while they run; with steps of few tokens they start with as little."""
-NUM_BLOCKS = (
-    {
-        "mistral": 9,
-        "phi3-window-partial": 9,
-        "gemma2": 26,
-        "gemma3": 17,
-        "starcoder2": 9,
-    }
-    | SCARCE_BLOCKS
-    | OF_STATES
-)
+NUM_BLOCKS = {
+    "mistral": 9,
+    "phi3-window-partial": 9,
+    "gemma2": 26,
+    "gemma3": 17,
+    "starcoder2": 9,
+} | SCARCE_BLOCKS
 """Where layers have windows or states, requests hold fewer blocks, or more of smaller ones."""
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -177,7 +163,7 @@ def test_every_weight_type(weights: str, engine: Callable[..., LLM], restore_thr
     "family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
 )
 def test_every_family(family: str, engine: Callable[..., LLM], restore_threads: None) -> None:
-    limits = {"max_num_batched_tokens": 16, "max_num_seqs": 16} if family in OF_STATES else {}
+    limits = {"max_num_batched_tokens": 16, "max_num_seqs": 16} if family in STATE_BLOCKS else {}
     check_contract(functools.partial(engine, "float32", family), NUM_BLOCKS.get(family, 20), **limits)
 
 

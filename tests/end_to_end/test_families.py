@@ -36,18 +36,7 @@ FAMILIES = (
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
 OTHERS += ["afmoe", "bert", "ministral3", "modernbert-decoder"]
 LENGTHS = (1, 3, 8, 15, 16, 17, 40, 90)
-NUM_BLOCKS = {
-    "gemma2": 25,
-    "gemma3": 17,
-    "modernbert-decoder": 26,
-    **dict.fromkeys(("falconmamba", "mamba", "mamba-biased", "mamba2", "mamba2-groups"), 10),
-    **dict.fromkeys(("bamba", "granite4", "granite4-dense", "jamba-dense", "nemotronh"), 25),
-    "jamba": 33,
-    "lfm2": 36,
-    "lfm2moe": 22,
-    "qwen3next": 36,
-    "recurrentgemma": 36,
-} | SCARCE_BLOCKS
+NUM_BLOCKS = {"gemma2": 25, "gemma3": 17, "modernbert-decoder": 26} | SCARCE_BLOCKS
 """A cache in which requests are preempted; where layers differ, there are more blocks of fewer layers."""
 NUM_TOKENS = 32
 MAX_LEN = 128

@@ -30,7 +30,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "soft_cap": {"soft_cap": 2.5},
     "alibi": {"alibi_slopes": 0.3},
     "sinks": {"sinks": 1.0},
-    "chunk": {"attention_chunk": 70},
     "all": {"sliding_window": 33, "soft_cap": 4.0, "alibi_slopes": 0.1},
     "chunk and sinks": {"attention_chunk": 33, "sinks": 3.0},
 }

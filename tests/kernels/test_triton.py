@@ -104,10 +104,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 6},
     "soft cap": {"soft_cap": 3.0},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
-    "sinks": {"sinks": torch.tensor([-1.0, 0.5, 2.0, 9.0])},
-    "chunk": {"attention_chunk": 7},
     "all": {"sliding_window": 18, "soft_cap": 3.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
-    "chunk and sinks": {"attention_chunk": 18, "sinks": torch.tensor([-1.0, 0.5, 2.0, 9.0])},
+    "chunk and sinks": {"attention_chunk": 7, "sinks": torch.tensor([-1.0, 0.5, 2.0, 9.0])},
 }
 SHAPES = {
     "split decode": attention.decode_shape(2, 6, 132)._replace(split_tokens=16, block_n=16, even_splits=3),

@@ -65,6 +65,22 @@ def test_experts_are_parts_of_one_tensor() -> None:
     assert torch.equal(weight, stored[[1, 3]])
 
 
+def test_members_of_a_stack_are_where_they_stand_whatever_shape_the_file_names() -> None:
+    """Those of three experts, each of two matrices whose outputs alternate."""
+    matrices = torch.randn(3, 2, 5, 4)
+    stored = matrices.permute(0, 3, 2, 1).reshape(3, 4, 10)
+    parts = []
+    for expert in range(3):
+        for half in range(2):
+            weight = torch.empty(5, 4)
+            slot = Slot(weight.t(), "normal").of_stack(expert, 3).of_stack(half, 2, dim=3).merging(2)
+            assert slot.source.stored_shape == (3, 4, 10)
+            slot.fill(stored.view(slot.source.shape)[slot.source.box])
+            assert torch.equal(weight, matrices[expert, half])
+            parts.append(slot.source.region)
+    assert why_not_covered((3, 4, 5, 2), parts) is None
+
+
 def unpacked(rows: Tensor) -> Tensor:
     """Two nibbles from each byte."""
     return torch.stack([rows & 15, rows >> 4], -1).flatten(-2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from quire.config import EngineConfig
 from quire.metrics.buckets import token_buckets
 from quire.metrics.catalog import METRICS
-from quire.metrics.families import VllmNames, make_family
+from quire.metrics.families import Distribution, VllmNames, make_family
 from quire.metrics.prometheus import PrometheusStatLogger
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats
 from quire.outputs import RequestStateStats
@@ -46,6 +48,23 @@ class Metrics:
 @pytest.fixture
 def metrics() -> Metrics:
     return Metrics()
+
+
+@given(st.lists(st.integers(0, 40).map(lambda number: number / 8)))
+def test_what_is_observed_at_once_is_what_would_be_one_by_one(amounts: list[float]) -> None:
+    registries = CollectorRegistry(), CollectorRegistry()
+    wanted, found = (
+        kind("x", "", ["a"], buckets=(1.0, 2.0, 4.0), registry=registry).labels("b")
+        for kind, registry in zip((Histogram, Distribution), registries, strict=True)
+    )
+    for amount in amounts:
+        wanted.observe(amount)
+    found.observe_all(amounts)
+    expected, seen = (
+        [sample for metric in registry.collect() for sample in metric.samples if sample.name != "x_created"]
+        for registry in registries
+    )
+    assert seen == expected
 
 
 def test_one_step(metrics: Metrics) -> None:

@@ -31,6 +31,16 @@ def llama(
     }
 
 
+DEEPSEEK_V2_LITE = {
+    "attention_bias": False, "first_k_dense_replace": 1, "hidden_act": "silu", "kv_lora_rank": 512,
+    "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+    "norm_topk_prob": False, "num_experts_per_tok": 6, "q_lora_rank": None, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
+    "seq_aux": True, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128, "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+}  # fmt: skip
 TIED = {"tie_word_embeddings": True}
 CHATGLM = {
     "add_bias_linear": False, "add_qkv_bias": True, "apply_query_key_layer_scaling": True,
@@ -74,6 +84,25 @@ JAIS = {
     "vocab_size": 84992,
 }  # fmt: skip
 
+GPT_OSS = {
+    "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "initial_context_length": 4096,
+    "num_experts_per_tok": 4, "num_local_experts": 32, "output_router_logits": False, "rope_theta": 150000,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}  # fmt: skip
+PHI_MOE = {
+    "attention_bias": True, "lm_head_bias": True, "input_jitter_noise": 0.01, "num_experts_per_tok": 2,
+    "num_local_experts": 16, "router_jitter_noise": 0.01, "sliding_window": 131072,
+    "rope_scaling": {
+        "long_factor": [2.0] * 64, "long_mscale": 1.243163121016122, "original_max_position_embeddings": 4096,
+        "short_factor": [1.0] * 64, "short_mscale": 1.243163121016122, "type": "longrope",
+    },
+}  # fmt: skip
+
 PUBLISHED: dict[str, tuple[str, float, dict[str, Any]]] = {
     "apertus-8b": (
         "Apertus", 8.05, llama(4096, 21504, 32, 32, 8, 131072, hidden_act="xielu", qk_norm=True, post_norm=False),
@@ -85,6 +114,17 @@ PUBLISHED: dict[str, tuple[str, float, dict[str, Any]]] = {
     "chatglm-glm4-9b": ("ChatGLMModel", 9.400, CHATGLM),
     "command-r": ("Cohere", 34.98, llama(8192, 22528, 40, 64, 64, 256000, model_max_length=131072, logit_scale=0.0625)),
     "command-r7b": ("Cohere2", 8.028, llama(4096, 14336, 32, 32, 8, 256000, **COMMAND_R7B)),
+    "dbrx": (
+        "Dbrx", 131.6, {
+            "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "model_type": "", "rope_theta": 500000},
+            "d_model": 6144, "emb_pdrop": 0.0, "max_seq_len": 32768, "n_heads": 48, "n_layers": 40,
+            "resid_pdrop": 0.0, "vocab_size": 100352, "ffn_config": {
+                "ffn_hidden_size": 10752, "model_type": "", "moe_jitter_eps": 0.01, "moe_loss_weight": 0.05,
+                "moe_num_experts": 16, "moe_top_k": 4,
+            },
+        },
+    ),
+    "deepseek-v2-lite": ("DeepseekV2", 15.706, llama(2048, 10944, 27, 16, 16, 102400, **DEEPSEEK_V2_LITE)),
     "ernie-0.3b": ("Ernie4_5", 0.3607, llama(1024, 3072, 18, 16, 2, 103424, head_dim=128, use_bias=False, **TIED)),
     "exaone-2.4b": (
         "Exaone", 2.405, {
@@ -119,6 +159,7 @@ PUBLISHED: dict[str, tuple[str, float, dict[str, Any]]] = {
             6144, 24576, 44, 64, 64, 50432, rotary_pct=0.25, rotary_emb_base=10000, hidden_act="gelu_fast"
         ),
     ),
+    "gpt-oss-20b": ("GptOss", 20.91, llama(2880, 2880, 24, 64, 8, 201088, **GPT_OSS)),
     "granite-2b": (
         "Granite", 2.534, llama(
             2048, 8192, 40, 32, 8, 49155, attention_multiplier=0.015625, embedding_multiplier=12.0,
@@ -154,6 +195,7 @@ PUBLISHED: dict[str, tuple[str, float, dict[str, Any]]] = {
     "olmo2-7b": ("Olmo2", 7.299, llama(4096, 11008, 32, 32, 32, 100352)),
     "orion-14b": ("Orion", 14.50, llama(5120, 15360, 40, 40, 40, 84608)),
     "persimmon-8b": ("Persimmon", 9.40, llama(4096, 16384, 36, 64, 64, 262144, hidden_act="relu2")),
+    "phi-3.5-moe": ("Phimoe", 41.87, llama(4096, 6400, 32, 32, 8, 32064, **PHI_MOE)),
     "phi-2": ("Phi", 2.780, llama(2560, 10240, 32, 32, 32, 51200, hidden_act="gelu_new", partial_rotary_factor=0.4)),
     "pythia-1.4b": ("GPTNeoX", 1.415, llama(2048, 8192, 24, 16, 16, 50304, hidden_act="gelu", rotary_pct=0.25)),
     "qwen-7b": ("QWenLMHeadModel", 7.721, llama(4096, 22016, 32, 32, 32, 151936, **QWEN)),

@@ -34,25 +34,35 @@ class Encoder(Protocol):
     ) -> list[int]: ...
 
 
+class Literals:
+    """The special tokens of a tokenizer as texts, the longest first, and how they begin."""
+
+    def __init__(self, special_tokens: Iterable[str]) -> None:
+        self.texts = sorted(filter(None, special_tokens), key=len, reverse=True)
+        self.beginnings = {text[:size] for text in self.texts for size in range(1, len(text))}
+        self.longest = max(map(len, self.texts), default=0)
+
+    def within(self, text: str) -> str:
+        """An expression for those that occur in a text; empty if none does."""
+        return "|".join(re.escape(literal) for literal in self.texts if literal in text)
+
+
 class PlainText:
     """Marks and unmarks the special-token literals of one conversation; `end` is a free character for the caller.
 
     Args:
-        special_tokens: the literals of the tokenizer's special tokens.
         values: everything user-made that will be rendered; decides which character is free to be the mark.
     """
 
-    def __init__(self, special_tokens: Iterable[str], values: Any) -> None:
+    def __init__(self, literals: Literals, values: Any) -> None:
         used = set[str]()
         for stretch in _without_ascii(_strings(values)):
             used.update(stretch)
-        free = [mark for mark in MARKS if mark not in used][:2]
+        free = list(itertools.islice((mark for mark in MARKS if mark not in used), 2))
         if len(free) < 2:
             raise ValidationError("messages use every private-use character there is", param="messages")
         self._mark, self.end = free
-        self._literals = sorted(filter(None, special_tokens), key=len, reverse=True)
-        self._beginnings = {text[:size] for text in self._literals for size in range(1, len(text))}
-        self._longest = max(map(len, self._literals), default=0)
+        self._literals = literals
 
     def protect(self, value: Any) -> Any:
         """`value` with every string in it, keys included, marked."""
@@ -75,15 +85,13 @@ class PlainText:
         return text.replace(self._mark, "")
 
     def _protect_inside(self, text: str) -> str:
-        present = [re.escape(literal) for literal in self._literals if literal in text]
-        if not present:
-            return text
+        present = self._literals.within(text)
         # A lookahead finds overlapping literals too.
-        return re.sub(f"(?={'|'.join(present)})", self._mark, text)
+        return re.sub(f"(?={present})", self._mark, text) if present else text
 
     def _protect_end(self, text: str) -> str:
-        sizes = range(min(self._longest - 1, len(text)), 0, -1)
-        size = next((size for size in sizes if text[-size:] in self._beginnings), 0)
+        sizes = range(min(self._literals.longest - 1, len(text)), 0, -1)
+        size = next((size for size in sizes if text[-size:] in self._literals.beginnings), 0)
         return f"{text[:-size]}{self._mark}{text[-size:]}" if size else text
 
     def _pieces(self, rendered: str) -> Iterator[tuple[str, bool]]:
@@ -104,10 +112,8 @@ class PlainText:
             yield open_text, False
 
     def _split_at_special_tokens(self, rendered: str) -> list[str]:
-        present = [re.escape(literal) for literal in self._literals if literal in rendered]
-        if not present:
-            return [rendered]
-        return re.split(f"((?<!{self._mark})(?:{'|'.join(present)}))", rendered)
+        present = self._literals.within(rendered)
+        return re.split(f"((?<!{self._mark})(?:{present}))", rendered) if present else [rendered]
 
 
 def _without_ascii(texts: Iterable[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from jinja2 import TemplateSyntaxError, meta, nodes
 from quire.entrypoints.chat.budget import TemplateRefusalError
 from quire.entrypoints.chat.environment import make_environment
 from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES, checked_messages
-from quire.entrypoints.chat.plain_text import Encoder, PlainText
+from quire.entrypoints.chat.plain_text import Encoder, Literals, PlainText
 from quire.errors import ConfigError, ValidationError
 from quire.inputs import Conversation
 
@@ -117,7 +117,7 @@ class ChatTemplate:
         if for_tools is not None:
             self.variables |= for_tools.variables | {"tools"}
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._special_tokens = frozenset(special_tokens)
+        self._literals = Literals(special_tokens)
         self._reads_name: dict[str, bool] = {}
         self._wants_parts = content_format == "openai" or (
             content_format == "auto"
@@ -233,7 +233,7 @@ class ChatTemplate:
         options = {name: value for name, value in options.items() if value is not None}
         self._check_options(options)
         checked = checked_messages(messages, self._aliases)
-        plain = PlainText(self._special_tokens, [checked, options])
+        plain = PlainText(self._literals, [checked, options])
         conversation = [{**plain.protect(message), "role": message["role"]} for message in checked]
         if continue_final:
             conversation[-1]["content"] += plain.end

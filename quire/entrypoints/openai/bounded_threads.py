@@ -1,7 +1,8 @@
 """`BoundedThreads`: foreign code that may never end, off the event loop.
 
 Invariant: nobody waits for it longer than its limit, neither its caller nor the end of the process. What runs on is
-interrupted at its next bytecode, so that a loop of a chat template does end.
+interrupted at its next bytecode, so that a loop of a chat template does end, and its thread with it. Other threads are
+kept for what comes next: the event loop would have to wait until a new one has started.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -32,6 +35,8 @@ class BoundedThreads:
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self.limit_s = limit_s
         self._free = asyncio.Semaphore(MAX_THREADS)
+        self._idle: list[_Worker] = []
+        weakref.finalize(self, _dismiss, self._idle)
 
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """The function's result, or what it raises.
@@ -41,48 +46,77 @@ class BoundedThreads:
         """
         async with self._free:
             result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-            work = _Work(result, lambda: function(*args, **kwargs))
+            worker = self._idle.pop() if self._idle else _Worker()
+            worker.begin(result, lambda: function(*args, **kwargs))
             try:
                 # Not `wait_for`, which in Python 3.11 forgets a cancellation that comes with the result.
                 async with asyncio.timeout(self.limit_s):
                     return await result
             finally:
-                work.interrupt()
+                if worker.interrupt():
+                    self._idle.append(worker)
 
 
-class _Work:
-    """A thread that puts a function's result into a future, unless it was interrupted before."""
+def _dismiss(workers: list[_Worker]) -> None:
+    """Nobody will give them work any more."""
+    for worker in workers:
+        worker.end()
 
-    def __init__(self, result: asyncio.Future[T], function: Callable[[], T]) -> None:
+
+class _Worker:
+    """A thread that puts functions' results into futures, one at a time, until it is interrupted."""
+
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._over = False
-        self._thread = threading.Thread(
-            target=self._run, args=(result, function), name="quire-bounded", daemon=True
-        )
-        self._thread.start()
+        self._works = False
+        self._work: SimpleQueue[tuple[asyncio.Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="quire-bounded", daemon=True)
 
-    def interrupt(self) -> None:
-        """Nobody waits any more; nothing happens if the function has returned."""
+    def begin(self, result: asyncio.Future[T], function: Callable[[], T]) -> None:
+        """Work on this; what came before has returned."""
+        self._works = True
+        self._work.put((result, function))
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def interrupt(self) -> bool:
+        """Nobody waits any more. True, and nothing done, if the function has returned; else the thread ends."""
         with self._lock:
-            if not self._over and self._thread.ident is not None:
+            if self._works and self._thread.ident is not None:
                 number, error = ctypes.c_ulong(self._thread.ident), ctypes.py_object(TimeIsUpError)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
+            return not self._works
 
-    def _run(self, result: asyncio.Future[T], function: Callable[[], T]) -> None:
+    def end(self) -> None:
+        """Let the thread end once it is idle."""
+        self._work.put(None)
+
+    def _run(self) -> None:
         try:
-            try:
-                value = function()
-            except Exception as error:
-                self._hand_over(result, result.set_exception, error)
-            else:
-                self._hand_over(result, result.set_result, value)
+            while self._do_next():
+                pass
         except (TimeIsUpError, RuntimeError):  # interrupted; or the loop has been closed meanwhile
             return
 
+    def _do_next(self) -> bool:
+        """False at the end. A frame of its own, so that an idle thread keeps nothing of a request."""
+        work = self._work.get()
+        if work is not None:
+            self._do(*work)
+        return work is not None
+
+    def _do(self, result: asyncio.Future[T], function: Callable[[], T]) -> None:
+        try:
+            value = function()
+        except Exception as error:
+            self._hand_over(result, result.set_exception, error)
+        else:
+            self._hand_over(result, result.set_result, value)
+
     def _hand_over(self, result: asyncio.Future[Any], settle: Callable[[Any], None], value: Any) -> None:
         with self._lock:
-            self._over = True
+            self._works = False
         self._loop.call_soon_threadsafe(_settle, result, settle, value)
 
 

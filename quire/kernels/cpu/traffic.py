@@ -39,14 +39,14 @@ def _of_matrix(outputs: int, inputs: int, group: int, weight_format: int) -> int
 def _of_experts(values: Sequence[int]) -> int:
     """Of those that the step chose."""
     chosen, tokens, top_k, hidden, inner = (values[i] for i in (2, 7, 8, 10, 11))
-    (up_group, _, up_format), (down_group, _, down_format) = values[12:15], values[15:18]
+    (up_group, _, up_format), (down_group, _, down_format) = values[13:16], values[16:19]
     used = len({*(ctypes.c_int32 * (tokens * top_k)).from_address(chosen)})
     up = _of_matrix(2 * inner, hidden, up_group, up_format)
     return used * (up + _of_matrix(hidden, inner, down_group, down_format))
 
 
 def _of_attention(values: Sequence[int]) -> int:
-    lengths, requests, heads, head_size, cache_dtype = (values[i] for i in (5, 9, 14, 16, 21))
+    lengths, requests, heads, head_size, cache_dtype = (values[i] for i in (5, 10, 16, 18, 24))
     present = sum((ctypes.c_int32 * requests).from_address(lengths))
     stored = head_size * _BITS[cache_dtype] // 8 + (4 if cache_dtype == 3 else 0)
     return 2 * present * heads * stored

@@ -68,4 +68,4 @@ def test_literal_made_of_two_contents() -> None:
 
 def test_no_free_mark() -> None:
     with pytest.raises(ValidationError, match="private-use"):
-        plain_text.PlainText(SPECIAL, ["".join(plain_text.MARKS)])
+        plain_text.PlainText(plain_text.Literals(SPECIAL), ["".join(plain_text.MARKS)])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 
 import httpx
 import pytest
@@ -22,8 +24,10 @@ def bounded_threads() -> list[threading.Thread]:
 
 
 async def until_all_ended() -> None:
+    """Those that are kept do when nobody can give them work any more."""
     async with asyncio.timeout(30):
-        while bounded_threads():  # noqa: ASYNC110
+        while bounded_threads():
+            gc.collect()
             await asyncio.sleep(0.01)
 
 
@@ -37,10 +41,33 @@ async def test_results_and_errors_come_back() -> None:
     assert await threads.run(divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         await threads.run(divmod, 7, 0)
+
+
+async def test_a_thread_is_kept_as_long_as_it_may_get_work() -> None:
+    await until_all_ended()
+    threads = BoundedThreads()
+    used = [await threads.run(threading.get_ident) for _ in range(3)]
+    assert used == [thread.ident for thread in bounded_threads()] * 3
+    del threads
     await until_all_ended()
 
 
+async def test_nothing_of_what_was_done_is_kept() -> None:
+    threads, argument = BoundedThreads(), Argument()
+    seen = weakref.ref(argument)
+    await threads.run(str, argument)
+    del argument
+    async with asyncio.timeout(30):
+        while seen() is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+class Argument:
+    """Can be referred to weakly."""
+
+
 async def test_what_takes_too_long_is_interrupted() -> None:
+    await until_all_ended()
     threads = BoundedThreads(limit_s=0.05)
     with pytest.raises(TimeoutError):
         await threads.run(for_ever)
@@ -49,6 +76,7 @@ async def test_what_takes_too_long_is_interrupted() -> None:
 
 
 async def test_what_nobody_waits_for_any_more_is_interrupted() -> None:
+    await until_all_ended()
     threads = BoundedThreads()
     task = asyncio.create_task(threads.run(for_ever))
     while not bounded_threads():  # noqa: ASYNC110
@@ -77,21 +105,24 @@ async def test_only_so_many_run_at_a_time() -> None:
 
 @pytest.mark.item(16, 50)
 async def test_a_template_that_loops_costs_one_request() -> None:
-    engine = FakeEngine(FakeTokenizer(LOOP))
-    async with client_for(engine) as client:
-        client._transport.app.state.server.renders.limit_s = 0.1  # type: ignore[attr-defined]
+    answers = await answers_within(0.1, [*["loop"] * (MAX_THREADS + 1), "hello"])
+    assert [answer.status_code for answer in answers] == [400] * (MAX_THREADS + 1) + [200]
+    assert answers[0].json()["error"]["message"] == (
+        "the chat template takes longer than 0.1 s for these messages"
+    )
+    await until_all_ended()
+
+
+async def answers_within(limit_s: float, contents: list[str]) -> list[httpx.Response]:
+    """Of a server that is gone when all have come."""
+    async with client_for(FakeEngine(FakeTokenizer(LOOP))) as client:
+        client._transport.app.state.server.renders.limit_s = limit_s  # type: ignore[attr-defined]
 
         async def ask(content: str) -> httpx.Response:
             body = {"messages": [{"role": "user", "content": content}]}
             return await client.post("/v1/chat/completions", json=body)
 
-        loops = [asyncio.create_task(ask("loop")) for _ in range(MAX_THREADS + 1)]
-        answers = await asyncio.gather(ask("hello"), *loops)
-    assert [answer.status_code for answer in answers] == [200] + [400] * len(loops)
-    assert answers[1].json()["error"]["message"] == (
-        "the chat template takes longer than 0.1 s for these messages"
-    )
-    await until_all_ended()
+        return await asyncio.gather(*map(ask, contents))
 
 
 async def test_a_template_that_makes_gigabytes_costs_one_request() -> None:
