@@ -125,8 +125,10 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
 OF_FAMILY = {arch: values | {"architectures": [arch]} for arch, values in OF_FAMILY.items()}
 WITH_ORACLE = [row.architecture for row in BUILT_IN.values() if row.oracle == TRANSFORMERS]
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
-OF_STATES = {"mamba": "linear_attention", "mamba2": "linear_attention"}
-"""What transformers calls all layers that keep a state."""
+OF_STATES = dict.fromkeys(("mamba", "mamba2", "gated_delta", "recurrent_unit"), "linear_attention") | {
+    "short_conv": "conv"
+}
+"""What transformers calls layers that keep a state."""
 ABSENT = object()
 
 
