@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.config.arch import QKV_APART, CheckpointNames, ModelArch
+from quire.config.arch import QKV_APART, CheckpointNames, ExpertStack, ModelArch
 from quire.models.families.experts import all_layers, read_experts
 from quire.models.families.fields import MAX_LAYERS, MAX_WIDTH, biases, plain_mlp, read_llama
 from quire.models.families.llama import read_granite
@@ -104,7 +104,7 @@ def read_granite_hybrid(architecture: str, config: JsonObject) -> ModelArch:
         size="intermediate_size",
         layers=all_layers(config),
         routing={"default_top_k": 2, "normalized": True},
-        stacked=True,
+        stack=ExpertStack(),
         shared_size=size,
     )
     return read_granite(
