@@ -75,13 +75,13 @@ class HeadScan(Layer):
 
 
 class GroupRMSNorm(Layer):
-    """An RMSNorm of each of so many equal parts of a row."""
+    """An RMSNorm of each of so many equal parts of a row; ranks beyond the groups have a group's weights in common."""
 
     ones: Tensor
 
     def __init__(self, *, size: int, groups: int, eps: float, dtype: torch.dtype, name: str) -> None:
         super().__init__(name)
-        self.span = Span(groups, size // groups)
+        self.span = Span(groups, size // groups, replicated=True)
         self.dtype = dtype
         self.eps = eps
         ones = torch.ones(self.span.unit, dtype=dtype, device="cpu")
