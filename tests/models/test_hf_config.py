@@ -102,7 +102,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "OlmoeForCausalLM": SPARSE,
     "PhimoeForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": SPARSE,
+    "Lfm2MoeForCausalLM": SPARSE,
     "Qwen3MoeForCausalLM": SPARSE,
+    "Qwen3NextForCausalLM": SPARSE,
     "YoutuForCausalLM": LATENT,
     "BambaForCausalLM": HYBRID,
     "FalconMambaForCausalLM": STATES,
@@ -175,7 +177,8 @@ def test_defaults_are_those_of_the_family(arch: str, tmp_path: Path) -> None:
     eps = next((value for key in EPSILONS if (value := getattr(theirs, key, None))), 1e-5)
     assert ours.norm_eps == eps
     assert ours.attn_logit_softcap == getattr(theirs, "attn_logit_softcapping", None)
-    assert ours.final_logit_softcap == getattr(theirs, "final_logit_softcapping", None)
+    cap = getattr(theirs, "final_logit_softcapping", None) or getattr(theirs, "logits_soft_cap", None)
+    assert ours.final_logit_softcap == cap
 
 
 def test_both_rope_layouts_say_the_same(tmp_path: Path) -> None:
