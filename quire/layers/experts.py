@@ -5,8 +5,6 @@ Shapes: T tokens of the step, H hidden size, I intermediate size of an expert, k
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -55,10 +53,11 @@ class _GateUpInStack(_InStack, GateUpLinear):
         if not self.stack.interleaved:
             yield from super().slots(names)
             return
-        halves: dict[str, Iterator[int]] = defaultdict(itertools.count)
-        for name, slot in super().slots([names[0]] * len(self.spans)):
+        for name, slot in super().slots([f"{names[0]}:{half}" for half in range(len(self.spans))]):
+            path, _, rest = name.partition(":")
+            half, suffix = int(rest[0]), rest[1:]
             outputs = 2 if self.transposed and slot.source.shape[2:] else 1
-            yield name, slot.of_stack(next(halves[name]), len(self.spans), outputs + 1).merging(outputs)
+            yield path + suffix, slot.of_stack(half, len(self.spans), outputs + 1).merging(outputs)
 
 
 class Expert(Module):

@@ -331,9 +331,9 @@ def options(max_examples: int) -> settings:
 
 @pytest.mark.item(55)
 def test_the_cache_is_what_a_model_of_its_tokens_says() -> None:
-    """Some 17,000 operations."""
+    """Some 4,000 operations."""
     run_state_machine_as_test(KVCacheMachine, settings=options(60))
-    assert all(KVCacheMachine.seen[what] > 100 for what in ("forks", "swaps", "hits", "forgotten")), (
+    assert all(KVCacheMachine.seen[what] > 50 for what in ("forks", "swaps", "hits", "forgotten")), (
         KVCacheMachine.seen
     )
 

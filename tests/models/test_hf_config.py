@@ -128,9 +128,10 @@ OF_FAMILY = {arch: values | {"architectures": [arch]} for arch, values in OF_FAM
 WITH_ORACLE = [row.architecture for row in BUILT_IN.values() if row.oracle == TRANSFORMERS]
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 OF_STATES = dict.fromkeys(("mamba", "mamba2", "gated_delta", "recurrent_unit"), "linear_attention") | {
-    "short_conv": "conv"
+    "short_conv": "conv",
+    "latent_attention": "full_attention",
 }
-"""What transformers calls layers that keep a state."""
+"""What transformers calls layers that keep something else than keys and values."""
 ABSENT = object()
 
 
