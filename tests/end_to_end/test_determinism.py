@@ -31,8 +31,8 @@ FAMILIES = (
     "qwen3",
     "phi3-window-partial",
     "gemma3",
-    "gpt2",
     "qwen2moe",
+    "bamba",
     "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
@@ -106,37 +106,46 @@ def every_loop_shared() -> Iterator[None]:
     loaded.shuffle(0)
 
 
-def check_contract(make: Callable[..., LLM], num_blocks: int = 20, **limits: int) -> None:
-    """One model, every way of cutting up its work.
-
-    With `num_blocks`, and steps within `limits`, requests are preempted.
-    """
-    scarce = {"num_gpu_blocks_override": num_blocks, **limits}
+def check_contract(make: Callable[..., LLM], num_blocks: int = 20) -> None:
+    """One model, every way of cutting up its work; `num_blocks` make a cache in which requests are preempted."""
     plain = make()
     expected = run(plain, prompts())
-    assert alone(plain, prompts()) == expected, "alone"
+    check_core_of_contract(make, plain, expected, num_blocks)
     assert run(make(cpu_threads=2), prompts()) == expected, "two threads"
+    assert run(make(enforce_eager=True), prompts()) == expected, "kernel by kernel"
+    for chunk in (16, 64):
+        chunked = make(max_num_batched_tokens=chunk, max_num_seqs=16)
+        assert run(chunked, prompts()) == expected, f"chunks of {chunk}"
+    tiny = make(num_gpu_blocks_override=num_blocks)
+    assert run(tiny, prompts()) == expected, "preempted"
+    assert tiny.llm_engine.call_core("stats")["num_preemptions"] > 0
+    overlapped = make(async_scheduling=True, num_gpu_blocks_override=num_blocks, enable_prefix_caching=True)
+    assert run(overlapped, prompts()) == expected, "overlapped and preempted"
+    assert overlapped.llm_engine.call_core("stats")["num_preemptions"] > 0
+    check_swapping(make, plain, expected, num_blocks)
+
+
+def check_core_of_contract(make: Callable[..., LLM], plain: LLM, expected: Result, num_blocks: int) -> None:
+    """The ways that differ most."""
+    assert alone(plain, prompts()) == expected, "alone"
     with every_loop_shared():
         assert run(make(cpu_threads=3), prompts()) == expected, "three threads, all loops shared and shuffled"
-    assert run(make(enforce_eager=True), prompts()) == expected, "kernel by kernel"
-    for chunk in (7, 16, 64):
-        chunked = make(max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 16))
-        assert run(chunked, prompts()) == expected, f"chunks of {chunk}"
+    chunked = make(max_num_batched_tokens=7, max_num_seqs=7)
+    assert run(chunked, prompts()) == expected, "chunks of 7"
     cached = make(enable_prefix_caching=True)
     assert run(cached, prompts()) == expected, "cold prefix cache"
     assert run(cached, prompts()) == expected, "warm prefix cache"
     assert cached.llm_engine.call_core("stats")["prefix_cache_hits"] > 0
-    tiny = make(**scarce)
-    assert run(tiny, prompts()) == expected, "preempted"
-    assert tiny.llm_engine.call_core("stats")["num_preemptions"] > 0
-    overlapped = make(async_scheduling=True, enable_prefix_caching=True, **scarce)
-    assert run(overlapped, prompts()) == expected, "overlapped and preempted"
-    assert overlapped.llm_engine.call_core("stats")["num_preemptions"] > 0
-    for loop in ({}, {"async_scheduling": True, "max_steps_in_flight": 3}):
-        swapping = make(swap_space=0.01, preemption_mode="swap", **scarce, **loop)
-        assert run(swapping, prompts()) == expected, f"swapped {loop}"
-        assert swapping.llm_engine.call_core("stats")["num_swaps"] > 0
-        check_forks(swapping, plain)
+    check_swapping(make, plain, expected, num_blocks, async_scheduling=True, max_steps_in_flight=3)
+
+
+def check_swapping(
+    make: Callable[..., LLM], plain: LLM, expected: Result, num_blocks: int, **loop: Any
+) -> None:
+    swapping = make(num_gpu_blocks_override=num_blocks, swap_space=0.01, preemption_mode="swap", **loop)
+    assert run(swapping, prompts()) == expected, f"swapped {loop}"
+    assert swapping.llm_engine.call_core("stats")["num_swaps"] > 0
+    check_forks(swapping, plain)
 
 
 def check_forks(llm: LLM, plain: LLM) -> None:

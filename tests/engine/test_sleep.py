@@ -281,7 +281,7 @@ def test_the_synchronous_engine_sleeps(mode: str) -> None:
 
 
 @pytest.mark.item(54)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), overlapped=st.booleans(), swap=st.booleans(), window=st.sampled_from([None, 8]))
 def test_sleeping_at_any_time_changes_no_token(
     data: st.DataObject, overlapped: bool, swap: bool, window: int | None

@@ -16,6 +16,10 @@ def gated_delta(
     qkv: Tensor, ba: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor, metadata: StateMetadata
 ) -> Tensor:
     dtype_code("gated_delta", "qkv", qkv)
+    if states.dim() != 4 or qkv.dim() != 2:
+        raise ValueError(
+            f"gated_delta: qkv must be [T, N] and states [blocks, Hv, Dk, Dv]; they are {say(qkv)}, {say(states)}"
+        )
     _, value_heads, keys, values = states.shape
     rows, width = qkv.shape
     key_heads, rest = divmod(width - value_heads * values, 2 * keys)

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from typing import Any
 
 import httpx
 import pytest
@@ -140,15 +141,20 @@ async def test_a_template_that_makes_gigabytes_costs_one_request() -> None:
     )
 
 
-async def test_a_cancellation_that_comes_with_the_result_is_heeded() -> None:
+async def test_a_cancellation_that_comes_with_the_result_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was lost, and with it now and then the end of a server that had just been told to stop."""
-    returned = threading.Event()
-    task = asyncio.create_task(BoundedThreads().run(returned.set))
+    loop, handed_over = asyncio.get_running_loop(), threading.Event()
+    hand_over = loop.call_soon_threadsafe
+
+    def then_tell(*args: Any) -> None:
+        hand_over(*args)
+        handed_over.set()
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", then_tell)
+    task = asyncio.create_task(BoundedThreads().run(int))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    returned.wait(10)
-    for thread in bounded_threads():
-        thread.join(10)  # its result waits for the loop, which is held up here
+    assert handed_over.wait(10), "the result waits for the loop, which is held up here"
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
