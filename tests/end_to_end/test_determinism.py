@@ -44,6 +44,8 @@ NUM_BLOCKS = {
     "starcoder2": 9,
 } | SCARCE_BLOCKS
 """Where layers have windows or states, requests hold fewer blocks, or more of smaller ones."""
+STEP_LIMITS = {"max_num_batched_tokens": 16, "max_num_seqs": 16}
+"""Of models whose requests start with as little as they hold while they run."""
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16", "matmul_precision": "highest"},
@@ -106,27 +108,32 @@ def every_loop_shared() -> Iterator[None]:
     loaded.shuffle(0)
 
 
-def check_contract(make: Callable[..., LLM], num_blocks: int = 20) -> None:
-    """One model, every way of cutting up its work; `num_blocks` make a cache in which requests are preempted."""
+def check_contract(make: Callable[..., LLM], num_blocks: int = 20, **limits: int) -> None:
+    """One model, every way of cutting up its work.
+
+    With `num_blocks`, and steps within `limits`, requests are preempted.
+    """
+    scarce = {"num_gpu_blocks_override": num_blocks, **limits}
     plain = make()
     expected = run(plain, prompts())
-    check_core_of_contract(make, plain, expected, num_blocks)
+    check_what_differs_most(make, plain, expected, scarce)
     assert run(make(cpu_threads=2), prompts()) == expected, "two threads"
     assert run(make(enforce_eager=True), prompts()) == expected, "kernel by kernel"
     for chunk in (16, 64):
         chunked = make(max_num_batched_tokens=chunk, max_num_seqs=16)
         assert run(chunked, prompts()) == expected, f"chunks of {chunk}"
-    tiny = make(num_gpu_blocks_override=num_blocks)
+    tiny = make(**scarce)
     assert run(tiny, prompts()) == expected, "preempted"
     assert tiny.llm_engine.call_core("stats")["num_preemptions"] > 0
-    overlapped = make(async_scheduling=True, num_gpu_blocks_override=num_blocks, enable_prefix_caching=True)
+    overlapped = make(async_scheduling=True, enable_prefix_caching=True, **scarce)
     assert run(overlapped, prompts()) == expected, "overlapped and preempted"
     assert overlapped.llm_engine.call_core("stats")["num_preemptions"] > 0
-    check_swapping(make, plain, expected, num_blocks)
+    check_swapping(make, plain, expected, scarce)
 
 
-def check_core_of_contract(make: Callable[..., LLM], plain: LLM, expected: Result, num_blocks: int) -> None:
-    """The ways that differ most."""
+def check_what_differs_most(
+    make: Callable[..., LLM], plain: LLM, expected: Result, scarce: dict[str, int]
+) -> None:
     assert alone(plain, prompts()) == expected, "alone"
     with every_loop_shared():
         assert run(make(cpu_threads=3), prompts()) == expected, "three threads, all loops shared and shuffled"
@@ -136,14 +143,12 @@ def check_core_of_contract(make: Callable[..., LLM], plain: LLM, expected: Resul
     assert run(cached, prompts()) == expected, "cold prefix cache"
     assert run(cached, prompts()) == expected, "warm prefix cache"
     assert cached.llm_engine.call_core("stats")["prefix_cache_hits"] > 0
-    check_swapping(make, plain, expected, num_blocks, async_scheduling=True, max_steps_in_flight=3)
+    check_swapping(make, plain, expected, scarce | {"async_scheduling": True, "max_steps_in_flight": 3})
 
 
-def check_swapping(
-    make: Callable[..., LLM], plain: LLM, expected: Result, num_blocks: int, **loop: Any
-) -> None:
-    swapping = make(num_gpu_blocks_override=num_blocks, swap_space=0.01, preemption_mode="swap", **loop)
-    assert run(swapping, prompts()) == expected, f"swapped {loop}"
+def check_swapping(make: Callable[..., LLM], plain: LLM, expected: Result, scarce: dict[str, int]) -> None:
+    swapping = make(swap_space=0.01, preemption_mode="swap", **scarce)
+    assert run(swapping, prompts()) == expected, f"swapped {scarce}"
     assert swapping.llm_engine.call_core("stats")["num_swaps"] > 0
     check_forks(swapping, plain)
 
@@ -168,12 +173,21 @@ def test_every_weight_type(weights: str, engine: Callable[..., LLM], restore_thr
 
 
 @pytest.mark.item(42)
-@pytest.mark.parametrize(
-    "family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
-)
-def test_every_family(family: str, engine: Callable[..., LLM], restore_threads: None) -> None:
-    limits = {"max_num_batched_tokens": 16, "max_num_seqs": 16} if family in STATE_BLOCKS else {}
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_every_kind(family: str, engine: Callable[..., LLM], restore_threads: None) -> None:
+    limits = STEP_LIMITS if family in STATE_BLOCKS else {}
     check_contract(functools.partial(engine, "float32", family), NUM_BLOCKS.get(family, 20), **limits)
+
+
+@pytest.mark.item(42)
+@pytest.mark.more
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_other_family(family: str, engine: Callable[..., LLM], restore_threads: None) -> None:
+    make = functools.partial(engine, "float32", family)
+    limits = STEP_LIMITS if family in STATE_BLOCKS else {}
+    scarce = {"num_gpu_blocks_override": NUM_BLOCKS.get(family, 20), **limits}
+    plain = make()
+    check_what_differs_most(make, plain, run(plain, prompts()), scarce)
 
 
 @pytest.mark.parametrize("dtype", quick(["bfloat16", "int8"], ["int8"]))
