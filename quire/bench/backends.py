@@ -35,7 +35,8 @@ class QuireBackend:
         from quire.engine.llm_engine import LLMEngine
 
         self._engine = LLMEngine(config)
-        self.vocab_size = self._engine.config.arch.vocab_size
+        self.arch = self._engine.config.arch
+        self.vocab_size = self.arch.vocab_size
 
     def generate(self, prompts: Prompts, output_len: int) -> list[list[int]]:
         params = SamplingParams(

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from quire.bench.backends import QuireBackend
 from quire.bench.statistics import percentile
 from quire.bench.workload import random_prompts
 from quire.config import EngineConfig
+from quire.config.arch import ModelArch
 from quire.kernels.cpu import machine
 from quire.kernels.cpu.tape import TimedCall, timing
 
@@ -29,12 +30,12 @@ ROWS = (1, 16)
 PROMPT_LEN = 16
 NUM_STEPS, NUM_ROUNDS = 24, 5
 
-NUM_LAYERS, HIDDEN, VOCAB = 24, 896, 151936
+NUM_LAYERS = 24
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
+    "vocab_size": 151936,
+    "hidden_size": 896,
     "intermediate_size": 4864,
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
@@ -55,6 +56,10 @@ ENGINE: Mapping[str, Mapping[str, Any]] = {
     "int4-precise": {"quantization": "int4", "quantization_config": {"mode": "precise"}},
 }
 """Weight formats of `quire bench kernels` as engine arguments."""
+
+
+_WEIGHTED = ("packed_linear", "experts", "per_head_linear")
+"""Ops of which what they read is weights."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +127,19 @@ class TapeResults:
 
 
 def measure(
-    weights: Sequence[str], rows: Sequence[int], *, threads: int | None = None, quick: bool = False
+    weights: Sequence[str],
+    rows: Sequence[int],
+    *,
+    model: Path | None = None,
+    threads: int | None = None,
+    quick: bool = False,
 ) -> TapeResults:
-    """Steps of random models of `SHAPE` with so many requests each; the layers before the head are tapes."""
-    with _checkpoint(1 if quick else NUM_LAYERS) as directory:
+    """Steps with so many requests each; the layers before the head are tapes.
+
+    Args:
+        model: directory with a config.json, whose model has random weights; None: that of `SHAPE`.
+    """
+    with _checkpoint(1 if quick else NUM_LAYERS) if model is None else nullcontext(model) as directory:
         return TapeResults(
             [result for name in weights for result in _of_model(directory, name, rows, threads, quick)]
         )
@@ -146,10 +160,13 @@ def _of_model(
     )
     backend, buffer = QuireBackend(config), machine.read_buffer(8 if quick else 256)
     rounds = 1 if quick else NUM_ROUNDS
-    return [_measure(backend, weights, count, rounds, buffer) for count in rows]
+    head_bytes = _head_bytes(backend.arch, weights)
+    return [_measure(backend, weights, count, rounds, buffer, head_bytes) for count in rows]
 
 
-def _measure(backend: QuireBackend, weights: str, rows: int, rounds: int, buffer: Tensor) -> TapeResult:
+def _measure(
+    backend: QuireBackend, weights: str, rows: int, rounds: int, buffer: Tensor, head_bytes: int
+) -> TapeResult:
     prompts = random_prompts(rows, PROMPT_LEN, range(1, 100), seed=0)
     backend.generate(prompts, 2)  # records the tape
     calls: list[TimedCall] = []
@@ -163,9 +180,7 @@ def _measure(backend: QuireBackend, weights: str, rows: int, rounds: int, buffer
     step_s = percentile(steps, 50)
     ops = [*_ops(calls, rounds * NUM_STEPS)]
     rest = step_s - sum(op.seconds for op in ops)
-    read = sum(op.num_bytes for op in ops if op.name.startswith(("packed_linear", "experts"))) + _head_bytes(
-        weights
-    )
+    read = head_bytes + sum(op.num_bytes for op in ops if op.name.startswith(_WEIGHTED))
     ops.append(OpTime("head, sampling, host", 1, rest, 0))
     return TapeResult(weights, rows, ops, step_s, int(read), percentile(probes, 50))
 
@@ -187,9 +202,10 @@ def _ops(calls: Iterable[TimedCall], num_steps: int) -> Iterator[OpTime]:
     return iter(sorted(ops, key=lambda op: -op.seconds))
 
 
-def _head_bytes(weights: str) -> int:
+def _head_bytes(arch: ModelArch, weights: str) -> int:
     """It is no part of a tape. That of integer models is int8."""
-    return VOCAB * HIDDEN * (4 if weights == "float32" else 1 if weights.startswith("int") else 2)
+    num_bytes = 4 if weights == "float32" else 1 if weights.startswith("int") else 2
+    return arch.vocab_size * arch.hidden_size * num_bytes
 
 
 def _seconds(run: Callable[[], object]) -> float:

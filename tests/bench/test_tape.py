@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from quire.bench import tape
@@ -14,8 +17,6 @@ if not cpu.available():
 
 def test_a_step_is_the_sum_of_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape, "NUM_STEPS", 2)
-    monkeypatch.setattr(tape, "HIDDEN", 64)
-    monkeypatch.setattr(tape, "VOCAB", 512)
     monkeypatch.setattr(
         tape, "SHAPE", tape.SHAPE | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 128}
     )
@@ -29,6 +30,23 @@ def test_a_step_is_the_sum_of_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(op.seconds for op in step.ops) == pytest.approx(step.step_s)
     linears = sum(size for name, size in read.items() if name.startswith("packed_linear"))
     assert step.weight_bytes == linears + 512 * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "states"),
+    [
+        ("bamba", "ssd_scan", 8 * 16 * 4),
+        ("mamba", "selective_scan", 2 * 64 * 8),
+        ("qwen3next", "gated_delta", 8 * 16 * 16),
+    ],
+)
+def test_states_are_read_and_written(
+    name: str, op: str, states: int, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tape, "NUM_STEPS", 2)
+    (step,) = tape.measure(["float32"], [3], model=tiny_model(name), threads=1, quick=True).results
+    (found,) = (one for one in step.ops if one.name == op)
+    assert found.num_bytes == found.calls * 2 * 4 * 3 * states
 
 
 def test_the_share_is_one_of_neighbours() -> None:

@@ -65,6 +65,7 @@ def adapt(
             command = re.sub(pattern, smaller, command)
         command = command.replace("path/to/model", str(tiny_model("llama")))
         command = command.replace("benchmarks/models/dummy-0.5b", str(tiny_model("qwen2")))
+        command = command.replace("benchmarks/models/dummy-mamba2", f"{tiny_model('mamba2')} --quick")
         command = command.replace("--max-model-len 4K", "--max-model-len 128").replace(
             "--max-model-len 1K", ""
         )

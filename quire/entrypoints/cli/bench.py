@@ -192,6 +192,11 @@ def serve(
 )
 @click.option("--threads", type=COUNT, help="Compute threads; default: one per physical core.")
 @click.option("--tape", is_flag=True, help="A decoded step of --rows requests instead, kernel by kernel.")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="With --tape: a directory whose config.json says the model; its weights are random.",
+)
 @click.option("--quick", is_flag=True, help="The first cases of each suite only, each timed a few times.")
 @_json_option
 def kernels(
@@ -200,6 +205,7 @@ def kernels(
     weights: tuple[str, ...],
     threads: int | None,
     tape: bool,
+    model: Path | None,
     quick: bool,
     json_file: str | None,
 ) -> None:
@@ -214,9 +220,13 @@ def kernels(
     if tape:
         if suites:
             raise ConfigError("--suite chooses kernels to be measured alone; --tape measures those of a step")
-        steps = tape_bench.measure(weights, rows or tape_bench.ROWS, threads=threads, quick=quick)
+        steps = tape_bench.measure(
+            weights, rows or tape_bench.ROWS, model=model, threads=threads, quick=quick
+        )
         _report(steps.lines(), steps.as_json(), json_file)
         return
+    if model is not None:
+        raise ConfigError("--model chooses the model of a step; it takes --tape")
     if threads is not None:
         set_num_threads(threads)
     result = kernels_bench.measure(

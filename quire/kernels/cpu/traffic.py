@@ -1,4 +1,4 @@
-"""What a recorded call must read: weights, or keys and values.
+"""What a recorded call must read: weights, or keys and values; or states, which it also writes.
 
 Invariant: of activations nothing is counted, since they are in the caches; weights count without what pads them.
 """
@@ -63,10 +63,32 @@ def _of_latents(values: Sequence[int]) -> int:
     return present * (rank + rope) * _BITS[cache_dtype] // 8
 
 
+def _of_delta(values: Sequence[int]) -> int:
+    requests, heads, keys, columns = (values[i] for i in (11, 17, 18, 19))
+    return _of_states(requests, heads * keys * columns)
+
+
+def _of_selective_scan(values: Sequence[int]) -> int:
+    requests, channels, count = (values[i] for i in (13, 23, 24))
+    return _of_states(requests, channels * count)
+
+
+def _of_ssd_scan(values: Sequence[int]) -> int:
+    requests, heads, size, count = (values[i] for i in (14, 24, 25, 27))
+    return _of_states(requests, heads * size * count)
+
+
+def _of_states(requests: int, numbers: int) -> int:
+    return 2 * 4 * requests * numbers
+
+
 _READERS: Mapping[str, Callable[[Sequence[int]], int]] = {
     "packed_linear": _of_linear,
     "experts": _of_experts,
     "paged_attention": _of_attention,
     "per_head_linear": _of_heads,
     "latent_attention": _of_latents,
+    "gated_delta": _of_delta,
+    "selective_scan": _of_selective_scan,
+    "ssd_scan": _of_ssd_scan,
 }
