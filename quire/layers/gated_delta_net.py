@@ -15,6 +15,7 @@ from quire.kernels.attention_metadata import StateMetadata
 from quire.layers.base import Layer, Module, RowSource, activation_dtype, model_dtype, parameter
 from quire.layers.causal_conv import CausalConv
 from quire.layers.linear import Linear
+from quire.layers.mamba import negative_exp
 from quire.layers.norm import RMSNorm
 from quire.layers.quantization import QuantMethod
 from quire.layers.rotary import RotaryEmbedding
@@ -42,16 +43,12 @@ class DeltaRule(Layer):
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         around = names[0].rpartition(".")[0]
         part = Part((self.heads.size,), (slice(0, self.heads.size),), (self.own,))
-        yield f"{around}.A_log", Slot(self.rates, "zeros", part, convert=_rates)
+        yield f"{around}.A_log", Slot(self.rates, "zeros", part, convert=negative_exp)
         yield f"{around}.dt_bias", Slot(self.dt_bias, "zeros", part)
 
     def forward(self, qkv: Tensor, ba: Tensor, states: Tensor, metadata: StateMetadata) -> Tensor:
         """qkv [T, 2 Hk Dk + Hv Dv], ba [T, 2 Hv] -> [T, Hv, Dv]; see `ops.gated_delta`."""
         return ops.gated_delta(qkv, ba, self.rates, self.dt_bias, states, metadata)
-
-
-def _rates(stored: Tensor) -> Tensor:
-    return -stored.float().exp()
 
 
 class GatedDeltaNet(Module):
