@@ -53,7 +53,7 @@ def test_logits_are_those_of_the_oracle(
     heads of four kinds, linear biases, neighbours rotated, and integer weights."""
     options = {"quantization": quantization, "quantization_config": {"head": "int4"} if quantization else {}}
     model = load_tiny(tiny_model(name), **options)
-    assert attention_backends(model) == {"triton": True}
+    assert attention_backends(model) == ["triton"]
     packed = {layer.packed is not None for layer in model.modules() if isinstance(layer, Linear)}
     assert packed == {quantization is not None}
     got = logits(model, 16)

@@ -74,6 +74,7 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
     # Half of QWen's intermediate size is gate, the other half up.
     widened = {"intermediate_size": 512} if "no_bias" in config and "d_model" not in config else {}
     lists = {key: config[key][:1] for key in ("layer_types", "attention_layers") if config.get(key)}
+    lists |= {key: config[key][-1:] for key in ("mlp_layer_types",) if config.get(key)}  # the sparse one
     local = {"attention_types": [[["local"], 1]]} if "attention_types" in config else {}
     sparse = {"moe_layers": [0]} if config.get("moe_layers") else {}
     nested = {"ffn_config": config["ffn_config"] | {"ffn_hidden_size": 256}} if "ffn_config" in config else {}
