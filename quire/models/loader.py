@@ -46,7 +46,7 @@ def load_model(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
         ConfigError: a layer that is not to be quantised does not exist, or one cannot be cut for so many ranks.
     """
     model = without_weights(config, shard)
-    logger.info("attention_backend = %s", ", ".join(attention_backends(model)))
+    logger.info("attention_backend = %s", ", ".join(attention_backends(model)) or "none: no layer attends")
     cache = _cache(model)
     tensors = cache.read() if cache is not None else None
     if tensors is None:
