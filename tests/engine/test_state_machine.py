@@ -256,15 +256,14 @@ def options(max_examples: int, num_events: int, **more: Any) -> settings:
 
 @pytest.mark.item(33, 56)
 def test_every_output_is_that_of_the_request_alone() -> None:
-    """Some 13,000 steps: drafts are accepted, prompts pooled, and hundreds of requests preempted, most to the host."""
+    """Some 3,000 steps: drafts are accepted, prompts pooled, and requests preempted, most to the host."""
     for machine in (EngineMachine, SwappingMachine):
         run_state_machine_as_test(machine, settings=options(20, 30, derandomize=True))
     seen = EngineMachine.seen
-    assert seen["num_accepted"] > 500
-    assert seen["num_pooled"] > 200
-    assert seen["num_preempted_to_pool"] > 0
     # Hypothesis draws constants from whatever modules are imported, so how many there are of each is not fixed.
-    assert min(seen["num_swaps"], seen["num_preemptions"] - seen["num_swaps"], seen["num_held"]) > 0
+    often = (seen["num_accepted"], seen["num_pooled"], seen["num_held"])
+    preempted = (seen["num_swaps"], seen["num_preemptions"] - seen["num_swaps"])
+    assert min(*often, *preempted) > 10, seen
 
 
 @pytest.mark.item(56)
