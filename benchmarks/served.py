@@ -97,9 +97,10 @@ def main() -> None:
     parser.add_argument("--num-rounds", type=int, default=3)
     parser.add_argument("--num-prompts", type=int, default=48)
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("flags", nargs="*", metavar="ENGINE FLAGS")
-    args = parser.parse_args()
-    flags = ["--max-num-seqs", str(args.concurrency), "--no-enable-prefix-caching", *args.flags]
+    given = sys.argv[1:]
+    end = given.index("--") if "--" in given else len(given)
+    args = parser.parse_args(given[:end])
+    flags = ["--max-num-seqs", str(args.concurrency), "--no-enable-prefix-caching", *given[end + 1 :]]
     pairs = []
     for _ in range(args.num_rounds):
         pair = (
