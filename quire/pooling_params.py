@@ -11,7 +11,9 @@ import msgspec
 
 from quire.errors import ValidationError
 
-POOLING_TASKS = ("embed", "classify")
+EMBED, CLASSIFY, TOKEN_EMBED, TOKEN_CLASSIFY = "embed", "classify", "token_embed", "token_classify"
+POOLING_TASKS = (EMBED, CLASSIFY, TOKEN_EMBED, TOKEN_CLASSIFY)
+"""Numbers of a whole text (a vector; classes, a score, a reward) or of each of its tokens."""
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
@@ -21,7 +23,9 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tr
         use_activation: apply the model's last function (for an embedding the norm, for classes softmax or sigmoid);
             None leaves it to the model.
         dimensions: keep so many numbers of an embedding, at least 1; None keeps all.
-        task: "embed" or "classify"; None is the one that the model is made for.
+        step_tag_id: the token that ends a step, for rewards of steps; None leaves it to the model.
+        returned_token_ids: the classes whose numbers are wanted, for rewards of steps; None: all.
+        task: of `POOLING_TASKS`; None is the one that the model is made for.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range; `param` names it.
@@ -29,6 +33,8 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tr
 
     use_activation: bool | None = None
     dimensions: int | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
     task: str | None = None
 
     def __post_init__(self) -> None:
@@ -36,12 +42,25 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tr
             raise ValidationError(
                 f"use_activation must be true or false, got {self.use_activation!r}", param="use_activation"
             )
-        is_int = isinstance(self.dimensions, int) and not isinstance(self.dimensions, bool)
-        if self.dimensions is not None and (not is_int or self.dimensions < 1):
+        for name, least in (("dimensions", 1), ("step_tag_id", 0)):
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value) and value >= least):
+                raise ValidationError(
+                    f"{name} must be an integer of at least {least}, got {value!r}", param=name
+                )
+        ids = self.returned_token_ids
+        if ids is not None and not (
+            isinstance(ids, list) and ids and all(_is_int(i) and i >= 0 for i in ids)
+        ):
             raise ValidationError(
-                f"dimensions must be an integer of at least 1, got {self.dimensions!r}", param="dimensions"
+                f"returned_token_ids must be a list of integers of at least 0, got {ids!r}",
+                param="returned_token_ids",
             )
         if self.task is not None and self.task not in POOLING_TASKS:
             raise ValidationError(
                 f"task must be one of {', '.join(POOLING_TASKS)}, got {self.task!r}", param="task"
             )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -15,6 +15,7 @@ from quire.config.fields import Config, field_types, info_named, plain_type
 from quire.config.kv_events import KVEventsConfig
 from quire.config.model import LoadConfig, ModelConfig
 from quire.config.observability import ObservabilityConfig
+from quire.config.pooling import PoolingSpec
 from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.structured_outputs import StructuredOutputsConfig
@@ -45,6 +46,8 @@ class EngineConfig:
     model_class: str = ""
     """The class that serves the model, as "module:Name", so that a process finds what was registered in another."""
     model_arch: ModelArch | None = None
+    pooling: PoolingSpec | None = None
+    """What the model makes of prompts; None: it generates."""
     fit_max_model_len: bool = False
     """Whether `max_model_len` is a limit that is to be lowered to what the KV cache can hold."""
 

@@ -20,6 +20,19 @@ class ModelConfig(Config):
     tokenizer: str | None = option(None, "Directory or id of the tokenizer; default: the model's own.")
     revision: str | None = option(None, "Branch, tag or commit of a Hugging Face id.")
     served_model_name: tuple[str, ...] = option((), "Names under which the server offers the model.")
+    runner: str = option(
+        "auto",
+        "What the model does: generate tokens, or make numbers of prompts (pooling); auto: what it was made for.",
+        choices=("auto", "generate", "pooling"),
+    )
+    convert: str = option(
+        "auto",
+        "What a pooling model is made into: embed, classify or reward; auto: what its checkpoint says; none: as it is.",
+        choices=("auto", "none", "embed", "classify", "reward"),
+    )
+    pooler_config: dict[str, Any] = option(
+        {}, 'JSON object over what the checkpoint says of its pooling, e.g. {"pooling_type": "MEAN"}.'
+    )
     model_impl: str = option(
         "auto",
         "Whose code computes the model: quire's, the installed transformers', or (auto) quire's where it has some.",

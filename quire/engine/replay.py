@@ -35,7 +35,7 @@ from quire.executor.null import NullExecutor
 from quire.kv_cache.spec import KVCacheSpec
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
-from quire.scheduler.output import WAIST_VERSION, ModelRunnerOutput, SchedulerOutput
+from quire.scheduler.output import WAIST_VERSION, ModelRunnerOutput, Pooled, SchedulerOutput
 from quire.scheduler.scheduler import resolve_scheduler
 
 
@@ -160,5 +160,9 @@ def _output(frame: Returned, plan: SchedulerOutput) -> ModelRunnerOutput:
         draft_token_ids={names[place]: drafts for place, drafts in frame.drafts.items()},
         forward_s=frame.forward_s,
         sample_s=frame.sample_s,
-        pooled={one.request_id: [] for one in plan.scheduled if one.pools and one.request_id not in failed},
+        pooled={
+            one.request_id: Pooled.of([])
+            for one in plan.scheduled
+            if one.pools and one.request_id not in failed
+        },
     )

@@ -32,6 +32,7 @@ from quire.scheduler.output import (
     WAIST_VERSION,
     ModelRunnerOutput,
     NewRequestData,
+    Pooled,
     ScheduledRequest,
     SchedulerOutput,
     TokenLogprobs,
@@ -214,8 +215,10 @@ class NullExecutor(Executor):
             row.num_computed_tokens += len(sampled) - 1
         return sampled
 
-    def _pool(self, row: _Row) -> list[float]:
-        return [(fingerprint(row.fingerprints[-1], i) >> 33) / 2**31 for i in range(NUM_POOLED)]
+    def _pool(self, row: _Row) -> Pooled:
+        spec = self.config.pooling
+        size = NUM_POOLED if spec is None else spec.size
+        return Pooled.of([(fingerprint(row.fingerprints[-1], i) >> 33) / 2**31 for i in range(size)])
 
     def _guess(self, row: _Row) -> list[int]:
         """What may follow: how many tokens, and how many of them right, is a function of the row's tokens."""

@@ -7,11 +7,13 @@ the worker's side import this module and nothing else of each other. `WAIST_VERS
 from __future__ import annotations
 
 import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
-WAIST_VERSION = 6
+WAIST_VERSION = 7
 
 BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""
@@ -118,6 +120,22 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     ranks: list[int] | None = None
 
 
+class Pooled(msgspec.Struct, frozen=True, array_like=True):
+    """What was pooled of a prompt: float32 numbers, little-endian, in C order; [size], or [tokens, size]."""
+
+    shape: list[int]
+    data: bytes
+
+    @staticmethod
+    def of(values: ArrayLike) -> Pooled:
+        array = np.ascontiguousarray(values, dtype="<f4")
+        return Pooled(list(array.shape), array.tobytes())
+
+    def array(self) -> NDArray[np.float32]:
+        """The numbers, not to be written to."""
+        return np.frombuffer(self.data, dtype="<f4").reshape(self.shape)
+
+
 class ModelRunnerOutput(msgspec.Struct, frozen=True):
     """The result of one step, keyed by request id.
 
@@ -137,7 +155,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True):
     draft_token_ids: dict[str, list[int]] = {}
     forward_s: float = 0.0
     sample_s: float = 0.0
-    pooled: dict[str, list[float]] = {}
+    pooled: dict[str, Pooled] = {}
     version: int = WAIST_VERSION
 
     def num_accepted(self, request_id: str) -> int:
@@ -164,7 +182,7 @@ class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     scheduled_ts: float = 0.0
     num_preemptions: int = 0
     error: str | None = None
-    pooled: list[float] | None = None
+    pooled: Pooled | None = None
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):

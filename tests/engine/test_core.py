@@ -76,8 +76,8 @@ def test_a_core_is_asked_by_a_message_to_pool_and_answers_with_one(
     core.handle(msgspec.msgpack.decode(msgspec.msgpack.encode(AddRequest(wanted)), type=AddRequest))
     told = [msgspec.msgpack.encode(core.step()) for _ in range(2)]
     updates = [one for data in told for one in msgspec.msgpack.decode(data, type=EngineCoreOutputs).updates]
-    assert [(one.finish_reason, one.new_token_ids, len(one.pooled or ())) for one in updates] == [
-        ("stop", [], NUM_POOLED)
+    assert [(one.finish_reason, one.new_token_ids, one.pooled and one.pooled.shape) for one in updates] == [
+        ("stop", [], [NUM_POOLED])
     ]
     assert not core.scheduler.has_unfinished_requests()
     core.shutdown()

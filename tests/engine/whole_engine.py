@@ -21,7 +21,7 @@ from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerStats
+from quire.scheduler.output import ModelRunnerOutput, Pooled, RequestUpdate, SchedulerStats
 from tests.engine.holder import Holder
 
 MAX_MODEL_LEN = 40
@@ -212,7 +212,7 @@ def alone(prompt: list[int], params: SamplingParams) -> RequestOutput:
 
 
 @functools.cache
-def pooled_alone(prompt: tuple[int, ...]) -> list[float]:
+def pooled_alone(prompt: tuple[int, ...]) -> Pooled:
     """What is pooled of a prompt in an engine of its own."""
     oracle = _oracle()
     name = f"p{len(oracle.pooled)}"

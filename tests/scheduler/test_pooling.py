@@ -11,13 +11,14 @@ from quire.errors import ValidationError
 from quire.executor.null import NUM_POOLED
 from quire.pooling_params import PoolingParams
 from quire.scheduler.fair import Fair
+from quire.scheduler.output import Pooled
 from tests.scheduler.harness import Engine, make_config, run_alone
 from tests.scheduler.test_in_flight import Pipeline
 
 POOLED = {"pooling_params": PoolingParams()}
 
 
-def pooled_alone(prompt) -> list[float] | None:
+def pooled_alone(prompt) -> Pooled | None:
     engine = Engine()
     return run_alone(engine.add("alone", prompt, **POOLED), engine.config).pooled
 
@@ -34,14 +35,14 @@ def test_a_request_to_pool_ends_with_its_prompt():
     assert chunks(plan) == [(0, 10, 0, True)]
     (update,) = engine.updates["a"]
     assert (update.finish_reason, update.stop_reason, update.new_token_ids) == ("stop", None, [])
-    assert len(update.pooled) == NUM_POOLED
+    assert update.pooled.shape == [NUM_POOLED]
     assert update.scheduled_ts > 0.0
     engine.drain()
 
 
 def test_what_is_pooled_depends_on_the_whole_prompt():
     prompts = [range(10), range(9), [99, *range(1, 10)]]
-    assert len({tuple(pooled_alone(prompt)) for prompt in prompts}) == 3
+    assert len({pooled_alone(prompt).data for prompt in prompts}) == 3
 
 
 def test_only_the_last_chunk_pools():
