@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from quire.kv_cache.spec import SlidingWindowSpec
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.scheduler.output import RequestUpdate
+from quire.scheduler.output import Pooled, RequestUpdate
 from quire.scheduler.scheduler import POLICIES
 from tests.engine.whole_engine import (
     LETTERS,
@@ -220,7 +220,7 @@ class EngineMachine(RuleBasedStateMachine):
             else:
                 check_result(told[name], alone(prompt, params), disturbed=disturbed)
 
-    def _check_pooled(self, last: RequestUpdate | None, expected: list[float], *, disturbed: bool) -> None:
+    def _check_pooled(self, last: RequestUpdate | None, expected: Pooled, *, disturbed: bool) -> None:
         """The core says nothing to who has aborted a request."""
         if last is not None and last.finish_reason == "stop":
             assert (last.pooled, last.new_token_ids) == (expected, [])
