@@ -1,9 +1,10 @@
 """What a server loses against offline generation of the same load, where both have the same processors.
 
-    python benchmarks/served.py MODEL [--num-rounds 3] [--num-prompts 48] [-- ENGINE FLAGS]
+    python benchmarks/served.py MODEL [--num-rounds 8] [--num-prompts 48] [--concurrency 16] [-- ENGINE FLAGS]
 
-Offline and served runs alternate; the load generator shares the machine with the server, so what it takes counts too.
-Prints output tokens per second of each round and the medians' difference.
+An offline engine and a server, both of the same flags, stay up and take turns; who waits uses no processor. The load
+generator shares the machine with the server, so what it takes counts too, its start not. Prints output tokens per
+second of each round and the median of the rounds' differences.
 """
 
 from __future__ import annotations
@@ -22,37 +23,43 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from quire.bench.backends import QuireBackend
+from quire.bench.throughput import measure, warm_up
+from quire.bench.workload import random_prompts
+from quire.entrypoints.cli.options import EngineCommand, engine_config
+
 QUIRE = (sys.executable, "-m", "quire.entrypoints.cli.main")
 INPUT_LEN, OUTPUT_LEN = 64, 32
 START_LIMIT_S = 120.0
 
 
-def measured(command: Sequence[str]) -> dict[str, float]:
-    """What a benchmark of quire's command line writes as JSON."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        done = subprocess.run(
-            [*QUIRE, *command, "--json", str(out)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            sys.exit(done.stderr.strip() or done.stdout.strip())
-        result: dict[str, float] = json.loads(out.read_text())
-        return result
+class Offline:
+    """An engine in this process."""
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        context = EngineCommand("engine", params=[]).make_context("engine", list(flags))
+        self._engine = QuireBackend(engine_config(context.params))
+
+    def tokens_per_s(self, num_prompts: int, seed: int) -> float:
+        prompts = random_prompts(num_prompts, INPUT_LEN, range(self._engine.vocab_size), seed)
+        return measure(self._engine, prompts, OUTPUT_LEN).output_tokens_per_second
+
+    def warm_up(self) -> None:
+        warm_up(self._engine, random_prompts(1, INPUT_LEN, range(self._engine.vocab_size), 0))
 
 
-def offline(model: str, num_prompts: int, flags: Sequence[str]) -> float:
-    """Output tokens per second of a batch."""
-    load = ("--num-prompts", str(num_prompts), "--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN))
-    result = measured(["bench", "throughput", "--model", model, *load, *flags])
-    return num_prompts * OUTPUT_LEN / result["elapsed_time"]
-
-
-def served(model: str, num_prompts: int, flags: Sequence[str], concurrency: int) -> float:
+def served(url: str, num_prompts: int, concurrency: int, seed: int) -> float:
     """Output tokens per second of a server with so many requests in flight."""
     lengths = ("--random-input-len", str(INPUT_LEN), "--random-output-len", str(OUTPUT_LEN), "--ignore-eos")
-    load = ("--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency), *lengths)
-    with server(model, flags) as url:
-        return measured(["bench", "serve", "--base-url", url, *load])["output_throughput"]
+    load = ("--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency), "--seed", str(seed))
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [*QUIRE, "bench", "serve", "--base-url", url, *load, *lengths, "--json", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(done.stderr.strip() or done.stdout.strip())
+        throughput: float = json.loads(out.read_text())["output_throughput"]
+        return throughput
 
 
 @contextmanager
@@ -94,23 +101,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model")
-    parser.add_argument("--num-rounds", type=int, default=3)
+    parser.add_argument("--num-rounds", type=int, default=8)
     parser.add_argument("--num-prompts", type=int, default=48)
     parser.add_argument("--concurrency", type=int, default=16)
     given = sys.argv[1:]
     end = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:end])
     flags = ["--max-num-seqs", str(args.concurrency), "--no-enable-prefix-caching", *given[end + 1 :]]
-    pairs = []
-    for _ in range(args.num_rounds):
-        pair = (
-            offline(args.model, args.num_prompts, flags),
-            served(args.model, args.num_prompts, flags, args.concurrency),
-        )
-        pairs.append(pair)
-        print(f"offline {pair[0]:8.1f}   served {pair[1]:8.1f} tok/s", flush=True)
-    loss = 1 - statistics.median(there / here for here, there in pairs)
-    print(f"loss {100 * loss:.1f} % (median of {len(pairs)} rounds)")
+    offline = Offline(["--model", args.model, *flags])
+    offline.warm_up()
+    losses = []
+    with server(args.model, flags) as url:
+        served(url, args.concurrency, args.concurrency, 0)
+        for number in range(args.num_rounds):
+            alone = offline.tokens_per_s(args.num_prompts, 2 * number + 1)
+            there = served(url, args.num_prompts, args.concurrency, 2 * number + 2)
+            losses.append(1 - there / alone)
+            print(f"offline {alone:8.1f}   served {there:8.1f} tok/s", flush=True)
+    print(f"loss {100 * statistics.median(losses):.1f} % (median of {len(losses)} rounds)")
 
 
 if __name__ == "__main__":
