@@ -5,7 +5,7 @@ from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig, KernelConfig, ParallelConfig
 from quire.config.engine import EngineArgs, EngineConfig, child_configs, engine_fields
 from quire.config.kv_events import KVEventsConfig
-from quire.config.model import DEMO_MODEL, LoadConfig, ModelConfig
+from quire.config.model import DEMO_MODEL, IN_THE_BOX, LoadConfig, ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
@@ -14,6 +14,7 @@ from quire.config.structured_outputs import StructuredOutputsConfig
 
 __all__ = [
     "DEMO_MODEL",
+    "IN_THE_BOX",
     "CacheConfig",
     "DeviceConfig",
     "EngineArgs",

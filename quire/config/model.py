@@ -7,7 +7,9 @@ from typing import Any
 
 from quire.config.fields import Config, option
 
-DEMO_MODEL = "quire-demo"
+DEMO_MODEL, DEMO_EMBEDDER = "quire-demo", "quire-demo-embed"
+IN_THE_BOX = (DEMO_MODEL, DEMO_EMBEDDER)
+"""Models that come with quire."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,8 @@ class ModelConfig(Config):
     """The model and what bounds its requests."""
 
     model: str = option(
-        DEMO_MODEL, "Local directory, Hugging Face id, or quire-demo, the toy model in the box."
+        DEMO_MODEL,
+        "Local directory, Hugging Face id, or one of the toys in the box: quire-demo, quire-demo-embed.",
     )
     tokenizer: str | None = option(None, "Directory or id of the tokenizer; default: the model's own.")
     revision: str | None = option(None, "Branch, tag or commit of a Hugging Face id.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import quire
-from quire.config import DEMO_MODEL
+from quire.config import IN_THE_BOX
 from quire.errors import ModelLoadError
 
 # No pickled weights and no code: only what quire can read.
@@ -17,7 +17,7 @@ _WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
 def resolve_model_dir(model: str, revision: str | None, download_dir: str | None) -> Path:
-    """The directory of a local path, of quire-demo, or of a Hugging Face id, which is downloaded if need be.
+    """The directory of a local path, of a model in the box, or of a Hugging Face id, which is downloaded if need be.
 
     Raises:
         ModelLoadError: there is no such directory or id, or it cannot be fetched.
@@ -25,23 +25,23 @@ def resolve_model_dir(model: str, revision: str | None, download_dir: str | None
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path.resolve()
-    if model == DEMO_MODEL:
-        return _demo_dir()
+    if model in IN_THE_BOX:
+        return _in_the_box(model)
     if path.is_file():
         raise ModelLoadError(
             f"model {model!r} is a file; it must be a directory with config.json and *.safetensors"
         )
     if not model or path.is_absolute() or model.startswith(".") or model.count("/") > 1:
         raise ModelLoadError(
-            f"model {model!r} is no directory, no Hugging Face id (owner/name) and not {DEMO_MODEL}"
+            f"model {model!r} is no directory, no Hugging Face id (owner/name) and not {' or '.join(IN_THE_BOX)}"
         )
     return _downloaded(model, revision, download_dir)
 
 
-def _demo_dir() -> Path:
-    directory = Path(quire.__path__[0]) / "assets" / DEMO_MODEL
+def _in_the_box(model: str) -> Path:
+    directory = Path(quire.__path__[0]) / "assets" / model
     if not (directory / "config.json").is_file():
-        raise ModelLoadError(f"{DEMO_MODEL} is not part of this installation: {directory} has no config.json")
+        raise ModelLoadError(f"{model} is not part of this installation: {directory} has no config.json")
     return directory
 
 
