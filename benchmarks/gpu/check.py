@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from benchmarks.gpu.target import Target
 
 GROUPS = {
-    "engine": imports.ENGINE,
+    "device": imports.ENGINE,
     "kernels": imports.KERNELS,
+    "engine": imports.ENGINE,
     "models": imports.MODELS,
     "cases": imports.KERNELS,
 }
@@ -121,6 +122,12 @@ def _models(target: Target, scratch: Path) -> Iterator[Check]:
     return model_checks.checks(target, scratch)
 
 
+def _device(target: Target, scratch: Path) -> Iterator[Check]:
+    from benchmarks.gpu import engine_checks
+
+    return engine_checks.first_checks(target, scratch)
+
+
 def _engine(target: Target, scratch: Path) -> Iterator[Check]:
     from benchmarks.gpu import engine_checks
 
@@ -134,6 +141,7 @@ def _cases(target: Target, _scratch: Path) -> Iterator[Check]:
 
 
 _CHECKS: dict[str, Callable[[Target, Path], Iterator[Check]]] = {
+    "device": _device,
     "kernels": _kernels,
     "models": _models,
     "engine": _engine,
