@@ -517,13 +517,17 @@ def embedding(ids: Tensor, weight: Tensor, /) -> Tensor:
 
 
 @op()
-def linear(x: Tensor, weight: Tensor, /, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`: x [..., K], weight [N, K], bias [N] -> [..., N] of x's dtype.
+def linear(
+    x: Tensor, weight: Tensor, /, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`x @ weight.T + bias`: x [..., K], weight [N, K], bias [N] -> [..., N] of x's dtype, or of another.
+
+    In another dtype sums are rounded to that alone, where the vendor's library can do it.
 
     What plain torch can do, and on a GPU the vendor's library; on a CPU with its own kernels, and on a GPU where a
     weight is quantised or the batch must not matter, layers pack their weights and call `packed_linear`.
     """
-    return reference.linear(x, weight, bias)
+    return reference.linear(x, weight, bias, dtype)
 
 
 @op(_cpu("linear.pack_weight"), _triton("linear.pack_weight", _not_plain))

@@ -24,7 +24,7 @@ PROMPTS = [[5, 6, 7], list(range(40, 75)), [200]]
 @pytest.fixture(autouse=True)
 def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_interpreter.use_gpu_kernels(monkeypatch)
-    monkeypatch.setattr(attention, "INVARIANT_SPLIT_TOKENS", 32)  # so that there are several
+    monkeypatch.setattr(attention, "INVARIANT_PART_TOKENS", 32)  # so that there are several
 
 
 def logits(model: CausalLM, *chunk_sizes: int, prompts: list[list[int]] = PROMPTS) -> list[Tensor]:
