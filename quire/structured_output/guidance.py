@@ -21,8 +21,9 @@ from quire.structured_output.backend import (
     Masks,
     Matcher,
 )
-from quire.structured_output.lark import NO_FORCING, format_of, lark_of
+from quire.structured_output.lark import NO_FORCING, lark_of
 from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_output.tag_writer import format_of
 from quire.structured_output.vocabulary import Vocabulary
 
 LIMITS: dict[str, Any] = {
