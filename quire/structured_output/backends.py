@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import importlib.util
 from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
@@ -49,7 +49,7 @@ def check_backend(name: str) -> None:
             f"--structured-outputs-config: backend must be one of {', '.join(known)}, got {name!r}"
         )
     package = EXTRAS.get(name)
-    if package is not None and find_spec(package) is None:
+    if package is not None and importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"--structured-outputs-config: the backend {name} needs the package {package}: "
             f"pip install 'quire[{package}]'"

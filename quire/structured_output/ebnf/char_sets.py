@@ -11,6 +11,10 @@ from collections.abc import Iterable
 CharSet = tuple[tuple[int, int], ...]
 """(first, last) of each range."""
 ALL: CharSet = ((0, 0xD7FF), (0xE000, 0x10FFFF))
+WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
+"""As Unicode has it."""
 
 
 def char_set(ranges: Iterable[tuple[int, int]]) -> CharSet:
@@ -64,5 +68,10 @@ _ESCAPED = [*map(chr, range(0x20)), '"', "\\"]
 def in_json(chars: CharSet) -> str:
     """The same class within a string of JSON, where each character has one spelling."""
     plain = intersection(chars, _PLAIN)
-    escaped = [quoted(json.dumps(char)[1:-1]) for char in _ESCAPED if intersection(chars, of_text(char))]
+    lasts: dict[str, list[str]] = {}
+    for char in _ESCAPED:
+        if intersection(chars, of_text(char)):
+            spelling = json.dumps(char)[1:-1]
+            lasts.setdefault(spelling[:-1], []).append(spelling[-1])
+    escaped = [f"{quoted(head)} {written(of_text(last))}" for head, last in lasts.items()]
     return f"({' | '.join([written(plain)] * bool(plain) + escaped)})"

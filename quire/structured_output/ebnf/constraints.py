@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,6 +20,9 @@ from quire.structured_output.tag_writer import Format, TagWriter, format_of
 
 SPACES = {FLEXIBLE_SPACE: '(" " | "\\n" [ \\t]{0,32})?', NO_SPACE: '""', None: '""'}
 """`whitespace_pattern` -> what it matches."""
+QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#.*')
+ADDED = re.compile(r"\(=|[A-Z]\w*\(")
+"""Lookahead, and macros, which may ask for any token."""
 
 
 def ebnf_of(params: StructuredOutputsParams, special: Mapping[str, int], ends: Collection[int]) -> str:
@@ -134,4 +138,6 @@ def _llama(grammar: str) -> str:
     """A grammar as it came, which the library reads itself."""
     if "::=" not in grammar:
         raise refusal("grammars of Lark, but to llama.cpp's (root ::= ...)")
+    if ADDED.search(QUOTED.sub("", grammar)):
+        raise refusal("what it adds to llama.cpp's grammars")
     return grammar

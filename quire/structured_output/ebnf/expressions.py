@@ -1,8 +1,8 @@
 """Regular expressions, as the grammar library's dialect has them (Rust's regex), in xgrammar's EBNF.
 
 Invariant: what is written matches what the expression matches; what is not on the list here is refused. The list:
-characters, their escapes, `.`, classes without set operations, groups, alternatives, quantifiers, anchors at the ends of
-the outermost alternatives, and `\\d` and `\\w`, or `\\d` and `\\s` where they are Unicode's.
+characters, their escapes, `.`, classes without set operations, groups, alternatives, quantifiers, anchors at the ends
+of the outermost alternatives, `\\d`, `\\s`, and `\\w` where it is ASCII.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import cache
 
 from quire.structured_output.ebnf.char_sets import (
     ALL,
+    WHITE_SPACE,
     CharSet,
     char_set,
     complement,
@@ -26,7 +27,6 @@ from quire.structured_output.ecma_regex import RegexError
 
 _CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|[xu]\{([0-9A-Fa-f]{1,6})\})")
 _QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d+)(?:(,)(\d*))?\})\??")
-_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 
 
@@ -54,16 +54,18 @@ def string_rule(pattern: str) -> str:
 def _of_ascii() -> dict[str, CharSet]:
     digits = char_set([(ord("0"), ord("9"))])
     word = char_set([*digits, (ord("A"), ord("Z")), (ord("a"), ord("z")), (ord("_"), ord("_"))])
-    return {"d": digits, "D": complement(digits), "w": word, "W": complement(word)}
+    return {**_classes(digits), "w": word, "W": complement(word)}
 
 
 @cache
 def _of_unicode() -> dict[str, CharSet]:
     """What a word character is, Python does not say as Rust does."""
-    digits = of_text(
-        char for char in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(char) == "Nd"
-    )
-    space = of_text(_SPACE)
+    chars = map(chr, range(sys.maxunicode + 1))
+    return _classes(of_text(char for char in chars if unicodedata.category(char) == "Nd"))
+
+
+def _classes(digits: CharSet) -> dict[str, CharSet]:
+    space = of_text(WHITE_SPACE)
     return {"d": digits, "D": complement(digits), "s": space, "S": complement(space)}
 
 
@@ -177,6 +179,9 @@ class _Reader:
     def _class_item(self, begin: int) -> CharSet:
         """A character, a range or an escape that stands for several characters."""
         here = self._pattern[self._place : self._place + 2]
+        if here[:1] == "[" and here != "[:":
+            self._place += 1
+            return self._class()
         if not here or here[0] in "[]" or here in ("&&", "--", "~~"):
             raise RegexError("a [ is not closed" if not here else f"{here} in a class is not supported")
         if here[0] == "-" and self._place > begin and here[1:] != "]":

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from quire.structured_output.ebnf.char_sets import complement, of_text, written
+from quire.structured_output.ebnf.char_sets import WHITE_SPACE, complement, of_text, written
 from quire.structured_output.ebnf.rules import Rules
 
-WHITE = "\t\n\v\f\r \x85\xa0"
 State = tuple[str, bool]
 """What is read of the texts that are looked for, and whether all that was read is white space."""
 
@@ -55,14 +54,14 @@ class Scanner:
         read, is_fresh = state
         chars = {char for stop in self._stops for char in stop}
         if is_fresh:
-            chars |= {*self._not_first, *WHITE}
+            chars |= {*self._not_first, *WHITE_SPACE}
         ways, classes = [*self._exits], defaultdict(list)
         for char in sorted(chars):
             found = next((stop for stop in self._stops if (read + char).endswith(stop)), None)
             if is_fresh and char in self._not_first:
                 continue
             if found is None:
-                classes[self._longest(read + char), is_fresh and char in WHITE].append(char)
+                classes[self._longest(read + char), is_fresh and char in WHITE_SPACE].append(char)
             elif (rest := self._stops[found]) is not None:
                 ways.append(f"{written(of_text(char))} {rest}")
         ways += [f"{written(of_text(some))} {self._named(to)}" for to, some in classes.items()]

@@ -1,8 +1,7 @@
 """Settled JSON schemas in the EBNF of xgrammar.
 
-Invariant: what is written takes a value only if the schema does, and every value that the schema takes, with its strings
-and numbers in one spelling and its keys in the schema's order. What is not written out here is refused: xgrammar's own
-reading of schemas, which leaves out what it does not know, is not used.
+Invariant: what is written takes a value only if the schema does, and every value that the schema takes, with strings
+and numbers in one spelling and keys in the schema's order. What is not written out here is refused.
 """
 
 from __future__ import annotations
