@@ -50,7 +50,9 @@ class XGrammarBackend(GrammarBackend):
             return _XGrammar(self._compiler.compile_grammar(text), self._tokens, has_tokens="Token(" in text)
 
     def matches_beyond(self, pattern: str, bound: str) -> bool:
-        raise refusal("a whitespace_pattern")  # which is what is asked about; there is no difference of expressions
+        raise refusal(
+            "a whitespace_pattern"
+        )  # which is what is asked about; there is no difference of expressions
 
 
 class _Tokens:

@@ -123,7 +123,8 @@ SAME_IN_PYTHON = [
     r"\s\S", r".", r"[-a][b-]", r"[\]\[^]", r"[\s\d]x", r"a{0}b", "日本|é{2}",
 ]  # fmt: skip
 TEXTS = ["", "abc", "aa", "y", "xyyz", "bcad", "d", "z.", "a.", "ABC", "ABE", "ab", "c", "abab", "aba", "aa", "123-4",
-         "١٢٣-٤", " x", "\u3000x", "\n", "\r", "é", "-b", "a-", "^", "]", "7x", "b", "日本", "éé", " \t", "\x85a"]  # fmt: skip
+         "١٢٣-٤", " x", "\u3000x", "\n", "\r", "é", "-b", "a-", "^", "]", "7x", "b", "日本", "éé", " \t",
+         "\x85a"]  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", SAME_IN_PYTHON, ids=ascii)

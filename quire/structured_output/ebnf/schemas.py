@@ -35,6 +35,8 @@ FORMATS = {"ipv4": IPV4, "uuid": "[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-
 """Those that settling leaves as they are."""
 KEPT = frozenset({"type", "$id", *ALONE}) | SILENT | BOUNDS | STRINGS | ARRAYS | OBJECTS
 """What is read here; any other keyword of the standard is refused."""
+MAX_STATES = 512
+"""Places of one string that differ: the library makes a mask for each when it compiles."""
 _QUOTE = quoted('"')
 NUMBER = '"-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?'
 
@@ -147,13 +149,24 @@ class SchemaWriter:
         if most is not None and least > most:
             return None
         if not words & {"pattern", "format"}:
-            return f"{_QUOTE} {repeated(self._char, least, most)} {_QUOTE}"
+            return f"{_QUOTE} {self._chars(least, most)} {_QUOTE}"
         if len(words) > 1:
             raise refusal(f"{' and '.join(sorted(words))} of one string")
         name = schema.get("format")
         if name is not None and name not in FORMATS:
             raise refusal(f"the format {name}")
         return self._matching(schema["pattern"] if name is None else f"^(?:{FORMATS[name]})$")
+
+    def _chars(self, least: int, most: int | None) -> str:
+        """So many characters, a rule for each: what the library counts itself, it looks for at every mask anew."""
+        num_rules = least if most is None else most
+        if num_rules > MAX_STATES:
+            raise refusal(f"strings of which more than {MAX_STATES} characters are counted")
+        tail = f"{self._char}*" if most is None else '""'
+        for place in range(num_rules - 1, -1, -1):
+            item = f"{in_json(ALL)} {tail}"
+            tail = self._rules.define(item if place < least else f'{item} | ""')
+        return tail
 
     def _matching(self, pattern: str) -> str:
         try:
@@ -249,6 +262,8 @@ class SchemaWriter:
 
     def _other_name(self, names: list[str]) -> str:
         """A string that is none of these: at each character it goes on as some of them do, or as none does."""
+        if sum(map(len, names)) > MAX_STATES:
+            raise refusal(f"properties beside others, whose names have more than {MAX_STATES} characters")
         return f"{_QUOTE} {self._unlike(names)}"
 
     def _unlike(self, names: list[str]) -> str:
