@@ -149,6 +149,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {"minimum": 1}}, "minimum of numbers that may have fractions"),
     ({"json": {"type": "integer", "multipleOf": 3}}, "multipleOf"),
     ({"json": {"type": "string", "pattern": "a", "maxLength": 3}}, "maxLength and pattern of one string"),
+    ({"json": {"maxLength": 129}}, "strings of which more than 128 characters"),
+    ({"json": {"properties": {"x" * 129: {}}}}, "properties beside others, whose names have more than 128"),
     ({"json": {"type": "string", "format": "uri"}}, "the format uri"),
     ({"json": {"oneOf": [{}, {"type": "null"}]}}, "oneOf of several schemas"),
     ({"json": {"allOf": [{}, {"type": "null"}]}}, "allOf of several schemas"),

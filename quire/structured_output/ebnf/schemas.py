@@ -35,7 +35,7 @@ FORMATS = {"ipv4": IPV4, "uuid": "[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-
 """Those that settling leaves as they are."""
 KEPT = frozenset({"type", "$id", *ALONE}) | SILENT | BOUNDS | STRINGS | ARRAYS | OBJECTS
 """What is read here; any other keyword of the standard is refused."""
-MAX_STATES = 512
+MAX_STATES = 128
 """Places of one string that differ: the library makes a mask for each when it compiles."""
 _QUOTE = quoted('"')
 NUMBER = '"-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?'
