@@ -217,11 +217,28 @@ class Mamba2Arch:
     states: int
     taps: int
     """Of the convolution."""
-    norm_eps: float
+    norm_eps: float | None
+    """Of the norm of what a layer makes; None: there is none."""
     bias: bool = False
     """Of the projections in and out."""
+    out_bias: bool | None = None
+    """Of the projection out; None: as `bias`."""
     conv_bias: bool = True
     time_limits: tuple[float, float] = (0.0, float("inf"))
+    gate_after_norm: bool = False
+    """Whether what a layer makes is gated when it has been normed, and not before."""
+    multipliers: tuple[float, ...] = ()
+    """Of gate, x, b, c and time steps; none: they stay as they are."""
+
+
+@dataclass(frozen=True)
+class TwoMixersArch:
+    """Layers in which attention and Mamba 2 mix tokens side by side, and by what each reads and gives is multiplied."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    mamba_in: float = 1.0
+    mamba_out: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -294,6 +311,7 @@ class ModelArch:
     short_conv: ShortConvArch | None = None
     delta: DeltaArch | None = None
     recurrent_unit: RecurrentUnitArch | None = None
+    two_mixers: TwoMixersArch | None = None
     sliding_window: int | None = None
     attention_chunk: int | None = None
     attention_sinks: bool = False
@@ -316,6 +334,10 @@ class ModelArch:
     mlp_bias: bool = False
     mlp_out_bias: bool | None = None
     """Of what the MLP ends in; None: as `mlp_bias`."""
+    gate_multiplier: float = 1.0
+    """Of a gated MLP's gate, before its activation."""
+    mlp_multiplier: float = 1.0
+    """Of what a gated MLP gives."""
     transposed_weights: bool = False
     """Whether the checkpoint has matrices as [inputs, outputs], as GPT-2's Conv1D does."""
     experts: ExpertsArch | None = None

@@ -123,7 +123,10 @@ class QKVLinear(Linear):
 
 
 class GateUpLinear(Linear):
-    """The gate and up projections of a gated MLP as one: `act(gate(x)) * up(x)`, [T, K] -> [T, I]; cut by output."""
+    """The gate and up projections of a gated MLP as one: `act(gate(x)) * up(x)`, [T, K] -> [T, I]; cut by output.
+
+    With `prepare` it is `act(prepare(gate(x))) * up(x)`.
+    """
 
     def __init__(
         self,
@@ -135,6 +138,7 @@ class GateUpLinear(Linear):
         activation: str,
         name: str = "",
         transposed: bool = False,
+        prepare: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(
             in_features=hidden_size,
@@ -148,12 +152,19 @@ class GateUpLinear(Linear):
         )
         self.activation = activation
         self._gate: Callable[[Tensor], Tensor | QuantizedRows] = GATED[activation]
-        self._fused = FUSED.get(activation)
+        self._prepare = prepare
+        self._fused = FUSED.get(activation) if prepare is None else None
 
     def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Any:
         if self.packed is None or self._fused is None:
-            return self._gate(super().forward(x, step))
+            return self._gate(self._prepared(super().forward(x, step)))
         return ops.packed_linear(x, self.packed, self.bias, self._fused)
+
+    def _prepared(self, rows: Tensor) -> Tensor:
+        if self._prepare is None:
+            return rows
+        gate, up = rows.chunk(2, dim=1)
+        return torch.cat((self._prepare(gate), up), dim=1)
 
     def quantize_rows(self) -> None:
         self._gate, self._fused = GATED_FP8[self.activation], None

@@ -53,11 +53,11 @@ class HeadScan(Layer):
         dt: Tensor,
         b: Tensor,
         c: Tensor,
-        gate: Tensor,
+        gate: Tensor | None,
         states: Tensor,
         metadata: StateMetadata,
     ) -> Tensor:
-        """x and gate [T, h * D], dt [T, h], b and c [T, G * N], states [blocks, h, N, D] -> [T, h * D]."""
+        """x [T, h * D], and gate if any, dt [T, h], b and c [T, G * N], states [blocks, h, N, D] -> [T, h * D]."""
         return ops.ssd_scan(
             x,
             dt,
@@ -106,7 +106,12 @@ class GroupRMSNorm(Layer):
 
 
 class Mamba2Mixer(Module):
-    """`out(norm(scan(conv(x, b, c)) * silu(z)))`, where `in_proj` makes z, x, b, c and time steps."""
+    """`out(norm(scan(conv(x, b, c)) * silu(z)))`, where `in_proj` makes z, x, b, c and time steps.
+
+    Some models have no norm, some gate behind it, and some scale each of what `in_proj` makes.
+    """
+
+    multipliers: Tensor | None
 
     def __init__(
         self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
@@ -118,6 +123,7 @@ class Mamba2Mixer(Module):
         shared = Span(own.groups, own.states, replicated=True)
         self.widths = [channels.size, channels.size + 2 * shared.size, heads.size]
         self.conv_widths = [channels.size, shared.size, shared.size]
+        spans = (channels, channels, shared, shared, heads)
         self.in_proj = Linear(
             in_features=hidden,
             out_features=sum(self.widths),
@@ -125,8 +131,11 @@ class Mamba2Mixer(Module):
             dtype=dtype,
             name=f"{prefix}.in_proj",
             cut="output",
-            spans=(channels, channels, shared, shared, heads),
+            spans=spans,
         )
+        multipliers = [m for m, span in zip(own.multipliers, spans, strict=False) for _ in range(span.size)]
+        row = torch.tensor(multipliers, dtype=activation_dtype(config), device="cpu") if multipliers else None
+        self.register_buffer("multipliers", row, persistent=False)
         self.conv1d = CausalConv(
             spans=(channels, shared, shared),
             taps=own.taps,
@@ -137,17 +146,20 @@ class Mamba2Mixer(Module):
         self.scan = HeadScan(
             heads=own.heads, groups=own.groups, time_limits=own.time_limits, name=f"{prefix}.scan"
         )
-        self.gated_norm = GroupRMSNorm(
-            size=channels.size,
-            groups=own.groups,
-            eps=own.norm_eps,
-            dtype=activation_dtype(config),
-            name=f"{prefix}.gated_norm",
-        )
+        self.gated_norm = None
+        if own.norm_eps is not None:
+            self.gated_norm = GroupRMSNorm(
+                size=channels.size,
+                groups=own.groups,
+                eps=own.norm_eps,
+                dtype=activation_dtype(config),
+                name=f"{prefix}.gated_norm",
+            )
+        self.gate_after_norm = own.gate_after_norm
         self.out_proj = Linear(
             in_features=channels.size,
             out_features=hidden,
-            bias=own.bias,
+            bias=own.bias if own.out_bias is None else own.out_bias,
             dtype=dtype,
             name=f"{prefix}.out_proj",
             cut="input",
@@ -162,6 +174,14 @@ class Mamba2Mixer(Module):
     def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
         metadata, (conv_states, states) = self.cache.metadata(step), self.cache.views
-        gate, x, dt = self.in_proj(x, step).split(self.widths, 1)
+        rows = self.in_proj(x, step)
+        if self.multipliers is not None:
+            rows = rows * self.multipliers
+        gate, x, dt = rows.split(self.widths, 1)
         x, b, c = self.conv1d(x, conv_states, metadata).split(self.conv_widths, 1)
-        return self.out_proj(self.gated_norm(self.scan(x, dt, b, c, gate, states, metadata)), step)
+        out = self.scan(x, dt, b, c, None if self.gate_after_norm else gate, states, metadata)
+        if self.gated_norm is not None:
+            out = self.gated_norm(out)
+        if self.gate_after_norm:
+            out = out * ops.activate(gate, "silu")
+        return self.out_proj(out, step)

@@ -3,6 +3,9 @@
 Shapes: T tokens of the step, H hidden size, I intermediate size.
 """
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
@@ -14,12 +17,24 @@ from quire.layers.xielu import XIELU
 
 
 class GatedMLP(Module):
-    """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202); I is the model's if it is not given."""
+    """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202); I is the model's if it is not given.
 
-    def __init__(self, *, config: EngineConfig, prefix: str, intermediate_size: int | None = None) -> None:
+    `prepare` is as in `GateUpLinear`; unless it is given, the model's multiplier.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        prefix: str,
+        intermediate_size: int | None = None,
+        prepare: Activation | None = None,
+    ) -> None:
         super().__init__()
         arch = config.arch
         size = intermediate_size or arch.intermediate_size
+        if prepare is None and arch.gate_multiplier != 1.0:
+            prepare = partial(torch.mul, other=arch.gate_multiplier)
         self.gate_up_proj = GateUpLinear(
             hidden_size=arch.hidden_size,
             intermediate_size=size,
@@ -28,9 +43,11 @@ class GatedMLP(Module):
             activation=arch.hidden_act,
             name=f"{prefix}.gate_up_proj",
             transposed=arch.transposed_weights,
+            prepare=prepare,
         )
         self.down_proj = _down_proj(config, prefix, size)
         self.down_proj.reads(self.gate_up_proj)
+        self.multiplier = arch.mlp_multiplier
 
     def reads(self, source: RowSource) -> None:
         """Say that x is what `source` makes, and that nobody else reads it; see `Linear.reads`."""
@@ -38,7 +55,8 @@ class GatedMLP(Module):
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
-        return self.down_proj(self.gate_up_proj(x, step), step)
+        out = self.down_proj(self.gate_up_proj(x, step), step)
+        return out if self.multiplier == 1.0 else out * self.multiplier
 
 
 class PlainMLP(Module):

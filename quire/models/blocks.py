@@ -21,9 +21,17 @@ from quire.layers.self_attention import SelfAttention
 from quire.layers.short_conv import ShortConv
 from quire.layers.sparse_mlp import SparseMLP
 from quire.layers.step import StepContext
+from quire.layers.two_mixers import TwoMixers
 
 Mixer = (
-    SelfAttention | LatentSelfAttention | MambaMixer | Mamba2Mixer | ShortConv | GatedDeltaNet | RecurrentUnit
+    SelfAttention
+    | LatentSelfAttention
+    | MambaMixer
+    | Mamba2Mixer
+    | TwoMixers
+    | ShortConv
+    | GatedDeltaNet
+    | RecurrentUnit
 )
 MLP = GatedMLP | PlainMLP | SparseMLP
 
@@ -34,6 +42,7 @@ MIXERS: dict[str, tuple[str, type[Mixer]]] = {
     "latent_attention": ("self_attn", LatentSelfAttention),
     "mamba": ("mamba", MambaMixer),
     "mamba2": ("mamba", Mamba2Mixer),
+    "attention_and_mamba2": ("mixers", TwoMixers),
     "short_conv": ("conv", ShortConv),
     "gated_delta": ("linear_attn", GatedDeltaNet),
     "recurrent_unit": ("recurrent_unit", RecurrentUnit),

@@ -82,6 +82,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("ExaoneMoeForCausalLM", "exaone:read_exaone_moe", "K-EXAONE"),
         BuiltIn("FalconForCausalLM", "alibi:read_falcon", "Falcon 1B, 7B, 40B, 180B and 2 11B"),
+        BuiltIn("FalconH1ForCausalLM", "falcon_h1:read_falcon_h1", "Falcon-H1 0.5B to 34B"),
         BuiltIn("FalconMambaForCausalLM", "mamba:read_falcon_mamba", "Falcon Mamba 7B"),
         BuiltIn("FlexOlmoForCausalLM", "sparse:read_flex_olmo", "FlexOlmo"),
         BuiltIn("Gemma2ForCausalLM", "gemma:read_gemma2", "Gemma 2"),

@@ -78,6 +78,7 @@ def _rotaries(config: EngineConfig) -> list[RotaryEmbedding | None]:
         "sliding_attention": local,
         "chunked_attention": rotary,
         "latent_attention": rotary,
+        "attention_and_mamba2": rotary,
     }
     return [
         None if layer in arch.unrotated_layers else by_type.get(kind)
