@@ -242,6 +242,21 @@ class TwoMixersArch:
 
 
 @dataclass(frozen=True)
+class AlternatingArch:
+    """A residual stream of several parts, of which layers compute one, and what else they are told (Gemma 3n)."""
+
+    streams: int
+    laurel_rank: int
+    """Inner size of the linear layers beside attention."""
+    token_vocab: int
+    """Tokens that have a row for each layer."""
+    token_size: int
+    """Of such a row."""
+    sparsity: tuple[float, ...]
+    """By layer, the share of an MLP's gate that is cut off."""
+
+
+@dataclass(frozen=True)
 class ModelArch:
     """Shape and options of a decoder-only model; defaults are Llama's."""
 
@@ -302,6 +317,8 @@ class ModelArch:
     """Whether what each head makes is weighted by the sigmoid of a gate, which the checkpoint has beside its query."""
     qk_norm: str | None = None
     """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
+    v_norm: bool = False
+    """Whether values are normed, by heads and without weights."""
     unnormed_layers: tuple[int, ...] = ()
     """Those that have no norms of q and k all the same."""
     layer_types: tuple[str, ...] = ()
@@ -312,6 +329,9 @@ class ModelArch:
     delta: DeltaArch | None = None
     recurrent_unit: RecurrentUnitArch | None = None
     two_mixers: TwoMixersArch | None = None
+    alternating: AlternatingArch | None = None
+    shared_kv: Mapping[int, int] = field(default_factory=dict)
+    """Layers that have no keys and values -> the layer before them whose they read."""
     sliding_window: int | None = None
     attention_chunk: int | None = None
     attention_sinks: bool = False

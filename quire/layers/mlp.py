@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.layers.activation import PLAIN, Activation
+from quire.layers.activation import PLAIN, Activation, gaussian_top
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.linear import GateUpLinear, Linear
+from quire.layers.shard import Cut
 from quire.layers.step import StepContext
 from quire.layers.xielu import XIELU
 
@@ -19,7 +20,8 @@ from quire.layers.xielu import XIELU
 class GatedMLP(Module):
     """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202); I is the model's if it is not given.
 
-    `prepare` is as in `GateUpLinear`; unless it is given, the model's multiplier.
+    With `sparsity` that share of each row of the gate is cut off (`gaussian_top`), by what all of the row is like; so
+    such an MLP is not cut for several ranks.
     """
 
     def __init__(
@@ -28,12 +30,15 @@ class GatedMLP(Module):
         config: EngineConfig,
         prefix: str,
         intermediate_size: int | None = None,
-        prepare: Activation | None = None,
+        sparsity: float = 0.0,
     ) -> None:
         super().__init__()
         arch = config.arch
         size = intermediate_size or arch.intermediate_size
-        if prepare is None and arch.gate_multiplier != 1.0:
+        prepare: Activation | None = None
+        if sparsity:
+            prepare = gaussian_top(sparsity)
+        elif arch.gate_multiplier != 1.0:
             prepare = partial(torch.mul, other=arch.gate_multiplier)
         self.gate_up_proj = GateUpLinear(
             hidden_size=arch.hidden_size,
@@ -43,9 +48,10 @@ class GatedMLP(Module):
             activation=arch.hidden_act,
             name=f"{prefix}.gate_up_proj",
             transposed=arch.transposed_weights,
+            cut="whole" if sparsity else "output",
             prepare=prepare,
         )
-        self.down_proj = _down_proj(config, prefix, size)
+        self.down_proj = _down_proj(config, prefix, size, "whole" if sparsity else "input")
         self.down_proj.reads(self.gate_up_proj)
         self.multiplier = arch.mlp_multiplier
 
@@ -90,7 +96,7 @@ class PlainMLP(Module):
         return self.down_proj(self.act_fn(self.up_proj(x, step)), step)
 
 
-def _down_proj(config: EngineConfig, prefix: str, intermediate_size: int) -> Linear:
+def _down_proj(config: EngineConfig, prefix: str, intermediate_size: int, cut: Cut = "input") -> Linear:
     arch = config.arch
     return Linear(
         in_features=intermediate_size,
@@ -98,6 +104,6 @@ def _down_proj(config: EngineConfig, prefix: str, intermediate_size: int) -> Lin
         bias=arch.mlp_bias if arch.mlp_out_bias is None else arch.mlp_out_bias,
         dtype=model_dtype(config),
         name=f"{prefix}.down_proj",
-        cut="input",
+        cut=cut,
         transposed=arch.transposed_weights,
     )

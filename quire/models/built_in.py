@@ -87,6 +87,12 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("FlexOlmoForCausalLM", "sparse:read_flex_olmo", "FlexOlmo"),
         BuiltIn("Gemma2ForCausalLM", "gemma:read_gemma2", "Gemma 2"),
         BuiltIn("Gemma3ForCausalLM", "gemma:read_gemma3", "Gemma 3 (text)"),
+        BuiltIn(
+            "Gemma3nForCausalLM",
+            "gemma3n:read_gemma3n",
+            "Gemma 3n E2B and E4B (text)",
+            model="gemma3n:Gemma3nForCausalLM",
+        ),
         BuiltIn("GemmaForCausalLM", "gemma:read_gemma", "Gemma, CodeGemma"),
         BuiltIn("Glm4ForCausalLM", "glm:read_glm4", "GLM-4 (0414), GLM-Z1"),
         BuiltIn("Glm4MoeForCausalLM", "sparse:read_glm4_moe", "GLM 4.5, 4.6 and 4.7"),

@@ -18,6 +18,8 @@ _NAMES = CheckpointNames(
         "norm": "final_layernorm",
     }
 )
+_WIDTH = 1024
+"""Of Mamba's part, where the file has no such key; where it says null, that is what Mamba 2's usually is."""
 
 
 def read_falcon_h1(architecture: str, config: JsonObject) -> ModelArch:
@@ -50,7 +52,8 @@ def _read_mamba(config: JsonObject) -> Mamba2Arch:
     """Mixers whose width has a key of its own, with or without a norm."""
     heads = config.integer("mamba_n_heads", 128, high=MAX_HEADS)
     expanded = config.integer("mamba_expand", 2, high=64) * config.integer("hidden_size", high=MAX_WIDTH)
-    width = config.integer("mamba_d_ssm", expanded, high=MAX_WIDTH)
+    unsaid = expanded if "mamba_d_ssm" in config.values else _WIDTH
+    width = config.integer("mamba_d_ssm", unsaid, high=MAX_WIDTH)
     if width % heads or config.get("mamba_d_head") not in (None, "auto", width // heads):
         raise config.wrong("mamba_d_head", f"mamba_d_ssm / mamba_n_heads ({width} / {heads})")
     normed = config.flag("mamba_rms_norm", False)
