@@ -151,6 +151,8 @@ class Temperature:
     interval: float
     scale: float
     offset: float = 0.0
+    rotated_too: bool = False
+    """Whether queries that are rotated grow as well; else those alone that are not."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,18 @@ class TwoMixersArch:
 
 
 @dataclass(frozen=True)
+class SharedBlocksArch:
+    """Blocks of attention and an MLP that layers use in turn (Zamba 2)."""
+
+    layers: tuple[int, ...]
+    """Those that use one, in order: each turn the next block, and behind the last the first again."""
+    count: int
+    adapter_rank: int
+    adapts_attention: bool
+    """Whether each turn adds to q, k and v as well, and not only to gate and up."""
+
+
+@dataclass(frozen=True)
 class AlternatingArch:
     """A residual stream of several parts, of which layers compute one, and what else they are told (Gemma 3n)."""
 
@@ -330,6 +344,7 @@ class ModelArch:
     recurrent_unit: RecurrentUnitArch | None = None
     two_mixers: TwoMixersArch | None = None
     alternating: AlternatingArch | None = None
+    shared_blocks: SharedBlocksArch | None = None
     shared_kv: Mapping[int, int] = field(default_factory=dict)
     """Layers that have no keys and values -> the layer before them whose they read."""
     sliding_window: int | None = None
@@ -337,7 +352,6 @@ class ModelArch:
     attention_sinks: bool = False
     """Whether each head has a learned score that joins its softmax."""
     temperature: Temperature | None = None
-    """Of queries that are not rotated."""
     rope: RopeScaling | None = None
     """None where positions come in another way."""
     rope_local: RopeScaling | None = None

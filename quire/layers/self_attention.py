@@ -60,7 +60,7 @@ class SelfAttention(Module):
         in_kernel = qk_norm in NORMED_IN_KERNEL and rotary is not None
         self.norms_first = qk_norm is not None and not in_kernel
         self.temperature = None
-        if arch.temperature is not None and rotary is None:
+        if arch.temperature is not None and (rotary is None or arch.temperature.rotated_too):
             self.temperature = TemperatureTuning(config=config, temperature=arch.temperature)
         self.sinks = Sinks(num_heads=arch.num_heads, name=f"{prefix}.sinks") if arch.attention_sinks else None
         kind = arch.layer_types[layer]

@@ -147,6 +147,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             oracle="Granite of transformers",
         ),
         BuiltIn("MiniMaxM2ForCausalLM", "sparse:read_minimax_m2", "MiniMax M2 and M2.1"),
+        BuiltIn("Ministral3ForCausalLM", "llama:read_ministral3", "Ministral 3 3B to 14B (text)"),
         BuiltIn("MinistralForCausalLM", "llama:read_ministral", "Ministral 8B"),
         BuiltIn("MistralForCausalLM", "llama:read_mistral", "Mistral 7B, Nemo, Small"),
         BuiltIn("MixtralForCausalLM", "sparse:read_mixtral", "Mixtral 8x7B and 8x22B"),
@@ -172,6 +173,8 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("PhimoeForCausalLM", "phi:read_phimoe", "Phi-3.5-MoE"),
         BuiltIn("Qwen2ForCausalLM", "qwen:read_qwen2", "Qwen 1.5, 2 and 2.5, QwQ"),
         BuiltIn("Qwen2MoeForCausalLM", "sparse:read_qwen2_moe", "Qwen 1.5 MoE A2.7B, Qwen 2 57B-A14B"),
+        BuiltIn("Qwen3_5ForCausalLM", "qwen_next:read_qwen3_5", "Qwen 3.5 (text)"),
+        BuiltIn("Qwen3_5MoeForCausalLM", "qwen_next:read_qwen3_5_moe", "Qwen 3.5 with experts (text)"),
         BuiltIn("Qwen3ForCausalLM", "qwen:read_qwen3", "Qwen 3"),
         BuiltIn("Qwen3MoeForCausalLM", "sparse:read_qwen3_moe", "Qwen 3 30B-A3B and 235B-A22B, Qwen 3 Coder"),
         BuiltIn("Qwen3NextForCausalLM", "qwen_next:read_qwen3_next", "Qwen3-Next 80B-A3B, Qwen3 Coder Next"),
@@ -199,6 +202,12 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("XGLMForCausalLM", "opt:read_xglm", "XGLM"),
         BuiltIn("XverseForCausalLM", "llama:read_llama", "XVERSE 7B to 65B", oracle="Llama of transformers"),
         BuiltIn("YoutuForCausalLM", "deepseek:read_youtu", "Youtu-LLM 2B"),
+        BuiltIn(
+            "Zamba2ForCausalLM",
+            "zamba2:read_zamba2",
+            "Zamba 2 1.2B to 7B",
+            model="zamba2:Zamba2ForCausalLM",
+        ),
     )
 }
 """By architecture, in the order of the alphabet."""

@@ -75,6 +75,13 @@ DBRX: dict[str, Any] = MPT | {
     "attn_config": {},
     "ffn_config": {"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 16},
 }
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.1,
+}
 STATES: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 4}
 HYBRID = MIXTRAL | {"mamba_n_heads": 4, "mamba_d_head": 16}
 OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported_archs(), LLAMA) | {
@@ -98,6 +105,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "GptOssForCausalLM": MIXTRAL,
     "Llama4ForCausalLM": MIXTRAL,
     "MiniMaxM2ForCausalLM": MIXTRAL,
+    "Ministral3ForCausalLM": LLAMA | {"head_dim": 8, "rope_parameters": MINISTRAL3_ROPE},
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": SPARSE,
     "PhimoeForCausalLM": MIXTRAL,
@@ -105,8 +113,15 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "Lfm2MoeForCausalLM": SPARSE,
     "Qwen3MoeForCausalLM": SPARSE,
     "Qwen3NextForCausalLM": SPARSE,
+    "Qwen3_5MoeForCausalLM": SPARSE,
     "YoutuForCausalLM": LATENT,
     "BambaForCausalLM": HYBRID,
+    "Zamba2ForCausalLM": LLAMA
+    | {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+    },
     "FalconH1ForCausalLM": HYBRID | {"mamba_d_ssm": 64},
     "FalconMambaForCausalLM": STATES,
     "Gemma3nForCausalLM": LLAMA | {"num_hidden_layers": 12, "num_kv_shared_layers": 2},

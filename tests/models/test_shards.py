@@ -50,6 +50,7 @@ EVERY_FAMILY = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name
 LARGER = {
     128: (
         "hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "laurel_rank", "hidden_size_per_layer_input",
+        "adapter_rank",
     ),
     256: (
         "intermediate_size", "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner",
@@ -61,7 +62,7 @@ LARGER = {
     0: ("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"),
 }  # fmt: skip
 """Sizes of which two ranks have whole groups and chunks of 64, and the keys that have them."""
-LISTS = ("layer_types", "attention_layers", "activation_sparsity_pattern")
+LISTS = ("layer_types", "layers_block_type", "attention_layers", "activation_sparsity_pattern")
 """Keys with a value for each layer."""
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},

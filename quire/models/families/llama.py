@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.config.arch import CheckpointNames, ModelArch
+from quire.config.arch import CheckpointNames, ModelArch, Temperature
 from quire.models.families.fields import (
     MAX_LAYERS,
     biases,
@@ -32,6 +32,26 @@ def read_mistral(architecture: str, config: JsonObject) -> ModelArch:
 def read_ministral(architecture: str, config: JsonObject) -> ModelArch:
     """Ministral: a window on the layers that the file names, else on all."""
     return read_llama(architecture, config, **declared_windows(config, lambda layer: True))
+
+
+def read_ministral3(architecture: str, config: JsonObject) -> ModelArch:
+    """Ministral 3 (Mistral, 2025): stretched positions, and queries that grow with them, as Llama 4's do."""
+    rope = config.child("rope_parameters")
+    temperature = Temperature(
+        interval=rope.number("original_max_position_embeddings", low=1.0),
+        scale=rope.number("llama_4_scaling_beta"),
+        rotated_too=True,
+    )
+    return read_llama(
+        architecture,
+        config,
+        default_head_dim=128,
+        theta=1e6,
+        norm_eps=rms_eps(config, 1e-5),
+        temperature=temperature,
+        **uniform_window(config, default=None),
+        **biases(False),
+    )
 
 
 def read_cwm(architecture: str, config: JsonObject) -> ModelArch:
