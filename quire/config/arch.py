@@ -304,6 +304,8 @@ class ModelArch:
     norm_bias: bool = True
     """Of layer norms; others have none."""
     residual_multiplier: float = 1.0
+    stream_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """A kind of layers, or "mlp" -> what the stream, normed, and what they make of it are multiplied with."""
 
     tie_word_embeddings: bool = False
     embedding_multiplier: float | None = None

@@ -5,6 +5,7 @@ A turn is one use of a block: it has a cache of its own, and adapters, which the
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class Adapters(nn.ModuleDict):
 
     def added(self, x: Tensor, turn: int, step: StepContext) -> Tensor:
         """x [T, K] -> [T, N]."""
-        left, right = self[str(turn)]
+        left, right = cast(nn.ModuleList, self[str(turn)])
         out: Tensor = right(left(x, step), step)
         return out
 

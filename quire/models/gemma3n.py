@@ -76,6 +76,11 @@ class Gemma3nBlock(Module):
         self.post_per_layer_input_norm = block_norm(config, f"{prefix}.post_per_layer_input_norm")
         self.act_fn = PLAIN[arch.hidden_act]
 
+    def keys_and_values(self) -> Attention:
+        """What layers behind read."""
+        assert isinstance(self.self_attn, SelfAttention), "a layer that is read has keys and values"
+        return self.self_attn.attn
+
     def forward(self, streams: Tensor, told: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Streams [N, T, H], and the tokens' rows for this layer [T, P] -> streams [N, T, H]."""
         predicted = self.altup.predict(streams, step)
@@ -145,13 +150,12 @@ class Gemma3nDecoder(Module):
         self.altup_unembed_projections = self._projections(
             config, f"{prefix}.altup_unembed_projections", own.streams
         )
-        self.layers = nn.ModuleList()
+        blocks: list[Gemma3nBlock] = []
         for layer, rotary in enumerate(rotaries_of(config)):
-            source = self.layers[arch.shared_kv[layer]].self_attn.attn if layer in arch.shared_kv else None
+            source = blocks[arch.shared_kv[layer]].keys_and_values() if layer in arch.shared_kv else None
             at = f"{prefix}.layers.{layer}"
-            self.layers.append(
-                Gemma3nBlock(config=config, prefix=at, layer=layer, rotary=rotary, source=source)
-            )
+            blocks.append(Gemma3nBlock(config=config, prefix=at, layer=layer, rotary=rotary, source=source))
+        self.layers = nn.ModuleList(blocks)
         self.norm = block_norm(config, f"{prefix}.norm")
 
     @staticmethod

@@ -104,6 +104,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "MiniCPM3ForCausalLM": LATENT,
     "GptOssForCausalLM": MIXTRAL,
     "Llama4ForCausalLM": MIXTRAL,
+    "MiniMaxForCausalLM": MIXTRAL,
     "MiniMaxM2ForCausalLM": MIXTRAL,
     "Ministral3ForCausalLM": LLAMA | {"head_dim": 8, "rope_parameters": MINISTRAL3_ROPE},
     "MixtralForCausalLM": MIXTRAL,
@@ -144,7 +145,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
 OF_FAMILY = {arch: values | {"architectures": [arch]} for arch, values in OF_FAMILY.items()}
 WITH_ORACLE = [row.architecture for row in BUILT_IN.values() if row.oracle == TRANSFORMERS]
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
-OF_STATES = dict.fromkeys(("mamba", "mamba2", "gated_delta", "recurrent_unit"), "linear_attention") | {
+OF_STATES = dict.fromkeys(
+    ("mamba", "mamba2", "gated_delta", "lightning", "recurrent_unit"), "linear_attention"
+) | {
     "short_conv": "conv",
     "latent_attention": "full_attention",
     "attention_and_mamba2": "hybrid",

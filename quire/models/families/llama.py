@@ -130,34 +130,6 @@ def read_helium(architecture: str, config: JsonObject) -> ModelArch:
     )
 
 
-def read_granite(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
-    """Granite (IBM, 2024): four multipliers, after muP (Yang et al., 2022, arXiv:2203.03466)."""
-    multipliers = {
-        "embedding_multiplier": config.number("embedding_multiplier", 1.0),
-        "residual_multiplier": config.number("residual_multiplier", 1.0),
-        "attention_scale": config.number("attention_multiplier", 1.0),
-        "logits_multiplier": 1.0 / config.number("logits_scaling", 1.0, low=1e-6),
-    }
-    return read_llama(architecture, config, **(multipliers | fields))
-
-
-def read_hyperclovax(architecture: str, config: JsonObject) -> ModelArch:
-    """HyperCLOVA X (2024, arXiv:2404.01954): Granite, with norms also behind attention and MLP."""
-    names = {
-        "post_attention_layernorm": "post_norm1",
-        "pre_feedforward_layernorm": "post_attention_layernorm",
-        "post_feedforward_layernorm": "post_norm2",
-    }
-    behind = {"block": "sandwich", "names": CheckpointNames(names)}
-    return read_granite(
-        architecture,
-        config,
-        attention_scale=optional_number(config, "attention_multiplier", None),
-        logits_multiplier=config.number("logits_scaling", 1.0),
-        **(behind if config.flag("use_post_norm", True) else {}),
-    )
-
-
 def read_minicpm(architecture: str, config: JsonObject) -> ModelArch:
     """MiniCPM (Hu et al., 2024, arXiv:2404.06395): muP's multipliers by depth and width."""
     config.only("sparse_config")

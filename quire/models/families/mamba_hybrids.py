@@ -7,9 +7,8 @@ from typing import Any
 from quire.config.arch import QKV_APART, CheckpointNames, ExpertStack, ModelArch
 from quire.models.families.experts import all_layers, read_experts
 from quire.models.families.fields import MAX_LAYERS, MAX_WIDTH, biases, plain_mlp, read_llama
-from quire.models.families.llama import read_granite
+from quire.models.families.granite import GRANITE_NAMES, read_granite
 from quire.models.families.mamba import NAMES, read_channels, read_heads
-from quire.models.families.sparse import GRANITE_NAMES
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import FULL, read_rope
 
