@@ -3,33 +3,32 @@
 Shapes: N streams, of which a layer computes the first, T tokens of the step, H hidden size.
 """
 
-from collections.abc import Iterator, Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.layers.base import Layer, Module, activation_dtype, model_dtype, parameter
+from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.linear import ExactLinear
 from quire.layers.norm import block_norm
-from quire.layers.slot import Slot
+from quire.layers.shard import Span
 from quire.layers.step import StepContext
+from quire.layers.vectors import Vector, VectorLayer
 
 
-class Scale(Layer):
+class Scale(VectorLayer):
     """A number for each dimension; in the checkpoint it has the name of this layer, and no other."""
 
+    vectors = (Vector("weight", "", "ones"),)
+    weight: Tensor
+
     def __init__(self, *, size: int, dtype: torch.dtype, name: str) -> None:
-        super().__init__(name)
-        self.weight = parameter(size, dtype=dtype)
+        super().__init__(Span(1, size, replicated=True), dtype=dtype, name=name)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
         return x * self.weight
-
-    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        yield names[0], Slot(self.weight, "ones")
 
 
 class AltUp(Module):

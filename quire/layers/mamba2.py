@@ -3,49 +3,39 @@
 Shapes: T tokens of the step, H hidden size, h heads of size D, N states of each, G groups of heads that share b and c.
 """
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels import ops
 from quire.kernels.attention_metadata import StateMetadata
-from quire.layers.base import Layer, Module, RowSource, activation_dtype, model_dtype, parameter
+from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.causal_conv import CausalConv
 from quire.layers.linear import Linear
 from quire.layers.mamba import negative_exp
-from quire.layers.quantization import QuantMethod
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import WHOLE, Shard, Span
-from quire.layers.slot import Part, Slot
+from quire.layers.shard import Span
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
+from quire.layers.vectors import Vector, VectorLayer
 
 
-class HeadScan(Layer):
+class HeadScan(VectorLayer):
     """The recurrence of each head, as `ops.ssd_scan` says; of its decays the checkpoint has `A_log`, [h]."""
 
+    vectors = (
+        Vector("a", "A_log", convert=negative_exp),
+        Vector("skip", "D", "ones"),
+        Vector("dt_bias", "dt_bias"),
+    )
+    a: Tensor
+    skip: Tensor
+    dt_bias: Tensor
+
     def __init__(self, *, heads: int, groups: int, time_limits: tuple[float, float], name: str) -> None:
-        super().__init__(name)
-        self.heads = Span(heads)
+        super().__init__(Span(heads), name=name)
         self.groups = groups
         self.time_limits = time_limits
-        self.create_weights(None)
-
-    def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
-        self.shard = shard
-        self.own = self.heads.piece(shard, self.name)
-        count = self.own.stop - self.own.start
-        self.a = parameter(count, dtype=torch.float32)
-        self.skip = parameter(count, dtype=torch.float32)
-        self.dt_bias = parameter(count, dtype=torch.float32)
-
-    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        part = Part((self.heads.size,), (slice(0, self.heads.size),), (self.own,))
-        yield f"{names[0]}.A_log", Slot(self.a, "zeros", part, convert=negative_exp)
-        yield f"{names[0]}.D", Slot(self.skip, "ones", part)
-        yield f"{names[0]}.dt_bias", Slot(self.dt_bias, "zeros", part)
 
     def forward(
         self,
@@ -74,28 +64,18 @@ class HeadScan(Layer):
         )
 
 
-class GroupRMSNorm(Layer):
+class GroupRMSNorm(VectorLayer):
     """An RMSNorm of each of so many equal parts of a row; ranks beyond the groups have a group's weights in common."""
 
+    vectors = (Vector("weight", "weight", "ones"),)
+    weight: Tensor
     ones: Tensor
 
     def __init__(self, *, size: int, groups: int, eps: float, dtype: torch.dtype, name: str) -> None:
-        super().__init__(name)
-        self.span = Span(groups, size // groups, replicated=True)
-        self.dtype = dtype
+        super().__init__(Span(groups, size // groups, replicated=True), dtype=dtype, name=name)
         self.eps = eps
         ones = torch.ones(self.span.unit, dtype=dtype, device="cpu")
         self.register_buffer("ones", ones, persistent=False)
-        self.create_weights(None)
-
-    def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
-        self.shard = shard
-        self.own = self.span.piece(shard, self.name)
-        self.weight = parameter(self.own.stop - self.own.start, dtype=self.dtype)
-
-    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        part = Part((self.span.size,), (slice(0, self.span.size),), (self.own,))
-        yield f"{names[0]}.weight", Slot(self.weight, "ones", part)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, C] -> [T, C]."""
