@@ -3,6 +3,8 @@
 Shapes: T tokens of the step, H hidden size, N rows of logits, V vocabulary rows.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -89,7 +91,8 @@ def rotaries_of(config: EngineConfig) -> list[RotaryEmbedding | None]:
 class DecoderForCausalLM(CausalLM):
     """A decoder with its output head."""
 
-    decoder: type[Module] = Decoder
+    decoder: type[Any] = Decoder
+    """What is under the head: it has `embed_tokens`, and a forward pass as this model's."""
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
@@ -100,7 +103,8 @@ class DecoderForCausalLM(CausalLM):
         self.lm_head = output_head(config, self.model.embed_tokens, f"{prefix}lm_head")
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        return self.model(inputs, positions, step)
+        hidden: Tensor = self.model(inputs, positions, step)
+        return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         arch, logits = self.config.arch, super().compute_logits(hidden)
