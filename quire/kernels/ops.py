@@ -291,10 +291,10 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k by their positions, in place, and return them.
 
-    positions [T] int64 in [0, P); q [T, Hq, D] and k [T, Hkv, D] of one dtype, views with a token stride
-    allowed; cos_sin_cache [P, rot_dim] float32 = cat(cos, sin), rot_dim even and <= D (the rest of each head
-    is left alone). The pairs are (i, i + rot_dim / 2), or (2 i, 2 i + 1) when interleaved. A position outside
-    the cache is an IndexError.
+    positions [T] int64 in [0, P); q [T, Hq, D] and k [T, Hkv, D], of which there may be none, of one dtype, views with
+    a token stride allowed; cos_sin_cache [P, rot_dim] float32 = cat(cos, sin), rot_dim even and <= D (the rest of each
+    head is left alone). The pairs are (i, i + rot_dim / 2), or (2 i, 2 i + 1) when interleaved. A position outside the
+    cache is an IndexError.
     """
     return reference.rotary_embedding(positions, q, k, cos_sin_cache, interleaved)
 
