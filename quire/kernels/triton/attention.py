@@ -120,7 +120,7 @@ def _scores(
 
 
 @triton.jit
-def _joined(largest, total, mixed, part_largest, part_total, part_mixed):
+def joined(largest, total, mixed, part_largest, part_total, part_mixed):
     """Add a part to the sum of those before it; the one place where that is done, so that it always rounds alike."""
     new_largest = tl.maximum(largest, part_largest)
     # What has seen nothing yet has a largest score of -inf; measured from 0 its weights are 0 and not NaN.
@@ -138,7 +138,7 @@ def _result(largest, total, mixed, sinks, head, used, HAS_SINKS: tl.constexpr):
     """What rows have seen divided by its mass, to which a head's sink, a key without a value, is added last."""
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * LOG2_E
-        largest, total, mixed = _joined(largest, total, mixed, sink, 1.0, tl.zeros_like(mixed))
+        largest, total, mixed = joined(largest, total, mixed, sink, 1.0, tl.zeros_like(mixed))
     return mixed / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
@@ -198,7 +198,7 @@ def _attend(
     for tile in range(begin, end, BLOCK_N):
         if JOIN:  # noqa: SIM102  (decided when the kernel is compiled)
             if tile % split_tokens == 0:
-                all_largest, all_total, all_mixed = _joined(
+                all_largest, all_total, all_mixed = joined(
                     all_largest, all_total, all_mixed, largest, total, mixed
                 )
                 largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -237,7 +237,7 @@ def _attend(
         tl.store(part + HEAD + 1, largest, mask=row_used)
     else:
         if JOIN:
-            largest, total, mixed = _joined(all_largest, all_total, all_mixed, largest, total, mixed)
+            largest, total, mixed = joined(all_largest, all_total, all_mixed, largest, total, mixed)
         result = _result(largest, total, mixed, sinks, head, row_used, HAS_SINKS)
         tl.store(out + out_row[:, None] * HEAD + dim[None, :], result.to(out.dtype.element_ty), mask=used)
 
@@ -265,7 +265,7 @@ def _join_parts(
         part = parts + (row * num_splits + split) * (HEAD + 2)
         part_mixed = tl.load(part + dim, mask=inside, other=0.0)
         part_total, part_largest = tl.load(part + HEAD + one), tl.load(part + HEAD + 1 + one)
-        largest, total, mixed = _joined(largest, total, mixed, part_largest, part_total, part_mixed)
+        largest, total, mixed = joined(largest, total, mixed, part_largest, part_total, part_mixed)
     result = _result(largest, total, mixed, sinks, head + one, one == 0, HAS_SINKS)
     tl.store(out + row * HEAD + dim, result.to(out.dtype.element_ty), mask=inside)
 
