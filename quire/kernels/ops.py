@@ -404,7 +404,7 @@ def paged_attention(
 # may have a stride; what has none is float32. C is channels, N states of each.
 
 
-@op(_cpu("scan.causal_conv"))
+@op(_cpu("scan.causal_conv"), _triton("states.causal_conv"))
 def causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -422,7 +422,7 @@ def causal_conv(
     return reference_scan.causal_conv(x, weight, bias, states, metadata, silu)
 
 
-@op(_cpu("scan.selective_scan"))
+@op(_cpu("scan.selective_scan"), _triton("scan.selective_scan"))
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -443,7 +443,7 @@ def selective_scan(
     return reference_scan.selective_scan(x, dt, a, b, c, skip, gate, states, metadata)
 
 
-@op(_cpu("scan.ssd_scan"))
+@op(_cpu("scan.ssd_scan"), _triton("scan.ssd_scan"))
 def ssd_scan(
     x: Tensor,
     dt: Tensor,
@@ -476,7 +476,7 @@ def _whole_columns(
     return keys <= 256 and keys % 8 == 0 and values % 16 == 0
 
 
-@op(_cpu("recurrence.gated_delta", _whole_columns))
+@op(_cpu("recurrence.gated_delta", _whole_columns), _triton("recurrence.gated_delta"))
 def gated_delta(
     qkv: Tensor,
     ba: Tensor,
@@ -502,7 +502,7 @@ def _whole_vectors(_x: Tensor, weights: Tensor, *_args: Any, **_options: Any) ->
     return weights.shape[1] % 8 == 0
 
 
-@op(_cpu("recurrence.rg_lru", _whole_vectors))
+@op(_cpu("recurrence.rg_lru", _whole_vectors), _triton("recurrence.rg_lru"))
 def rg_lru(
     x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata, /
 ) -> Tensor:
