@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.kernels import ops
 from quire.kernels.triton import recurrence, scan, states
+from tests.fixtures.quick import quick
 from tests.kernels.op_cases import compare, randn
 from tests.kernels.state_batches import NUM_BLOCKS, state_batch
 
@@ -23,13 +24,19 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 every_kernel = pytest.mark.parametrize("name", list(KERNELS))
 BLOCK = 4
-ROWS = 23
+ROWS = 14
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def is_small(*args: Any, **_options: Any) -> bool:
+    """Whether a state, which stands before the metadata, is walked through fast enough for every change."""
+    return bool(args[-2][0].numel() <= 2000)
+
+
+@pytest.mark.parametrize("dtype", quick([torch.float32, torch.float16], [torch.float16]), ids=str)
 @every_kernel
 def test_near_the_oracle(name: str, dtype: torch.dtype) -> None:
-    compare(ops.TABLE[name], KERNELS[name], dtype, "cpu")
+    accepts = is_small if dtype == torch.float16 else None
+    compare(ops.TABLE[name], KERNELS[name], dtype, "cpu", accepts)
 
 
 def operands(name: str) -> tuple[list[Tensor], list[Tensor | None], tuple[int, ...]]:
@@ -68,7 +75,7 @@ def test_a_token_has_the_same_bits_in_any_batch_and_chunk(name: str) -> None:
     expected_states = torch.full((NUM_BLOCKS, *shape), torch.nan)
     expected = call(name, rows, shared, expected_states, whole)
     used = whole.block_tables[0].long()
-    for sizes in ([1] * ROWS, [5, 1, 8, 9], [20, 3]):
+    for sizes in ([1] * ROWS, [5, 1, 8], [11, 3]):
         kept, start = torch.full((NUM_BLOCKS, *shape), torch.nan), 0
         for size in sizes:
             behind = state_batch([(start, size), (6, 2)], BLOCK)

@@ -58,7 +58,7 @@ def test_logits_are_those_of_the_oracle(
     name: str, quantization: str | None, tiny_model: Callable[[str], Path]
 ) -> None:
     """Between them: tied table, also in int4, biases, windows, soft caps, learned positions, layer norms, norms of
-    heads of four kinds, linear biases, neighbours rotated, experts, latents, states of five kinds, and integer weights."""
+    heads of four kinds, linear biases, neighbours rotated, experts, latents, states of four kinds, integer weights."""
     options = {"quantization": quantization, "quantization_config": {"head": "int4"} if quantization else {}}
     model = load_tiny(tiny_model(name), **options)
     assert attention_backends(model) == ["triton"]
