@@ -232,6 +232,7 @@ def sample_as_on_a_gpu(logits: Tensor, settings: Tensor, keys: Tensor | None, li
 
 
 @pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are meant
 @pytest.mark.parametrize("name", ["llama", "mixtral", "deepseekv3", "bamba"])
 def test_an_engine_on_the_gpus_kernels_gives_the_hosts_tokens(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, on_fake_gpu: list[FakeGpu]

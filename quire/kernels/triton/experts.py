@@ -183,7 +183,7 @@ def _both(of: ExpertWeights) -> tuple[_Matrices, _Matrices]:
     if of.native is None:
         both = _matrices(of.gate_up, of.gate_up_bias), _matrices(of.down, of.down_bias)
         object.__setattr__(of, "native", both)
-    return of.native  # type: ignore[no-any-return]
+    return of.native
 
 
 def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Tensor:

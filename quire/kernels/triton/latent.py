@@ -21,7 +21,8 @@ from quire.kernels.triton import launch
 from quire.kernels.triton.attention import LOG2_E, is_decode, joined
 from quire.kernels.triton.launch import next_power_of_2, num_warps
 from quire.kernels.triton.norm import normed
-from quire.kernels.triton.product import BLOCK_M, BLOCK_N, as_multiplied, format_options, product_tile
+from quire.kernels.triton.product import BLOCK_M, BLOCK_N, format_options, product_tile
+from quire.kernels.triton.quantize import quantize_rows
 
 SPLIT_TOKENS = 1024
 KEYS = 32
@@ -58,8 +59,8 @@ def per_head_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     if out.numel():
         scales = None
         if weight.scheme.kind == "fp8":
-            rows, scales = as_multiplied(x.flatten(0, 1), weight.scheme)
-            x, scales = rows.view(x.shape), scales.view(tokens, heads).t().contiguous()
+            rows = quantize_rows(x.flatten(0, 1))
+            x, scales = rows.values.view(x.shape), rows.scales.view(tokens, heads).t().contiguous()
         grid = (triton.cdiv(tokens, BLOCK_M), triton.cdiv(outputs, BLOCK_N), heads)
         _per_head[grid](
             out, x, scales, x.stride(0), x.stride(1), weight.data, weight.scales, weight.zeros,
