@@ -207,6 +207,11 @@ def _experts_in_panels(_x: Tensor, _chosen: Tensor, _weights: Tensor, of: Expert
     return of.layout == "panels"
 
 
+def _experts_in_rows(_x: Tensor, _chosen: Tensor, _weights: Tensor, of: ExpertWeights) -> bool:
+    """Whether experts are packed in the layout of GPUs."""
+    return of.layout == "rows"
+
+
 # Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head
 # size, R requests, V vocabulary rows, P positions. Tensors are contiguous in their last dimension.
 
@@ -399,7 +404,7 @@ def paged_attention(
 # may have a stride; what has none is float32. C is channels, N states of each.
 
 
-@op(_cpu("scan.causal_conv"))
+@op(_cpu("scan.causal_conv"), _triton("states.causal_conv"))
 def causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -417,7 +422,7 @@ def causal_conv(
     return reference_scan.causal_conv(x, weight, bias, states, metadata, silu)
 
 
-@op(_cpu("scan.selective_scan"))
+@op(_cpu("scan.selective_scan"), _triton("scan.selective_scan"))
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -438,7 +443,7 @@ def selective_scan(
     return reference_scan.selective_scan(x, dt, a, b, c, skip, gate, states, metadata)
 
 
-@op(_cpu("scan.ssd_scan"))
+@op(_cpu("scan.ssd_scan"), _triton("scan.ssd_scan"))
 def ssd_scan(
     x: Tensor,
     dt: Tensor,
@@ -471,7 +476,7 @@ def _whole_columns(
     return keys <= 256 and keys % 8 == 0 and values % 16 == 0
 
 
-@op(_cpu("recurrence.gated_delta", _whole_columns))
+@op(_cpu("recurrence.gated_delta", _whole_columns), _triton("recurrence.gated_delta"))
 def gated_delta(
     qkv: Tensor,
     ba: Tensor,
@@ -497,7 +502,7 @@ def _whole_vectors(_x: Tensor, weights: Tensor, *_args: Any, **_options: Any) ->
     return weights.shape[1] % 8 == 0
 
 
-@op(_cpu("recurrence.rg_lru", _whole_vectors))
+@op(_cpu("recurrence.rg_lru", _whole_vectors), _triton("recurrence.rg_lru"))
 def rg_lru(
     x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata, /
 ) -> Tensor:
@@ -575,7 +580,7 @@ def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
 # Experts: E MLPs of which a token is seen by `top_k`.
 
 
-@op(_cpu("experts.route"))
+@op(_cpu("experts.route"), _triton("route.route"))
 def route(logits: Tensor, bias: Tensor | None, /, routing: Routing) -> tuple[Tensor, Tensor]:
     """Which experts a token has: logits [T, E] any float dtype -> ids int32 [T, top_k] and weights float32 [T, top_k].
 
@@ -592,7 +597,7 @@ def route(logits: Tensor, bias: Tensor | None, /, routing: Routing) -> tuple[Ten
     return reference_experts.route(logits, bias, routing)
 
 
-@op(_cpu("experts.experts", _experts_in_panels))
+@op(_cpu("experts.experts", _experts_in_panels), _triton("experts.experts", _experts_in_rows))
 def experts(x: Tensor, chosen: Tensor, weights: Tensor, /, of: ExpertWeights) -> Tensor:
     """The weighted sum of what a token's experts make of it: x [T, H] -> [T, H] of x's dtype.
 
@@ -614,7 +619,7 @@ def _of_whole_panels(x: Tensor, weight: PackedWeight) -> bool:
     return weight.layout == "panels" and weight.outputs % (x.shape[1] * PANEL) == 0
 
 
-@op(_cpu("latent.per_head_linear", _of_whole_panels))
+@op(_cpu("latent.per_head_linear", _of_whole_panels), _triton("latent.per_head_linear", _in_rows))
 def per_head_linear(x: Tensor, weight: PackedWeight, /) -> Tensor:
     """Each head's own product: x [T, Hq, K], strides allowed, weight [Hq * N, K] -> [T, Hq, N] of x's dtype.
 
@@ -623,7 +628,7 @@ def per_head_linear(x: Tensor, weight: PackedWeight, /) -> Tensor:
     return reference_latent.per_head_linear(x, weight)
 
 
-@op(_cpu("latent.write_latents"), key=1)
+@op(_cpu("latent.write_latents"), _triton("latent.write_latents"), key=1)
 def write_latents(
     positions: Tensor,
     q: Tensor,
@@ -651,7 +656,7 @@ def _whole_pieces(q: Tensor, q_rope: Tensor, *_args: Any) -> bool:
     return q.shape[2] % 16 == 0 and q_rope.shape[2] % 8 == 0
 
 
-@op(_cpu("latent.latent_attention", _whole_pieces))
+@op(_cpu("latent.latent_attention", _whole_pieces), _triton("latent.latent_attention"))
 def latent_attention(
     q: Tensor, q_rope: Tensor, cache: Tensor, metadata: AttentionMetadata, /, scale: float
 ) -> Tensor:
