@@ -104,30 +104,7 @@ def _batch(
 ) -> float:
     call = make_call(target, shape, dtype, _batches(target)[name], cache_dtype)
     call = replace(call, features=call.features | dict(features))
-    return relative_error(call.by(_fastest(target)), call.by(ops.paged_attention.oracle))
-
-
-def _fastest(target: Target) -> Any:
-    """The kernel in the shapes it chooses; a CPU, which has no multiprocessors, is taken for a large GPU."""
-    if target.is_gpu:
-        return attention.paged_attention
-
-    def attend(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        **features: Any,
-    ) -> Tensor:
-        group, programs = q.shape[1] // k_cache.shape[1], len(metadata.seq_lens) * k_cache.shape[1]
-        if attention.is_decode(q, metadata):
-            shape = attention.decode_shape(group, programs, 132)
-        else:
-            shape = attention.prefill_shape(group, q.shape[2], metadata.max_query_len)
-        return attention.attend(q, k_cache, v_cache, metadata, scale, shape, **features)
-
-    return attend
+    return relative_error(call.by(attention.paged_attention), call.by(ops.paged_attention.oracle))
 
 
 def _batches(target: Target) -> dict[str, Batch]:

@@ -7,15 +7,16 @@ same run. A run takes under 8 minutes on one H100 and writes benchmarks/results/
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.gpu import imports
+from benchmarks.gpu import imports, page
+from benchmarks.gpu.journal import LOST, Clock, Fact, Journal, supervise
 from benchmarks.gpu.rows import TITLES, Row
 
 PACKAGES = (*imports.ENGINE, "safetensors")
@@ -28,6 +29,12 @@ class Measurement:
     name: str
     run: Callable[[], Iterator[Row]]
 
+    def facts(self) -> Iterator[Fact]:
+        """Its rows as the journal keeps them, printed as they come."""
+        for row in self.run():
+            print(row.line(), flush=True)
+            yield asdict(row)
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -39,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
         "--limit", type=float, default=420.0, help="Seconds after which no measurement begins."
     )
     found.add_argument("--out", type=Path, help="The page of results.")
+    found.add_argument(
+        "--journal", type=Path, help=argparse.SUPPRESS
+    )  # given to the process that does the work
     return found
 
 
@@ -49,27 +59,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if absent:
         print(imports.advice(absent), file=sys.stderr)
         return 2
-    from benchmarks.gpu import page
+    if args.journal is not None:
+        return _work(args)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal"
+        given = sys.argv[1:] if arguments is None else arguments
+        code = supervise([sys.executable, "-m", "benchmarks.gpu.bench", *given], path, args.limit)
+        journal = Journal(path)
+    return _report(journal, args.out) if journal.entries else code
+
+
+def _work(args: argparse.Namespace) -> int:
+    """Measure what the journal does not know yet."""
+    faulthandler.enable()
     from benchmarks.gpu.limits import measure_limits
     from benchmarks.gpu.measurements import Bench, measurements
-    from benchmarks.gpu.target import make_target, today
+    from benchmarks.gpu.target import make_target
 
-    target = make_target(args.device, args.tiny)
+    target, journal = make_target(args.device, args.tiny), Journal(args.journal)
     limits = measure_limits(target)
-    facts = [
-        target.description() + ".",
-        f"Measured: {limits.bytes_per_s / 1e12:.2f} TB/s in a copy, {limits.flops_per_s / 1e12:.0f} TFLOP/s in bf16.",
-    ]
-    print("\n".join(facts), flush=True)
+    rates = f"{limits.bytes_per_s / 1e12:.2f} TB/s in a copy, {limits.flops_per_s / 1e12:.0f} TFLOP/s in bf16"
+    for fact in (target.description() + ".", f"Measured: {rates}."):
+        print(fact, flush=True)
+        journal.note(fact)
     with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(target, limits, Path(scratch))
-        rows, troubles = run(select(measurements(bench), args.only), args.limit)
-    path = args.out or page.RESULTS / f"{today()}-gpu-bench.md"
-    failed = [f"Not measured: {name}." for name in troubles]
-    page.write(
-        path, f"GPU benchmark, {today()}", facts + failed, page.table(TITLES, [row.cells() for row in rows])
-    )
-    return 1 if troubles else 0
+        wanted = select(measurements(Bench(target, limits, Path(scratch))), args.only)
+        return 0 if run(wanted, args.limit, journal, answers=target.answers) else LOST
+
+
+def _report(journal: Journal, out: Path | None) -> int:
+    """Write the page; the exit code."""
+    lost = {
+        name: entry.trouble.strip().splitlines()[-1]
+        for name, entry in journal.entries.items()
+        if entry.trouble
+    }
+    rows = [Row.of(fact) for entry in journal.entries.values() for fact in entry.facts]
+    failed = [f"Not measured: {name} ({trouble})." for name, trouble in lost.items()]
+    path = out or page.RESULTS / f"{page.today()}-gpu-bench.md"
+    lines = page.table(TITLES, [row.cells() for row in rows])
+    page.write(path, f"GPU benchmark, {page.today()}", journal.notes + failed, lines)
+    return 1 if failed else 0
 
 
 def select(found: Sequence[Measurement], names: Sequence[str] | None) -> list[Measurement]:
@@ -82,26 +112,26 @@ def select(found: Sequence[Measurement], names: Sequence[str] | None) -> list[Me
 
 
 def run(
-    found: Sequence[Measurement], limit_s: float, clock: Callable[[], float] = time.monotonic
-) -> tuple[list[Row], list[str]]:
-    """Rows, printed as they come, and the names of what could not be measured; one that fails costs itself alone."""
+    found: Sequence[Measurement],
+    limit_s: float,
+    journal: Journal,
+    *,
+    answers: Callable[[], bool] = lambda: True,
+    clock: Clock = time.monotonic,
+) -> bool:
+    """Measure what the journal does not know; whether the device `answers` to the end."""
     started = clock()
-    rows: list[Row] = []
-    troubles = []
     for measurement in found:
-        if clock() - started >= limit_s:
-            troubles.append(f"{measurement.name} (no time left of {limit_s:g} s)")
+        if measurement.name in journal.entries:
             continue
-        begun = clock()
-        try:
-            for row in measurement.run():
-                print(row.line(), flush=True)
-                rows.append(row)
-        except Exception as error:  # the other measurements are to run
-            traceback.print_exc()
-            troubles.append(f"{measurement.name} ({type(error).__name__}: {error})")
-        print(f"-- {measurement.name}: {clock() - begun:.1f} s", flush=True)
-    return rows, troubles
+        if clock() - started >= limit_s:
+            journal.refuse(measurement.name, f"no time left of {limit_s:g} s")
+            continue
+        entry = journal.attempt(measurement.name, measurement.facts, clock)
+        print(f"{entry.trouble}-- {measurement.name}: {entry.seconds:.1f} s", flush=True)
+        if entry.trouble and not answers():
+            return False
+    return True
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ run takes under 8 minutes on one H100 and writes benchmarks/results/<date>-gpu-c
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu import imports
-from benchmarks.gpu.runner import Check
+from benchmarks.gpu import imports, page
+from benchmarks.gpu.journal import LOST, Journal, supervise
+from benchmarks.gpu.runner import Check, outcome_of, run_checks
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.runner import Outcome
     from benchmarks.gpu.target import Target
 
 GROUPS = {
-    "engine": imports.ENGINE,
+    "device": imports.ENGINE,
     "kernels": imports.KERNELS,
+    "engine": imports.ENGINE,
     "models": imports.MODELS,
     "cases": imports.KERNELS,
 }
@@ -38,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
     found.add_argument("--limit", type=float, default=450.0, help="Seconds after which no check begins.")
     found.add_argument("--out", type=Path, help="The page of results.")
+    found.add_argument(
+        "--journal", type=Path, help=argparse.SUPPRESS
+    )  # given to the process that does the work
     return found
 
 
@@ -48,26 +53,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if absent:
         print(imports.advice(absent), file=sys.stderr)
         return 2
+    if args.journal is not None:
+        return _work(args)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal"
+        given = sys.argv[1:] if arguments is None else arguments
+        code = supervise([sys.executable, "-m", "benchmarks.gpu.check", *given], path, args.limit)
+        journal = Journal(path)
+    return _report(journal, args.out) if journal.entries else code
+
+
+def _work(args: argparse.Namespace) -> int:
+    """Run what the journal does not know yet."""
+    faulthandler.enable()
     if args.device == "cpu":
         from tests.kernels import triton_interpreter
 
         triton_interpreter.start()
-    from benchmarks.gpu import page, runner
-    from benchmarks.gpu.target import make_target, today
+    from benchmarks.gpu.target import make_target
 
-    target = make_target(args.device, args.tiny)
+    target, journal = make_target(args.device, args.tiny), Journal(args.journal)
+    journal.note(target.description() + ".")
     print(target.description(), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        outcomes = runner.run_checks(_checks(target, args.only, Path(scratch)), args.limit)
+        checks = _checks(target, args.only, Path(scratch))
+        return 0 if run_checks(checks, args.limit, journal, answers=target.answers) else LOST
+
+
+def _report(journal: Journal, out: Path | None) -> int:
+    """Say what failed, and write the page; the exit code."""
+    outcomes = [outcome_of(name, entry) for name, entry in journal.entries.items()]
     failed = [outcome for outcome in outcomes if not outcome.passed]
-    summary = f"{len(outcomes) - len(failed)} of {len(outcomes)} checks passed in {_seconds(outcomes):.0f} s."
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    summary = f"{len(outcomes) - len(failed)} of {len(outcomes)} checks passed in {seconds:.0f} s."
     for outcome in failed:
-        print(f"\n{outcome.verdict}: {outcome.check.name}\n{outcome.trouble}", file=sys.stderr)
+        print(f"\n{outcome.verdict}: {outcome.name}\n{outcome.trouble}", file=sys.stderr)
     print(summary)
-    rows = [outcome.cells() for outcome in outcomes]
-    lines = page.table(("verdict", "check", "error", "allowed", "s"), rows)
-    path = args.out or page.RESULTS / f"{today()}-gpu-check.md"
-    page.write(path, f"GPU check, {today()}", [target.description() + ".", summary], lines)
+    lines = page.table(
+        ("verdict", "check", "error", "allowed", "s"), [outcome.cells() for outcome in outcomes]
+    )
+    path = out or page.RESULTS / f"{page.today()}-gpu-check.md"
+    page.write(path, f"GPU check, {page.today()}", [*journal.notes, summary], lines)
     return 1 if failed else 0
 
 
@@ -96,6 +122,12 @@ def _models(target: Target, scratch: Path) -> Iterator[Check]:
     return model_checks.checks(target, scratch)
 
 
+def _device(target: Target, scratch: Path) -> Iterator[Check]:
+    from benchmarks.gpu import engine_checks
+
+    return engine_checks.first_checks(target, scratch)
+
+
 def _engine(target: Target, scratch: Path) -> Iterator[Check]:
     from benchmarks.gpu import engine_checks
 
@@ -109,15 +141,12 @@ def _cases(target: Target, _scratch: Path) -> Iterator[Check]:
 
 
 _CHECKS: dict[str, Callable[[Target, Path], Iterator[Check]]] = {
+    "device": _device,
     "kernels": _kernels,
     "models": _models,
     "engine": _engine,
     "cases": _cases,
 }
-
-
-def _seconds(outcomes: Sequence[Outcome]) -> float:
-    return sum(outcome.seconds for outcome in outcomes)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import imports
+from benchmarks.gpu import imports, kinds
+from benchmarks.gpu.blanks import Launch, attention_metadata, empty, packed
 from benchmarks.gpu.shapes import GEMMA_2B, LLAMA_8B, QWEN_05B, Shape
-from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.linear import PackedWeight, WeightScheme
 
-META = torch.device("meta")
 NUM_PROCESSORS = 132
-Launch = tuple[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -109,11 +107,6 @@ def compile_all(launches: Sequence[Launch], compiler: Compiler) -> None:
         print("\n".join([name, *(f"    {line}" for line in compiler.lines[before:])]), flush=True)
 
 
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A tensor without memory."""
-    return torch.empty(shape, dtype=dtype, device=META)
-
-
 def all_launches(*, every_shape: bool = True) -> Iterator[Launch]:
     """Every kernel, in the shapes of one model or of all."""
     shapes = (LLAMA_8B, QWEN_05B, GEMMA_2B) if every_shape else (LLAMA_8B,)
@@ -122,6 +115,7 @@ def all_launches(*, every_shape: bool = True) -> Iterator[Launch]:
         yield from _attention(shape)
     yield from _attention(LLAMA_8B, torch.float8_e4m3fn)
     yield from _linears(LLAMA_8B)
+    yield from kinds.launches()
     yield from _sampling(LLAMA_8B)
     yield from _batch()
 
@@ -146,18 +140,6 @@ def _rowwise(shape: Shape) -> Iterator[Launch]:
     yield f"{shape.name}: embedding", lambda: embedding.embedding(ids, empty(shape.vocab, shape.hidden))
     pairs, blocks = empty(3, 2, dtype=torch.int64), empty(9, 2, 16, 64)
     yield f"{shape.name}: copy_blocks", lambda: copies.copy_blocks(blocks, blocks, pairs)
-
-
-def _metadata(query_lens: list[int]) -> AttentionMetadata:
-    count = len(query_lens)
-    return AttentionMetadata(
-        query_start_loc=empty(count + 1, dtype=torch.int32),
-        seq_lens=empty(count, dtype=torch.int32),
-        block_tables=empty(count, 256, dtype=torch.int32),
-        slot_mapping=empty(sum(query_lens), dtype=torch.int64),
-        max_query_len=max(query_lens),
-        max_seq_len=4096,
-    )
 
 
 def _attention(shape: Shape, cache_dtype: torch.dtype = torch.bfloat16) -> Iterator[Launch]:
@@ -198,7 +180,7 @@ def _call(
 ) -> Callable[[], Tensor]:
     q = empty(sum(query_lens), shape.heads, shape.head_size)
     features = {"sliding_window": shape.window, "soft_cap": shape.soft_cap} | more
-    return lambda: function(q, keys, values, _metadata(query_lens), 0.1, **features)
+    return lambda: function(q, keys, values, attention_metadata(query_lens), 0.1, **features)
 
 
 def _linears(shape: Shape) -> Iterator[Launch]:
@@ -212,31 +194,25 @@ def _linears(shape: Shape) -> Iterator[Launch]:
     }
     for name, scheme in schemes.items():
         for matrix in ("o", "gate up"):
-            weight = _packed(scheme, *shape.matrices[matrix])
+            weight = packed(scheme, *shape.matrices[matrix])
             for rows in (1, 40):
                 run = _product(linear.packed_linear, rows, weight)
                 yield f"{shape.name}: {name} linear, {matrix}, {rows} rows", run
     for name, scheme in {"float": WeightScheme(), **schemes}.items():
         invariant = WeightScheme(scheme.kind, scheme.group_size, scheme.symmetric, invariant=True)
-        run = _product(linear.packed_linear, 40, _packed(invariant, *shape.matrices["down"]))
+        run = _product(linear.packed_linear, 40, packed(invariant, *shape.matrices["down"]))
         yield f"{shape.name}: {name} linear, batch-invariant", run
     ids = empty(5, dtype=torch.int64)
     for name in ("int8", "int4"):
-        table = _packed(schemes[name], shape.vocab, shape.hidden)
+        table = packed(schemes[name], shape.vocab, shape.hidden)
         yield f"{shape.name}: {name} embedding", lambda table=table: linear.packed_embedding(ids, table)
-        run = _product(linear.packed_linear, 300, _packed(schemes[name], *shape.matrices["o"]))
+        run = _product(linear.packed_linear, 300, packed(schemes[name], *shape.matrices["o"]))
         yield f"{shape.name}: {name} linear, many rows", run
 
 
 def _product(function: Callable[..., Tensor], rows: int, weight: PackedWeight) -> Callable[[], Tensor]:
     x, bias = empty(rows, weight.inputs), empty(weight.outputs, dtype=torch.float32)
     return lambda: function(x, weight, bias)
-
-
-def _packed(scheme: WeightScheme, outputs: int, inputs: int) -> PackedWeight:
-    from quire.kernels.triton import linear
-
-    return linear.pack_weight(empty(outputs, inputs), scheme)
 
 
 def _sampling(shape: Shape) -> Iterator[Launch]:

@@ -96,6 +96,10 @@ class Engine:
         self._core.utilities["check_integrity"]()
         return float(self._core.scheduler.stats().kv_cache_usage)
 
+    def num_swapped(self) -> int:
+        """How often a request's blocks were copied to the host's memory to make room."""
+        return int(self._core.scheduler.stats().num_swaps)
+
     def close(self) -> None:
         self._core.shutdown()
 

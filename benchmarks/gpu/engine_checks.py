@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu.engine import Engine, Generated, engine, greedy
 from benchmarks.gpu.runner import Check
-from benchmarks.gpu.shapes import QWEN_05B, TINY_TIED
+from benchmarks.gpu.shapes import QWEN_05B, TINY_TIED, Shape
 from benchmarks.gpu.target import Target
 from quire.kernels.triton import compiles
 
@@ -25,6 +25,16 @@ _COMMON: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
     "num_gpu_blocks_override": 2048,
+}
+
+
+_SAMPLED: dict[str, Any] = {
+    "temperature": 0.9,
+    "seed": 7,
+    "top_p": 0.9,
+    "top_k": 50,
+    "repetition_penalty": 1.1,
+    "logprobs": 2,
 }
 
 
@@ -60,10 +70,23 @@ def prompts(target: Target) -> list[list[int]]:
     return [(common + torch.randint(3, vocab, (length,)).tolist())[: max(length, 1)] for length in lengths]
 
 
+def first_checks(target: Target, scratch: Path) -> Iterator[Check]:
+    """What nothing but a device can show, in engines as users start them: graphs, overlapped steps, no invariance."""
+    shape, expected = _model(target, scratch)
+    yield Check(f"{shape.name}: penalties and random sampling, overlapped", partial(_sampled_twice, expected))
+    yield Check(f"{shape.name}: no kernel compiled after start", partial(_late_kernels, expected))
+    yield Check(f"{shape.name}: memory and blocks after 200 steps", partial(_leaks, expected))
+    yield Check(f"{shape.name}: requests that are swapped out and in", partial(_swapped, expected))
+
+
+def _model(target: Target, scratch: Path) -> tuple[Shape, Expected]:
+    shape = TINY_TIED if target.tiny else QWEN_05B
+    return shape, Expected(target, shape.write(scratch / f"config {shape.name}"))
+
+
 def checks(target: Target, scratch: Path) -> Iterator[Check]:
     """Variants of one engine beside the plain one, then engines that only have to run."""
-    shape = TINY_TIED if target.tiny else QWEN_05B
-    expected = Expected(target, shape.write(scratch / f"config {shape.name}"))
+    shape, expected = _model(target, scratch)
     eager, invariant = _EAGER, _invariant(target)
     variants: dict[str, dict[str, Any]] = {
         "CUDA graphs": {},
@@ -86,7 +109,6 @@ def checks(target: Target, scratch: Path) -> Iterator[Check]:
         f"{shape.name}: seeded sampling, overlapped and not",
         partial(_sampled, expected, invariant, {"async_scheduling": True}),
     )
-    yield Check(f"{shape.name}: no kernel compiled after start", partial(_late_kernels, expected))
     kinds = ("int8", "int4", "fp8") if target.is_gpu else ("int8", "int4")
     for kind in kinds:
         run = partial(_same_twice, expected, {"quantization": kind})
@@ -94,7 +116,6 @@ def checks(target: Target, scratch: Path) -> Iterator[Check]:
     if target.is_gpu:
         run = partial(_same_twice, expected, {"kv_cache_dtype": "fp8"})
         yield Check(f"{shape.name}: fp8 KV cache, the same tokens twice", run)
-    yield Check(f"{shape.name}: memory and blocks after 200 steps", partial(_leaks, expected))
 
 
 def _invariant(target: Target) -> dict[str, Any]:
@@ -128,7 +149,7 @@ def _late_kernels(expected: Expected) -> float:
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 0.9, "seed": 7},
-        {"temperature": 0.9, "seed": 7, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1, "logprobs": 2},
+        _SAMPLED,
     ]
     with expected.engine(async_scheduling=True) as running:
         compiles.watch(names.append)
@@ -141,11 +162,38 @@ def _late_kernels(expected: Expected) -> float:
 
 
 def _sampled(expected: Expected, invariant: dict[str, Any], other: dict[str, Any]) -> float:
-    params = greedy(8, temperature=0.9, top_p=0.9, top_k=50, repetition_penalty=1.1, seed=7, logprobs=2)
+    params = greedy(8, **_SAMPLED)
     results = []
     for args in (invariant, invariant | other):
         with expected.engine(**args) as running:
             results.append(running.generate(expected.prompts, params))
+    return _different(*results)
+
+
+def _sampled_twice(expected: Expected) -> float:
+    """The same batch after itself, so that steps are alike; and every token is one of the vocabulary."""
+    params = greedy(8, **_SAMPLED)
+    with expected.engine(async_scheduling=True, enable_prefix_caching=False) as running:
+        return _different(*(running.generate(expected.prompts, params) for _ in range(2)))
+
+
+def _swapped(expected: Expected) -> float:
+    """With too few blocks for all, requests go to the host's memory and come back with the same bits."""
+    num_tokens = 24 if expected.target.tiny else 200
+    num_blocks = 2 + max(-(-(len(prompt) + num_tokens) // 16) for prompt in expected.prompts)
+    few = {
+        "num_gpu_blocks_override": num_blocks,
+        "max_model_len": 16 * (num_blocks - 1),
+        "swap_space": 1.0,
+        "preemption_mode": "swap",
+    }
+    results = []
+    for args in ({}, few):
+        with expected.engine(**_invariant(expected.target), **args, enable_prefix_caching=False) as running:
+            results.append(running.generate(expected.prompts, greedy(num_tokens, logprobs=0)))
+            num_swapped = running.num_swapped()
+    if not num_swapped:
+        raise RuntimeError("no request was swapped out, so nothing was checked")
     return _different(*results)
 
 

@@ -16,6 +16,22 @@ BYTES_PER_VALUE = 2
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Bytes that a weight takes, its scales included, in the layers and in the head."""
+
+    layers: float
+    head: float
+
+    def num_bytes(self, shape: Shape) -> float:
+        """Of all that a token is multiplied with."""
+        head = shape.vocab * shape.hidden
+        return (shape.num_multiplied - head) * self.layers + head * self.head
+
+
+BFLOAT16 = Weights(BYTES_PER_VALUE, BYTES_PER_VALUE)
+
+
+@dataclass(frozen=True)
 class Limits:
     """Of a device."""
 
@@ -24,12 +40,13 @@ class Limits:
     flops_per_s: float
     """Of a large bfloat16 matrix product."""
 
-    def decode_s(
-        self, shape: Shape, batch: int, context: float, bytes_per_weight: float = BYTES_PER_VALUE
-    ) -> float:
+    def seconds(self, num_bytes: float, operations: float) -> float:
+        """Reading so much beside so many operations, of which the slower one counts."""
+        return max(num_bytes / self.bytes_per_s, operations / self.flops_per_s)
+
+    def decode_s(self, shape: Shape, batch: int, context: float, weights: Weights = BFLOAT16) -> float:
         """A decode step: every weight and every cached value is read once."""
-        weights = shape.num_multiplied * bytes_per_weight
-        return (weights + batch * self.context_bytes(shape, context)) / self.bytes_per_s
+        return (weights.num_bytes(shape) + batch * self.context_bytes(shape, context)) / self.bytes_per_s
 
     def context_bytes(self, shape: Shape, context: float) -> float:
         """Cached keys and values of a request."""

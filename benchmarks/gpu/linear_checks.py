@@ -12,7 +12,7 @@ from benchmarks.gpu.kernel_checks import LIMITS, differs, name_of, randn, relati
 from benchmarks.gpu.runner import Check
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_05B, TINY, Shape
 from benchmarks.gpu.target import Target
-from quire.kernels import reference
+from quire.kernels import ops, reference
 from quire.kernels.linear import PackedWeight, WeightScheme
 from quire.kernels.triton import linear
 from quire.kernels.triton.quantize import quantize_rows
@@ -55,6 +55,7 @@ def checks(target: Target) -> Iterator[Check]:
         yield Check(name_of(first, f"{name} linear, rows that come quantised, bits", main), run)
     run = partial(_matrix, target, first, "o", INVARIANT["float"], main)
     yield Check(name_of(first, "batch-invariant linear", main), run, LIMITS[main])
+    yield Check(name_of(first, "logits in float32", main), partial(_logits, target, first), 1e-4)
     yield Check(name_of(first, "int8 embedding", main), partial(_embedding, target, first), 1e-6)
 
 
@@ -93,6 +94,13 @@ def _quantised_rows(target: Target, shape: Shape, scheme: WeightScheme) -> float
     packed = _packed(target, shape, "qkv", scheme, target.main_dtype)
     x = randn(target, 33, packed.inputs, dtype=target.main_dtype)
     return differs(linear.packed_linear(quantize_rows(x), packed), linear.packed_linear(x, packed))
+
+
+def _logits(target: Target, shape: Shape) -> float:
+    """As near to the sums as float32 is, though the factors have fewer bits."""
+    weight = randn(target, shape.vocab // 8, shape.hidden, dtype=target.main_dtype, seed=1)
+    x = randn(target, 5, shape.hidden, dtype=target.main_dtype)
+    return relative_error(ops.linear(x, weight, None, torch.float32), x.double() @ weight.double().t())
 
 
 def _embedding(target: Target, shape: Shape) -> float:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from benchmarks.gpu import speed, start
+from benchmarks.gpu import kernel_speed, profiles, speed, start
 from benchmarks.gpu.bench import Measurement
 from benchmarks.gpu.engine import engine
-from benchmarks.gpu.limits import Limits
+from benchmarks.gpu.limits import BFLOAT16, Limits, Weights
 from benchmarks.gpu.rows import Goal, Row
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_05B, TINY, TINY_TIED, Shape
 from benchmarks.gpu.target import Target
@@ -71,23 +72,33 @@ class Bench:
         return speed.random_prompts(count, length, shape.vocab, seed)
 
 
+QUANTIZED: dict[str, tuple[dict[str, Any], Weights]] = {
+    "int8": ({"quantization": "int8"}, Weights(1.0, 1.0)),
+    "int4": ({"quantization": "int4"}, Weights(0.5 + 2 / 32, 1.0)),
+    "fp8": ({"quantization": "fp8"}, Weights(1.0, 1.0)),
+    "fp8 by Triton": ({"quantization": "fp8", "quantization_config": {"gemm": "triton"}}, Weights(1.0, 1.0)),
+}
+"""What is asked for, and what a weight then takes: a head is in int8, and int4 has a scale of 16 bits for every 32."""
+QWEN_DEFAULTS = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "seed": 0}
+"""How Qwen 2.5 asks to be sampled from in its generation_config.json, and the seed that a front end gives."""
+
+
 def measurements(bench: Bench) -> list[Measurement]:
     """In order of importance: a run that is cut short has the first."""
-    variants: dict[str, tuple[dict[str, Any], float]] = {
-        "batch-invariant": ({"batch_invariant": True}, 2.0),
-        "int8": ({"quantization": "int8"}, 1.0),
-        "int4": ({"quantization": "int4"}, 0.5),
-        "fp8": ({"quantization": "fp8"}, 1.0),
-        "fp8 by Triton": ({"quantization": "fp8", "quantization_config": {"gemm": "triton"}}, 1.0),
-    }
-    if not bench.target.is_gpu:
-        variants = {name: variants[name] for name in ("int8", "int4")}
+    on_gpu = bench.target.is_gpu
+    variants = {"batch-invariant": ({"batch_invariant": True}, BFLOAT16)} | QUANTIZED
+    usable = variants if on_gpu else {name: variants[name] for name in ("int8", "int4")}
+    kernels = (bench.target, bench.limits, bench.large)
     return [
         Measurement("8B", partial(_main_table, bench)),
+        Measurement("8B, mixed and long", partial(_mixed_and_long, bench)),
+        Measurement("attention", partial(kernel_speed.attention_rows, *kernels)),
+        Measurement("linears", partial(kernel_speed.linear_rows, *kernels)),
         Measurement("0.5B", partial(_small_model, bench)),
         Measurement("sampling", partial(_sampling, bench)),
+        Measurement("profile", partial(_profile, bench)),
         Measurement("start", partial(_start, bench)),
-        *(Measurement(name, partial(_variant, bench, name, *what)) for name, what in variants.items()),
+        *(Measurement(name, partial(_variant, bench, name, *what)) for name, what in usable.items()),
     ]
 
 
@@ -129,27 +140,83 @@ def _decode_row(
     context: int,
     seed: int,
     goal: Goal | None = None,
-    bytes_per_weight: float = 2.0,
+    weights: Weights = BFLOAT16,
     name: str = "",
+    sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> Row:
     prompts = bench.prompts(shape, batch, context, seed)
-    seconds, mean = speed.decode_step(running, prompts, bench.sizes.num_steps)
-    limit = bench.limits.decode_s(shape, batch, mean, bytes_per_weight)
+    seconds, mean = speed.decode_step(running, prompts, bench.sizes.num_steps, **sampling)
+    limit = bench.limits.decode_s(shape, batch, mean, weights)
     what = f"{shape.name}{name}, decode, batch {batch}, {context} in context"
     return Row(what, "ms", 1e3 * seconds, 1e3 * limit, goal)
 
 
-def _prefill_row(bench: Bench, running: Any, shape: Shape, goal: Goal | None = None, name: str = "") -> Row:
-    length = bench.sizes.chunk
-    rate = speed.prefill_rate(running, bench.prompts(shape, bench.sizes.num_prompts, length, 7))
+def _prefill_row(
+    bench: Bench,
+    running: Any,
+    shape: Shape,
+    goal: Goal | None = None,
+    name: str = "",
+    *,
+    count: int = 0,
+    length: int = 0,
+) -> Row:
+    """As many prompts of a chunk each, unless it is said otherwise."""
+    count, length = count or bench.sizes.num_prompts, length or bench.sizes.chunk
+    rate = speed.prefill_rate(running, bench.prompts(shape, count, length, 7))
     what = f"{shape.name}{name}, prompts of {length}"
     return Row(what, "tok/s", rate, bench.limits.prefill_tokens_per_s(shape, length), goal)
 
 
+def _mixed_and_long(bench: Bench) -> Iterator[Row]:
+    """Prompts beside requests that decode, long prompts, and a long request among short ones."""
+    sizes, shape, limits = bench.sizes, bench.large, bench.limits
+    batch, context, chunk = sizes.batches[0], sizes.context, sizes.chunk - sizes.batches[0]
+    with bench.engine(shape, cuda_graph_capture="lazy") as running:
+        chunks = bench.prompts(shape, sizes.num_prompts // 2 or 1, chunk, 3)
+        seconds = speed.mixed_step(running, bench.prompts(shape, batch, context, 2), chunks)
+        limit = max(limits.decode_s(shape, batch, context), chunk / limits.prefill_tokens_per_s(shape, chunk))
+        what = f"{shape.name}, {batch} at {context} decode beside prompts of {chunk}"
+        yield Row(what, "ms", 1e3 * seconds, 1e3 * limit)
+        yield _prefill_row(bench, running, shape, count=2, length=sizes.long_context)
+        long, *short = bench.prompts(shape, batch, sizes.long_context, 4)
+        prompts = [long, *(prompt[: sizes.context // 8] for prompt in short)]
+        seconds, mean = speed.decode_step(running, prompts, sizes.num_steps)
+        what = f"{shape.name}, decode, 1 at {sizes.long_context} among {batch - 1} at {sizes.context // 8}"
+        yield Row(what, "ms", 1e3 * seconds, 1e3 * limits.decode_s(shape, batch, mean))
+
+
 def _small_model(bench: Bench) -> Iterator[Row]:
-    shape = bench.small
+    """Where the host's time shows, and what the sampling that most of its users get costs."""
+    shape, sizes = bench.small, bench.sizes
+    batch, context = sizes.batches[1], sizes.context // 8
     with bench.engine(shape) as running:
-        yield _decode_row(bench, running, shape, 1, bench.sizes.context // 8, 0, Goal("at most", 1.3))
+        yield _decode_row(bench, running, shape, 1, context, 0, Goal("at most", 1.3))
+        yield _decode_row(bench, running, shape, batch, context, 1)
+        yield _decode_row(
+            bench, running, shape, batch, context, 1, name=", Qwen's sampling", sampling=QWEN_DEFAULTS
+        )
+
+
+def _profile(bench: Bench) -> Iterator[Row]:
+    """Of a step that decodes, and of steps with prompts in them."""
+    sizes, shape, target = bench.sizes, bench.large, bench.target
+    batch, chunk = sizes.batches[0], sizes.chunk - sizes.batches[0]
+    num_steps = 2 if target.tiny else 8
+    with bench.engine(shape, cuda_graph_capture="lazy") as running:
+        prompts, (prompt,) = bench.prompts(shape, batch, sizes.context, 5), bench.prompts(shape, 1, chunk, 6)
+        with speed.decoding(running, prompts, 12 * num_steps) as requests:
+
+            def decode(count: int) -> None:
+                speed.generate(running, count * len(requests))
+
+            def mix(count: int) -> None:
+                others = [running.add(prompt, speed.greedy(1)) for _ in range(count)]
+                while not all(other.token_ids for other in others):
+                    running.step()
+
+            yield from profiles.profile_rows(target, f"{batch} decode", decode, num_steps)
+            yield from profiles.profile_rows(target, f"{batch} decode, prompts of {chunk}", mix, num_steps)
 
 
 def _sampling(bench: Bench) -> Iterator[Row]:
@@ -174,19 +241,10 @@ def _start(bench: Bench) -> Iterator[Row]:
         yield Row(f"{shape.name}, {gigabytes:.1f} GB, process to ready, {what}", "s", seconds, goal=goal)
 
 
-def _variant(bench: Bench, name: str, args: dict[str, Any], bytes_per_weight: float) -> Iterator[Row]:
+def _variant(bench: Bench, name: str, args: dict[str, Any], weights: Weights) -> Iterator[Row]:
     """What a variant costs or saves."""
     shape, sizes = bench.large, bench.sizes
-    with bench.engine(shape, **args) as running:
+    with bench.engine(shape, cuda_graph_capture="lazy", **args) as running:
         for seed, (batch, context) in enumerate(((1, sizes.context // 8), (sizes.batches[0], sizes.context))):
-            yield _decode_row(
-                bench,
-                running,
-                shape,
-                batch,
-                context,
-                seed,
-                bytes_per_weight=bytes_per_weight,
-                name=f", {name}",
-            )
+            yield _decode_row(bench, running, shape, batch, context, seed, weights=weights, name=f", {name}")
         yield _prefill_row(bench, running, shape, name=f", {name}")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from pathlib import Path
 
 RESULTS = Path(__file__).parents[1] / "results"
+
+
+def today() -> str:
+    return datetime.date.today().isoformat()
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

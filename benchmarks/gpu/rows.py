@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 TITLES = ("what", "limit", "ours", "of the limit", "goal", "verdict")
 
@@ -25,6 +26,11 @@ class Row:
     ours: float
     limit: float | None = None
     goal: Goal | None = None
+
+    @classmethod
+    def of(cls, fact: Mapping[str, Any]) -> Row:
+        """From `asdict` of one."""
+        return cls(**{**fact, "goal": fact["goal"] and Goal(**fact["goal"])})
 
     @property
     def percent(self) -> float | None:

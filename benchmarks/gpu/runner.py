@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-Clock = Callable[[], float]
+from benchmarks.gpu.journal import Clock, Entry, Fact, Journal
 
 
 @dataclass(frozen=True)
@@ -18,19 +17,24 @@ class Check:
     run: Callable[[], float]
     limit: float = 0.0
 
+    def facts(self) -> Iterator[Fact]:
+        """As the journal keeps them."""
+        yield {"error": self.run(), "limit": self.limit}
+
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of a check; `trouble` is a traceback, or why it was not run."""
 
-    check: Check
+    name: str
     error: float | None
+    limit: float
     seconds: float
     trouble: str = ""
 
     @property
     def passed(self) -> bool:
-        return self.error is not None and self.error <= self.check.limit
+        return self.error is not None and self.error <= self.limit
 
     @property
     def verdict(self) -> str:
@@ -40,8 +44,8 @@ class Outcome:
 
     def cells(self) -> list[str]:
         """Verdict, name, error, limit, seconds."""
-        error = "-" if self.error is None else f"{self.error:.2e}"
-        return [self.verdict, self.check.name, error, f"{self.check.limit:.1e}", f"{self.seconds:.1f}"]
+        numbers = ["-", "-"] if self.error is None else [f"{self.error:.2e}", f"{self.limit:.1e}"]
+        return [self.verdict, self.name, *numbers, f"{self.seconds:.1f}"]
 
     def line(self) -> str:
         verdict, name, error, limit, seconds = self.cells()
@@ -49,21 +53,34 @@ class Outcome:
         return f"{verdict:7} {name:64} {error:>9} <= {limit:>7} {seconds:>6} s  {last[0]}".rstrip()
 
 
-def run_checks(checks: Iterable[Check], limit_s: float, clock: Clock = time.monotonic) -> list[Outcome]:
-    """All outcomes, printed as they come; what has not begun after `limit_s` seconds is not run, and so not passed."""
-    started, outcomes = clock(), []
-    for check in checks:
-        left = clock() - started < limit_s
-        outcome = _run(check, clock) if left else Outcome(check, None, 0.0, f"no time left of {limit_s:g} s")
-        print(outcome.line(), flush=True)
-        outcomes.append(outcome)
-    return outcomes
+def outcome_of(name: str, entry: Entry) -> Outcome:
+    """What the journal says of a check."""
+    error, limit = (entry.facts[0]["error"], entry.facts[0]["limit"]) if entry.facts else (None, 0.0)
+    return Outcome(name, error, limit, entry.seconds, entry.trouble or "")
 
 
-def _run(check: Check, clock: Clock) -> Outcome:
+def run_checks(
+    checks: Iterable[Check],
+    limit_s: float,
+    journal: Journal,
+    *,
+    answers: Callable[[], bool] = lambda: True,
+    clock: Clock = time.monotonic,
+) -> bool:
+    """Run those that the journal does not know, printed as they come; whether the device `answers` to the end.
+
+    What has not begun after `limit_s` seconds is not run, and so not passed.
+    """
     started = clock()
-    try:
-        error, trouble = check.run(), ""
-    except Exception:  # whatever it is, it is this check's failure, and the next ones are to run
-        error, trouble = None, traceback.format_exc()
-    return Outcome(check, error, max(clock() - started, 1e-9), trouble)
+    for check in checks:
+        if check.name in journal.entries:
+            continue
+        if clock() - started < limit_s:
+            journal.attempt(check.name, check.facts, clock)
+        else:
+            journal.refuse(check.name, f"no time left of {limit_s:g} s")
+        outcome = outcome_of(check.name, journal.entries[check.name])
+        print(outcome.line(), flush=True)
+        if outcome.trouble and not answers():
+            return False
+    return True

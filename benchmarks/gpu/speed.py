@@ -6,6 +6,9 @@ Invariant: requests are random tokens, all different, so no prefix is found in t
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -25,22 +28,45 @@ def random_prompts(count: int, length: int, vocab: int, seed: int) -> list[list[
     return [torch.randint(3, vocab, (length,), generator=generator).tolist() for _ in range(count)]
 
 
-def decode_step(engine: Engine, prompts: list[list[int]], num_steps: int) -> tuple[float, float]:
-    """Seconds of a step in which all requests decode, and their mean context in the middle of the measurement.
+@contextmanager
+def decoding(
+    engine: Engine, prompts: list[list[int]], num_steps: int, **params: Any
+) -> Iterator[list[Generated]]:
+    """Requests that all decode, and go on for so many steps and some more; afterwards they are ended.
 
     While later prompts are computed the first requests generate already, so contexts differ a little.
     """
-    requests = [engine.add(prompt, greedy(4 * len(prompts) + 4 * num_steps + 100)) for prompt in prompts]
+    num_tokens = 4 * len(prompts) + 4 * num_steps + 100
+    requests = [engine.add(prompt, greedy(num_tokens, **params)) for prompt in prompts]
     while not all(request.token_ids for request in requests):
         engine.step()
-    _tokens(engine, WARM_UP_STEPS * len(requests))
-    before = _mean_context(prompts, requests)
-    started = time.perf_counter()
-    count = _tokens(engine, num_steps * len(requests))
-    seconds = time.perf_counter() - started
-    context = (before + _mean_context(prompts, requests)) / 2
+    generate(engine, WARM_UP_STEPS * len(requests))
+    yield requests
     engine.abort()
+
+
+def decode_step(
+    engine: Engine, prompts: list[list[int]], num_steps: int, **params: Any
+) -> tuple[float, float]:
+    """Seconds of a step in which all requests decode, and their mean context in the middle of the measurement."""
+    with decoding(engine, prompts, num_steps, **params) as requests:
+        before = _mean_context(prompts, requests)
+        started = time.perf_counter()
+        count = generate(engine, num_steps * len(requests))
+        seconds = time.perf_counter() - started
+        context = (before + _mean_context(prompts, requests)) / 2
     return seconds * len(requests) / count, context
+
+
+def mixed_step(engine: Engine, prompts: list[list[int]], chunks: list[list[int]]) -> float:
+    """Seconds of a step in which requests decode while the prompts of others are computed."""
+    with decoding(engine, prompts, 4 * len(chunks)) as requests:
+        others = [engine.add(prompt, greedy(1)) for prompt in chunks]
+        before, started = len(requests[0].token_ids), time.perf_counter()
+        while not all(other.token_ids for other in others):
+            engine.step()
+        seconds = time.perf_counter() - started
+        return seconds / max(len(requests[0].token_ids) - before, 1)
 
 
 def prefill_rate(engine: Engine, prompts: list[list[int]]) -> float:
@@ -100,7 +126,7 @@ def logprobs_step(target: Target, num_top: int, batch: int, vocab: int) -> float
     return best_of(target, run, 3) / _REPEATS
 
 
-def _tokens(engine: Engine, wanted: int) -> int:
+def generate(engine: Engine, wanted: int) -> int:
     """Step until at least so many tokens came out; returns how many did."""
     count = 0
     while count < wanted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import platform
 import sys
 from dataclasses import dataclass
@@ -36,6 +35,13 @@ class Target:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def answers(self) -> bool:
+        """Whether the device still works for this process."""
+        try:
+            return torch.zeros(1, device=self.device).item() == 0.0
+        except RuntimeError:
+            return False
+
     def allocated_bytes(self) -> int:
         """Memory that tensors hold on the device."""
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
@@ -54,10 +60,6 @@ def make_target(device: str, tiny: bool) -> Target:
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("torch finds no CUDA device; a dry run on a CPU: --device cpu --tiny")
     return Target(torch.device(device), tiny)
-
-
-def today() -> str:
-    return datetime.date.today().isoformat()
 
 
 def _version(package: str) -> str:

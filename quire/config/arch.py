@@ -151,6 +151,8 @@ class Temperature:
     interval: float
     scale: float
     offset: float = 0.0
+    rotated_too: bool = False
+    """Whether queries that are rotated grow as well; else those alone that are not."""
 
 
 @dataclass(frozen=True)
@@ -217,11 +219,55 @@ class Mamba2Arch:
     states: int
     taps: int
     """Of the convolution."""
-    norm_eps: float
+    norm_eps: float | None
+    """Of the norm of what a layer makes; None: there is none."""
     bias: bool = False
     """Of the projections in and out."""
+    out_bias: bool | None = None
+    """Of the projection out; None: as `bias`."""
     conv_bias: bool = True
     time_limits: tuple[float, float] = (0.0, float("inf"))
+    gate_after_norm: bool = False
+    """Whether what a layer makes is gated when it has been normed, and not before."""
+    multipliers: tuple[float, ...] = ()
+    """Of gate, x, b, c and time steps; none: they stay as they are."""
+
+
+@dataclass(frozen=True)
+class TwoMixersArch:
+    """Layers in which attention and Mamba 2 mix tokens side by side, and by what each reads and gives is multiplied."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    mamba_in: float = 1.0
+    mamba_out: float = 1.0
+
+
+@dataclass(frozen=True)
+class SharedBlocksArch:
+    """Blocks of attention and an MLP that layers use in turn (Zamba 2)."""
+
+    layers: tuple[int, ...]
+    """Those that use one, in order: each turn the next block, and behind the last the first again."""
+    count: int
+    adapter_rank: int
+    adapts_attention: bool
+    """Whether each turn adds to q, k and v as well, and not only to gate and up."""
+
+
+@dataclass(frozen=True)
+class AlternatingArch:
+    """A residual stream of several parts, of which layers compute one, and what else they are told (Gemma 3n)."""
+
+    streams: int
+    laurel_rank: int
+    """Inner size of the linear layers beside attention."""
+    token_vocab: int
+    """Tokens that have a row for each layer."""
+    token_size: int
+    """Of such a row."""
+    sparsity: tuple[float, ...]
+    """By layer, the share of an MLP's gate that is cut off."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +304,8 @@ class ModelArch:
     norm_bias: bool = True
     """Of layer norms; others have none."""
     residual_multiplier: float = 1.0
+    stream_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """A kind of layers, or "mlp" -> what the stream, normed, and what they make of it are multiplied with."""
 
     tie_word_embeddings: bool = False
     embedding_multiplier: float | None = None
@@ -285,6 +333,8 @@ class ModelArch:
     """Whether what each head makes is weighted by the sigmoid of a gate, which the checkpoint has beside its query."""
     qk_norm: str | None = None
     """How q and k are normed: a key of `quire.layers.qk_norm.QK_NORMS`."""
+    v_norm: bool = False
+    """Whether values are normed, by heads and without weights."""
     unnormed_layers: tuple[int, ...] = ()
     """Those that have no norms of q and k all the same."""
     layer_types: tuple[str, ...] = ()
@@ -294,12 +344,16 @@ class ModelArch:
     short_conv: ShortConvArch | None = None
     delta: DeltaArch | None = None
     recurrent_unit: RecurrentUnitArch | None = None
+    two_mixers: TwoMixersArch | None = None
+    alternating: AlternatingArch | None = None
+    shared_blocks: SharedBlocksArch | None = None
+    shared_kv: Mapping[int, int] = field(default_factory=dict)
+    """Layers that have no keys and values -> the layer before them whose they read."""
     sliding_window: int | None = None
     attention_chunk: int | None = None
     attention_sinks: bool = False
     """Whether each head has a learned score that joins its softmax."""
     temperature: Temperature | None = None
-    """Of queries that are not rotated."""
     rope: RopeScaling | None = None
     """None where positions come in another way."""
     rope_local: RopeScaling | None = None
@@ -316,6 +370,10 @@ class ModelArch:
     mlp_bias: bool = False
     mlp_out_bias: bool | None = None
     """Of what the MLP ends in; None: as `mlp_bias`."""
+    gate_multiplier: float = 1.0
+    """Of a gated MLP's gate, before its activation."""
+    mlp_multiplier: float = 1.0
+    """Of what a gated MLP gives."""
     transposed_weights: bool = False
     """Whether the checkpoint has matrices as [inputs, outputs], as GPT-2's Conv1D does."""
     experts: ExpertsArch | None = None

@@ -9,7 +9,7 @@ import msgspec
 
 from quire.config.fields import Config, option
 from quire.errors import ConfigError
-from quire.structured_output.backends import AUTO, BACKENDS
+from quire.structured_output.backends import check_backend
 from quire.structured_output.settings import StructuredOutputsSettings
 
 
@@ -31,16 +31,12 @@ class StructuredOutputsConfig(Config):
         return _parse(self.structured_outputs_config)
 
     def check(self) -> None:
-        """Refuse a backend that nobody offers, without importing one.
+        """Refuse a backend that cannot be had, without importing one.
 
         Raises:
-            ConfigError: names those that there are.
+            ConfigError: as of `check_backend`.
         """
-        known = (AUTO, *BACKENDS.names())
-        if self.settings.backend not in known:
-            raise ConfigError(
-                f"--structured-outputs-config: backend must be one of {', '.join(known)}, got {self.settings.backend!r}"
-            )
+        check_backend(self.settings.backend)
 
 
 def _parse(value: dict[str, Any]) -> StructuredOutputsSettings:

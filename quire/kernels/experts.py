@@ -3,9 +3,11 @@
 Invariant: each expert's matrices are packed by themselves, wherever they lie; what all have in common is checked once.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire.kernels.linear import GatedActivation, PackedWeight
@@ -33,3 +35,28 @@ class ExpertWeights:
     def layout(self) -> str:
         """That of all matrices."""
         return self.gate_up[0].layout
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape as one [E, ...]: where they lie one behind the other a view of them, else a copy."""
+    first, size = parts[0], parts[0].nbytes
+    memory, begin = first.untyped_storage(), first.data_ptr()
+    together = all(
+        part.is_contiguous()
+        and part.data_ptr() == begin + index * size
+        and part.untyped_storage().data_ptr() == memory.data_ptr()
+        for index, part in enumerate(parts)
+    )
+    if not together:
+        return torch.stack([*parts])
+    sizes, strides = (len(parts), *first.shape), (first.numel(), *first.stride())
+    return torch.empty(0, dtype=first.dtype, device=first.device).set_(
+        memory, first.storage_offset(), sizes, strides
+    )
+
+
+def lay_together(parts: Sequence[Tensor]) -> None:
+    """Move tensors of one shape into one memory, one behind the other; each stays the tensor that it is."""
+    with torch.inference_mode(False), torch.no_grad():
+        for part, place in zip(parts, torch.stack([*parts]), strict=True):
+            part.data = place

@@ -207,6 +207,11 @@ def _experts_in_panels(_x: Tensor, _chosen: Tensor, _weights: Tensor, of: Expert
     return of.layout == "panels"
 
 
+def _experts_in_rows(_x: Tensor, _chosen: Tensor, _weights: Tensor, of: ExpertWeights) -> bool:
+    """Whether experts are packed in the layout of GPUs."""
+    return of.layout == "rows"
+
+
 # Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head
 # size, R requests, V vocabulary rows, P positions. Tensors are contiguous in their last dimension.
 
@@ -291,10 +296,10 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k by their positions, in place, and return them.
 
-    positions [T] int64 in [0, P); q [T, Hq, D] and k [T, Hkv, D] of one dtype, views with a token stride
-    allowed; cos_sin_cache [P, rot_dim] float32 = cat(cos, sin), rot_dim even and <= D (the rest of each head
-    is left alone). The pairs are (i, i + rot_dim / 2), or (2 i, 2 i + 1) when interleaved. A position outside
-    the cache is an IndexError.
+    positions [T] int64 in [0, P); q [T, Hq, D] and k [T, Hkv, D], of which there may be none, of one dtype, views with
+    a token stride allowed; cos_sin_cache [P, rot_dim] float32 = cat(cos, sin), rot_dim even and <= D (the rest of each
+    head is left alone). The pairs are (i, i + rot_dim / 2), or (2 i, 2 i + 1) when interleaved. A position outside the
+    cache is an IndexError.
     """
     return reference.rotary_embedding(positions, q, k, cos_sin_cache, interleaved)
 
@@ -399,7 +404,7 @@ def paged_attention(
 # may have a stride; what has none is float32. C is channels, N states of each.
 
 
-@op(_cpu("scan.causal_conv"))
+@op(_cpu("scan.causal_conv"), _triton("states.causal_conv"))
 def causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -417,7 +422,7 @@ def causal_conv(
     return reference_scan.causal_conv(x, weight, bias, states, metadata, silu)
 
 
-@op(_cpu("scan.selective_scan"))
+@op(_cpu("scan.selective_scan"), _triton("scan.selective_scan"))
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -438,7 +443,7 @@ def selective_scan(
     return reference_scan.selective_scan(x, dt, a, b, c, skip, gate, states, metadata)
 
 
-@op(_cpu("scan.ssd_scan"))
+@op(_cpu("scan.ssd_scan"), _triton("scan.ssd_scan"))
 def ssd_scan(
     x: Tensor,
     dt: Tensor,
@@ -471,7 +476,7 @@ def _whole_columns(
     return keys <= 256 and keys % 8 == 0 and values % 16 == 0
 
 
-@op(_cpu("recurrence.gated_delta", _whole_columns))
+@op(_cpu("recurrence.gated_delta", _whole_columns), _triton("recurrence.gated_delta"))
 def gated_delta(
     qkv: Tensor,
     ba: Tensor,
@@ -497,7 +502,7 @@ def _whole_vectors(_x: Tensor, weights: Tensor, *_args: Any, **_options: Any) ->
     return weights.shape[1] % 8 == 0
 
 
-@op(_cpu("recurrence.rg_lru", _whole_vectors))
+@op(_cpu("recurrence.rg_lru", _whole_vectors), _triton("recurrence.rg_lru"))
 def rg_lru(
     x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata, /
 ) -> Tensor:
@@ -517,13 +522,17 @@ def embedding(ids: Tensor, weight: Tensor, /) -> Tensor:
 
 
 @op()
-def linear(x: Tensor, weight: Tensor, /, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`: x [..., K], weight [N, K], bias [N] -> [..., N] of x's dtype.
+def linear(
+    x: Tensor, weight: Tensor, /, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`x @ weight.T + bias`: x [..., K], weight [N, K], bias [N] -> [..., N] of x's dtype, or of another.
+
+    In another dtype sums are rounded to that alone, where the vendor's library can do it.
 
     What plain torch can do, and on a GPU the vendor's library; on a CPU with its own kernels, and on a GPU where a
     weight is quantised or the batch must not matter, layers pack their weights and call `packed_linear`.
     """
-    return reference.linear(x, weight, bias)
+    return reference.linear(x, weight, bias, dtype)
 
 
 @op(_cpu("linear.pack_weight"), _triton("linear.pack_weight", _not_plain))
@@ -571,7 +580,7 @@ def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
 # Experts: E MLPs of which a token is seen by `top_k`.
 
 
-@op(_cpu("experts.route"))
+@op(_cpu("experts.route"), _triton("route.route"))
 def route(logits: Tensor, bias: Tensor | None, /, routing: Routing) -> tuple[Tensor, Tensor]:
     """Which experts a token has: logits [T, E] any float dtype -> ids int32 [T, top_k] and weights float32 [T, top_k].
 
@@ -588,7 +597,7 @@ def route(logits: Tensor, bias: Tensor | None, /, routing: Routing) -> tuple[Ten
     return reference_experts.route(logits, bias, routing)
 
 
-@op(_cpu("experts.experts", _experts_in_panels))
+@op(_cpu("experts.experts", _experts_in_panels), _triton("experts.experts", _experts_in_rows))
 def experts(x: Tensor, chosen: Tensor, weights: Tensor, /, of: ExpertWeights) -> Tensor:
     """The weighted sum of what a token's experts make of it: x [T, H] -> [T, H] of x's dtype.
 
@@ -610,7 +619,7 @@ def _of_whole_panels(x: Tensor, weight: PackedWeight) -> bool:
     return weight.layout == "panels" and weight.outputs % (x.shape[1] * PANEL) == 0
 
 
-@op(_cpu("latent.per_head_linear", _of_whole_panels))
+@op(_cpu("latent.per_head_linear", _of_whole_panels), _triton("latent.per_head_linear", _in_rows))
 def per_head_linear(x: Tensor, weight: PackedWeight, /) -> Tensor:
     """Each head's own product: x [T, Hq, K], strides allowed, weight [Hq * N, K] -> [T, Hq, N] of x's dtype.
 
@@ -619,7 +628,7 @@ def per_head_linear(x: Tensor, weight: PackedWeight, /) -> Tensor:
     return reference_latent.per_head_linear(x, weight)
 
 
-@op(_cpu("latent.write_latents"), key=1)
+@op(_cpu("latent.write_latents"), _triton("latent.write_latents"), key=1)
 def write_latents(
     positions: Tensor,
     q: Tensor,
@@ -647,7 +656,7 @@ def _whole_pieces(q: Tensor, q_rope: Tensor, *_args: Any) -> bool:
     return q.shape[2] % 16 == 0 and q_rope.shape[2] % 8 == 0
 
 
-@op(_cpu("latent.latent_attention", _whole_pieces))
+@op(_cpu("latent.latent_attention", _whole_pieces), _triton("latent.latent_attention"))
 def latent_attention(
     q: Tensor, q_rope: Tensor, cache: Tensor, metadata: AttentionMetadata, /, scale: float
 ) -> Tensor:

@@ -292,12 +292,20 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     if x.device.type != "cpu":
-        return F.linear(x, weight, bias)
+        return _vendor_linear(x, weight, bias, dtype or x.dtype)
     # torch's 16-bit GEMM is a scalar loop on CPUs without AVX-512: multiplying in float32 is far faster.
     wide_bias = None if bias is None else bias.float()
-    return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
+    return F.linear(x.float(), weight.float(), wide_bias).to(dtype or x.dtype)
+
+
+def _vendor_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Sums leave the product as they are where torch offers that, and rounded to x's dtype elsewhere."""
+    if dtype == x.dtype or x.device.type != "cuda" or torch.version.hip:
+        return F.linear(x, weight, bias).to(dtype)
+    out: Tensor = torch.ops.aten.mm.dtype(x.flatten(0, -2), weight.t(), dtype).view(*x.shape[:-1], -1)
+    return out if bias is None else out + bias
 
 
 def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:

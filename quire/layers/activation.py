@@ -5,6 +5,7 @@ Invariant: the tables hold the names that `quire.models.families.fields` lets th
 
 from collections.abc import Callable
 from functools import partial
+from statistics import NormalDist
 
 from torch import Tensor
 
@@ -38,6 +39,21 @@ def _relu2(x: Tensor) -> Tensor:
     """ReLU, squared (So et al., 2021, arXiv:2109.08668)."""
     positive = ops.activate(x, function="relu")
     return positive * positive
+
+
+def gaussian_top(sparsity: float) -> Activation:
+    """What is above the quantile `sparsity` of each row, less that, and 0 below, were a row's elements normal.
+
+    Statistical top-k (Gemma 3n, 2025; Bui et al., 2025, arXiv:2506.06644): [T, I] -> [T, I].
+    """
+    deviations = NormalDist().inv_cdf(sparsity)
+
+    def kept(x: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        spread = (x - mean).square().mean(-1, keepdim=True).sqrt()
+        return ops.activate(x - (mean + deviations * spread), function="relu")
+
+    return kept
 
 
 PLAIN: dict[str, Activation] = {

@@ -99,8 +99,13 @@ class Attention(Module):
 
         A layer with a rotary embedding norms and rotates q and k in place; it takes one row of positions, [T].
         """
+        slots = step.metadata(self.group_id, AttentionMetadata).slot_mapping
+        self._write(q, k, v, slots, positions)
+        return self.attend(q, step)
+
+    def attend(self, q: Tensor, step: StepContext) -> Tensor:
+        """q [T, Hq, D], normed and rotated -> [T, Hq * D], over keys and values that are in the cache already."""
         own = step.metadata(self.group_id, AttentionMetadata)
-        self._write(q, k, v, own.slot_mapping, positions)
         out = self._attend(
             q,
             self.k_cache,

@@ -66,7 +66,7 @@ class VocabEmbedding(MatrixLayer):
         if self.packed is not None:
             return ops.packed_linear(hidden, self.packed, self.bias).float()
         assert self.weight is not None
-        return ops.linear(hidden, self.weight, self.bias).float()
+        return ops.linear(hidden, self.weight, self.bias, torch.float32)
 
     def finish_loading(self) -> None:
         if self.unit_rows:

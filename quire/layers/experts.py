@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.config.arch import ExpertsArch, ExpertStack
 from quire.errors import ConfigError
 from quire.kernels import ops
-from quire.kernels.experts import ExpertWeights
+from quire.kernels.experts import ExpertWeights, lay_together
+from quire.kernels.linear import PackedWeight
 from quire.layers.activation import FUSED
-from quire.layers.base import Module, model_dtype
+from quire.layers.base import Module, activation_dtype, device_type, model_dtype
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.mxfp4 import Mxfp4
@@ -102,6 +104,7 @@ class Experts(Module):
             name = f"{prefix}.{index}"
             self.add_module(str(index), Expert(config=config, experts=experts, index=index, prefix=name))
         self._activation = FUSED[experts.activation]
+        self._device_type, self._dtype = device_type(config), activation_dtype(config)
         self._weights: ExpertWeights | None = None
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -110,7 +113,9 @@ class Experts(Module):
 
     def why_not_captured(self) -> str | None:
         """See `Capturable`."""
-        return None if self._of().layout == "panels" else "experts by reference cannot be captured"
+        nothing = torch.empty(0, dtype=self._dtype)
+        taken = ops.experts.takes(self._device_type, nothing, nothing, nothing, self._of())
+        return None if taken else "experts by reference cannot be captured"
 
     def _of(self) -> ExpertWeights:
         if self._weights is None:
@@ -120,11 +125,14 @@ class Experts(Module):
     def _gathered(self) -> ExpertWeights:
         """Raises ConfigError: the experts are not kept alike."""
         members = [member for member in self.children() if isinstance(member, Expert)]
-        gate_up = tuple(member.gate_up_proj.matrix() for member in members)
-        down = tuple(member.down_proj.matrix() for member in members)
+        gate_up, down = self._matrices(members)
         for matrices in (gate_up, down):
             if any(matrix.scheme != matrices[0].scheme for matrix in matrices):
                 raise ConfigError(f"{self.name}: all experts must be quantised in the same way, or none")
+        if gate_up[0].layout == "rows":
+            _lay_together([member.gate_up_proj for member in members])
+            _lay_together([member.down_proj for member in members])
+            gate_up, down = self._matrices(members)
         return ExpertWeights(
             gate_up,
             down,
@@ -132,6 +140,19 @@ class Experts(Module):
             _biases([member.down_proj for member in members]),
             self._activation,
         )
+
+    @staticmethod
+    def _matrices(members: Sequence[Expert]) -> tuple[tuple[PackedWeight, ...], tuple[PackedWeight, ...]]:
+        return (
+            tuple(member.gate_up_proj.matrix() for member in members),
+            tuple(member.down_proj.matrix() for member in members),
+        )
+
+
+def _lay_together(layers: Sequence[Linear]) -> None:
+    """Have what these hold lie in one memory, where a GPU's kernels find that of an expert by its number."""
+    for parts in zip(*(layer.tensors().values() for layer in layers), strict=True):
+        lay_together(parts)
 
 
 def _biases(layers: Sequence[Linear]) -> tuple[Tensor, ...]:

@@ -3,48 +3,33 @@
 Shapes: T tokens of the step, H hidden size, Hk/Hv key and value heads, Dk/Dv their sizes.
 """
 
-from collections.abc import Iterator, Sequence
-
-import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.config.arch import DeltaArch
 from quire.kernels import ops
 from quire.kernels.attention_metadata import StateMetadata
-from quire.layers.base import Layer, Module, RowSource, activation_dtype, model_dtype, parameter
+from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.causal_conv import CausalConv
 from quire.layers.linear import Linear
 from quire.layers.mamba import negative_exp
 from quire.layers.norm import RMSNorm
-from quire.layers.quantization import QuantMethod
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import WHOLE, Shard, Span
-from quire.layers.slot import Part, Slot
+from quire.layers.shard import Span
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
+from quire.layers.vectors import Vector, VectorLayer
 
 
-class DeltaRule(Layer):
+class DeltaRule(VectorLayer):
     """How fast the memory of each head decays; the checkpoint has that beside this layer, as `A_log` and `dt_bias`."""
 
+    vectors = (Vector("rates", "A_log", convert=negative_exp), Vector("dt_bias", "dt_bias"))
+    rates: Tensor
+    dt_bias: Tensor
+
     def __init__(self, *, heads: int, name: str) -> None:
-        super().__init__(name)
-        self.heads = Span(heads)
-        self.create_weights(None)
-
-    def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
-        self.shard = shard
-        self.own = self.heads.piece(shard, self.name)
-        count = self.own.stop - self.own.start
-        self.rates = parameter(count, dtype=torch.float32)
-        self.dt_bias = parameter(count, dtype=torch.float32)
-
-    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        around = names[0].rpartition(".")[0]
-        part = Part((self.heads.size,), (slice(0, self.heads.size),), (self.own,))
-        yield f"{around}.A_log", Slot(self.rates, "zeros", part, convert=negative_exp)
-        yield f"{around}.dt_bias", Slot(self.dt_bias, "zeros", part)
+        super().__init__(Span(heads), beside=True, name=name)
 
     def forward(self, qkv: Tensor, ba: Tensor, states: Tensor, metadata: StateMetadata) -> Tensor:
         """qkv [T, 2 Hk Dk + Hv Dv], ba [T, 2 Hv] -> [T, Hv, Dv]; see `ops.gated_delta`."""

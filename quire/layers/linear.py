@@ -4,17 +4,18 @@ Shapes: T tokens, K input features, N output features, Hq/Hkv query and key-valu
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.linear import QuantizedRows
+from quire.kernels.linear import FLOAT, QuantizedRows
 from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer
-from quire.layers.quantization import QuantMethod
+from quire.layers.quantization import QuantMethod, method_of
 from quire.layers.shard import WHOLE, Cut, Shard, Span
 from quire.layers.slot import length
 from quire.layers.step import StepContext
@@ -67,6 +68,13 @@ class Linear(MatrixLayer):
         super().finish_loading()
         if self._quantize_x is not None and self.packed is not None and self.method.quantizes_rows:
             self._quantize_x()
+
+
+class ExactLinear(Linear):
+    """A small one whose weight is never rounded, whatever the method, because what it makes decides of much else."""
+
+    def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
+        super().create_weights(method_of(replace(FLOAT, invariant=method.scheme.invariant)), shard)
 
 
 class QKVLinear(Linear):
@@ -123,7 +131,10 @@ class QKVLinear(Linear):
 
 
 class GateUpLinear(Linear):
-    """The gate and up projections of a gated MLP as one: `act(gate(x)) * up(x)`, [T, K] -> [T, I]; cut by output."""
+    """The gate and up projections of a gated MLP as one: `act(gate(x)) * up(x)`, [T, K] -> [T, I].
+
+    With `prepare` it is `act(prepare(gate(x))) * up(x)`.
+    """
 
     def __init__(
         self,
@@ -135,6 +146,8 @@ class GateUpLinear(Linear):
         activation: str,
         name: str = "",
         transposed: bool = False,
+        cut: Cut = "output",
+        prepare: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(
             in_features=hidden_size,
@@ -142,18 +155,25 @@ class GateUpLinear(Linear):
             bias=bias,
             dtype=dtype,
             name=name,
-            cut="output",
+            cut=cut,
             spans=(Span(intermediate_size), Span(intermediate_size)),
             transposed=transposed,
         )
         self.activation = activation
         self._gate: Callable[[Tensor], Tensor | QuantizedRows] = GATED[activation]
-        self._fused = FUSED.get(activation)
+        self._prepare = prepare
+        self._fused = FUSED.get(activation) if prepare is None else None
 
     def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Any:
         if self.packed is None or self._fused is None:
-            return self._gate(super().forward(x, step))
+            return self._gate(self._prepared(super().forward(x, step)))
         return ops.packed_linear(x, self.packed, self.bias, self._fused)
+
+    def _prepared(self, rows: Tensor) -> Tensor:
+        if self._prepare is None:
+            return rows
+        gate, up = rows.chunk(2, dim=1)
+        return torch.cat((self._prepare(gate), up), dim=1)
 
     def quantize_rows(self) -> None:
         self._gate, self._fused = GATED_FP8[self.activation], None

@@ -11,39 +11,38 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.kernels import ops
 from quire.kernels.attention_metadata import StateMetadata
-from quire.layers.base import Layer, Module, RowSource, activation_dtype, model_dtype, parameter
+from quire.layers.base import Module, RowSource, activation_dtype, model_dtype, parameter
 from quire.layers.causal_conv import CausalConv
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.quantization import QuantMethod
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import WHOLE, Shard, Span
-from quire.layers.slot import Part, Slot
+from quire.layers.slot import Part, Slot, length
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
+from quire.layers.vectors import Vector, VectorLayer
 
 
-class SelectiveScan(Layer):
+class SelectiveScan(VectorLayer):
     """The recurrence of each channel, as `ops.selective_scan` says; the checkpoint has `A_log` [C, N] of its decays."""
 
+    vectors = (Vector("skip", "D", "ones"),)
+    skip: Tensor
+
     def __init__(self, *, channels: int, states: int, name: str) -> None:
-        super().__init__(name)
-        self.channels = Span(channels)
         self.states = states
-        self.create_weights(None)
+        super().__init__(Span(channels), name=name)
 
     def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
-        self.shard = shard
-        self.own = self.channels.piece(shard, self.name)
-        count = self.own.stop - self.own.start
-        self.a = parameter(self.states, count, dtype=torch.float32)
-        self.skip = parameter(count, dtype=torch.float32)
+        super().create_weights(method, shard)
+        self.a = parameter(self.states, length(self.own), dtype=torch.float32)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        every, states = slice(0, self.channels.size), slice(0, self.states)
+        yield from super().slots(names)
+        every, states = slice(0, self.span.size), slice(0, self.states)
         matrix = Part((every.stop, states.stop), (every, states), (self.own, states))
         yield f"{names[0]}.A_log", Slot(self.a.t(), "zeros", matrix, convert=negative_exp)
-        yield f"{names[0]}.D", Slot(self.skip, "ones", Part((every.stop,), (every,), (self.own,)))
 
     def forward(
         self,

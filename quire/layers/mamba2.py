@@ -3,49 +3,39 @@
 Shapes: T tokens of the step, H hidden size, h heads of size D, N states of each, G groups of heads that share b and c.
 """
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels import ops
 from quire.kernels.attention_metadata import StateMetadata
-from quire.layers.base import Layer, Module, RowSource, activation_dtype, model_dtype, parameter
+from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.causal_conv import CausalConv
 from quire.layers.linear import Linear
 from quire.layers.mamba import negative_exp
-from quire.layers.quantization import QuantMethod
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import WHOLE, Shard, Span
-from quire.layers.slot import Part, Slot
+from quire.layers.shard import Span
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
+from quire.layers.vectors import Vector, VectorLayer
 
 
-class HeadScan(Layer):
+class HeadScan(VectorLayer):
     """The recurrence of each head, as `ops.ssd_scan` says; of its decays the checkpoint has `A_log`, [h]."""
 
+    vectors = (
+        Vector("a", "A_log", convert=negative_exp),
+        Vector("skip", "D", "ones"),
+        Vector("dt_bias", "dt_bias"),
+    )
+    a: Tensor
+    skip: Tensor
+    dt_bias: Tensor
+
     def __init__(self, *, heads: int, groups: int, time_limits: tuple[float, float], name: str) -> None:
-        super().__init__(name)
-        self.heads = Span(heads)
+        super().__init__(Span(heads), name=name)
         self.groups = groups
         self.time_limits = time_limits
-        self.create_weights(None)
-
-    def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
-        self.shard = shard
-        self.own = self.heads.piece(shard, self.name)
-        count = self.own.stop - self.own.start
-        self.a = parameter(count, dtype=torch.float32)
-        self.skip = parameter(count, dtype=torch.float32)
-        self.dt_bias = parameter(count, dtype=torch.float32)
-
-    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        part = Part((self.heads.size,), (slice(0, self.heads.size),), (self.own,))
-        yield f"{names[0]}.A_log", Slot(self.a, "zeros", part, convert=negative_exp)
-        yield f"{names[0]}.D", Slot(self.skip, "ones", part)
-        yield f"{names[0]}.dt_bias", Slot(self.dt_bias, "zeros", part)
 
     def forward(
         self,
@@ -53,11 +43,11 @@ class HeadScan(Layer):
         dt: Tensor,
         b: Tensor,
         c: Tensor,
-        gate: Tensor,
+        gate: Tensor | None,
         states: Tensor,
         metadata: StateMetadata,
     ) -> Tensor:
-        """x and gate [T, h * D], dt [T, h], b and c [T, G * N], states [blocks, h, N, D] -> [T, h * D]."""
+        """x [T, h * D], and gate if any, dt [T, h], b and c [T, G * N], states [blocks, h, N, D] -> [T, h * D]."""
         return ops.ssd_scan(
             x,
             dt,
@@ -74,28 +64,18 @@ class HeadScan(Layer):
         )
 
 
-class GroupRMSNorm(Layer):
+class GroupRMSNorm(VectorLayer):
     """An RMSNorm of each of so many equal parts of a row; ranks beyond the groups have a group's weights in common."""
 
+    vectors = (Vector("weight", "weight", "ones"),)
+    weight: Tensor
     ones: Tensor
 
     def __init__(self, *, size: int, groups: int, eps: float, dtype: torch.dtype, name: str) -> None:
-        super().__init__(name)
-        self.span = Span(groups, size // groups, replicated=True)
-        self.dtype = dtype
+        super().__init__(Span(groups, size // groups, replicated=True), dtype=dtype, name=name)
         self.eps = eps
         ones = torch.ones(self.span.unit, dtype=dtype, device="cpu")
         self.register_buffer("ones", ones, persistent=False)
-        self.create_weights(None)
-
-    def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
-        self.shard = shard
-        self.own = self.span.piece(shard, self.name)
-        self.weight = parameter(self.own.stop - self.own.start, dtype=self.dtype)
-
-    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        part = Part((self.span.size,), (slice(0, self.span.size),), (self.own,))
-        yield f"{names[0]}.weight", Slot(self.weight, "ones", part)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, C] -> [T, C]."""
@@ -106,7 +86,12 @@ class GroupRMSNorm(Layer):
 
 
 class Mamba2Mixer(Module):
-    """`out(norm(scan(conv(x, b, c)) * silu(z)))`, where `in_proj` makes z, x, b, c and time steps."""
+    """`out(norm(scan(conv(x, b, c)) * silu(z)))`, where `in_proj` makes z, x, b, c and time steps.
+
+    Some models have no norm, some gate behind it, and some scale each of what `in_proj` makes.
+    """
+
+    multipliers: Tensor | None
 
     def __init__(
         self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
@@ -118,6 +103,7 @@ class Mamba2Mixer(Module):
         shared = Span(own.groups, own.states, replicated=True)
         self.widths = [channels.size, channels.size + 2 * shared.size, heads.size]
         self.conv_widths = [channels.size, shared.size, shared.size]
+        spans = (channels, channels, shared, shared, heads)
         self.in_proj = Linear(
             in_features=hidden,
             out_features=sum(self.widths),
@@ -125,8 +111,11 @@ class Mamba2Mixer(Module):
             dtype=dtype,
             name=f"{prefix}.in_proj",
             cut="output",
-            spans=(channels, channels, shared, shared, heads),
+            spans=spans,
         )
+        multipliers = [m for m, span in zip(own.multipliers, spans, strict=False) for _ in range(span.size)]
+        row = torch.tensor(multipliers, dtype=activation_dtype(config), device="cpu") if multipliers else None
+        self.register_buffer("multipliers", row, persistent=False)
         self.conv1d = CausalConv(
             spans=(channels, shared, shared),
             taps=own.taps,
@@ -137,17 +126,20 @@ class Mamba2Mixer(Module):
         self.scan = HeadScan(
             heads=own.heads, groups=own.groups, time_limits=own.time_limits, name=f"{prefix}.scan"
         )
-        self.gated_norm = GroupRMSNorm(
-            size=channels.size,
-            groups=own.groups,
-            eps=own.norm_eps,
-            dtype=activation_dtype(config),
-            name=f"{prefix}.gated_norm",
-        )
+        self.gated_norm = None
+        if own.norm_eps is not None:
+            self.gated_norm = GroupRMSNorm(
+                size=channels.size,
+                groups=own.groups,
+                eps=own.norm_eps,
+                dtype=activation_dtype(config),
+                name=f"{prefix}.gated_norm",
+            )
+        self.gate_after_norm = own.gate_after_norm
         self.out_proj = Linear(
             in_features=channels.size,
             out_features=hidden,
-            bias=own.bias,
+            bias=own.bias if own.out_bias is None else own.out_bias,
             dtype=dtype,
             name=f"{prefix}.out_proj",
             cut="input",
@@ -162,6 +154,14 @@ class Mamba2Mixer(Module):
     def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
         metadata, (conv_states, states) = self.cache.metadata(step), self.cache.views
-        gate, x, dt = self.in_proj(x, step).split(self.widths, 1)
+        rows = self.in_proj(x, step)
+        if self.multipliers is not None:
+            rows = rows * self.multipliers
+        gate, x, dt = rows.split(self.widths, 1)
         x, b, c = self.conv1d(x, conv_states, metadata).split(self.conv_widths, 1)
-        return self.out_proj(self.gated_norm(self.scan(x, dt, b, c, gate, states, metadata)), step)
+        out = self.scan(x, dt, b, c, None if self.gate_after_norm else gate, states, metadata)
+        if self.gated_norm is not None:
+            out = self.gated_norm(out)
+        if self.gate_after_norm:
+            out = out * ops.activate(gate, "silu")
+        return self.out_proj(out, step)

@@ -3,23 +3,43 @@
 Shapes: T tokens of the step, H hidden size, I intermediate size.
 """
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.layers.activation import PLAIN, Activation
+from quire.layers.activation import PLAIN, Activation, gaussian_top
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.linear import GateUpLinear, Linear
+from quire.layers.shard import Cut
 from quire.layers.step import StepContext
 from quire.layers.xielu import XIELU
 
 
 class GatedMLP(Module):
-    """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202); I is the model's if it is not given."""
+    """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202); I is the model's if it is not given.
 
-    def __init__(self, *, config: EngineConfig, prefix: str, intermediate_size: int | None = None) -> None:
+    With `sparsity` that share of each row of the gate is cut off (`gaussian_top`), by what all of the row is like; so
+    such an MLP is not cut for several ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        prefix: str,
+        intermediate_size: int | None = None,
+        sparsity: float = 0.0,
+    ) -> None:
         super().__init__()
         arch = config.arch
         size = intermediate_size or arch.intermediate_size
+        prepare: Activation | None = None
+        if sparsity:
+            prepare = gaussian_top(sparsity)
+        elif arch.gate_multiplier != 1.0:
+            prepare = partial(torch.mul, other=arch.gate_multiplier)
         self.gate_up_proj = GateUpLinear(
             hidden_size=arch.hidden_size,
             intermediate_size=size,
@@ -28,9 +48,12 @@ class GatedMLP(Module):
             activation=arch.hidden_act,
             name=f"{prefix}.gate_up_proj",
             transposed=arch.transposed_weights,
+            cut="whole" if sparsity else "output",
+            prepare=prepare,
         )
-        self.down_proj = _down_proj(config, prefix, size)
+        self.down_proj = _down_proj(config, prefix, size, "whole" if sparsity else "input")
         self.down_proj.reads(self.gate_up_proj)
+        self.multiplier = arch.mlp_multiplier
 
     def reads(self, source: RowSource) -> None:
         """Say that x is what `source` makes, and that nobody else reads it; see `Linear.reads`."""
@@ -38,7 +61,8 @@ class GatedMLP(Module):
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
-        return self.down_proj(self.gate_up_proj(x, step), step)
+        out = self.down_proj(self.gate_up_proj(x, step), step)
+        return out if self.multiplier == 1.0 else out * self.multiplier
 
 
 class PlainMLP(Module):
@@ -72,7 +96,7 @@ class PlainMLP(Module):
         return self.down_proj(self.act_fn(self.up_proj(x, step)), step)
 
 
-def _down_proj(config: EngineConfig, prefix: str, intermediate_size: int) -> Linear:
+def _down_proj(config: EngineConfig, prefix: str, intermediate_size: int, cut: Cut = "input") -> Linear:
     arch = config.arch
     return Linear(
         in_features=intermediate_size,
@@ -80,6 +104,6 @@ def _down_proj(config: EngineConfig, prefix: str, intermediate_size: int) -> Lin
         bias=arch.mlp_bias if arch.mlp_out_bias is None else arch.mlp_out_bias,
         dtype=model_dtype(config),
         name=f"{prefix}.down_proj",
-        cut="input",
+        cut=cut,
         transposed=arch.transposed_weights,
     )

@@ -38,6 +38,10 @@ class RotaryEmbedding(Module):
         """positions [T], q [T, Hq, D], k [T, Hkv, D], rotated in place."""
         return ops.rotary_embedding(positions, q, k, self.cos_sin_cache, self.interleaved)
 
+    def queries(self, positions: Tensor, q: Tensor) -> Tensor:
+        """positions [T], q [T, Hq, D], rotated in place."""
+        return self(positions, q, q[:, :0])[0]
+
 
 @dataclass(frozen=True)
 class _Shape:

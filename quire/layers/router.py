@@ -4,7 +4,6 @@ Shapes: T tokens of the step, H hidden size, E experts, k experts of a token.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,20 +11,14 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.config.arch import ExpertsArch
 from quire.kernels import ops
-from quire.kernels.linear import FLOAT
 from quire.layers.base import model_dtype, parameter
-from quire.layers.linear import Linear
-from quire.layers.quantization import QuantMethod, method_of
-from quire.layers.shard import WHOLE, Shard
+from quire.layers.linear import ExactLinear
 from quire.layers.slot import Slot
 from quire.layers.step import StepContext
 
 
-class Router(Linear):
-    """A score for each expert, weight [E, H], and the choice among them.
-
-    Its weight is never rounded, whatever the method: a score that is off by little may choose another expert.
-    """
+class Router(ExactLinear):
+    """A score for each expert, weight [E, H], and the choice among them."""
 
     def __init__(self, *, config: EngineConfig, experts: ExpertsArch, name: str) -> None:
         super().__init__(
@@ -39,9 +32,6 @@ class Router(Linear):
         self._correction, self._correction_is_row = experts.correction_bias, experts.correction_is_row
         corrected = self._correction is not None
         self.correction_bias = parameter(experts.count, dtype=torch.float32) if corrected else None
-
-    def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
-        super().create_weights(method_of(replace(FLOAT, invariant=method.scheme.invariant)), shard)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield from super().slots(names)

@@ -8,9 +8,9 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.kernels import ops
 from quire.layers.attention import Attention
-from quire.layers.base import Module, RowSource, model_dtype
+from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.linear import Linear, QKVLinear
-from quire.layers.qk_norm import NORMED_IN_KERNEL, QK_NORMS
+from quire.layers.qk_norm import NORMED_IN_KERNEL, QK_NORMS, UnweightedRMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.sinks import Sinks
 from quire.layers.step import StepContext
@@ -51,11 +51,16 @@ class SelfAttention(Module):
         if qk_norm is not None:
             self.q_norm = QK_NORMS[qk_norm](config, arch.num_heads, f"{prefix}.q_norm")
             self.k_norm = QK_NORMS[qk_norm](config, arch.num_kv_heads, f"{prefix}.k_norm")
+        self.v_norm = None
+        if arch.v_norm:
+            self.v_norm = UnweightedRMSNorm(
+                size=arch.head_dim, eps=arch.norm_eps, dtype=activation_dtype(config), name=f"{prefix}.v_norm"
+            )
         # The kernel that rotates and stores keys can norm them on the way, in one way.
         in_kernel = qk_norm in NORMED_IN_KERNEL and rotary is not None
         self.norms_first = qk_norm is not None and not in_kernel
         self.temperature = None
-        if arch.temperature is not None and rotary is None:
+        if arch.temperature is not None and (rotary is None or arch.temperature.rotated_too):
             self.temperature = TemperatureTuning(config=config, temperature=arch.temperature)
         self.sinks = Sinks(num_heads=arch.num_heads, name=f"{prefix}.sinks") if arch.attention_sinks else None
         kind = arch.layer_types[layer]
@@ -87,6 +92,8 @@ class SelfAttention(Module):
             q, k = self.rotary_first(positions, q, k)
         if self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.v_norm is not None:
+            v = self.v_norm(v)
         if self.temperature is not None:
             q = self.temperature(positions, q)
         out = self.attn(q, k, v, positions, step)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 Box = tuple[slice, ...]
 """A range, with start and stop, of each dimension."""
+Init = Literal["normal", "ones", "zeros"]
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -86,7 +87,7 @@ class Slot:
     """
 
     target: Tensor
-    init: Literal["normal", "ones", "zeros"]
+    init: Init
     part: Part | None = None
     dtypes: Collection[torch.dtype] = FLOATS
     convert: Callable[[Tensor], Tensor] | None = None

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.kernels import ops
 from quire.kernels.attention_metadata import StateMetadata
 from quire.kv_cache.spec import KVCacheSpec, RecurrentStateSpec
-from quire.layers.base import Module, device_type
+from quire.layers.base import Module, activation_dtype, device_type
 from quire.layers.kv_cache import cache_planes
 from quire.layers.step import StepContext
 
@@ -41,7 +42,7 @@ class StateCache(Module):
         self.views: tuple[Tensor, ...] = ()
         """Of each part [blocks, *shape] float32, for the ops that read and replace it."""
         self._block_size = config.cache.block_size
-        self._device_type = device_type(config)
+        self._has_kernels = bool(ops.causal_conv.supporting(device_type(config), activation_dtype(config)))
         self._group_id = 0
 
     def metadata(self, step: StepContext) -> StateMetadata:
@@ -66,10 +67,8 @@ class StateCache(Module):
         self.views = tuple(views)
 
     def why_not_captured(self) -> str | None:
-        """See `CacheUser`."""
-        return (
-            None if self._device_type == "cpu" else "layers with a state run on torch's own operations there"
-        )
+        """See `CacheUser`; a device that has a kernel for one of these layers has one for each."""
+        return None if self._has_kernels else "layers with a state by reference cannot be captured"
 
 
 def _room(shape: tuple[int, ...]) -> int:

@@ -11,6 +11,7 @@ from quire.config import EngineConfig
 from quire.layers.base import Module, RowSource
 from quire.layers.gated_delta_net import GatedDeltaNet
 from quire.layers.latent_self_attention import LatentSelfAttention
+from quire.layers.lightning_attention import LightningAttention
 from quire.layers.mamba import MambaMixer
 from quire.layers.mamba2 import Mamba2Mixer
 from quire.layers.mlp import GatedMLP, PlainMLP
@@ -21,9 +22,18 @@ from quire.layers.self_attention import SelfAttention
 from quire.layers.short_conv import ShortConv
 from quire.layers.sparse_mlp import SparseMLP
 from quire.layers.step import StepContext
+from quire.layers.two_mixers import TwoMixers
 
 Mixer = (
-    SelfAttention | LatentSelfAttention | MambaMixer | Mamba2Mixer | ShortConv | GatedDeltaNet | RecurrentUnit
+    SelfAttention
+    | LatentSelfAttention
+    | MambaMixer
+    | Mamba2Mixer
+    | TwoMixers
+    | ShortConv
+    | GatedDeltaNet
+    | LightningAttention
+    | RecurrentUnit
 )
 MLP = GatedMLP | PlainMLP | SparseMLP
 
@@ -34,7 +44,9 @@ MIXERS: dict[str, tuple[str, type[Mixer]]] = {
     "latent_attention": ("self_attn", LatentSelfAttention),
     "mamba": ("mamba", MambaMixer),
     "mamba2": ("mamba", Mamba2Mixer),
+    "attention_and_mamba2": ("mixers", TwoMixers),
     "short_conv": ("conv", ShortConv),
+    "lightning": ("self_attn", LightningAttention),
     "gated_delta": ("linear_attn", GatedDeltaNet),
     "recurrent_unit": ("recurrent_unit", RecurrentUnit),
 }
@@ -144,6 +156,28 @@ class NormAfterBlock(Block):
         return self.post_feedforward_layernorm(self.mlp(x, step)), x
 
 
+class NormedStreamBlock(Block):
+    """Attention and then the MLP; what they are added to is normed itself, and both are scaled (MiniMax-01)."""
+
+    norms = ("input_layernorm", "post_attention_layernorm")
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
+        scales = config.arch.stream_scales
+        self.of_mixer, self.of_mlp = scales[config.arch.layer_types[layer]], scales["mlp"]
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        x, _ = self.input_layernorm.add(x, residual)
+        kept, made = self.of_mixer
+        x = self.post_attention_layernorm(x * kept + self.mixer(x, positions, step) * made)
+        kept, made = self.of_mlp
+        return self.mlp(x, step) * made, x * kept
+
+
 class ParallelBlock(Block):
     """Attention and MLP side by side on one normed copy of the residual stream (GPT-J, Phi, Cohere)."""
 
@@ -235,6 +269,7 @@ BLOCKS: dict[str, type[Block]] = {
     "sequential": SequentialBlock,
     "sandwich": SandwichBlock,
     "norm_after": NormAfterBlock,
+    "normed_stream": NormedStreamBlock,
     "parallel": ParallelBlock,
     "parallel_two_norms": ParallelTwoNormsBlock,
     "residual_experts": ResidualExpertsBlock,

@@ -3,6 +3,8 @@
 Shapes: T tokens of the step, H hidden size, N rows of logits, V vocabulary rows.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -43,7 +45,7 @@ class Decoder(Module):
             )
         if arch.embedding_norm:
             self.embed_norm = block_norm(config, f"{prefix}.embed_norm")
-        rotaries = _rotaries(config)
+        rotaries = rotaries_of(config)
         self.layers = nn.ModuleList(
             BLOCKS[arch.block_of(layer)](
                 config=config, prefix=f"{prefix}.layers.{layer}", layer=layer, rotary=rotaries[layer]
@@ -66,7 +68,7 @@ class Decoder(Module):
         return x if self.embed_norm is None else self.embed_norm(x)
 
 
-def _rotaries(config: EngineConfig) -> list[RotaryEmbedding | None]:
+def rotaries_of(config: EngineConfig) -> list[RotaryEmbedding | None]:
     """Each layer's rotary embedding; layers with the same formula share one."""
     arch = config.arch
     if arch.rope is None:
@@ -78,6 +80,7 @@ def _rotaries(config: EngineConfig) -> list[RotaryEmbedding | None]:
         "sliding_attention": local,
         "chunked_attention": rotary,
         "latent_attention": rotary,
+        "attention_and_mamba2": rotary,
     }
     return [
         None if layer in arch.unrotated_layers else by_type.get(kind)
@@ -88,16 +91,20 @@ def _rotaries(config: EngineConfig) -> list[RotaryEmbedding | None]:
 class DecoderForCausalLM(CausalLM):
     """A decoder with its output head."""
 
+    decoder: type[Any] = Decoder
+    """What is under the head: it has `embed_tokens`, and a forward pass as this model's."""
+
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
         names = config.arch.names
         self.merged, self.renamed, self.unused = names.merged, names.renamed, names.unused
         self.base_prefix = names.renamed.get("model", "model") + "."
-        self.model = Decoder(config=config, prefix=f"{prefix}model")
+        self.model = self.decoder(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.embed_tokens, f"{prefix}lm_head")
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        return self.model(inputs, positions, step)
+        hidden: Tensor = self.model(inputs, positions, step)
+        return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         arch, logits = self.config.arch, super().compute_logits(hidden)

@@ -48,6 +48,7 @@ NOTES = """
 - TeleChat's end at `training_seqlen`, for the same reason.
 - gpt-oss's experts may be in MXFP4; they are decoded while they load, and kept as `--dtype` and `--quantization` say.
 - Llama 4 is the text model by itself (`Llama4ForCausalLM`), with one expert for each token.
+- Gemma 3n is the text model by itself (`Gemma3nForCausalLM`), with MLPs of one size in all layers.
 - MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.
 - Checkpoints in fp8 with a scale for each block, as DeepSeek-V3's and Kimi K2's are published, are refused: take a copy
   in bfloat16. Layers that guess the token after the next (MTP) are left out.

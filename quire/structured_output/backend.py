@@ -132,4 +132,8 @@ class GrammarBackend(ABC):
 
     @abstractmethod
     def matches_beyond(self, pattern: str, bound: str) -> bool:
-        """Whether an expression matches a text that another one does not; both are good expressions."""
+        """Whether an expression matches a text that another one does not; both are good expressions.
+
+        Raises:
+            GrammarError: the library cannot tell.
+        """

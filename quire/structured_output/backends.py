@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
+from quire.errors import ConfigError
 from quire.plugins import PluginTable
 
 if TYPE_CHECKING:
     from quire.structured_output.backend import GrammarBackend
 
 AUTO = "auto"
+EXTRAS = {"xgrammar": "xgrammar"}
+"""Backend -> the package that it needs, and the extra of quire that brings it."""
 
 
 def _is_backend(found: object) -> bool:
@@ -23,17 +27,40 @@ def _is_backend(found: object) -> bool:
 BACKENDS: PluginTable[type[GrammarBackend]] = PluginTable(
     "quire.grammar_backends",
     "the backend of --structured-outputs-config",
-    {"guidance": "quire.structured_output.guidance:GuidanceBackend"},
+    {
+        "guidance": "quire.structured_output.guidance:GuidanceBackend",
+        "xgrammar": "quire.structured_output.xgrammar_backend:XGrammarBackend",
+    },
     (_is_backend, "subclass of GrammarBackend"),
     words=(AUTO,),
 )
 """A backend's library is imported when it is asked for."""
 
 
+def check_backend(name: str) -> None:
+    """Refuse a backend that nobody offers, or whose package is missing, without importing it.
+
+    Raises:
+        ConfigError: says which there are, or what to install.
+    """
+    known = (AUTO, *BACKENDS.names())
+    if name not in known:
+        raise ConfigError(
+            f"--structured-outputs-config: backend must be one of {', '.join(known)}, got {name!r}"
+        )
+    package = EXTRAS.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"--structured-outputs-config: the backend {name} needs the package {package}: "
+            f"pip install 'quire[{package}]'"
+        )
+
+
 def resolve_backend(name: str) -> type[GrammarBackend]:
     """The backend of a name; "auto" is the one that comes with quire.
 
     Raises:
-        ConfigError: there is none of that name, or its library is not installed.
+        ConfigError: as of `check_backend`.
     """
+    check_backend(name)
     return BACKENDS.resolve("guidance" if name == AUTO else name)

@@ -21,9 +21,10 @@ from quire.structured_output.backend import (
     Masks,
     Matcher,
 )
-from quire.structured_output.lark import NO_FORCING, format_of, lark_of
+from quire.structured_output.lark import NO_FORCING, lark_of
 from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_output.tag_writer import format_of
+from quire.structured_output.vocabulary import LongestTokens, Vocabulary
 
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
@@ -148,26 +149,11 @@ class _Tokens:
         for token_id in vocabulary.ends:
             self.tokens[token_id] = self.tokens[token_id] or f"<end {token_id}>".encode()
         self.special_token_ids = sorted({*names, *vocabulary.ends})
-
-        self._ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens) if token}
-        self._longest = max(map(len, self._ids), default=1)
+        self.longest = LongestTokens(vocabulary.tokens)
 
     def __call__(self, text: bytes | str) -> list[int]:
         """How the library asks for the tokens of a text that is forced; see `NO_FORCING`."""
         return self.longest(text if isinstance(text, bytes) else text.encode())
-
-    def longest(self, text: bytes) -> list[int]:
-        """Tokens that spell a text, each as long as can be, up to where none goes on."""
-        ids: list[int] = []
-        place = 0
-        while place < len(text):
-            sizes = range(min(self._longest, len(text) - place), 0, -1)
-            size = next((size for size in sizes if text[place : place + size] in self._ids), 0)
-            if not size:
-                break
-            ids.append(self._ids[text[place : place + size]])
-            place += size
-        return ids
 
 
 @contextmanager

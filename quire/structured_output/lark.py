@@ -6,15 +6,13 @@ Invariant: a grammar is built from quoted pieces alone, so nothing in a tag can 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_output.tag_writer import Format, TagWriter
 
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Where a text is forced, every way to spell it in tokens is allowed, and not one that the library prefers."""
-Format = dict[str, Any]
 
 
 def lark_of(
@@ -35,9 +33,7 @@ def lark_of(
     return _Writer(json_options, special, quote, as_lark).grammar(tag)
 
 
-class _Writer:
-    """Gives each format a rule."""
-
+class _Writer(TagWriter):
     def __init__(
         self,
         json_options: dict[str, Any],
@@ -45,30 +41,12 @@ class _Writer:
         quote: Callable[[str], str],
         as_lark: Callable[[str], str],
     ) -> None:
+        super().__init__(special)
         self._as_lark = as_lark
         self._json_options = json_options
         self._quote = quote
-        self._ids = special
-        longest_first = sorted(special, key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if special else None
         self._rules: list[str] = []
         self._grammars: list[dict[str, str]] = []
-        self._writers: dict[str, Callable[[Format], str]] = {
-            "const_string": lambda one: self._literal(one["value"]),
-            "choice": lambda one: " | ".join(map(_quoted, one["choice"])),
-            "json_schema": self._schema,
-            "regex": lambda one: f"/{self._quote(one['pattern'])}/",
-            "grammar": self._grammar,
-            "any_text": lambda one: self._free(one.get("excludes", []), one.get("not_first", "")),
-            "sequence": lambda one: " ".join(map(self._rule, one["elements"])),
-            "or": lambda one: " | ".join(map(self._rule, one["elements"])),
-            "tag": self._tag,
-            "triggered_tags": self._triggered,
-            "tags_with_separator": self._separated,
-            "until": self._until,
-            "fields": self._fields,
-            "list": self._list,
-        }
 
     def grammar(self, tag: Format) -> str:
         """The whole grammar, as llguidance takes it."""
@@ -78,22 +56,20 @@ class _Writer:
             return lark
         return json.dumps({"grammars": [{"name": "tag", "lark_grammar": lark}, *self._grammars]})
 
-    def _rule(self, one: Format) -> str:
-        return self._named(self._writers[one["type"]](one))
-
     def _named(self, body: str, mark: str = "") -> str:
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{mark}: {body}")
         return name
 
-    def _literal(self, text: str) -> str:
-        """A text, in which the names of special tokens are these tokens."""
-        parts = self._special.split(text) if self._special else [text]
-        names = [self._token(part) if place % 2 else _quoted(part) for place, part in enumerate(parts)]
-        return " ".join(name for name in names if name != '""') or '""'
-
     def _token(self, name: str) -> str:
         return f"<[{self._ids[name]}]>"
+
+    def _quoted(self, text: str) -> str:
+        """Of the control characters JSON leaves one as it is, at which Lark stops."""
+        return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+    def _regex(self, one: Format) -> str:
+        return f"/{self._quote(one['pattern'])}/"
 
     def _schema(self, one: Format) -> str:
         return "%json " + json.dumps(
@@ -104,9 +80,6 @@ class _Writer:
         name = f"g{len(self._grammars)}"
         self._grammars.append({"name": name, "lark_grammar": self._as_lark(one["grammar"])})
         return f"@{name}"
-
-    def _tag(self, one: Format) -> str:
-        return f"{self._literal(one['begin'])} {self._rule(one['content'])} {self._literal(one['end'])}"
 
     def _triggered(self, one: Format) -> str:
         """Free text runs up to the first trigger, and from there on a tag goes on as its trigger began."""
@@ -124,18 +97,14 @@ class _Writer:
         return self._named(" | ".join(turns))
 
     def _turn(self, trigger: str, tags: list[Format], excluded: list[str], not_first: str) -> str:
-        rests = [
-            f"{self._literal(tag['begin'][len(trigger) :])} {self._rule(tag['content'])} {self._literal(tag['end'])}"
-            for tag in tags
-            if tag["begin"].startswith(trigger)
-        ]
+        rests = self._rests(trigger, tags)
         if not rests:
             return self._named("/[^\\s\\S]/")
         return f"{self._begun(trigger, excluded, not_first)} {self._named(' | '.join(rests))}"
 
     def _begun(self, trigger: str, excluded: list[str], not_first: str) -> str:
         """Free text and the trigger."""
-        head = self._special.split(trigger)[0] if self._special else trigger
+        head = self._before_special(trigger)
         if not head:
             return f"{self._free(excluded, not_first)} {self._literal(trigger)}"
         others = [text for text in excluded if text != trigger]
@@ -159,7 +128,7 @@ class _Writer:
 
     def _until(self, one: Format) -> str:
         """One token of the grammar, so that nobody has to know where the text ends before its end is there."""
-        head = self._special.split(one["end"])[0] if self._special else one["end"]
+        head = self._before_special(one["end"])
         if not head:
             return f"{self._terminal(one['pattern'], [one['end']])} {self._literal(one['end'])}"
         name = f"T{len(self._rules)}"
@@ -167,57 +136,7 @@ class _Writer:
         self._rules.append(f"{name}: /{self._quote(whole)}/ & ~/{self._quote(early)}/")
         return f"{self._named(name, '[lazy]')} {self._literal(one['end'][len(head) :])}"
 
-    def _fields(self, one: Format) -> str:
-        """From behind: what may follow when something came before, and when nothing did."""
-        separator = self._named(self._literal(one["separator"]))
-        begun = fresh = self._named('""')
-        for element, is_required in reversed(list(zip(one["elements"], one["required"], strict=True))):
-            rule = self._rule(element)
-            with_it = f"{rule} {begun}"
-            fresh = self._named(with_it if is_required else f"{with_it} | {fresh}")
-            begun = self._named(
-                f"{separator} {with_it}" if is_required else f"{separator} {with_it} | {begun}"
-            )
-        return fresh
-
-    def _list(self, one: Format) -> str:
-        rule, least, most = self._rule(one["element"]), one["min_items"], one["max_items"]
-        if most == 0:
-            return '""'
-        if most == 1:
-            many = rule
-        else:
-            more = self._named(f"{self._literal(one['separator'])} {rule}")
-            many = f"{rule} {more}{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        return many if least else f'{self._named(many)} | ""'
-
-    def _separated(self, one: Format) -> str:
-        tag = self._named(" | ".join(self._rule(tag) for tag in one["tags"]))
-        if one["stop_after_first"]:
-            return tag if one["at_least_one"] else f"{tag} | {self._literal('')}"
-        many = f"{tag} ({self._literal(one['separator'])} {tag})*"
-        return many if one["at_least_one"] else f"({many})?"
-
-
-def format_of(params: StructuredOutputsParams) -> Format:
-    """A settled constraint of any kind as a format."""
-    if params.json is not None:
-        return {"type": "json_schema", "json_schema": json.loads(str(params.json))}
-    if params.regex is not None:
-        return {"type": "regex", "pattern": params.regex}
-    if params.choice is not None:
-        return {"type": "choice", "choice": params.choice}
-    if params.grammar is not None:
-        return {"type": "grammar", "grammar": params.grammar}
-    tag: Format = json.loads(str(params.structural_tag))
-    return tag
-
 
 def _escaped(text: str) -> str:
     """A text as an expression that it matches."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\u{{{ord(char):x}}}" for char in text)
-
-
-def _quoted(text: str) -> str:
-    """A text between quotes; of the control characters JSON leaves one as it is, at which Lark stops."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -26,3 +26,28 @@ class Vocabulary:
         names = dict.fromkeys(("<end>", *special))
         ids = {name: 256 + place for place, name in enumerate(names)}
         return Vocabulary([*tokens, *(b"" for _ in ids)], ids, (256,))
+
+
+class LongestTokens:
+    """Spells texts in tokens.
+
+    Args:
+        tokens: bytes of each, by id.
+    """
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self._ids = {token: token_id for token_id, token in enumerate(tokens) if token}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens that spell a text, each as long as can be, up to where none goes on."""
+        ids: list[int] = []
+        place = 0
+        while place < len(text):
+            sizes = range(min(self._longest, len(text) - place), 0, -1)
+            size = next((size for size in sizes if text[place : place + size] in self._ids), 0)
+            if not size:
+                break
+            ids.append(self._ids[text[place : place + size]])
+            place += size
+        return ids

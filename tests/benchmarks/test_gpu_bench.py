@@ -11,8 +11,10 @@ import torch
 
 from benchmarks.gpu import bench, imports
 from benchmarks.gpu.bench import Measurement
+from benchmarks.gpu.journal import Journal
+from benchmarks.gpu.kernel_speed import attention_limit_s
 from benchmarks.gpu.limits import Limits
-from benchmarks.gpu.measurements import Bench, measurements
+from benchmarks.gpu.measurements import QUANTIZED, Bench, measurements
 from benchmarks.gpu.rows import Goal, Row
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_05B
 from benchmarks.gpu.target import Target
@@ -29,7 +31,8 @@ def test_a_dry_run_measures_everything(tmp_path: Path, capsys: pytest.CaptureFix
     text = page.read_text()
     assert "Not measured" not in text
     rows = [line for line in text.splitlines() if line.startswith("| tiny")]
-    assert len(rows) == 6 + 1 + 2 + 2 * 3
+    assert len(rows) == 6 + 3 + 3 + 2 * 3 * 4 + 3 + 2 + 2 * 3
+    assert sum("the device is idle" in line for line in text.splitlines()) == 2
     assert all(re.search(r"\d", row.split("|")[3]) for row in rows)
 
 
@@ -38,6 +41,11 @@ def test_the_limits_are_those_of_the_specification() -> None:
     assert H100.decode_s(LLAMA_8B, 64, 1024) == pytest.approx(7.9e-3, rel=0.01)
     assert H100.decode_s(LLAMA_8B, 256, 1024) == pytest.approx(16.5e-3, rel=0.01)
     assert H100.context_bytes(LLAMA_8B, 1) / H100.bytes_per_s == pytest.approx(4.37e-8, rel=0.01)
+    assert H100.decode_s(LLAMA_8B, 1, 0, QUANTIZED["int4"][1]) == pytest.approx(1.48e-3, rel=0.01)
+    assert attention_limit_s(H100, LLAMA_8B, [(1, 16384)]) == pytest.approx(16384 * 4096 / 3.0e12)
+    assert attention_limit_s(H100, LLAMA_8B, [(2048, 2048)]) == pytest.approx(
+        4 * 4096 * 2048 * 2049 / 2 / 990e12
+    )
     assert H100.decode_s(QWEN_05B, 1, 0) == pytest.approx(0.33e-3, rel=0.02)
     assert 5.5e4 < H100.prefill_tokens_per_s(LLAMA_8B, 2048) < 7.5e4
 
@@ -59,27 +67,38 @@ def test_percent_and_verdict(row: Row, percent: float | None, verdict: str) -> N
     assert row.verdict == verdict
 
 
-def test_what_fails_or_finds_no_time_costs_itself_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_or_finds_no_time_costs_itself_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = Row("half", "ms", 2.0, goal=Goal("percent", 3.0))
+
     def good() -> Iterator[Row]:
         yield Row("fine", "ms", 1.0)
 
     def breaks() -> Iterator[Row]:
-        yield Row("half", "ms", 2.0)
+        yield row
         raise ValueError("out of luck")
 
     times = iter([0.0, 1.0, 1.0, 2.0, 3.0, 3.0, 4.0, 5.0, 5.0, 6.0, 99.0])
     found = [Measurement(name, run) for name, run in (("a", good), ("b", breaks), ("c", good), ("d", good))]
-    rows, troubles = bench.run(found, 10.0, lambda: next(times))
-    assert [row.what for row in rows] == ["fine", "half", "fine"]
-    assert troubles == ["b (ValueError: out of luck)", "d (no time left of 10 s)"]
-    assert "out of luck" in capsys.readouterr().err
+    journal = Journal(tmp_path / "journal")
+    assert bench.run(found, 10.0, journal, clock=lambda: next(times))
+    entries = Journal(tmp_path / "journal").entries
+    assert [Row.of(fact) for fact in entries["b"].facts] == [row]
+    assert [len(entry.facts) for entry in entries.values()] == [1, 1, 1, 0]
+    assert "ValueError: out of luck" in capsys.readouterr().out
+    assert bench._report(journal, tmp_path / "page.md") == 1
+    text = (tmp_path / "page.md").read_text()
+    assert "Not measured: b (ValueError: out of luck).\nNot measured: d (no time left of 10 s)." in text
+    assert "| fine |" in text
 
 
 def test_one_measurement_can_be_asked_for(tmp_path: Path) -> None:
     found = measurements(Bench(Target(torch.device("cuda"), tiny=False), H100, tmp_path))
     names = [measurement.name for measurement in found]
-    assert names[:4] == ["8B", "0.5B", "sampling", "start"]
-    assert names[4:] == ["batch-invariant", "int8", "int4", "fp8", "fp8 by Triton"]
+    assert names[:5] == ["8B", "8B, mixed and long", "attention", "linears", "0.5B"]
+    assert names[5:8] == ["sampling", "profile", "start"]
+    assert names[8:] == ["batch-invariant", "int8", "int4", "fp8", "fp8 by Triton"]
     assert [measurement.name for measurement in bench.select(found, ["int8", "8B"])] == ["8B", "int8"]
     with pytest.raises(SystemExit, match="no measurement 'int3'; there are '8B'"):
         bench.select(found, ["int3"])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 from benchmarks.gpu import check, engine_checks, imports, kernel_checks, runner
-from benchmarks.gpu.runner import Check, run_checks
+from benchmarks.gpu.journal import Journal, supervise
+from benchmarks.gpu.runner import Check, Outcome, outcome_of, run_checks
 from benchmarks.gpu.target import Target
 from quire.executor import uniproc
 from tests.worker.fake_gpu import FakeGpu
@@ -43,19 +45,26 @@ def test_the_engine_checks_on_a_device_with_graphs(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(uniproc, "make_device", make)
     target = Target(torch.device("cpu"), tiny=True)
-    checks = [
-        one for one in engine_checks.checks(target, tmp_path) if "overlapped" in one.name or "200" in one.name
-    ]
-    outcomes = run_checks(checks, 60)
-    assert [outcome.passed for outcome in outcomes] == [True] * 4, [outcome.trouble for outcome in outcomes]
+    found = [*engine_checks.first_checks(target, tmp_path), *engine_checks.checks(target, tmp_path)]
+    checks = [one for one in found if any(word in one.name for word in ("overlapped", "200", "swapped"))]
+    outcomes = outcomes_of(checks, tmp_path)
+    assert [outcome.passed for outcome in outcomes] == [True] * 6, [outcome.trouble for outcome in outcomes]
     assert any(device.replayed for device in devices)
 
 
-def test_a_failure_is_reported_and_the_rest_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def outcomes_of(checks: list[Check], folder: Path, limit_s: float = 1e9, **options: Any) -> list[Outcome]:
+    """What a journal says in the end."""
+    run_checks(checks, limit_s, Journal(folder / "journal"), **options)
+    return [outcome_of(*item) for item in Journal(folder / "journal").entries.items()]
+
+
+def test_a_failure_is_reported_and_the_rest_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def explode() -> float:
         raise ValueError("no such kernel")
 
-    outcomes = run_checks(
+    outcomes = outcomes_of(
         [
             Check("exact", lambda: 0.0),
             Check("far off", lambda: 2.0, 0.5),
@@ -63,7 +72,7 @@ def test_a_failure_is_reported_and_the_rest_goes_on(capsys: pytest.CaptureFixtur
             Check("raises", explode),
             Check("near", lambda: 0.4, 0.5),
         ],
-        limit_s=60,
+        tmp_path,
     )
     assert [outcome.verdict for outcome in outcomes] == ["pass", "FAIL", "FAIL", "FAIL", "pass"]
     lines = capsys.readouterr().out.splitlines()
@@ -71,13 +80,60 @@ def test_a_failure_is_reported_and_the_rest_goes_on(capsys: pytest.CaptureFixtur
     assert lines[3].endswith("ValueError: no such kernel")
 
 
-def test_checks_that_find_no_time_count_as_failed() -> None:
+def test_checks_that_find_no_time_count_as_failed(tmp_path: Path) -> None:
     times = iter([0.0, 1.0, 1.0, 9.0, 11.0, 12.0])
-    outcomes = run_checks(
-        [Check("first", lambda: 0.0), Check("late", lambda: 0.0)], 10.0, lambda: next(times)
-    )
+    checks = [Check("first", lambda: 0.0), Check("late", lambda: 0.0)]
+    outcomes = outcomes_of(checks, tmp_path, 10.0, clock=lambda: next(times))
     assert [outcome.verdict for outcome in outcomes] == ["pass", "not run"]
     assert "no time left of 10 s" in outcomes[1].line()
+
+
+def test_a_device_that_answers_no_more_ends_the_process_and_another_goes_on(tmp_path: Path) -> None:
+    def explode() -> float:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    checks = [Check("fine", lambda: 0.0), Check("breaks", explode), Check("behind", lambda: 0.0)]
+    journal = Journal(tmp_path / "journal")
+    assert not run_checks(checks, 60, journal, answers=lambda: False)
+    assert list(journal.entries) == ["fine", "breaks"]
+    outcomes = outcomes_of(checks, tmp_path)
+    assert [outcome.verdict for outcome in outcomes] == ["pass", "FAIL", "pass"]
+
+
+WORKER = """
+import faulthandler, os, sys, time
+from pathlib import Path
+from benchmarks.gpu.journal import Journal
+
+journal = Journal(Path(sys.argv[sys.argv.index("--journal") + 1]))
+faulthandler.enable()
+for name in ("a", "crash", "b", "hang", "c"):
+    if name not in journal.entries:
+        journal.begin(name)
+        if name == "crash":
+            os._exit(139)
+        if name == "hang":
+            time.sleep(1000)
+        journal.end(name, 0.1)
+"""
+
+
+@pytest.mark.more
+def test_a_process_that_dies_or_hangs_costs_one_check(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    Journal(path)
+    assert supervise([sys.executable, "-c", WORKER], path, 600.0, silence_s=15.0) == 0
+    outcomes = [outcome_of(*item) for item in Journal(path).entries.items()]
+    assert [outcome.name for outcome in outcomes] == ["a", "crash", "b", "hang", "c"]
+    troubles = [outcome.trouble.rpartition(" ")[2] for outcome in outcomes]
+    assert troubles == ["", "139", "", "-6", ""]
+    assert [outcome.verdict for outcome in outcomes if outcome.trouble] == ["FAIL", "FAIL"]
+
+
+def test_a_process_that_begins_nothing_is_not_started_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    Journal(path)
+    assert supervise([sys.executable, "-c", "raise SystemExit(9)"], path, 60.0) == 9
 
 
 def test_a_failed_check_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +141,9 @@ def test_a_failed_check_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.Mon
         raise RuntimeError("cannot even begin")
 
     monkeypatch.setitem(check._CHECKS, "cases", broken)
-    page = tmp_path / "page.md"
-    assert check.main(["--device", "cpu", "--tiny", "--only", "cases", "--out", str(page)]) == 1
+    path, page = tmp_path / "journal", tmp_path / "page.md"
+    assert check.main(["--device", "cpu", "--tiny", "--only", "cases", "--journal", str(path)]) == 0
+    assert check._report(Journal(path), page) == 1
     assert "| FAIL | cases: could not begin |" in page.read_text()
 
 
@@ -101,13 +158,13 @@ def test_missing_packages_are_named_before_anything_runs(
 def test_a_gpu_that_is_not_there_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="torch finds no CUDA device"):
-        check.main(["--only", "cases"])
+        check.main(["--only", "cases", "--journal", "unused"])
 
 
 def test_importing_the_command_imports_no_torch() -> None:
     assert "torch" not in vars(check)
     assert "torch" not in vars(imports)
-    assert sys.modules["benchmarks.gpu.runner"] is runner
+    assert "torch" not in vars(runner)
 
 
 @pytest.mark.parametrize(

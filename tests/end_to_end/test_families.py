@@ -34,7 +34,7 @@ FAMILIES = (
     "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
-OTHERS += ["afmoe", "bert", "ministral3", "modernbert-decoder"]
+OTHERS += ["afmoe", "bert", "modernbert-decoder"]
 LENGTHS = (1, 3, 8, 15, 16, 17, 40, 90)
 NUM_BLOCKS = {"gemma2": 25, "gemma3": 17, "modernbert-decoder": 26} | SCARCE_BLOCKS
 """A cache in which requests are preempted; where layers differ, there are more blocks of fewer layers."""

@@ -118,6 +118,7 @@ def rotary_embedding(dtype: torch.dtype) -> Iterator[Arguments]:
         (1, 3, 1, 20, 6),
         (7, 8, 2, 64, 64),
         (40, 28, 4, 128, 66),
+        (5, 3, 0, 24, 24),
     ]:
         qkv = randn(tokens, (q_heads + 2 * k_heads) * size, dtype=dtype)
         q = qkv[:, : q_heads * size].view(tokens, q_heads, size)
@@ -145,6 +146,8 @@ def write_kv(dtype: torch.dtype) -> Iterator[Arguments]:
 def rotary_and_write_kv(dtype: torch.dtype) -> Iterator[Arguments]:
     for positions, q, k, cos_sin_cache in (args for args, _ in rotary_embedding(dtype)):
         tokens, heads, size = k.shape
+        if not heads:
+            continue
         slots = torch.randperm(16 * 4)[:tokens]
         slots[1::3] = -1
         caches = randn_caches(16, heads, 4, size, dtype)

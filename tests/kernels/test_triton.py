@@ -6,6 +6,7 @@ float32 and float16 only: the interpreter's `tl.dot` on bfloat16 is wrong. Linea
 # mypy: disable-error-code="arg-type"
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,19 +108,22 @@ FEATURES: dict[str, dict[str, Any]] = {
     "all": {"sliding_window": 18, "soft_cap": 3.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
     "chunk and sinks": {"attention_chunk": 7, "sinks": torch.tensor([-1.0, 0.5, 2.0, 9.0])},
 }
+DECODE = attention.decode_shape(2)
 SHAPES = {
-    "split decode": attention.decode_shape(2, 6, 132)._replace(split_tokens=16, block_n=16, even_splits=3),
-    "decode": attention.decode_shape(2, 4000, 132),
-    "short chunk": attention.prefill_shape(2, 24, 17),
-    "prompt": attention.prefill_shape(2, 24, 100),
-    "invariant prompt": attention.invariant_shape(2, decode=False)._replace(split_tokens=32),
-    "invariant decode": attention.invariant_shape(2, decode=True)._replace(split_tokens=32),
+    "fastest": (DECODE, attention.prefill_shape(2, 24, 100)),
+    "small": (
+        DECODE._replace(part_tokens=16, block_n=16, most_parts=3),
+        attention.prefill_shape(2, 24, 17)._replace(block_n=16),
+    ),
+    "invariant": tuple(
+        attention.invariant_shape(2, one_query=one)._replace(part_tokens=32) for one in (True, False)
+    ),
 }
 
 
-def attend(shape: attention.Shape) -> Callable[..., Tensor]:
+def attend(shapes: str) -> Callable[..., Tensor]:
     def run(*args: Any, **features: Any) -> Tensor:
-        return attention.attend(*args, shape, **features)
+        return attention.attend(*args, *SHAPES[shapes], **features)
 
     return run
 
@@ -132,11 +136,9 @@ def test_attention(shape: str, feature: str, dtype: torch.dtype) -> None:
     for batch in BATCHES.values():
         metadata = make_metadata(batch, block_size=8, num_blocks=16)
         q = randn(int(metadata.query_start_loc[-1]), 3, 4, 24, dtype=dtype)[:, 1]
-        if SHAPES[shape].decode and not attention.is_decode(q, metadata):
-            continue
         args = (q, *randn_caches(16, 2, 8, 24, dtype), metadata, 24**-0.5)
         got, want = (
-            attend(SHAPES[shape])(*args, **FEATURES[feature]),
+            attend(shape)(*args, **FEATURES[feature]),
             reference.paged_attention(*args, **FEATURES[feature]),
         )
         torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
@@ -152,7 +154,7 @@ def test_attention_refuses_features_that_mean_nothing(feature: dict[str, Any]) -
         attention.invariant_paged_attention(*args, **feature)
 
 
-@pytest.mark.parametrize("shape", ["split decode", "decode", "invariant decode"])
+@pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("feature", ["plain", "window"])
 def test_decode_attention_with_padding(shape: str, feature: str) -> None:
     """Requests of no tokens give zeros, keys may be stored [slot, D], and no launch depends on the lengths."""
@@ -168,17 +170,41 @@ def test_decode_attention_with_padding(shape: str, feature: str) -> None:
         max_query_len=1,
         max_seq_len=200,
     )
-    got = attend(SHAPES[shape])(q, stored, v_cache, padded, 24**-0.5, **FEATURES[feature])
+    got = attend(shape)(q, stored, v_cache, padded, 24**-0.5, **FEATURES[feature])
     want = reference.paged_attention(q[:3], k_cache, v_cache, metadata, 24**-0.5, **FEATURES[feature])
     torch.testing.assert_close(got[:3], want, rtol=2e-3, atol=1e-3)
     assert not got[3:].any()
+
+
+@pytest.mark.parametrize("feature", ["plain", "all"])
+def test_a_request_that_decodes_gets_the_same_bits_whoever_is_in_the_batch(
+    feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, among others, beside prompts, in a launch for longer ones, and with programs that take parts in turns."""
+    torch.manual_seed(0)
+    caches = randn_caches(16, 2, 8, 24, torch.float16)
+    q, alone = randn(1, 4, 24, dtype=torch.float16), make_metadata([(1, 77)], 8, 16)
+
+    def run(others: list[tuple[int, int]], max_seq_len: int = 77) -> Tensor:
+        batch = make_metadata([(1, 77), *others], 8, 16)
+        batch = replace(batch, max_seq_len=max_seq_len)
+        batch.block_tables[0, :10] = alone.block_tables[0, :10]
+        queries = torch.cat([q, randn(sum(length for length, _ in others), 4, 24, dtype=torch.float16)])
+        return attend("small")(queries, *caches, batch, 24**-0.5, **FEATURES[feature])[0]
+
+    expected = run([])
+    for others in ([(1, 20)], [(1, 1), (5, 30)], [(3, 3)]):
+        assert torch.equal(run(others), expected), others
+    assert torch.equal(run([], 4000), expected)
+    monkeypatch.setattr(attention, "MIN_PROGRAMS_OF_A_REQUEST", 2)
+    assert torch.equal(run([(1, 20)]), expected)
 
 
 @pytest.mark.parametrize("window", [None, 45])
 def test_invariant_attention_gives_the_same_bits_in_any_batch_and_chunk(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "INVARIANT_SPLIT_TOKENS", 32)
+    monkeypatch.setattr(attention, "INVARIANT_PART_TOKENS", 32)
     torch.manual_seed(0)
     length, caches = 77, randn_caches(16, 2, 8, 24, torch.float16)
     q, whole = randn(length, 4, 24, dtype=torch.float16), make_metadata([(77, 77)], 8, 16)
@@ -216,12 +242,12 @@ def test_a_cache_in_e4m3() -> None:
     keys, _ = written[rotary.write_kv]
     block, offset = divmod(int(slots[0]), 8)
     assert keys[block, 0, :3, offset].float().tolist() == [448.0, -448.0, 448.0]
-    for batch, shape in [("decode", "split decode"), ("mixed", "short chunk")]:
+    for batch, shape in [("decode", "small"), ("mixed", "fastest")]:
         metadata = make_metadata(BATCHES[batch], block_size=8, num_blocks=16)
         q = randn(int(metadata.query_start_loc[-1]), 4, 24, dtype=torch.float16)
         args = (q, *caches, metadata, 24**-0.5)
         want = reference.paged_attention(*args)
-        torch.testing.assert_close(attend(SHAPES[shape])(*args), want, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(attend(shape)(*args), want, rtol=2e-3, atol=2e-3)
 
 
 def test_copy_blocks() -> None:

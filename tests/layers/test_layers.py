@@ -186,10 +186,12 @@ def test_embedding_scale_is_rounded_to_the_dtype() -> None:
     assert layer.scale == torch.tensor(2304**0.5 + 0.1, dtype=torch.bfloat16).item() != 2304**0.5 + 0.1
 
 
-def test_logits_are_float32() -> None:
+def test_logits_are_float32_and_rounded_to_nothing_else() -> None:
     layer = VocabEmbedding(vocab_size=10, size=4, dtype=torch.bfloat16)
-    fill(layer, "e")
-    assert layer.logits(torch.randn(2, 4).bfloat16()).dtype == F32
+    weight, hidden = fill(layer, "e")["e.weight"], torch.randn(2, 4).bfloat16()
+    got = layer.logits(hidden)
+    assert got.dtype == F32
+    torch.testing.assert_close(got, hidden.float() @ weight.bfloat16().float().t())
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"])

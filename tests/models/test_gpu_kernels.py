@@ -15,6 +15,7 @@ from quire.kernels.linear import QuantizedRows
 from quire.kernels.triton import attention, linear, quantize
 from quire.layers.attention import attention_backends
 from quire.layers.linear import Linear
+from quire.layers.router import Router
 from quire.models.base import CausalLM
 from tests.models.harness import load_tiny, logits_of
 
@@ -24,7 +25,7 @@ PROMPTS = [[5, 6, 7], list(range(40, 75)), [200]]
 @pytest.fixture(autouse=True)
 def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_interpreter.use_gpu_kernels(monkeypatch)
-    monkeypatch.setattr(attention, "INVARIANT_SPLIT_TOKENS", 32)  # so that there are several
+    monkeypatch.setattr(attention, "INVARIANT_PART_TOKENS", 32)  # so that there are several
 
 
 def logits(model: CausalLM, *chunk_sizes: int, prompts: list[list[int]] = PROMPTS) -> list[Tensor]:
@@ -44,18 +45,28 @@ def logits(model: CausalLM, *chunk_sizes: int, prompts: list[list[int]] = PROMPT
         ("bloom", None),
         ("cohere-qk-norm", None),
         ("olmo2", None),
+        ("mixtral", None),
+        ("deepseekv3", None),
+        ("deepseekv2", "int8"),
+        ("gptoss", None),
+        ("bamba", None),
+        ("qwen3next", "int4"),
+        ("recurrentgemma", None),
+        ("jamba", None),
     ],
 )
 def test_logits_are_those_of_the_oracle(
     name: str, quantization: str | None, tiny_model: Callable[[str], Path]
 ) -> None:
     """Between them: tied table, also in int4, biases, windows, soft caps, learned positions, layer norms, norms of
-    heads of four kinds, linear biases, neighbours rotated, and integer weights."""
+    heads of four kinds, linear biases, neighbours rotated, experts, latents, states of four kinds, integer weights."""
     options = {"quantization": quantization, "quantization_config": {"head": "int4"} if quantization else {}}
     model = load_tiny(tiny_model(name), **options)
     assert attention_backends(model) == ["triton"]
-    packed = {layer.packed is not None for layer in model.modules() if isinstance(layer, Linear)}
-    assert packed == {quantization is not None}
+    linears = [
+        layer for layer in model.modules() if isinstance(layer, Linear) and not isinstance(layer, Router)
+    ]
+    assert {layer.packed is not None for layer in linears} == {quantization is not None}
     got = logits(model, 16)
     with pytest.MonkeyPatch.context() as patch:
         triton_interpreter.use_reference(patch)

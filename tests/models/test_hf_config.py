@@ -75,6 +75,13 @@ DBRX: dict[str, Any] = MPT | {
     "attn_config": {},
     "ffn_config": {"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 16},
 }
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.1,
+}
 STATES: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 4}
 HYBRID = MIXTRAL | {"mamba_n_heads": 4, "mamba_d_head": 16}
 OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported_archs(), LLAMA) | {
@@ -97,7 +104,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "MiniCPM3ForCausalLM": LATENT,
     "GptOssForCausalLM": MIXTRAL,
     "Llama4ForCausalLM": MIXTRAL,
+    "MiniMaxForCausalLM": MIXTRAL,
     "MiniMaxM2ForCausalLM": MIXTRAL,
+    "Ministral3ForCausalLM": LLAMA | {"head_dim": 8, "rope_parameters": MINISTRAL3_ROPE},
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": SPARSE,
     "PhimoeForCausalLM": MIXTRAL,
@@ -105,9 +114,18 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "Lfm2MoeForCausalLM": SPARSE,
     "Qwen3MoeForCausalLM": SPARSE,
     "Qwen3NextForCausalLM": SPARSE,
+    "Qwen3_5MoeForCausalLM": SPARSE,
     "YoutuForCausalLM": LATENT,
     "BambaForCausalLM": HYBRID,
+    "Zamba2ForCausalLM": LLAMA
+    | {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+    },
+    "FalconH1ForCausalLM": HYBRID | {"mamba_d_ssm": 64},
     "FalconMambaForCausalLM": STATES,
+    "Gemma3nForCausalLM": LLAMA | {"num_hidden_layers": 12, "num_kv_shared_layers": 2},
     "GraniteMoeHybridForCausalLM": HYBRID,
     "JambaForCausalLM": SPARSE,
     "Mamba2ForCausalLM": STATES | {"num_heads": 8, "head_dim": 8},
@@ -127,9 +145,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
 OF_FAMILY = {arch: values | {"architectures": [arch]} for arch, values in OF_FAMILY.items()}
 WITH_ORACLE = [row.architecture for row in BUILT_IN.values() if row.oracle == TRANSFORMERS]
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
-OF_STATES = dict.fromkeys(("mamba", "mamba2", "gated_delta", "recurrent_unit"), "linear_attention") | {
+OF_STATES = dict.fromkeys(
+    ("mamba", "mamba2", "gated_delta", "lightning", "recurrent_unit"), "linear_attention"
+) | {
     "short_conv": "conv",
     "latent_attention": "full_attention",
+    "attention_and_mamba2": "hybrid",
 }
 """What transformers calls layers that keep something else than keys and values."""
 ABSENT = object()
@@ -349,6 +370,11 @@ def test_all_unsupported_options_are_named_at_once(tmp_path: Path) -> None:
             ["hybrid_override_pattern", "M, * and -"],
         ),
         ("NemotronHForCausalLM", {"layers_block_type": ["moe"]}, ["layers_block_type", "full_attention"]),
+        (
+            "Gemma3nForCausalLM",
+            {"altup_active_idx": 1, "intermediate_size": [64, 32] * 6},
+            ["altup_active_idx = 1", "intermediate_size"],
+        ),
     ],
 )
 def test_unsupported_options_of_a_family(
@@ -372,6 +398,20 @@ def test_unsupported_options_of_a_family(
 def test_malformed_values_of_states(changes: dict[str, Any], word: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=word):
         read(tmp_path, OF_FAMILY["Mamba2ForCausalLM"] | changes)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "word"),
+    [
+        ("FalconH1ForCausalLM", {"mamba_d_ssm": 48}, "mamba_d_head must be mamba_d_ssm / mamba_n_heads"),
+        ("FalconH1ForCausalLM", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be a list of 5 numbers"),
+        ("Gemma3nForCausalLM", {"num_kv_shared_layers": 9}, "a layer of each kind has keys and values"),
+        ("Gemma3nForCausalLM", {"activation_sparsity_pattern": [1.0] * 12}, "activation_sparsity_pattern"),
+    ],
+)
+def test_malformed_values_of_a_family(arch: str, changes: dict[str, Any], word: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=word):
+        read(tmp_path, OF_FAMILY[arch] | changes)
 
 
 def test_variants_of_baichuan_that_only_sizes_tell_apart(tmp_path: Path) -> None:

@@ -84,6 +84,14 @@ JAIS = {
     "vocab_size": 84992,
 }  # fmt: skip
 
+FALCON_H1 = {
+    "attention_in_multiplier": 1.0, "attn_layer_indices": None, "key_multiplier": 0.39, "mamba_chunk_size": 128,
+    "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_ssm": 1536, "mamba_d_state": 128,
+    "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 24, "mamba_norm_before_gate": False,
+    "mamba_proj_bias": False, "mamba_rms_norm": False, "mamba_use_mlp": True, "mlp_expansion_factor": 8,
+    "mlp_multipliers": [0.88, 0.5], "projectors_bias": False, "rope_theta": 1e11, "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.31], "ssm_out_multiplier": 0.23,
+}  # fmt: skip
 GPT_OSS = {
     "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "initial_context_length": 4096,
     "num_experts_per_tok": 4, "num_local_experts": 32, "output_router_logits": False, "rope_theta": 150000,
@@ -147,6 +155,7 @@ PUBLISHED: dict[str, tuple[str, float, dict[str, Any]]] = {
             "vocab_size": 65024,
         },
     ),
+    "falcon-h1-0.5b": ("FalconH1", 0.5214, llama(1024, 2048, 36, 8, 2, 32784, head_dim=64, **FALCON_H1)),
     "gemma-2b": ("Gemma", 2.506, llama(2048, 16384, 18, 8, 1, 256000, head_dim=256, hidden_act="gelu")),
     "gpt-j-6b": (
         "GPTJ", 6.051, {

@@ -48,7 +48,10 @@ FAMILIES = [
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES, "bloom-six-heads"})
 EVERY_FAMILY = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
 LARGER = {
-    128: ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"),
+    128: (
+        "hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "laurel_rank", "hidden_size_per_layer_input",
+        "adapter_rank",
+    ),
     256: (
         "intermediate_size", "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner",
         "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
@@ -56,9 +59,11 @@ LARGER = {
     ),
     32: ("head_dim", "kv_channels", "v_head_dim"),
     1: ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    0: ("first_k_dense_replace", "num_dense_layers",),
+    0: ("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"),
 }  # fmt: skip
 """Sizes of which two ranks have whole groups and chunks of 64, and the keys that have them."""
+LISTS = ("layer_types", "layers_block_type", "attention_layers", "activation_sparsity_pattern")
+"""Keys with a value for each layer."""
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -73,7 +78,7 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
     sizes = {key: size for size, keys in LARGER.items() for key in keys if config.get(key)}
     # Half of QWen's intermediate size is gate, the other half up.
     widened = {"intermediate_size": 512} if "no_bias" in config and "d_model" not in config else {}
-    lists = {key: config[key][:1] for key in ("layer_types", "attention_layers") if config.get(key)}
+    lists = {key: config[key][:1] for key in LISTS if config.get(key)}
     lists |= {key: config[key][-1:] for key in ("mlp_layer_types",) if config.get(key)}  # the sparse one
     local = {"attention_types": [[["local"], 1]]} if "attention_types" in config else {}
     sparse = {"moe_layers": [0]} if config.get("moe_layers") else {}

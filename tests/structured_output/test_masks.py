@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import re
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.vocabulary import vocabulary_of
-from quire.structured_output.backend import GrammarError, Masks, Matcher
-from quire.structured_output.guidance import GuidanceBackend
+from quire.structured_output.backend import GrammarBackend, GrammarError, Masks, Matcher
+from quire.structured_output.backends import BACKENDS
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
 from tests.engine.tokenizer_kinds import EOS, KINDS, Kind
@@ -35,22 +36,29 @@ def vocabulary(name: str) -> Vocabulary:
     return vocabulary_of(kind.tokenizer, kind.num_ids + 3, [kind.backend.token_to_id(EOS)])
 
 
-BACKENDS = {name: GuidanceBackend(vocabulary(name)) for name in BYTEWISE}
+VOCABULARIES = {name: vocabulary(name) for name in BYTEWISE}
+LIBRARIES = {name: BACKENDS.resolve(name) for name in ("guidance", "xgrammar")}
+with_each_library = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 
 
-def bits(backend: GuidanceBackend, matcher: Matcher) -> set[int]:
+@cache
+def made(library: type[GrammarBackend], name: str) -> GrammarBackend:
+    return library(VOCABULARIES[name])
+
+
+def bits(backend: GrammarBackend, matcher: Matcher) -> set[int]:
     size = len(backend.vocabulary.tokens)
     masks = Masks(1, size)
     matcher.fill(masks, 0)
     return {token_id for token_id in range(size) if masks.allows(0, token_id)}
 
 
-def expected(backend: GuidanceBackend, regex: Regex, so_far: bytes) -> set[int]:
+def expected(backend: GrammarBackend, regex: Regex, so_far: bytes) -> set[int]:
     found = allowed(regex, so_far, backend.vocabulary.tokens)
     return found | set(backend.vocabulary.ends) if matches_empty(after(regex, so_far)) else found
 
 
-def check_walk(backend: GuidanceBackend, regex: Regex, matcher: Matcher, rng: random.Random) -> None:
+def check_walk(backend: GrammarBackend, regex: Regex, matcher: Matcher, rng: random.Random) -> None:
     """At every place of a random text the mask is what the slow engine says, also after a step forth and back."""
     so_far: list[int] = []
     for _ in range(8):
@@ -67,20 +75,26 @@ def check_walk(backend: GuidanceBackend, regex: Regex, matcher: Matcher, rng: ra
         so_far.append(right)
 
 
+@with_each_library
 @pytest.mark.parametrize("name", BYTEWISE)
 @settings(derandomize=True, max_examples=20, deadline=None)
 @given(written=expressions(ALPHABET), seed=st.integers(0, 2**32))
-def test_a_mask_has_the_tokens_with_which_some_match_begins(name: str, written: Written, seed: int) -> None:
-    backend = BACKENDS[name]
+def test_a_mask_has_the_tokens_with_which_some_match_begins(
+    library: type[GrammarBackend], name: str, written: Written, seed: int
+) -> None:
+    backend = made(library, name)
     pattern, regex = written
     matcher = backend.compile(StructuredOutputsParams(regex=pattern)).new_matcher()
     check_walk(backend, regex, matcher, random.Random(seed))
 
 
+@with_each_library
 @settings(derandomize=True, max_examples=40, deadline=None)
 @given(choices=st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=5), seed=st.integers(0, 2**32))
-def test_a_choice_allows_the_beginnings_of_its_texts(choices: list[str], seed: int) -> None:
-    backend = BACKENDS["byte_level"]
+def test_a_choice_allows_the_beginnings_of_its_texts(
+    library: type[GrammarBackend], choices: list[str], seed: int
+) -> None:
+    backend = made(library, "byte_level")
     regex = text(choices[0])
     for choice in choices[1:]:
         regex = either(regex, text(choice))
@@ -88,10 +102,13 @@ def test_a_choice_allows_the_beginnings_of_its_texts(choices: list[str], seed: i
     check_walk(backend, regex, matcher, random.Random(seed))
 
 
+@with_each_library
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(written=expressions(ALPHABET), data=st.lists(st.integers(0, 255), max_size=6))
-def test_a_token_that_is_not_allowed_leaves_the_matcher_as_it_was(written: Written, data: list[int]) -> None:
-    backend = GuidanceBackend(Vocabulary.of_bytes())
+def test_a_token_that_is_not_allowed_leaves_the_matcher_as_it_was(
+    library: type[GrammarBackend], written: Written, data: list[int]
+) -> None:
+    backend = library(Vocabulary.of_bytes())
     pattern, regex = written
     matcher = backend.compile(StructuredOutputsParams(regex=pattern)).new_matcher()
     so_far = b""
@@ -102,8 +119,9 @@ def test_a_token_that_is_not_allowed_leaves_the_matcher_as_it_was(written: Writt
     assert matcher.may_end == matches_empty(after(regex, so_far))
 
 
-def test_forced_tokens_spell_what_must_come() -> None:
-    backend = BACKENDS["byte_level"]
+@with_each_library
+def test_forced_tokens_spell_what_must_come(library: type[GrammarBackend]) -> None:
+    backend = made(library, "byte_level")
     tokens = backend.vocabulary.tokens
     matcher = backend.compile(StructuredOutputsParams(regex="the (?:a|b)")).new_matcher()
     forced = matcher.forced_tokens()
@@ -112,8 +130,9 @@ def test_forced_tokens_spell_what_must_come() -> None:
     assert matcher.forced_tokens() == []
 
 
-def test_matchers_of_one_grammar_do_not_disturb_each_other() -> None:
-    backend = GuidanceBackend(Vocabulary.of_bytes())
+@with_each_library
+def test_matchers_of_one_grammar_do_not_disturb_each_other(library: type[GrammarBackend]) -> None:
+    backend = library(Vocabulary.of_bytes())
     grammar = backend.compile(StructuredOutputsParams(regex="(?:ab|cd)*e"))
     first, second = grammar.new_matcher(), grammar.new_matcher()
     assert first.advance(ord("a"))
@@ -124,10 +143,13 @@ def test_matchers_of_one_grammar_do_not_disturb_each_other() -> None:
     assert not first.is_complete
 
 
+@with_each_library
 @pytest.mark.parametrize("name", BYTEWISE)
-def test_the_text_of_allowed_tokens_is_what_the_grammar_says(name: str) -> None:
+def test_the_text_of_allowed_tokens_is_what_the_grammar_says(
+    library: type[GrammarBackend], name: str
+) -> None:
     """Through the tokenizer's own decoder: what a client reads matches."""
-    kind, backend, rng = Kind(name), BACKENDS[name], random.Random(7)
+    kind, backend, rng = Kind(name), made(library, name), random.Random(7)
     pattern = "a(?: the|b|[.]| a| <0x4>| ?日本)*[.]"
     before = kind.backend.token_to_id("a")
     for _ in range(30):

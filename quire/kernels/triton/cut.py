@@ -154,7 +154,8 @@ def _amount(
         key = keys_of(tile, keys, row, index, n, count, temperature, bound, TILE, CAPACITY)
         each = tl.full([TILE], 1, tl.int64)
         if BY_MASS:
-            each = _weight_of(value_of(key), largest)
+            # A lane without a token has a key that is no number.
+            each = _weight_of(tl.where(key >= cut, value_of(key), largest), largest)
         amount += tl.where(key >= cut, each, 0)
     return tl.sum(amount)
 

@@ -53,19 +53,23 @@ def read_vaultgemma(architecture: str, config: JsonObject) -> ModelArch:
     return read_gemma2(architecture, config, block="sequential", names=names)
 
 
-def read_gemma3(architecture: str, config: JsonObject) -> ModelArch:
-    """No soft caps; q and k are normed, and windowed layers (five of six) have their own rope."""
-    period = config.integer("sliding_window_pattern", 6, high=MAX_LAYERS)
+def read_gemma3(
+    architecture: str, config: JsonObject, *, period: int = 6, window: int = 4096, **differing: Any
+) -> ModelArch:
+    """No soft caps; q and k are normed, and windowed layers (five of six) have their own rope.
+
+    `period` and `window` are defaults.
+    """
+    period = config.integer("sliding_window_pattern", period, high=MAX_LAYERS)
     head_dim = config.integer("head_dim", 256, high=MAX_WIDTH)
     local = config.with_values(rope_theta=None, rope_scaling=None)
     local_theta = config.number("rope_local_base_freq", 10000.0, low=1.0)
-    return read_gemma2(
-        architecture,
-        config,
-        qk_norm="rms",
-        attn_logit_softcap=optional_number(config, "attn_logit_softcapping", None),
-        final_logit_softcap=optional_number(config, "final_logit_softcapping", None),
-        rope=read_rope(config, head_dim=head_dim, theta=1e6),
-        rope_local=read_rope(local, head_dim=head_dim, theta=local_theta, layer_type=SLIDING),
-        **alternating_window(config, period=period),
-    )
+    fields = {
+        "qk_norm": "rms",
+        "attn_logit_softcap": optional_number(config, "attn_logit_softcapping", None),
+        "final_logit_softcap": optional_number(config, "final_logit_softcapping", None),
+        "rope": read_rope(config, head_dim=head_dim, theta=1e6),
+        "rope_local": read_rope(local, head_dim=head_dim, theta=local_theta, layer_type=SLIDING),
+        **alternating_window(config, period=period, default=window),
+    }
+    return read_gemma2(architecture, config, **(fields | differing))

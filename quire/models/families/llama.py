@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.config.arch import CheckpointNames, ModelArch
+from quire.config.arch import CheckpointNames, ModelArch, Temperature
 from quire.models.families.fields import (
     MAX_LAYERS,
     biases,
@@ -32,6 +32,26 @@ def read_mistral(architecture: str, config: JsonObject) -> ModelArch:
 def read_ministral(architecture: str, config: JsonObject) -> ModelArch:
     """Ministral: a window on the layers that the file names, else on all."""
     return read_llama(architecture, config, **declared_windows(config, lambda layer: True))
+
+
+def read_ministral3(architecture: str, config: JsonObject) -> ModelArch:
+    """Ministral 3 (Mistral, 2025): stretched positions, and queries that grow with them, as Llama 4's do."""
+    rope = config.child("rope_parameters")
+    temperature = Temperature(
+        interval=rope.number("original_max_position_embeddings", low=1.0),
+        scale=rope.number("llama_4_scaling_beta"),
+        rotated_too=True,
+    )
+    return read_llama(
+        architecture,
+        config,
+        default_head_dim=128,
+        theta=1e6,
+        norm_eps=rms_eps(config, 1e-5),
+        temperature=temperature,
+        **uniform_window(config, default=None),
+        **biases(False),
+    )
 
 
 def read_cwm(architecture: str, config: JsonObject) -> ModelArch:
@@ -107,34 +127,6 @@ def read_helium(architecture: str, config: JsonObject) -> ModelArch:
         rope=read_rope(config, head_dim=head_dim, theta=1e5, interleaved=True),
         norm_eps=rms_eps(config, 1e-8),
         **biases(qkv=config.flag("attention_bias", False), mlp=config.flag("mlp_bias", False)),
-    )
-
-
-def read_granite(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
-    """Granite (IBM, 2024): four multipliers, after muP (Yang et al., 2022, arXiv:2203.03466)."""
-    multipliers = {
-        "embedding_multiplier": config.number("embedding_multiplier", 1.0),
-        "residual_multiplier": config.number("residual_multiplier", 1.0),
-        "attention_scale": config.number("attention_multiplier", 1.0),
-        "logits_multiplier": 1.0 / config.number("logits_scaling", 1.0, low=1e-6),
-    }
-    return read_llama(architecture, config, **(multipliers | fields))
-
-
-def read_hyperclovax(architecture: str, config: JsonObject) -> ModelArch:
-    """HyperCLOVA X (2024, arXiv:2404.01954): Granite, with norms also behind attention and MLP."""
-    names = {
-        "post_attention_layernorm": "post_norm1",
-        "pre_feedforward_layernorm": "post_attention_layernorm",
-        "post_feedforward_layernorm": "post_norm2",
-    }
-    behind = {"block": "sandwich", "names": CheckpointNames(names)}
-    return read_granite(
-        architecture,
-        config,
-        attention_scale=optional_number(config, "attention_multiplier", None),
-        logits_multiplier=config.number("logits_scaling", 1.0),
-        **(behind if config.flag("use_post_norm", True) else {}),
     )
 
 

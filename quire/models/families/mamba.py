@@ -63,8 +63,10 @@ def read_channels(config: JsonObject, **fields: Any) -> MambaArch:
     )
 
 
-def read_heads(config: JsonObject, *, norm_eps: float, groups: int, **fields: Any) -> Mamba2Arch:
-    """Mixers of Mamba 2, by its keys; `groups` is a default, and `fields` are those that are not read."""
+def read_heads(
+    config: JsonObject, *, norm_eps: float | None, groups: int, states: int = 128, **fields: Any
+) -> Mamba2Arch:
+    """Mixers of Mamba 2, by its keys; `groups` and `states` are defaults, and `fields` are those that are not read."""
     config.only("hidden_act", "silu")
     heads = config.integer("num_heads", 128, high=MAX_HEADS)
     num_groups = config.integer("n_groups", groups, high=heads)
@@ -77,7 +79,7 @@ def read_heads(config: JsonObject, *, norm_eps: float, groups: int, **fields: An
         heads=heads,
         head_dim=expanded // heads if is_auto else config.integer("head_dim", high=MAX_WIDTH),
         groups=num_groups,
-        states=config.integer("state_size", 128, high=MAX_WIDTH),
+        states=config.integer("state_size", states, high=MAX_WIDTH),
         taps=config.integer("conv_kernel", 4, low=2, high=MAX_TAPS),
         norm_eps=norm_eps,
         bias=config.flag("use_bias", False),

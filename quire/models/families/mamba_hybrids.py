@@ -7,13 +7,12 @@ from typing import Any
 from quire.config.arch import QKV_APART, CheckpointNames, ExpertStack, ModelArch
 from quire.models.families.experts import all_layers, read_experts
 from quire.models.families.fields import MAX_LAYERS, MAX_WIDTH, biases, plain_mlp, read_llama
-from quire.models.families.llama import read_granite
+from quire.models.families.granite import GRANITE_NAMES, read_granite
 from quire.models.families.mamba import NAMES, read_channels, read_heads
-from quire.models.families.sparse import GRANITE_NAMES
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import FULL, read_rope
 
-_KEYS = {
+HYBRID_KEYS = {
     "num_heads": "mamba_n_heads",
     "head_dim": "mamba_d_head",
     "n_groups": "mamba_n_groups",
@@ -26,7 +25,7 @@ _KEYS = {
 }
 """What Mamba's own files call otherwise."""
 _NORMS = {"post_attention_layernorm": "pre_ff_layernorm", "norm": "final_layernorm"}
-_STATES = {"scan": "", "gated_norm": "norm"}
+STATE_NAMES = {"scan": "", "gated_norm": "norm"}
 _ATTENTION, _MAMBA = ("attention", FULL), ("mamba", "linear_attention")
 """What files call layers of each kind."""
 
@@ -45,13 +44,13 @@ def read_jamba(architecture: str, config: JsonObject) -> ModelArch:
         routing={"default_top_k": 2},
     )
     channels = hidden * config.integer("mamba_expand", 2, high=64)
-    names = {**_NORMS, **_STATES, "mlp": "feed_forward", "gate": "router"}
+    names = {**_NORMS, **STATE_NAMES, "mlp": "feed_forward", "gate": "router"}
     return read_llama(
         architecture,
         config,
         names=CheckpointNames(names),
         layer_types=tuple(FULL if layer in attends else "mamba" for layer in all_layers(config)),
-        mamba=read_channels(config.with_aliases(_KEYS), channels=channels, norm_eps=norm_eps),
+        mamba=read_channels(config.with_aliases(HYBRID_KEYS), channels=channels, norm_eps=norm_eps),
         norm_eps=norm_eps,
         rope=None,
         experts=experts,
@@ -67,9 +66,9 @@ def read_bamba(architecture: str, config: JsonObject) -> ModelArch:
     return read_llama(
         architecture,
         config,
-        names=CheckpointNames({**_NORMS, **_STATES, "mlp": "feed_forward"}),
+        names=CheckpointNames({**_NORMS, **STATE_NAMES, "mlp": "feed_forward"}),
         layer_types=tuple(FULL if layer in attends else "mamba2" for layer in all_layers(config)),
-        mamba2=read_heads(config.with_aliases(_KEYS), norm_eps=norm_eps, groups=1),
+        mamba2=read_heads(config.with_aliases(HYBRID_KEYS), norm_eps=norm_eps, groups=1),
         head_dim=head_dim,
         rope=read_rope(config, head_dim=head_dim, partial=0.5),
         norm_eps=norm_eps,
@@ -83,7 +82,7 @@ def read_granite_hybrid(architecture: str, config: JsonObject) -> ModelArch:
     )
     rotated = config.choice("position_embedding_type", ("rope", "nope"), "nope") == "rope"
     heads = read_heads(
-        config.with_aliases(_KEYS), norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0), groups=1
+        config.with_aliases(HYBRID_KEYS), norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0), groups=1
     )
     size = config.integer("shared_intermediate_size", 1024, high=MAX_WIDTH)
     fields: dict[str, Any] = {"layer_types": kinds, "mamba2": heads}
@@ -94,7 +93,7 @@ def read_granite_hybrid(architecture: str, config: JsonObject) -> ModelArch:
         return read_granite(
             architecture,
             config,
-            names=CheckpointNames(names | _STATES, QKV_APART),
+            names=CheckpointNames(names | STATE_NAMES, QKV_APART),
             intermediate_size=size,
             **fields,
         )
@@ -110,7 +109,7 @@ def read_granite_hybrid(architecture: str, config: JsonObject) -> ModelArch:
     return read_granite(
         architecture,
         config,
-        names=CheckpointNames(GRANITE_NAMES | _STATES, QKV_APART),
+        names=CheckpointNames(GRANITE_NAMES | STATE_NAMES, QKV_APART),
         experts=experts,
         **fields,
     )

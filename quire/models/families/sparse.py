@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from quire.config.arch import QKV_APART, CheckpointNames, ExpertStack, ModelArch
-from quire.models.families.experts import (
-    all_layers,
-    read_deepseek_experts,
-    read_experts,
-    read_qwen_experts,
-)
+from quire.config.arch import QKV_APART, CheckpointNames, ModelArch
+from quire.models.families.experts import all_layers, read_experts, read_qwen_experts
 from quire.models.families.fields import (
     MAX_LAYERS,
     MAX_WIDTH,
@@ -21,22 +16,13 @@ from quire.models.families.fields import (
     uniform_window,
 )
 from quire.models.families.hunyuan import read_hunyuan
-from quire.models.families.llama import read_ernie, read_granite
+from quire.models.families.llama import read_ernie
 from quire.models.families.olmo import read_olmo2
 from quire.models.json_object import JsonObject
-from quire.models.rope_config import read_rope
 
-_MIXTRAL_NAMES = CheckpointNames(
+MIXTRAL_NAMES = CheckpointNames(
     {"mlp": "block_sparse_moe", "down_proj": "w2"}, {**QKV_APART, "gate_up_proj": ("w1", "w3")}
 )
-GRANITE_NAMES = {
-    "mlp": "",
-    "gate": "block_sparse_moe.router.layer",
-    "experts": "block_sparse_moe",
-    "shared_expert": "shared_mlp",
-    "gate_up_proj": "input_linear",
-    "down_proj": "output_linear",
-}
 _SHARED_EXPERTS = {"shared_expert": "shared_experts"}
 
 
@@ -45,7 +31,7 @@ def read_mixtral(architecture: str, config: JsonObject) -> ModelArch:
     return read_llama(
         architecture,
         config,
-        names=_MIXTRAL_NAMES,
+        names=MIXTRAL_NAMES,
         theta=1e6,
         norm_eps=rms_eps(config, 1e-5),
         experts=read_experts(
@@ -75,7 +61,7 @@ def read_arctic(architecture: str, config: JsonObject) -> ModelArch:
     return read_llama(
         architecture,
         config,
-        names=_MIXTRAL_NAMES,
+        names=MIXTRAL_NAMES,
         block="residual_experts",
         intermediate_size=config.integer("hidden_size", high=MAX_WIDTH),
         norm_eps=rms_eps(config, 1e-5),
@@ -139,85 +125,6 @@ def read_flex_olmo(architecture: str, config: JsonObject) -> ModelArch:
     return read_olmo2(architecture, config, experts=experts, norm_eps=rms_eps(config, 1e-6), theta=5e5)
 
 
-def read_minimax_m2(architecture: str, config: JsonObject) -> ModelArch:
-    """MiniMax M2 (2025): norms of all of q and all of k; sigmoids choose, and a bias keeps the load even."""
-    head_dim = read_head_dim(config, config.integer("num_attention_heads"), 128)
-    partial = config.integer("rotary_dim", head_dim, high=head_dim) / head_dim
-    return read_llama(
-        architecture,
-        config,
-        names=_MIXTRAL_NAMES,
-        head_dim=head_dim,
-        rope=read_rope(config, head_dim=head_dim, theta=5e6, partial=partial),
-        qk_norm="row_rms",
-        experts=read_experts(
-            config,
-            count="num_local_experts",
-            size="intermediate_size",
-            layers=all_layers(config),
-            routing={"default_top_k": 8, "scores": "sigmoid", "normalized": True},
-            correction_bias="e_score_correction_bias",
-        ),
-        **biases(False),
-    )
-
-
-def read_glm4_moe(architecture: str, config: JsonObject) -> ModelArch:
-    """GLM 4.5 to 4.7 (arXiv:2508.06471): half of each head is rotated; layers that guess ahead are left out."""
-    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    head_dim = read_head_dim(config, config.integer("num_attention_heads"))
-    names = CheckpointNames(
-        _SHARED_EXPERTS, unused=(r"\.rotary_emb\.inv_freq$", rf"^model\.layers\.{num_layers}\.")
-    )
-    return read_llama(
-        architecture,
-        config,
-        names=names,
-        head_dim=head_dim,
-        rope=read_rope(config, head_dim=head_dim, partial=0.5),
-        qk_norm="rms" if config.flag("use_qk_norm", False) else None,
-        norm_eps=rms_eps(config, 1e-5),
-        experts=read_deepseek_experts(config, default_top_k=8, first=1, shared=1, normalized=True),
-        **biases(qkv=config.flag("attention_bias", False)),
-    )
-
-
-def read_solar_open(architecture: str, config: JsonObject) -> ModelArch:
-    """Solar Open (Upstage, 2026, arXiv:2601.07022): DeepSeek-V3's choice of experts, in every layer."""
-    experts = read_deepseek_experts(
-        config.with_values(first_k_dense_replace=0),
-        default_top_k=8,
-        first=0,
-        shared=1,
-        normalized=True,
-    )
-    return read_llama(
-        architecture,
-        config,
-        names=CheckpointNames(_SHARED_EXPERTS),
-        # No layer is dense, and the file has no size for one.
-        intermediate_size=1,
-        default_head_dim=128,
-        theta=1e6,
-        norm_eps=rms_eps(config, 1e-5),
-        experts=experts,
-        **biases(qkv=config.flag("attention_bias", False)),
-    )
-
-
-def read_dots1(architecture: str, config: JsonObject) -> ModelArch:
-    """dots.llm1 (2025, arXiv:2506.05767): q and k are normed per head."""
-    first = config.integer("max_window_layers", 62, low=0)
-    return read_llama(
-        architecture,
-        config,
-        names=CheckpointNames(_SHARED_EXPERTS),
-        qk_norm="rms",
-        experts=read_deepseek_experts(config, default_top_k=None, first=0, shared=0, normalized=False),
-        **declared_windows(config, lambda layer: layer >= first),
-    )
-
-
 def read_ernie_moe(architecture: str, config: JsonObject) -> ModelArch:
     """ERNIE 4.5 MoE (Baidu, 2025): a bias, which chooses only, on top of a softmax; the first layers are dense."""
     config.only("use_bias", False)
@@ -242,22 +149,6 @@ def read_ernie_moe(architecture: str, config: JsonObject) -> ModelArch:
         shared_size=size * config.integer("moe_num_shared_experts", 2, low=0, high=64),
     )
     return read_ernie(architecture, config, names=CheckpointNames(_SHARED_EXPERTS), experts=experts)
-
-
-def read_granite_moe(architecture: str, config: JsonObject) -> ModelArch:
-    """Granite 3 MoE (IBM, 2024): the experts of a layer in one tensor, and perhaps one that sees every token."""
-    experts = read_experts(
-        config,
-        count="num_local_experts",
-        size="intermediate_size",
-        layers=all_layers(config),
-        routing={"default_top_k": 2, "normalized": True},
-        stack=ExpertStack(),
-        shared_size=config.integer("shared_intermediate_size", 0, low=0, high=MAX_WIDTH),
-    )
-    return read_granite(
-        architecture, config, names=CheckpointNames(GRANITE_NAMES, QKV_APART), experts=experts
-    )
 
 
 def read_hunyuan_moe(architecture: str, config: JsonObject) -> ModelArch:

@@ -1,0 +1,322 @@
+"""The kernels of paged attention: tiles of keys for tiles of queries, and the joining of parts.
+
+Invariant: a program owns BLOCK_M rows, which are BLOCK_Q tokens of one request times the query heads of one key-value
+head; it walks keys in tiles that start at multiples of BLOCK_N, part by part. Where a part begins follows from the
+request's own length, and never from who else is in the batch or how many programs share the parts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _request_of(starts, block, num_requests, BLOCK_Q: tl.constexpr):
+    """The request that owns a block of queries: the last r with starts[r] // BLOCK_Q + r <= block.
+
+    Each request so gets one block more than it may need, and no host has to count them.
+    """
+    low, high = 0, num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) // BLOCK_Q + middle <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _queries(starts, num_requests, fewest_queries, BLOCK_Q: tl.constexpr, ONE_QUERY: tl.constexpr):
+    """This program's request, the request's first row and number of queries, and its first query for this program.
+
+    A request that another launch takes has no queries for this one. Of a prompt the last queries, which see the most,
+    come first.
+    """
+    if ONE_QUERY:
+        request = tl.program_id(1)
+        start = tl.load(starts + request)
+        num_queries = tl.load(starts + request + 1) - start
+        return request, start, num_queries * 0, tl.where(num_queries == 1, 1, 0)
+    else:
+        block = tl.num_programs(1) - 1 - tl.program_id(1)
+        request = _request_of(starts, block, num_requests, BLOCK_Q)
+        start = tl.load(starts + request)
+        num_queries = tl.load(starts + request + 1) - start
+        first_query = (block - start // BLOCK_Q - request) * BLOCK_Q
+        return request, start, first_query, tl.where(num_queries < fewest_queries, 0, num_queries)
+
+
+@triton.jit
+def _first_key(position, window, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """The first key that a query at a position sees; a window that is CHUNKED begins at multiples of its size."""
+    if CHUNKED:
+        return tl.maximum(position, 0) // window * window
+    elif HAS_WINDOW:
+        return tl.maximum(position - window + 1, 0)
+    else:
+        return position * 0
+
+
+@triton.jit
+def _parts(
+    length, window, most_parts, part_tokens,
+    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """Where the parts of a sequence with one query begin, the keys in each, and how many parts there are.
+
+    EVEN parts share what is seen, but none is smaller than `part_tokens`; others stand at multiples of that. It is
+    the sequence's own length that decides, so a launch that was recorded serves any lengths.
+    """
+    first = 0
+    if EVEN:
+        if HAS_WINDOW:
+            first = _first_key(length - 1, window, HAS_WINDOW, CHUNKED) // BLOCK_N * BLOCK_N
+        share = tl.cdiv(tl.cdiv(length - first, most_parts), BLOCK_N) * BLOCK_N
+        part_tokens = tl.maximum(share, part_tokens)
+    return first, part_tokens, tl.cdiv(length - first, part_tokens)
+
+
+@triton.jit
+def _plain(
+    history, first_query, end, part_begin, part_end, window,
+    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """From where to where in a part all queries of a tile see all keys of each tile."""
+    begin = _first_key(end - 1, window, HAS_WINDOW, CHUNKED)
+    begin = tl.minimum(tl.maximum(tl.cdiv(begin, BLOCK_N) * BLOCK_N, part_begin), part_end)
+    plain_end = (history + first_query + 1) // BLOCK_N * BLOCK_N
+    return begin, tl.maximum(tl.minimum(plain_end, part_end), begin)
+
+
+@triton.jit
+def _seen(
+    history, first_query, num_queries, window,
+    BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """The keys that some query of a tile sees, from the beginning of one of their tiles."""
+    end = history + tl.minimum(first_query + BLOCK_Q, num_queries)
+    return _first_key(history + first_query, window, HAS_WINDOW, CHUNKED) // BLOCK_N * BLOCK_N, end
+
+
+@triton.jit
+def _load(pointer, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointer, mask=mask, other=0.0)
+    else:
+        return tl.load(pointer)
+
+
+@triton.jit
+def _scores(
+    query, key, distance, reach, slope, scale, soft_cap,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scores in powers of two, -inf where a key is not seen: in the future, or farther than the query's reach [M].
+
+    query [M, D], key [D, N], distance [M, N].
+    """
+    score = tl.dot(query, key, input_precision="ieee")
+    if HAS_CAP:
+        score = (soft_cap * LOG2_E) * (2.0 / (1.0 + tl.exp(-2.0 * (score * scale) / soft_cap)) - 1.0)
+    else:
+        score *= scale * LOG2_E
+    if HAS_SLOPES:
+        score -= (slope * LOG2_E)[:, None] * distance.to(tl.float32)
+    if MASKED:
+        seen = distance >= 0
+        if HAS_WINDOW:
+            seen &= distance <= reach[:, None]
+        score = tl.where(seen, score, float("-inf"))
+    return score
+
+
+@triton.jit
+def _add_tile(
+    largest, total, mixed, tile, end, query, position, reach, slope, scale, soft_cap, table,
+    k_head, v_head, kc_block, kc_dim, kc_slot, vc_block, vc_slot, vc_dim,
+    HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over one more tile of keys; MASKED, unless all of them are there and seen by every query."""
+    PADDED: tl.constexpr = MASKED or HEAD != HEAD_TILE
+    key_position = tile + tl.arange(0, BLOCK_N)
+    known, dim = key_position < end, tl.arange(0, HEAD_TILE)
+    block = _load(table + key_position // PAGE, known, MASKED).to(tl.int64)
+    slot, inside = key_position % PAGE, dim < HEAD
+    key_place = block[None, :] * kc_block + dim[:, None] * kc_dim + slot[None, :] * kc_slot
+    key = _load(k_head + key_place, known[None, :] & inside[:, None], PADDED).to(query.dtype)
+    value_place = block[:, None] * vc_block + slot[:, None] * vc_slot + dim[None, :] * vc_dim
+    value = _load(v_head + value_place, known[:, None] & inside[None, :], PADDED).to(query.dtype)
+    distance = position[:, None] - key_position[None, :]
+    if MASKED:
+        distance = tl.where(known[None, :], distance, -1)
+    score = _scores(
+        query, key, distance, reach, slope, scale, soft_cap, HAS_CAP, HAS_SLOPES, HAS_WINDOW, MASKED
+    )
+    new_largest = tl.maximum(largest, tl.max(score, 1))
+    reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weight = tl.exp2(score - reference[:, None])
+    decay = tl.exp2(largest - reference)
+    mixed = mixed * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+    return new_largest, total * decay + tl.sum(weight, 1), mixed
+
+
+@triton.jit
+def joined(largest, total, mixed, part_largest, part_total, part_mixed):
+    """Add a part to the sum of those before it; the one place where that is done, so that it always rounds alike."""
+    new_largest = tl.maximum(largest, part_largest)
+    # What has seen nothing yet has a largest score of -inf; measured from 0 its weights are 0 and not NaN.
+    reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    decay, share = tl.exp2(largest - reference), tl.exp2(part_largest - reference)
+    return (
+        new_largest,
+        total * decay + part_total * share,
+        mixed * decay[:, None] + part_mixed * share[:, None],
+    )
+
+
+@triton.jit
+def _result(largest, total, mixed, sinks, head, used, HAS_SINKS: tl.constexpr):
+    """What rows have seen divided by its mass, to which a head's sink, a key without a value, is added last."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * LOG2_E
+        largest, total, mixed = joined(largest, total, mixed, sink, 1.0, tl.zeros_like(mixed))
+    return mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit(do_not_specialize=["num_requests", "fewest_queries", "most_parts", "parts_width"])
+def attend(
+    out, parts, q, k_cache, v_cache, starts, lengths, tables, slopes, sinks,
+    num_requests, fewest_queries, scale, soft_cap, window, part_tokens, most_parts, parts_width,
+    q_token, q_head, table_width, kc_block, kc_head, kc_dim, kc_slot, vc_block, vc_head, vc_slot, vc_dim,
+    HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, ONE_QUERY: tl.constexpr,
+    PARTS: tl.constexpr, EVEN: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """Attention of a tile of queries. Of ONE_QUERY, PARTS are put into `parts`; of more they are joined at once.
+
+    Programs (key-value head, request or block of queries, which parts).
+    """
+    kv_head = tl.program_id(0)
+    request, start, first_query, num_queries = _queries(
+        starts, num_requests, fewest_queries, BLOCK_Q, ONE_QUERY
+    )
+    if first_query >= num_queries:
+        return
+    length = tl.load(lengths + request)
+    history = length - num_queries
+    SPLIT: tl.constexpr = PARTS and ONE_QUERY
+
+    row = tl.arange(0, BLOCK_M)
+    query_index = first_query + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    row_used = (row < BLOCK_Q * GROUP) & (query_index < num_queries)
+    position = history + query_index
+    dim = tl.arange(0, HEAD_TILE)
+    used = row_used[:, None] & (dim < HEAD)[None, :]
+    token = (start + query_index).to(tl.int64)
+    place = token[:, None] * q_token + head[:, None] * q_head + dim[None, :]
+    query = tl.load(q + place, mask=used, other=0.0)
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(slopes + head, mask=row_used, other=0.0).to(tl.float32)
+    reach = position - _first_key(position, window, HAS_WINDOW, CHUNKED)
+    table = tables + request.to(tl.int64) * table_width
+    k_head, v_head = k_cache + kv_head * kc_head, v_cache + kv_head * vc_head
+
+    begin, end = _seen(history, first_query, num_queries, window, BLOCK_Q, BLOCK_N, HAS_WINDOW, CHUNKED)
+    first, first_part, num_parts, step = begin, 0, 1, 1
+    if SPLIT:
+        first, part_tokens, num_parts = _parts(
+            length, window, most_parts, part_tokens, BLOCK_N, EVEN, HAS_WINDOW, CHUNKED
+        )
+        first_part, step = tl.program_id(2), tl.num_programs(2)
+    elif PARTS:
+        first, first_part, num_parts = 0, begin // part_tokens, tl.cdiv(end, part_tokens)
+    else:
+        part_tokens = end - begin
+
+    all_largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    all_total = tl.zeros([BLOCK_M], tl.float32)
+    all_mixed = tl.zeros([BLOCK_M, HEAD_TILE], tl.float32)
+    for part in range(first_part, num_parts, step):
+        part_begin = tl.maximum(begin, first + part * part_tokens)
+        part_end = tl.minimum(end, first + (part + 1) * part_tokens)
+        plain_begin, plain_end = _plain(
+            history, first_query, end, part_begin, part_end, window, BLOCK_N, HAS_WINDOW, CHUNKED
+        )
+        largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        mixed = tl.zeros([BLOCK_M, HEAD_TILE], tl.float32)
+        for stage in tl.static_range(0 if HAS_WINDOW else 1, 3):
+            stage_begin, stage_end = part_begin, plain_begin
+            if stage == 1:
+                stage_begin, stage_end = plain_begin, plain_end
+            elif stage == 2:
+                stage_begin, stage_end = plain_end, part_end
+            for tile in range(stage_begin, stage_end, BLOCK_N):
+                largest, total, mixed = _add_tile(
+                    largest, total, mixed, tile, end, query, position, reach, slope, scale, soft_cap, table,
+                    k_head, v_head, kc_block, kc_dim, kc_slot, vc_block, vc_slot, vc_dim,
+                    HEAD, HEAD_TILE, PAGE, BLOCK_N, HAS_CAP, HAS_SLOPES, HAS_WINDOW, stage != 1,
+                )  # fmt: skip
+        if SPLIT:
+            # parts [R, Hq, parts_width, HEAD + 2]: the sum, its mass and its largest score.
+            row_of_parts = request.to(tl.int64) * (tl.num_programs(0) * GROUP) + head
+            target = parts + (row_of_parts * parts_width + part) * (HEAD + 2)
+            tl.store(target[:, None] + dim[None, :], mixed, mask=used)
+            tl.store(target + HEAD, total, mask=row_used)
+            tl.store(target + HEAD + 1, largest, mask=row_used)
+        else:
+            all_largest, all_total, all_mixed = joined(
+                all_largest, all_total, all_mixed, largest, total, mixed
+            )
+
+    if not SPLIT:
+        result = _result(all_largest, all_total, all_mixed, sinks, head, row_used, HAS_SINKS)
+        out_row = token * (tl.num_programs(0) * GROUP) + head
+        tl.store(out + out_row[:, None] * HEAD + dim[None, :], result.to(out.dtype.element_ty), mask=used)
+
+
+@triton.jit(do_not_specialize=["most_parts", "parts_width"])
+def join_parts(
+    out, parts, starts, lengths, sinks, window, part_tokens, most_parts, parts_width,
+    HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of a request with one query, for one head: TILE of them at a time, in the order of their keys."""
+    head, request = tl.program_id(0), tl.program_id(1)
+    token = tl.load(starts + request)
+    if tl.load(starts + request + 1) - token != 1:
+        return
+    length = tl.load(lengths + request)
+    _, _, num_parts = _parts(length, window, most_parts, part_tokens, BLOCK_N, EVEN, HAS_WINDOW, CHUNKED)
+    dim = tl.arange(0, HEAD_TILE)[None, :]
+    inside = dim < HEAD
+    row = request.to(tl.int64) * tl.num_programs(0) + head
+    largest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([1, HEAD_TILE], tl.float32)
+    for first_part in range(0, num_parts, TILE):
+        part = first_part + tl.arange(0, TILE)
+        known = part < num_parts
+        source = parts + (row * parts_width + part) * (HEAD + 2)
+        part_mixed = tl.load(source[:, None] + dim, mask=known[:, None] & inside, other=0.0)
+        part_total = tl.load(source + HEAD, mask=known, other=0.0)
+        part_largest = tl.load(source + HEAD + 1, mask=known, other=float("-inf"))
+        tile_largest = tl.max(part_largest, 0)
+        weight = tl.exp2(part_largest - tl.where(tile_largest == float("-inf"), 0.0, tile_largest))
+        largest, total, mixed = joined(
+            largest, total, mixed,
+            tile_largest, tl.sum(part_total * weight, 0), tl.sum(part_mixed * weight[:, None], 0)[None, :],
+        )  # fmt: skip
+    one = tl.arange(0, 1)
+    result = _result(largest, total, mixed, sinks, head + one, one == 0, HAS_SINKS)
+    place = out + (token.to(tl.int64) * tl.num_programs(0) + head) * HEAD + dim
+    tl.store(place, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,219 @@
+"""Experts: choices are sorted by expert, and each tile of rows is multiplied by the matrices of its expert.
+
+Four launches serve any step: choices are sorted; gate and up multiply gathered rows, and are activated; down leaves its
+rows at the places of the choices; and a token's are added up. How many programs there are depends on the number of
+tokens and experts, and not on what was chosen, so that a step can be recorded and replayed; others have nothing to do.
+
+Invariant: a row is multiplied in a tile of fixed size and a token's experts are added up in the order of their ids; so
+no bit depends on who else is in the step. Of experts that nobody chose nothing is read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.experts import ExpertWeights, stacked
+from quire.kernels.linear import PackedWeight
+from quire.kernels.triton.launch import next_power_of_2
+from quire.kernels.triton.product import BLOCK_M, BLOCK_N, as_multiplied, format_options, product_tile
+
+SORT_TILE = 1024
+COLUMNS = 1024
+
+
+@triton.jit(do_not_specialize=["choices"])
+def _sort(order, starts, chosen, choices, TILE: tl.constexpr):
+    """The choices of this program's expert, in their order, behind those of the experts before; and where they start.
+
+    The last program's is no expert: it says where all end. A choice of none stands nowhere before that.
+    """
+    expert = tl.program_id(0)
+    before = tl.zeros([TILE], tl.int32)
+    for first in range(0, choices, TILE):
+        choice = first + tl.arange(0, TILE)
+        ids = tl.load(chosen + choice, mask=choice < choices, other=-1)
+        before += ((ids >= 0) & (ids < expert)).to(tl.int32)
+    place = tl.sum(before)
+    tl.store(starts + expert, place)
+    for first in range(0, choices, TILE):
+        choice = first + tl.arange(0, TILE)
+        mine = (tl.load(chosen + choice, mask=choice < choices, other=-1) == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(mine) - 1, choice, mask=mine > 0)
+        place += tl.sum(mine)
+
+
+@triton.jit
+def _tile(chosen, order, starts, count, BLOCK_M: tl.constexpr, BY_CHOICE: tl.constexpr):
+    """This program's expert and, of the sorted choices, the first and the end of those that it may compute.
+
+    BY_CHOICE a program for each choice is the one of its tile or has nothing to do, which asks for few reads; else an
+    expert has one tile more than it may need, so that a search finds whose a tile is.
+    """
+    tile = tl.program_id(0)
+    if BY_CHOICE:
+        exists = tile < tl.load(starts + count)
+        choice = tl.load(order + tile, mask=exists, other=0)
+        expert = tl.load(chosen + choice, mask=exists, other=0)
+        begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
+        is_first = exists & ((tile - begin) % BLOCK_M == 0)
+        return expert, tl.where(is_first, tile, end), end
+    else:
+        low, high = tile * 0, count
+        while high - low > 1:
+            middle = (low + high) // 2
+            if tl.load(starts + middle) // BLOCK_M + middle <= tile:
+                low = middle
+            else:
+                high = middle
+        begin = tl.load(starts + low)
+        return low, begin + (tile - begin // BLOCK_M - low) * BLOCK_M, tl.load(starts + low + 1)
+
+
+@triton.jit
+def _activated(gate, up, KIND: tl.constexpr):
+    if KIND == "clamped_swiglu":
+        gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+        return up * gate / (1.0 + tl.exp(-1.702 * gate))
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _gate_up(
+    out, x, x_scales, row_stride, chosen, order, starts, data, scales, zeros, bias, count, top_k, hidden, inner,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, BY_CHOICE: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    expert, first, end = _tile(chosen, order, starts, count, BLOCK_M, BY_CHOICE)
+    if first >= end:
+        return
+    place = first + tl.arange(0, BLOCK_M)
+    used = place < end
+    token = tl.load(order + place, mask=used, other=0) // top_k
+    # Gates and ups take turns in the columns of a tile.
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_used = column < 2 * inner
+    output = expert.to(tl.int64) * 2 * inner + column % 2 * inner + column // 2
+    sums = product_tile(
+        x, x_scales, token, row_stride, used, data, scales, zeros, output, column_used, hidden,
+        KIND, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=column_used, other=0.0)[None, :]
+    HALF: tl.constexpr = BLOCK_N // 2
+    gate, up = tl.split(tl.reshape(sums, [BLOCK_M, HALF, 2]))
+    result = _activated(gate, up, ACTIVATION).to(out.dtype.element_ty)
+    column = tl.program_id(1) * HALF + tl.arange(0, HALF)
+    target = out + (place.to(tl.int64) * inner)[:, None] + column[None, :]
+    tl.store(target, result, mask=used[:, None] & (column < inner)[None, :])
+
+
+@triton.jit
+def _down(
+    out, x, x_scales, chosen, order, starts, data, scales, zeros, bias, count, hidden, inner,
+    HAS_BIAS: tl.constexpr, BY_CHOICE: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    expert, first, end = _tile(chosen, order, starts, count, BLOCK_M, BY_CHOICE)
+    if first >= end:
+        return
+    place = first + tl.arange(0, BLOCK_M)
+    used = place < end
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_used = column < hidden
+    output = expert.to(tl.int64) * hidden + column
+    sums = product_tile(
+        x, x_scales, place, inner, used, data, scales, zeros, output, column_used, inner,
+        KIND, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=column_used, other=0.0)[None, :]
+    choice = tl.load(order + place, mask=used, other=0).to(tl.int64)
+    target = out + (choice * hidden)[:, None] + column[None, :]
+    tl.store(target, sums, mask=used[:, None] & column_used[None, :])
+
+
+@triton.jit
+def _add_up(out, made, chosen, weights, count, top_k, hidden, TOP_TILE: tl.constexpr, TILE: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < hidden
+    place = tl.arange(0, TOP_TILE)
+    ids = tl.load(chosen + token * top_k + place, mask=place < top_k, other=count)
+    left = (ids >= 0) & (ids < count)
+    total = tl.zeros([TILE], tl.float32)
+    for _ in range(tl.sum(left.to(tl.int32))):
+        lowest = tl.min(tl.where(left, ids, count))
+        choice = token * top_k + tl.sum(tl.where(ids == lowest, place, 0))
+        total += tl.load(weights + choice) * tl.load(made + choice * hidden + column, mask=inside, other=0.0)
+        left &= ids != lowest
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+class _Matrices(NamedTuple):
+    """Those of one place of all experts, one behind the other."""
+
+    one: PackedWeight
+    """The first."""
+    data: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    bias: Tensor | None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.data, self.scales, self.zeros, self.bias
+
+
+def _matrices(matrices: tuple[PackedWeight, ...], biases: tuple[Tensor, ...]) -> _Matrices:
+    parts = ([getattr(matrix, name) for matrix in matrices] for name in ("data", "scales", "zeros"))
+    data, scales, zeros = (None if part[0] is None else stacked(part) for part in parts)
+    assert data is not None
+    return _Matrices(matrices[0], data, scales, zeros, stacked(biases) if biases else None)
+
+
+def _both(of: ExpertWeights) -> tuple[_Matrices, _Matrices]:
+    """Gate and up, and down, laid together once."""
+    if of.native is None:
+        both = _matrices(of.gate_up, of.gate_up_bias), _matrices(of.down, of.down_bias)
+        object.__setattr__(of, "native", both)
+    return of.native
+
+
+def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Tensor:
+    """See `ops.experts`; a choice of no expert adds nothing, and nobody waits to see whether there is one."""
+    (tokens, top_k), count, device = chosen.shape, len(of), x.device
+    up, down = _both(of)
+    hidden, inner = up.one.inputs, down.one.inputs
+    out = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
+    choices = tokens * top_k
+    if not choices:
+        return out
+    order = torch.empty(choices, dtype=torch.int32, device=device)
+    starts = torch.empty(count + 1, dtype=torch.int32, device=device)
+    _sort[(count + 1,)](order, starts, chosen, choices, TILE=SORT_TILE)
+    most = choices // BLOCK_M + count
+    tiles, by_choice = min(most, choices), choices <= most
+
+    rows, row_scales = as_multiplied(x, up.one.scheme)
+    between = torch.empty(choices, inner, dtype=x.dtype, device=device)
+    _gate_up[(tiles, triton.cdiv(2 * inner, BLOCK_N))](
+        between, rows, row_scales, rows.stride(0), chosen, order, starts, *up.tensors(), count, top_k, hidden, inner,
+        ACTIVATION=of.activation, HAS_BIAS=up.bias is not None, BY_CHOICE=by_choice, **format_options(up.one),
+    )  # fmt: skip
+    rows, row_scales = as_multiplied(between, down.one.scheme)
+    made = torch.empty(choices, hidden, dtype=torch.float32, device=device)
+    _down[(tiles, triton.cdiv(hidden, BLOCK_N))](
+        made, rows, row_scales, chosen, order, starts, *down.tensors(), count, hidden, inner,
+        HAS_BIAS=down.bias is not None, BY_CHOICE=by_choice, **format_options(down.one),
+    )  # fmt: skip
+    _add_up[(tokens, triton.cdiv(hidden, COLUMNS))](
+        out, made, chosen, weights, count, top_k, hidden, TOP_TILE=next_power_of_2(top_k), TILE=COLUMNS
+    )
+    return out

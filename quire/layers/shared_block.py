@@ -1,0 +1,172 @@
+"""A transformer block that several layers use, each with low-rank adapters of its own (Zamba 2; arXiv:2411.15242).
+
+Shapes: T tokens of the step, H hidden size, I intermediate size, Hq heads of size D = 2 H / Hq, K and N features.
+A turn is one use of a block: it has a cache of its own, and adapters, which the checkpoint has in the block.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from quire.config import EngineConfig
+from quire.config.arch import SharedBlocksArch
+from quire.layers.activation import GATED
+from quire.layers.attention import Attention
+from quire.layers.base import Module, activation_dtype, model_dtype
+from quire.layers.linear import Linear, QKVLinear
+from quire.layers.norm import RMSNorm, block_norm
+from quire.layers.rotary import RotaryEmbedding
+from quire.layers.shard import Cut, Span
+from quire.layers.step import StepContext
+
+
+class Adapters(nn.ModuleDict):
+    """What each turn adds to a matrix: a product of two of low rank (Hu et al., 2021, arXiv:2106.09685)."""
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, turns: Sequence[int], inputs: int, spans: Sequence[Span]
+    ) -> None:
+        rank = shared_blocks_of(config).adapter_rank
+        super().__init__(
+            {
+                str(turn): nn.ModuleList(
+                    (
+                        span_linear(config, f"{prefix}.{turn}.0", inputs, (Span(rank),), "whole"),
+                        span_linear(config, f"{prefix}.{turn}.1", rank, spans, "output"),
+                    )
+                )
+                for turn in turns
+            }
+        )
+
+    def added(self, x: Tensor, turn: int, step: StepContext) -> Tensor:
+        """x [T, K] -> [T, N]."""
+        left, right = cast(nn.ModuleList, self[str(turn)])
+        out: Tensor = right(left(x, step), step)
+        return out
+
+
+class SharedAttention(Module):
+    """Attention of a block, with adapters of q, k and v or without any."""
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, turns: Sequence[int], rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__()
+        arch, wide, heads = config.arch, 2 * config.arch.hidden_size, config.arch.num_heads
+        self.qkv_proj = QKVLinear(
+            hidden_size=wide,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=arch.head_dim,
+            bias=False,
+            dtype=model_dtype(config),
+            name=f"{prefix}.qkv_proj",
+        )
+        self.o_proj = span_linear(config, f"{prefix}.o_proj", wide, (Span(arch.hidden_size),), "input")
+        self.adapters: list[Adapters] = []
+        for part in "qkv" if shared_blocks_of(config).adapts_attention else "":
+            name, span = f"linear_{part}_adapter_list", Span(heads, arch.head_dim)
+            adapters = Adapters(
+                config=config, prefix=f"{prefix}.{name}", turns=turns, inputs=wide, spans=(span,)
+            )
+            self.add_module(name, adapters)
+            self.adapters.append(adapters)
+        self.attn = nn.ModuleDict(
+            {
+                str(turn): Attention(
+                    config=config,
+                    name=f"{prefix}.attn.{turn}",
+                    num_heads=heads,
+                    num_kv_heads=heads,
+                    head_dim=arch.head_dim,
+                    scale=(arch.head_dim / 2) ** -0.5,
+                    rotary=rotary,
+                )
+                for turn in turns
+            }
+        )
+
+    def forward(self, x: Tensor, positions: Tensor, turn: int, step: StepContext) -> Tensor:
+        """x [T, 2 H] -> [T, H]."""
+        heads = self.qkv_proj.heads(x, step)
+        if self.adapters:
+            added = [adapters.added(x, turn, step) for adapters in self.adapters]
+            heads = [part + more.view(part.shape) for part, more in zip(heads, added, strict=True)]
+        q, k, v = heads
+        return self.o_proj(self.attn[str(turn)](q, k, v, positions, step), step)
+
+
+class SharedMLP(Module):
+    """A gated MLP of a block, with adapters of gate and up."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str, turns: Sequence[int]) -> None:
+        super().__init__()
+        arch, bias = config.arch, config.arch.mlp_bias
+        hidden, inner = Span(arch.hidden_size), Span(arch.intermediate_size)
+        self.gate_up_proj = span_linear(
+            config, f"{prefix}.gate_up_proj", hidden.size, (inner, inner), "output", bias
+        )
+        self.gate_up_proj_adapter_list = Adapters(
+            config=config,
+            prefix=f"{prefix}.gate_up_proj_adapter_list",
+            turns=turns,
+            inputs=hidden.size,
+            spans=(inner, inner),
+        )
+        self.down_proj = span_linear(config, f"{prefix}.down_proj", inner.size, (hidden,), "input", bias)
+        self.gate = GATED[arch.hidden_act]
+
+    def forward(self, x: Tensor, turn: int, step: StepContext) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        added = self.gate_up_proj_adapter_list.added(x, turn, step)
+        return self.down_proj(self.gate(self.gate_up_proj(x, step) + added), step)
+
+
+class SharedBlock(Module):
+    """Attention and then an MLP, of hidden states beside the embeddings."""
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, turns: Sequence[int], rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(
+            size=2 * config.arch.hidden_size,
+            eps=config.arch.norm_eps,
+            dtype=activation_dtype(config),
+            name=f"{prefix}.input_layernorm",
+        )
+        self.self_attn = SharedAttention(
+            config=config, prefix=f"{prefix}.self_attn", turns=turns, rotary=rotary
+        )
+        self.pre_ff_layernorm = block_norm(config, f"{prefix}.pre_ff_layernorm")
+        self.feed_forward = SharedMLP(config=config, prefix=f"{prefix}.feed_forward", turns=turns)
+
+    def forward(self, x: Tensor, embedded: Tensor, positions: Tensor, turn: int, step: StepContext) -> Tensor:
+        """x and the embeddings [T, H] -> [T, H]."""
+        x = self.input_layernorm(torch.cat((x, embedded), dim=1))
+        x = self.pre_ff_layernorm(self.self_attn(x, positions, turn, step))
+        return self.feed_forward(x, turn, step)
+
+
+def shared_blocks_of(config: EngineConfig) -> SharedBlocksArch:
+    """What the model has of them."""
+    assert config.arch.shared_blocks is not None, "a model of this kind is described"
+    return config.arch.shared_blocks
+
+
+def span_linear(
+    config: EngineConfig, name: str, inputs: int, spans: Sequence[Span], cut: Cut, bias: bool = False
+) -> Linear:
+    """A linear layer that makes all of these, one behind the other."""
+    return Linear(
+        in_features=inputs,
+        out_features=sum(span.size for span in spans),
+        bias=bias,
+        dtype=model_dtype(config),
+        name=name,
+        cut=cut,
+        spans=spans,
+    )

@@ -1,0 +1,205 @@
+"""Gemma 3n's text model (Google, 2025): a Gemma 3 whose residual stream has several parts, of which layers compute one.
+
+Shapes: T tokens of the step, H hidden size, N streams, L layers, P size of a token's row for each layer.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from quire.config import EngineConfig
+from quire.config.arch import AlternatingArch
+from quire.layers.activation import PLAIN
+from quire.layers.altup import AltUp
+from quire.layers.attention import Attention
+from quire.layers.base import Module, activation_dtype, model_dtype
+from quire.layers.embedding import VocabEmbedding
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm, block_norm
+from quire.layers.rotary import RotaryEmbedding
+from quire.layers.self_attention import SelfAttention
+from quire.layers.shard import Cut
+from quire.layers.shared_attention import SharedKVAttention
+from quire.layers.step import StepContext
+from quire.models.decoder import DecoderForCausalLM, rotaries_of
+
+_LEAST_POWER = 1e-5
+
+
+class Laurel(Module):
+    """A learned augmented residual layer (Menghani et al., 2024, arXiv:2411.07501): `x + norm(right(left(x)))`."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        hidden, rank = config.arch.hidden_size, _own(config).laurel_rank
+        self.linear_left = _linear(config, f"{prefix}.linear_left", hidden, rank, "output")
+        self.linear_right = _linear(config, f"{prefix}.linear_right", rank, hidden, "input")
+        self.post_laurel_norm = block_norm(config, f"{prefix}.post_laurel_norm")
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        return x + self.post_laurel_norm(self.linear_right(self.linear_left(x, step), step))
+
+
+class Gemma3nBlock(Module):
+    """A layer; `source` is the attention whose keys and values it reads, if it has none."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        prefix: str,
+        layer: int,
+        rotary: RotaryEmbedding | None,
+        source: Attention | None,
+    ) -> None:
+        super().__init__()
+        arch, own, sparsity = config.arch, _own(config), _own(config).sparsity[layer]
+        self.altup = AltUp(config=config, prefix=f"{prefix}.altup", streams=own.streams)
+        self.laurel = Laurel(config=config, prefix=f"{prefix}.laurel")
+        at = f"{prefix}.self_attn"
+        self.self_attn = (
+            SelfAttention(config=config, prefix=at, layer=layer, rotary=rotary)
+            if source is None
+            else SharedKVAttention(config=config, prefix=at, source=source, rotary=rotary)
+        )
+        self.mlp = GatedMLP(config=config, prefix=f"{prefix}.mlp", sparsity=sparsity)
+        self.input_layernorm = block_norm(config, f"{prefix}.input_layernorm")
+        self.post_attention_layernorm = block_norm(config, f"{prefix}.post_attention_layernorm")
+        self.pre_feedforward_layernorm = block_norm(config, f"{prefix}.pre_feedforward_layernorm")
+        self.post_feedforward_layernorm = block_norm(config, f"{prefix}.post_feedforward_layernorm")
+        hidden, size = arch.hidden_size, own.token_size
+        self.per_layer_input_gate = _linear(config, f"{prefix}.per_layer_input_gate", hidden, size, "output")
+        self.per_layer_projection = _linear(config, f"{prefix}.per_layer_projection", size, hidden, "input")
+        self.post_per_layer_input_norm = block_norm(config, f"{prefix}.post_per_layer_input_norm")
+        self.act_fn = PLAIN[arch.hidden_act]
+
+    def keys_and_values(self) -> Attention:
+        """What layers behind read."""
+        assert isinstance(self.self_attn, SelfAttention), "a layer that is read has keys and values"
+        return self.self_attn.attn
+
+    def forward(self, streams: Tensor, told: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """Streams [N, T, H], and the tokens' rows for this layer [T, P] -> streams [N, T, H]."""
+        predicted = self.altup.predict(streams, step)
+        x = self.input_layernorm(predicted[0])
+        attended = predicted[0] + self.post_attention_layernorm(self.self_attn(x, positions, step))
+        x = (attended + self.laurel(x, step)) * math.sqrt(0.5)
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), step))
+        streams = self.altup.correct(predicted, x, step)
+        gate = self.act_fn(self.per_layer_input_gate(self.altup.correct_output_scale(streams[0]), step))
+        told = self.post_per_layer_input_norm(self.per_layer_projection(gate * told, step))
+        return torch.cat((streams[:1], streams[1:] + told))
+
+
+class TokenRows(Module):
+    """What each layer is told of a token: a row of a table of its own, and a part of the token's embedding."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        arch, own = config.arch, _own(config)
+        self.size, self.vocab_size, total = own.token_size, own.token_vocab, arch.num_layers * own.token_size
+        self.embed_tokens_per_layer = VocabEmbedding(
+            vocab_size=own.token_vocab,
+            size=total,
+            dtype=model_dtype(config),
+            scale=own.token_size**0.5,
+            out_dtype=activation_dtype(config),
+            name=f"{prefix}.embed_tokens_per_layer",
+        )
+        self.per_layer_model_projection = _linear(
+            config, f"{prefix}.per_layer_model_projection", arch.hidden_size, total
+        )
+        self.per_layer_projection_norm = RMSNorm(
+            size=own.token_size,
+            eps=arch.norm_eps,
+            dtype=activation_dtype(config),
+            name=f"{prefix}.per_layer_projection_norm",
+        )
+        self.shrink = arch.hidden_size**-0.5
+
+    def forward(self, inputs: Tensor, embedded: Tensor, step: StepContext) -> Tensor:
+        """Ids [T], or rows [T, H] of which nothing else is known, and their embeddings [T, H] -> [T, L, P]."""
+        projected = self.per_layer_model_projection(embedded, step) * self.shrink
+        rows = self.per_layer_projection_norm(projected.view(len(embedded), -1, self.size))
+        if inputs.is_floating_point():
+            return rows
+        known = torch.where(inputs < self.vocab_size, inputs, 0)
+        return (rows + self.embed_tokens_per_layer(known).view(rows.shape)) * math.sqrt(0.5)
+
+
+class Gemma3nDecoder(Module):
+    """Embeddings, which become the streams, layers, and the streams' mean, normed."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        arch, own = config.arch, _own(config)
+        self.embed_tokens = VocabEmbedding(
+            vocab_size=arch.vocab_size,
+            size=arch.hidden_size,
+            dtype=model_dtype(config),
+            scale=arch.embedding_multiplier,
+            is_head=arch.tie_word_embeddings,
+            out_dtype=activation_dtype(config),
+            name=f"{prefix}.embed_tokens",
+        )
+        self.token_rows = TokenRows(config=config, prefix=f"{prefix}.token_rows")
+        self.altup_projections = self._projections(config, f"{prefix}.altup_projections", own.streams)
+        self.altup_unembed_projections = self._projections(
+            config, f"{prefix}.altup_unembed_projections", own.streams
+        )
+        blocks: list[Gemma3nBlock] = []
+        for layer, rotary in enumerate(rotaries_of(config)):
+            source = blocks[arch.shared_kv[layer]].keys_and_values() if layer in arch.shared_kv else None
+            at = f"{prefix}.layers.{layer}"
+            blocks.append(Gemma3nBlock(config=config, prefix=at, layer=layer, rotary=rotary, source=source))
+        self.layers = nn.ModuleList(blocks)
+        self.norm = block_norm(config, f"{prefix}.norm")
+
+    @staticmethod
+    def _projections(config: EngineConfig, prefix: str, streams: int) -> nn.ModuleList:
+        hidden = config.arch.hidden_size
+        return nn.ModuleList(
+            _linear(config, f"{prefix}.{number}", hidden, hidden) for number in range(streams - 1)
+        )
+
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """As `CausalLM.forward`."""
+        x = self.embed_tokens(inputs)
+        told = self.token_rows(inputs, x, step)
+        made = [_as_strong(project(x, step), x) for project in self.altup_projections]
+        streams = torch.stack((x, *made))
+        for number, layer in enumerate(self.layers):
+            streams = layer(streams, told[:, number], positions, step)
+        total = streams[0]
+        for stream, project in zip(streams[1:], self.altup_unembed_projections, strict=True):
+            total = total + _as_strong(project(stream, step), streams[0])
+        return self.norm(total / len(streams))
+
+
+class Gemma3nForCausalLM(DecoderForCausalLM):
+    """Gemma 3n's decoder with its output head."""
+
+    decoder = Gemma3nDecoder
+
+
+def _as_strong(x: Tensor, like: Tensor) -> Tensor:
+    """x [T, H], of which each row gets the root mean square that it has in `like`."""
+    return x * (_power(like).sqrt() / _power(x).clamp(min=_LEAST_POWER).sqrt())
+
+
+def _power(x: Tensor) -> Tensor:
+    return x.square().mean(-1, keepdim=True)
+
+
+def _own(config: EngineConfig) -> AlternatingArch:
+    assert config.arch.alternating is not None, "a model of this kind is described"
+    return config.arch.alternating
+
+
+def _linear(config: EngineConfig, name: str, inputs: int, outputs: int, cut: Cut = "whole") -> Linear:
+    return Linear(
+        in_features=inputs, out_features=outputs, bias=False, dtype=model_dtype(config), name=name, cut=cut
+    )
