@@ -43,6 +43,7 @@ def _relu2(x: Tensor) -> Tensor:
 PLAIN: dict[str, Activation] = {
     "relu": partial(ops.activate, function="relu"),
     "relu2": _relu2,
+    "tanh": partial(ops.activate, function="tanh"),
     "silu": partial(ops.activate, function="silu"),
     "gelu": partial(ops.activate, function="gelu"),
     "gelu_new": partial(ops.activate, function="gelu_tanh"),
