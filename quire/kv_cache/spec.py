@@ -197,6 +197,29 @@ class RecurrentStateSpec(KVCacheSpec):
         return min(self.num_blocks(num_tokens), checkpoints + read_and_written_last)
 
 
+@dataclass(frozen=True)
+class EncoderOnlySpec(KVCacheSpec):
+    """Tokens see one another in the one step that computes them all, and nothing is kept: no entry has a block.
+
+    One entry of a table stands for as many tokens as a text may have.
+    """
+
+    rolls_back: ClassVar[bool] = False
+
+    @property
+    def block_bytes(self) -> int:
+        return 0
+
+    def first_block(self, position: int) -> int:
+        return 0
+
+    def needs_block(self, index: int, num_computed_tokens: int, num_blocks: int) -> bool:
+        return False
+
+    def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        return 0
+
+
 def _max_blocks_touched(span: int, block_size: int) -> int:
     """Blocks that `span` consecutive tokens can lie in at most."""
     return (span + block_size - 2) // block_size + 1

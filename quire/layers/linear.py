@@ -13,7 +13,7 @@ from quire.kernels import ops
 from quire.kernels.linear import QuantizedRows
 from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
-from quire.layers.matrix import MatrixLayer
+from quire.layers.matrix import MatrixLayer, Piece
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Cut, Shard, Span
 from quire.layers.slot import length
@@ -123,7 +123,10 @@ class QKVLinear(Linear):
 
 
 class GateUpLinear(Linear):
-    """The gate and up projections of a gated MLP as one: `act(gate(x)) * up(x)`, [T, K] -> [T, I]; cut by output."""
+    """The gate and up projections of a gated MLP as one: `act(gate(x)) * up(x)`, [T, K] -> [T, I]; cut by output.
+
+    `up_first` says that a checkpoint in which both are one tensor has the rows of up before those of gate.
+    """
 
     def __init__(
         self,
@@ -135,7 +138,9 @@ class GateUpLinear(Linear):
         activation: str,
         name: str = "",
         transposed: bool = False,
+        up_first: bool = False,
     ) -> None:
+        self.up_first = up_first
         super().__init__(
             in_features=hidden_size,
             out_features=2 * intermediate_size,
@@ -154,6 +159,11 @@ class GateUpLinear(Linear):
         if self.packed is None or self._fused is None:
             return self._gate(super().forward(x, step))
         return ops.packed_linear(x, self.packed, self.bias, self._fused)
+
+    def pieces(self, names: Sequence[str]) -> list[Piece]:
+        if self.up_first and len(names) == 1:
+            return list(self._pieces_of(names[0], (1, 0)))
+        return super().pieces(names)
 
     def quantize_rows(self) -> None:
         self._gate, self._fused = GATED_FP8[self.activation], None

@@ -28,6 +28,7 @@ class GatedMLP(Module):
             activation=arch.hidden_act,
             name=f"{prefix}.gate_up_proj",
             transposed=arch.transposed_weights,
+            up_first=arch.up_first,
         )
         self.down_proj = _down_proj(config, prefix, size)
         self.down_proj.reads(self.gate_up_proj)

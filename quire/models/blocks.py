@@ -70,7 +70,7 @@ class Block(Module):
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """x and residual [T, H] -> those of the next layer."""
         raise NotImplementedError
 
@@ -142,6 +142,33 @@ class NormAfterBlock(Block):
         x = x if residual is None else x + residual
         x = x + self.post_attention_layernorm(self.mixer(x, positions, step))
         return self.post_feedforward_layernorm(self.mlp(x, step)), x
+
+
+class PostNormBlock(Block):
+    """Attention and then the MLP, each added to what it read, and the sum normed (BERT)."""
+
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Nothing is left to be added."""
+        x, _ = self.post_attention_layernorm.add(self.mixer(x, positions, step), x)
+        x, _ = self.post_feedforward_layernorm.add(self.mlp(x, step), x)
+        return x, None
+
+
+class NormedInputBlock(Block):
+    """Attention on what the embeddings' norm gave, then the MLP on a normed copy (ModernBERT's first layer)."""
+
+    norms = ("post_attention_layernorm",)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor | None]:
+        assert residual is None, "it is a first layer"
+        x, residual = self.post_attention_layernorm.add(self.mixer(x, positions, step), x)
+        return self.mlp(x, step), residual
 
 
 class ParallelBlock(Block):
@@ -235,6 +262,8 @@ BLOCKS: dict[str, type[Block]] = {
     "sequential": SequentialBlock,
     "sandwich": SandwichBlock,
     "norm_after": NormAfterBlock,
+    "post_norm": PostNormBlock,
+    "normed_input": NormedInputBlock,
     "parallel": ParallelBlock,
     "parallel_two_norms": ParallelTwoNormsBlock,
     "residual_experts": ResidualExpertsBlock,

@@ -43,7 +43,7 @@ class Decoder(Module):
             )
         if arch.embedding_norm:
             self.embed_norm = block_norm(config, f"{prefix}.embed_norm")
-        rotaries = _rotaries(config)
+        rotaries = rotaries_of(config)
         self.layers = nn.ModuleList(
             BLOCKS[arch.block_of(layer)](
                 config=config, prefix=f"{prefix}.layers.{layer}", layer=layer, rotary=rotaries[layer]
@@ -66,7 +66,7 @@ class Decoder(Module):
         return x if self.embed_norm is None else self.embed_norm(x)
 
 
-def _rotaries(config: EngineConfig) -> list[RotaryEmbedding | None]:
+def rotaries_of(config: EngineConfig) -> list[RotaryEmbedding | None]:
     """Each layer's rotary embedding; layers with the same formula share one."""
     arch = config.arch
     if arch.rope is None:

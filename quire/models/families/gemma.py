@@ -54,11 +54,19 @@ def read_vaultgemma(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def read_gemma3(architecture: str, config: JsonObject) -> ModelArch:
-    """No soft caps; q and k are normed, and windowed layers (five of six) have their own rope."""
+    """No soft caps; q and k are normed, and windowed layers (five of six) have their own rope.
+
+    EmbeddingGemma (Schechter Vera et al., 2025, arXiv:2509.20354) is one that sees in both directions; its window is
+    the width of both sides.
+    """
     period = config.integer("sliding_window_pattern", 6, high=MAX_LAYERS)
     head_dim = config.integer("head_dim", 256, high=MAX_WIDTH)
     local = config.with_values(rope_theta=None, rope_scaling=None)
     local_theta = config.number("rope_local_base_freq", 10000.0, low=1.0)
+    windows = alternating_window(config, period=period)
+    bidirectional = config.flag("use_bidirectional_attention", False)
+    if bidirectional and windows:
+        windows["sliding_window"] = windows["sliding_window"] // 2 + 1
     return read_gemma2(
         architecture,
         config,
@@ -67,5 +75,6 @@ def read_gemma3(architecture: str, config: JsonObject) -> ModelArch:
         final_logit_softcap=optional_number(config, "final_logit_softcapping", None),
         rope=read_rope(config, head_dim=head_dim, theta=1e6),
         rope_local=read_rope(local, head_dim=head_dim, theta=local_theta, layer_type=SLIDING),
-        **alternating_window(config, period=period),
+        bidirectional=bidirectional,
+        **windows,
     )
