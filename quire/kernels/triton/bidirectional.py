@@ -3,7 +3,7 @@
 T. Dao, "FlashAttention-2" (2023), without a causal mask, and without a cache: keys and values are rows as queries are.
 
 Invariant: a program owns BLOCK_Q tokens of one request and all query heads of one key-value head; it walks keys in
-tiles that start at multiples of BLOCK_N. Tiles depend on the model alone, so a sequence has the same bits in every batch.
+tiles that start at multiples of BLOCK_N. Tiles depend on the model alone, so a sequence has the same bits in any batch.
 """
 
 from __future__ import annotations
