@@ -40,8 +40,8 @@ For every architecture the tests make a small checkpoint with random weights, bi
 ENCODERS = """
 ## Encoders
 
-They see a text in both directions, compute it whole, in one step with others, and keep nothing of it: no KV cache. Each is
-served alone, with the head of a classifier of texts or of tokens, and with one that guesses masked tokens, which is
+They see a text in both directions, compute it whole, in one step with others, and keep nothing of it: no KV cache. Each
+is served alone, with the head of a classifier of texts or of tokens, and with one that guesses masked tokens, which is
 left out. Hidden states and scores are within 1e-5, in float32, of the class in transformers, and the same bits however
 texts are batched (`tests/models/test_encoders.py`).
 

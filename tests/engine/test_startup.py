@@ -153,6 +153,6 @@ def test_an_encoder_computes_texts_whole(encoder: Path) -> None:
 
 def test_an_encoder_whose_texts_fit_no_step_is_refused(encoder: Path) -> None:
     with pytest.raises(
-        ConfigError, match="--max-num-batched-tokens is 500, but an encoder .* up to 512 tokens"
+        ConfigError, match=r"--max-num-batched-tokens is 500, but an encoder .* up to 512 tokens"
     ):
         prepared(model=str(encoder), max_num_batched_tokens=500)
