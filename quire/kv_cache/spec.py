@@ -298,8 +298,12 @@ class KVCacheConfig:
         return self.num_blocks * sum(self.tensor_block_bytes)
 
     def parts_per_block(self, group: KVCacheGroup) -> int:
-        """Planes of a group's layers that fit into one block of the pool; all but the first block's stay unused."""
-        return self.tensor_block_bytes[0] // self.layer_specs[group.layer_names[0]].plane_bytes
+        """Planes of a group's layers that fit into one block of the pool; all but the first block's stay unused.
+
+        One, where nothing is kept.
+        """
+        plane_bytes = self.layer_specs[group.layer_names[0]].plane_bytes
+        return self.tensor_block_bytes[0] // plane_bytes if plane_bytes else 1
 
 
 def tensor_block_bytes(groups: tuple[KVCacheGroup, ...], specs: Mapping[str, KVCacheSpec]) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ class RelativeBias(Layer):
     others of ever more of them, up to 128 (arXiv:1910.10683, section 2.1).
     """
 
+    buckets: Tensor
     table: Tensor
     """float32 [Hq, 2 * P - 1], for `ops.bidirectional_attention`."""
 

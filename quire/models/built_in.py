@@ -25,6 +25,8 @@ class BuiltIn:
     """What serves it: "file:Class" in `quire.models`."""
     oracle: str = TRANSFORMERS
     """What its logits are held against in tests: the class of transformers with its name, or what else."""
+    pools: bool = False
+    """Whether it was made to have its prompts pooled, and generates nothing."""
 
 
 ENCODER = "encoder:EncoderModel"
@@ -46,7 +48,8 @@ class EncoderFamily:
     def rows(self) -> list[BuiltIn]:
         """An architecture for each head."""
         return [
-            BuiltIn(self.name + head, self.reader, self.models, ENCODER, self.oracle) for head in self.heads
+            BuiltIn(self.name + head, self.reader, self.models, ENCODER, self.oracle, pools=True)
+            for head in self.heads
         ]
 
 

@@ -20,6 +20,9 @@ from quire.models.base import CausalLM
 from quire.models.blocks import BLOCKS
 from quire.models.decoder import rotaries_of
 
+_NO_STEP = StepContext(())
+"""What a head is given: its rows are texts, and no step's."""
+
 
 class Encoder(Module):
     """Embeddings of tokens, positions and token types, layers, and perhaps a final norm."""
@@ -67,9 +70,10 @@ class Encoder(Module):
         x, residual = self._embedded(inputs, positions, step), None
         for layer in self.layers:
             x, residual = layer(x, residual, positions, step)
-        if self.norm is not None:
-            return self.norm.add(x, residual)[0]  # type: ignore[no-any-return]
-        return x if residual is None else x + residual
+        if self.norm is None:
+            return x if residual is None else x + residual
+        hidden, _ = self.norm.add(x, residual)
+        return hidden
 
     def _embedded(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         x: Tensor = self.embed_tokens(inputs)
@@ -98,13 +102,14 @@ class ClassifierHead(Module):
             in_features=size, out_features=head.classes, bias=True, dtype=dtype, name=f"{prefix}.out_proj"
         )
 
-    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [N, H], what texts were pooled to or states of tokens -> float32 [N, C]."""
         if self.dense is not None:
-            x = self.activation(self.dense(x, step))
+            x = self.activation(self.dense(x, _NO_STEP))
         if self.dense_norm is not None:
             x = self.dense_norm(x)
-        return self.out_proj(x, step).float()  # type: ignore[no-any-return]
+        scores: Tensor = self.out_proj(x, _NO_STEP)
+        return scores.float()
 
 
 class EncoderModel(CausalLM):
@@ -123,4 +128,9 @@ class EncoderModel(CausalLM):
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Texts that the step computes whole -> hidden states [T, H]."""
-        return self.model(inputs, positions, step)  # type: ignore[no-any-return]
+        hidden: Tensor = self.model(inputs, positions, step)
+        return hidden
+
+    def pool_head(self) -> Module | None:
+        """What comes behind pooled vectors: [N, H] -> float32 [N, C]."""
+        return self.head

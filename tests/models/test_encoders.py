@@ -7,15 +7,21 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.kernels.attention_metadata import GroupMetadata
+from quire.kv_cache.sizing import size_kv_cache
+from quire.kv_cache.spec import NULL_BLOCK_ID, KVMemory
+from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.layers.step import StepContext
 from quire.models.built_in import ENCODERS, TRANSFORMERS
 from quire.models.encoder import EncoderModel
+from quire.worker.block_table import BlockTable
+from quire.worker.inputs import group_metadata
 from tests.fixtures.tiny_encoders import TINY_ENCODERS, encoder_oracle, write_tiny_encoder
 from tests.fixtures.tiny_families import VOCAB_SIZE
 from tests.models.harness import load_tiny, prepared_config
@@ -83,7 +89,7 @@ def scores_of(model: EncoderModel, states: Tensor) -> Tensor:
     pooled = (
         states if head.of_tokens else states[:1] if head.pooling == "cls" else states.mean(0, keepdim=True)
     )
-    result: Tensor = model.head(pooled, context([1]))
+    result: Tensor = model.head(pooled)
     return result
 
 
@@ -113,6 +119,36 @@ def test_a_text_has_the_same_bits_in_any_company(name: str, tiny_encoder: Callab
     together = states_of(model, batch)
     for text, states in zip(batch, together, strict=True):
         assert torch.equal(states_of(model, [text])[0], states)
+
+
+def test_the_cache_and_tables_that_a_worker_makes_will_do(tiny_encoder: Callable[[str], Path]) -> None:
+    model = load_encoder(
+        tiny_encoder("modernbert"), max_model_len=100, max_num_seqs=4, max_num_batched_tokens=400
+    )
+    specs = kv_cache_specs(model)
+    kv_config = size_kv_cache(model.config, specs, KVMemory(0, ""))
+    (group,) = kv_config.groups
+    bind_kv_cache(model, kv_config, allocate_kv_cache(kv_config, torch.device("cpu")))
+    table = BlockTable(4, 100, group.spec, kv_config.num_blocks, kv_config.parts_per_block(group))
+    lengths = (100, 7)
+    for row in range(len(lengths)):
+        table.append(row, [NULL_BLOCK_ID], 0)
+    rows, positions = np.repeat([0, 1], lengths), np.concatenate([np.arange(length) for length in lengths])
+    metadata = group_metadata(
+        table,
+        query_start_loc=torch.tensor([0, 100, 107]).int(),
+        seq_lens=torch.tensor(lengths).int(),
+        block_tables=torch.from_numpy(table.gather(np.array([0, 1]), 100)),
+        slots=torch.from_numpy(table.slots(rows, positions)),
+        max_query_len=100,
+        max_seq_len=100,
+    )
+    batch = texts(lengths)
+    with torch.inference_mode():
+        ids = torch.tensor([token for text in batch for token in text])
+        hidden = model(ids, torch.from_numpy(positions), StepContext((metadata,)))
+    assert torch.equal(hidden, torch.cat(states_of(model, batch)))
+    assert (table.capacity(np.array([0, 1])) >= 100).all()
 
 
 @pytest.mark.parametrize("name", ["bert", "nomic"])

@@ -186,7 +186,7 @@ def _num_classes(config: JsonObject) -> int:
     return len(names) if names else config.integer("num_labels", 2, high=MAX_CLASSES)
 
 
-def _positions_behind_padding(config: JsonObject) -> dict[str, int]:
+def _positions_behind_padding(config: JsonObject) -> dict[str, Any]:
     num_positions = config.integer("max_position_embeddings")
     if num_positions <= _FIRST_POSITION:
         raise config.wrong("max_position_embeddings", f"more than {_FIRST_POSITION}, which stand unused")
