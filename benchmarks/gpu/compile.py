@@ -114,6 +114,7 @@ def all_launches(*, every_shape: bool = True) -> Iterator[Launch]:
         yield from _rowwise(shape)
         yield from _attention(shape)
     yield from _attention(LLAMA_8B, torch.float8_e4m3fn)
+    yield from _encoder_attention()
     yield from _linears(LLAMA_8B)
     yield from kinds.launches()
     yield from _sampling(LLAMA_8B)
@@ -168,6 +169,31 @@ def _attention(shape: Shape, cache_dtype: torch.dtype = torch.bfloat16) -> Itera
             more = {"sinks": empty(shape.heads), "attention_chunk": 700, "sliding_window": None}
             run = _call(shape, function, keys, values, query_lens, **more)
             yield f"{name}: {kind}, {what}, sinks and chunks", run
+
+
+def _encoder_attention() -> Iterator[Launch]:
+    """BERT's heads, and EmbeddingGemma's."""
+    from quire.kernels.triton.bidirectional import bidirectional_attention
+
+    features: dict[str, dict[str, Any]] = {"no features": {}}
+    features["all features"] = {
+        "window": 65,
+        "alibi_slopes": empty(12),
+        "relative_bias": empty(12, 1023, dtype=torch.float32),
+    }
+    for name, options in features.items():
+        rows = empty(730, 36, 64).chunk(3, 1)
+        yield (
+            f"encoder: {name}",
+            lambda rows=rows, options=options: bidirectional_attention(
+                *rows, _metadata([700, 30]), 0.125, **options
+            ),
+        )
+    grouped = empty(730, 5, 256).split([3, 1, 1], 1)
+    yield (
+        "encoder: heads of 256",
+        lambda: bidirectional_attention(*grouped, _metadata([700, 30]), 0.1, window=257),
+    )
 
 
 def _call(

@@ -28,7 +28,7 @@ inline Vec relu(Vec x) { return x < 0.0f ? Vec{} : x; }
 inline Vec sigmoid(Vec x) { return 1.0f / (exp(-x) + 1.0f); }
 
 // What `activate` computes, by the codes that callers pass.
-enum Function : int64_t { kRelu = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3, kSigmoid = 4 };
+enum Function : int64_t { kRelu = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3, kSigmoid = 4, kTanh = 5 };
 
 template <class Activation>
 inline int64_t activate_all(void* out, const void* x, int64_t size, int64_t dtype, Activation activation) {
@@ -72,6 +72,7 @@ int64_t activate(void* out, const void* x, int64_t size, int64_t function, int64
         case kGelu: return activate_all(out, x, size, dtype, [](Vec v) { return gelu(v); });
         case kGeluTanh: return activate_all(out, x, size, dtype, [](Vec v) { return gelu_tanh(v); });
         case kSigmoid: return activate_all(out, x, size, dtype, [](Vec v) { return sigmoid(v); });
+        case kTanh: return activate_all(out, x, size, dtype, [](Vec v) { return tanh(v); });
         default: return -1;
     }
 }

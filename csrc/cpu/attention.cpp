@@ -25,7 +25,7 @@ int64_t paged_attention(void* out, const void* q, const void* k_cache, const voi
                             {starts, lengths, tables, tokens, requests, table_width},
                             {num_blocks, heads, block_size, head_size},
                             head_size, q_heads / heads, token_stride, head_stride, scale * kLog2E,
-                            {window, chunked != 0, soft_cap * kLog2E, slopes, sinks},
+                            {window, chunked != 0, soft_cap * kLog2E, slopes, sinks, 0, nullptr, 0},
                             {attend_tile<C>, load_queries<T>, store_row<T>}};
             if (const int64_t bad = find_bad_request(call)) return bad;
             clear_rows_of_no_request(call, sizeof(T));

@@ -28,11 +28,15 @@ struct Features {
     float soft_cap;       // 0: none
     const float* slopes;  // one for each query head; null: none
     const float* sinks;   // as slopes
+    int64_t ahead;        // keys behind its own position that a query sees; 0 in causal attention
+    const float* biases;  // of each query head, one for each distance from -center to center; null: none
+    int64_t center;
 
     int64_t first_key(int64_t position) const {
         if (!window) return 0;
         return chunked ? position - position % window : larger_of(position - window + 1, 0);
     }
+    int64_t end_key(int64_t position) const { return position + ahead + 1; }
 };
 
 struct Call;
@@ -61,27 +65,32 @@ struct Call {
 // A request, a key-value head and a few of the request's queries, with all query heads of that head as rows.
 struct Item {
     int64_t request, head, token, queries, position;  // first row in the batch, number of queries, position of the first
+    int64_t length;                                   // tokens of the request
 
     int64_t rows(const Call& call) const { return queries * call.group; }
     const int32_t* table(const Call& call) const { return call.batch.tables + request * call.batch.table_width; }
     int64_t last() const { return position + queries - 1; }
-    int64_t end_tile() const { return ceil_div(larger_of(last() + 1, 0), kKeyTile); }
+    // Behind the last key that a query at some position sees.
+    int64_t end_key(const Features& f, int64_t at) const { return smaller_of(f.end_key(at), length); }
+    int64_t end_tile(const Features& f) const { return ceil_div(larger_of(end_key(f, last()), 0), kKeyTile); }
     // First key that any query sees.
     int64_t first_key(const Features& f) const { return f.first_key(larger_of(position, 0)); }
     int64_t first_split(const Features& f) const { return first_key(f) / kKeyTile / kSplitTiles; }
     int64_t end_split(const Features& f) const {
-        return larger_of(ceil_div(end_tile(), kSplitTiles), first_split(f) + 1);
+        return larger_of(ceil_div(end_tile(f), kSplitTiles), first_split(f) + 1);
     }
     // The tiles of a split that some query sees.
     int64_t first_tile(const Features& f, int64_t split) const {
         return larger_of(first_key(f) / kKeyTile, split * kSplitTiles);
     }
-    int64_t end_tile(int64_t split) const { return smaller_of(end_tile(), (split + 1) * kSplitTiles); }
+    int64_t end_tile(const Features& f, int64_t split) const {
+        return smaller_of(end_tile(f), (split + 1) * kSplitTiles);
+    }
 };
 
 // In rows of a tile.
 inline int64_t cost(const Call& call, const Item& item, int64_t split) {
-    const int64_t tiles = item.end_tile(split) - item.first_tile(call.features, split);
+    const int64_t tiles = item.end_tile(call.features, split) - item.first_tile(call.features, split);
     return 1 + larger_of(tiles, 0) * (item.rows(call) + kTileCostRows);
 }
 
@@ -94,7 +103,8 @@ inline void for_each_item(const Call& call, Body body) {
         const int64_t start = batch.starts[r], count = batch.starts[r + 1] - start;
         for (int64_t head = 0; head < call.shape.heads; ++head)
             for (int64_t i = 0; i < count; i += most)
-                body(Item{r, head, start + i, smaller_of(most, count - i), batch.lengths[r] - count + i});
+                body(Item{r, head, start + i, smaller_of(most, count - i), batch.lengths[r] - count + i,
+                          batch.lengths[r]});
     }
 }
 

@@ -54,7 +54,7 @@ struct Planned {
 
 // All that a plan depends on.
 struct PlanKey {
-    int64_t requests, heads, group, head_size, value_size, window, chunked, threads;
+    int64_t requests, heads, group, head_size, value_size, window, chunked, ahead, threads;
 };
 
 class Plan {
@@ -66,7 +66,7 @@ public:
     // Makes this the plan of a call, if it is not yet; false if there is no memory.
     bool serve(const Call& call) {
         const PlanKey key{call.batch.requests, call.shape.heads, call.group, call.shape.head_size, call.value_size,
-                          call.features.window, call.features.chunked, team_threads()};
+                          call.features.window, call.features.chunked, call.features.ahead, team_threads()};
         if (is_of(key, call.batch)) return true;
         is_made_ = false;
         is_made_ = remember(key, call.batch) && make(call);

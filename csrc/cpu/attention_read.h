@@ -23,14 +23,14 @@ struct Seen {
     Seen(const Call& call, const Item& item, int64_t tile)
         : start(tile * kKeyTile),
           low(larger_of(item.first_key(call.features), start)),
-          high(smaller_of(item.last() + 1, start + kKeyTile)) {}
+          high(smaller_of(item.end_key(call.features, item.last()), start + kKeyTile)) {}
 
     // Those that some of `count` rows sees.
     Seen by_rows(const Call& call, const Item& item, int64_t row, int64_t count) const {
         Seen seen = *this;
         const int64_t first = item.position + row / call.group, last = item.position + (row + count - 1) / call.group;
         seen.low = larger_of(low, call.features.first_key(first));
-        seen.high = smaller_of(high, last + 1);
+        seen.high = smaller_of(high, item.end_key(call.features, last));
         return seen;
     }
     bool is_empty() const { return low >= high; }

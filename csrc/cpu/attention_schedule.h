@@ -53,7 +53,7 @@ struct Memory {
 
 inline void attend_split(const Call& call, const Item& item, int64_t split, const Scratch& scratch) {
     scratch.split.clear(item.rows(call), call.value_size);
-    for (int64_t tile = item.first_tile(call.features, split); tile < item.end_tile(split); ++tile)
+    for (int64_t tile = item.first_tile(call.features, split); tile < item.end_tile(call.features, split); ++tile)
         call.types.attend_tile(call, item, tile, scratch);
 }
 

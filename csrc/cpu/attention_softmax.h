@@ -18,13 +18,25 @@ struct Columns {
     explicit Columns(const Seen& seen) : begin(seen.first_piece() * kPiece), end(seen.end_piece() * kPiece) {}
 };
 
+inline Vec magnitude(Vec x) { return x < 0.0f ? -x : x; }
+
 // Soft cap and linear bias (ALiBi) on a row's scores; `distance` is from the query back to the tile's first key.
 inline void apply_features(Float32* scores, Columns columns, const Features& features, float slope, int64_t distance) {
     for (int64_t i = columns.begin; i < columns.end; i += kLanes) {
         Vec s = load(scores + i, All{});
         if (features.soft_cap != 0.0f) s = features.soft_cap * tanh(s / features.soft_cap);
-        if (features.slopes) s = s - slope * (static_cast<float>(distance) - lane_offsets(i));
+        if (features.slopes) s = s - slope * magnitude(static_cast<float>(distance) - lane_offsets(i));
         store(scores + i, s, All{});
+    }
+}
+
+// Adds a row's biases: that of the tile's first key stands at `biases`[`first`], and there are `count` of them.
+inline void add_biases(Float32* scores, Columns columns, const float* biases, int64_t first, int64_t count) {
+    const auto* at = reinterpret_cast<const Float32*>(biases);
+    for (int64_t i = columns.begin; i < columns.end; i += kLanes) {
+        const int64_t left = count - first - i;  // the last columns may be of keys that are not
+        const Vec bias = left >= kLanes ? load(at + first + i, All{}) : load(at + first + i, First{larger_of(left, 0)});
+        store(scores + i, fma(bias, splat(kLog2E), load(scores + i, All{})), All{});
     }
 }
 
@@ -75,8 +87,12 @@ inline float weigh_row(const Call& call, const Item& item, const Seen& seen, int
         const float slope = features.slopes ? features.slopes[item.head * call.group + row % call.group] : 0.0f;
         apply_features(scores, columns, features, slope * kLog2E, position - start);
     }
+    if (features.biases) {
+        const int64_t head = item.head * call.group + row % call.group, count = 2 * features.center + 1;
+        add_biases(scores, columns, features.biases + head * count, features.center + start - position, count);
+    }
     const int64_t low = larger_of(features.first_key(position) - start, 0);
-    const int64_t high = smaller_of(position + 1 - start, kKeyTile);
+    const int64_t high = smaller_of(item.end_key(features, position) - start, kKeyTile);
     if (low > columns.begin || high < columns.end) mask_row(scores, columns, low, high);
     return softmax_row(scores, columns, running);
 }

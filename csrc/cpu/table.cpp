@@ -77,6 +77,12 @@ int64_t paged_attention(void* out, const void* q, const void* k_cache, const voi
                         int64_t head_stride, int64_t num_blocks, int64_t heads, int64_t block_size, int64_t head_size,
                         int64_t window, int64_t chunked, float scale, float soft_cap, int64_t dtype,
                         int64_t cache_dtype);
+int64_t bidirectional_attention(void* out, const void* q, const void* k, const void* v, const int32_t* starts,
+                                const int32_t* lengths, const float* slopes, const float* biases, int64_t tokens,
+                                int64_t requests, int64_t q_heads, int64_t q_token_stride, int64_t q_head_stride,
+                                int64_t heads, int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
+                                int64_t v_head_stride, int64_t head_size, int64_t window, int64_t center, float scale,
+                                int64_t dtype);
 int64_t per_head_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, void* scratch,
                         int64_t scratch_bytes, int64_t tokens, int64_t heads, int64_t token_stride, int64_t head_stride,
                         int64_t outputs, int64_t inputs, int64_t group, int64_t fast, int64_t format);
@@ -168,6 +174,7 @@ const Kernel kernels[] = {
     QUIRE_ROW(write_kv),
     QUIRE_ROW(rotary_and_write_kv),
     QUIRE_ROW(paged_attention),
+    QUIRE_ROW(bidirectional_attention),
     QUIRE_ROW(per_head_linear),
     QUIRE_ROW(write_latents),
     QUIRE_ROW(latent_attention),

@@ -271,8 +271,24 @@ class AlternatingArch:
 
 
 @dataclass(frozen=True)
+class HeadArch:
+    """What a classifier makes of a text's vector, or of each token's: scores of classes."""
+
+    classes: int
+    of_tokens: bool = False
+    """Whether each token is classified, and not the text."""
+    pooling: str = "cls"
+    """How a text's vector is made of its tokens': "cls" or "mean"."""
+    dense: str | None = None
+    """The activation behind a first matrix [H, H], a key of `quire.layers.activation.PLAIN`; None: there is none."""
+    dense_bias: bool = True
+    norm: bool = False
+    """Whether what that gives is normed."""
+
+
+@dataclass(frozen=True)
 class ModelArch:
-    """Shape and options of a decoder-only model; defaults are Llama's."""
+    """Shape and options of a transformer; defaults are Llama's."""
 
     architecture: str
     model_type: str
@@ -295,6 +311,8 @@ class ModelArch:
 
     block: str = "sequential"
     """How a layer puts norms, attention and MLP together: a key of `quire.models.blocks.BLOCKS`."""
+    first_block: str | None = None
+    """The same of the first layer, where it differs."""
     norm: str = "rms"
     """"rms" or "layer"."""
     norm_eps: float = 1e-6
@@ -374,9 +392,19 @@ class ModelArch:
     """Of a gated MLP's gate, before its activation."""
     mlp_multiplier: float = 1.0
     """Of what a gated MLP gives."""
+    up_first: bool = False
+    """Whether a checkpoint that has gate and up in one tensor has up first."""
     transposed_weights: bool = False
     """Whether the checkpoint has matrices as [inputs, outputs], as GPT-2's Conv1D does."""
     experts: ExpertsArch | None = None
+
+    bidirectional: bool = False
+    """Whether tokens see those behind them, too: an encoder, which caches nothing and is given a text whole."""
+    token_types: int = 0
+    """Kinds of tokens, such as those of a first and a second text, with a learned vector each; 0: no such vectors."""
+    relative_buckets: int = 0
+    """Classes of distances, for each of which every head has learned what to add to a score; 0: there are none."""
+    head: HeadArch | None = None
 
     do_layer_norm_before: bool = True
     final_norm: bool = True
@@ -387,7 +415,9 @@ class ModelArch:
 
     def block_of(self, layer: int) -> str:
         """How a layer is put together."""
-        return "mlp" if self.layer_types[layer] == "mlp" else self.block
+        if self.layer_types[layer] == "mlp":
+            return "mlp"
+        return self.first_block if layer == 0 and self.first_block is not None else self.block
 
     def mlp_of(self, layer: int) -> str:
         """The kind of a layer's MLP."""

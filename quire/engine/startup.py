@@ -68,6 +68,8 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     )
     if config.device.device == "auto":
         config = _settled(config, Choice("device", *choose_device()))
+    for choice in _choose_whole_texts(config):
+        config = _settled(config, choice)
     choices = [
         _choose_dtype(config),
         _choose_max_model_len(config),
@@ -79,6 +81,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     for choice in filter(None, choices):
         config = _settled(config, choice)
     config.scheduler.check()
+    _check_whole_texts(config)
     config.cache.check()
     config.observability.check()
     config.structured_outputs.check()
@@ -170,6 +173,25 @@ def _choose_batch(config: EngineConfig, usage: Usage) -> list[Choice]:
             tokens, reason = needed, "without chunked prefill a step must hold the longest prompt"
         choices.append(Choice("max_num_batched_tokens", tokens, reason))
     return choices
+
+
+def _choose_whole_texts(config: EngineConfig) -> list[Choice]:
+    """An encoder's tokens all see one another, so no step can compute a part of a text, or go on from one."""
+    if not config.arch.bidirectional:
+        return []
+    return [
+        Choice("enable_chunked_prefill", False, "an encoder computes a text whole"),
+        Choice("enable_prefix_caching", False, "an encoder keeps nothing of a text"),
+    ]
+
+
+def _check_whole_texts(config: EngineConfig) -> None:
+    longest, tokens = config.model.max_model_len, config.scheduler.max_num_batched_tokens
+    if config.arch.bidirectional and tokens < longest:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {tokens}, but an encoder computes texts of up to {longest} tokens "
+            "(--max-model-len) whole, in one step"
+        )
 
 
 def _choose_loop(config: EngineConfig) -> list[Choice]:

@@ -21,6 +21,7 @@ from quire.executor.fingerprints import FingerprintCache, fingerprint
 from quire.executor.fingerprints import check as _check
 from quire.kv_cache.spec import (
     NULL_BLOCK_ID,
+    EncoderOnlySpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -50,6 +51,8 @@ Place = tuple[int, tuple[int, int]]
 
 def places_read(spec: KVCacheSpec, start: int, end: int) -> Iterator[Place]:
     """What the token at position `end` reads of those from `start` on."""
+    if isinstance(spec, EncoderOnlySpec):
+        return iter(())
     if isinstance(spec, RecurrentStateSpec):
         return ((position, (position // spec.block_size, 0)) for position in range(max(end - 1, 0), end))
     first = max(spec.first_block(end) * spec.block_size, start)
@@ -60,6 +63,8 @@ def places_written(
     spec: KVCacheSpec, table: list[int], start: int, end: int, num_drafts: int = 0
 ) -> Iterator[Place]:
     """What computing the tokens `start` to `end` (exclusive) and the drafts behind them leaves behind."""
+    if isinstance(spec, EncoderOnlySpec):
+        return iter(())
     if not isinstance(spec, RecurrentStateSpec):
         return ((position, divmod(position, spec.block_size)) for position in range(start, end + num_drafts))
     indices = range(start // spec.block_size, (end - 1) // spec.block_size + 1)
@@ -335,6 +340,8 @@ class NullExecutor(Executor):
         for token_id in drafts:
             row.append(token_id)
         for spec, table in self._tables(row):
+            is_part = (start, end) != (0, num_known) and isinstance(spec, EncoderOnlySpec)
+            _check(not is_part, f"{scheduled}, of {num_known} tokens, which an encoder computes whole")
             for position, place in places_written(spec, table, start, end, len(drafts)):
                 slot = self._slot(row, table, position, place)
                 _check(self._holders[slot[0]] == 1, f"{row.request_id} writes to a shared block: {slot}")
@@ -381,6 +388,8 @@ def _default_specs(config: EngineConfig) -> dict[str, KVCacheSpec]:
     arch, block_size = config.model_arch, config.cache.block_size
     if arch is None:
         return {"layers.0": FullAttentionSpec(block_size, num_kv_heads=1, head_size=8, dtype_bytes=4)}
+    if arch.bidirectional:
+        return {"layers.0": EncoderOnlySpec(config.model.max_model_len)}
     sizes = (block_size, arch.num_kv_heads, arch.head_dim, 4)
     full, window = FullAttentionSpec(*sizes), SlidingWindowSpec(*sizes, arch.sliding_window or 1)
     windowed = [kind == "sliding_attention" for kind in arch.layer_types] or [False] * arch.num_layers

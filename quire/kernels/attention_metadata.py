@@ -6,6 +6,7 @@ batches. What a model may ask of attention beyond softmax(q k) v is checked here
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -80,9 +81,32 @@ def check_features(
             _check_of_heads(q, name, numbers)
 
 
-def _check_of_heads(q: Tensor, name: str, numbers: Tensor) -> None:
+def check_bidirectional(
+    q: Tensor, window: int | None, alibi_slopes: Tensor | None, relative_bias: Tensor | None
+) -> None:
+    """As `check_features`, for attention in both directions.
+
+    Raises:
+        ValueError: a window below 1, slopes that are not [Hq] floats beside q, or biases that are no float32 [Hq, odd]
+            there.
+    """
+    op = "bidirectional_attention"
+    if window is not None and window < 1:
+        raise ValueError(f"{op}: window must be 1 or more; it is {window}")
+    if alibi_slopes is not None:
+        _check_of_heads(q, "alibi_slopes", alibi_slopes, op)
+    if relative_bias is None:
+        return
+    shape = relative_bias.shape
+    fits = len(shape) == 2 and shape[0] == q.shape[1] and shape[1] % 2 == 1
+    if not fits or relative_bias.dtype is not torch.float32 or relative_bias.device != q.device:
+        found = f"{relative_bias.dtype} {list(shape)} on {relative_bias.device}"
+        raise ValueError(
+            f"{op}: relative_bias must be float32 [{q.shape[1]}, 2 * P - 1] on {q.device}; it is {found}"
+        )
+
+
+def _check_of_heads(q: Tensor, name: str, numbers: Tensor, op: str = "paged_attention") -> None:
     if numbers.shape != q.shape[1:2] or not numbers.is_floating_point() or numbers.device != q.device:
         found = f"{numbers.dtype} {list(numbers.shape)} on {numbers.device}"
-        raise ValueError(
-            f"paged_attention: {name} must be floats [{q.shape[1]}] on {q.device}; they are {found}"
-        )
+        raise ValueError(f"{op}: {name} must be floats [{q.shape[1]}] on {q.device}; they are {found}")

@@ -24,6 +24,7 @@ from quire.errors import ConfigError
 from quire.kernels import (
     cpu,
     reference,
+    reference_bidirectional,
     reference_experts,
     reference_latent,
     reference_recurrence,
@@ -31,7 +32,7 @@ from quire.kernels import (
     reference_scan,
     triton,
 )
-from quire.kernels.attention_metadata import AttentionMetadata, StateMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
 from quire.kernels.linear import PANEL, GatedActivation, PackedWeight, QuantizedRows, WeightScheme
@@ -244,7 +245,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, /, eps: float) ->
 
 @op(_cpu("activation.activate"), _triton("activation.activate"))
 def activate(x: Tensor, /, function: reference.Function) -> Tensor:
-    """relu, silu, gelu, gelu_tanh or sigmoid of each element: x [..., I], returned in x's dtype and shape."""
+    """relu, silu, gelu, gelu_tanh, sigmoid or tanh of each element: x [..., I], returned in x's dtype and shape."""
     return reference.activate(x, function)
 
 
@@ -395,6 +396,42 @@ def paged_attention(
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+    )
+
+
+@op(
+    _cpu("bidirectional.bidirectional_attention", _any_multiple_of_8),
+    _triton("bidirectional.bidirectional_attention"),
+)
+def bidirectional_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    metadata: GroupMetadata,
+    /,
+    scale: float,
+    *,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of each request's tokens to all of them, in both directions: a new [T, Hq, D].
+
+    q [T, Hq, D], k and v [T, Hkv, D] of one dtype, views with a token stride allowed; Hq and Hkv as in
+    `paged_attention`. Requests are whole: each has as many rows as tokens, and no blocks. Score of positions i and j:
+    s = scale * q.k; with `alibi_slopes` [Hq], s - slope * |i - j|; with `relative_bias` float32 [Hq, 2 * P - 1], s plus
+    entry P - 1 + j - i, for requests of up to P tokens. With `window` w, only |i - j| < w is seen. Rows of no request
+    come out as 0. A request that is not whole, or longer than P, is an IndexError.
+    """
+    return reference_bidirectional.bidirectional_attention(
+        q,
+        k,
+        v,
+        metadata,
+        scale,
+        window=window,
+        alibi_slopes=alibi_slopes,
+        relative_bias=relative_bias,
     )
 
 

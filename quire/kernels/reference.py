@@ -58,7 +58,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
 
 
-Function = Literal["relu", "silu", "gelu", "gelu_tanh", "sigmoid"]
+Function = Literal["relu", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"]
 """An activation; "gelu_tanh" is the approximation of the one before through tanh."""
 
 _FUNCTIONS: dict[Function, Callable[[Tensor], Tensor]] = {
@@ -67,6 +67,7 @@ _FUNCTIONS: dict[Function, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
 }
 
 

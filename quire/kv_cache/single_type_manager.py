@@ -16,6 +16,7 @@ from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.spec import (
     NULL_BLOCK_ID,
     ChunkedLocalSpec,
+    EncoderOnlySpec,
     FullAttentionSpec,
     KVCacheSpec,
     LatentAttentionSpec,
@@ -242,10 +243,27 @@ class RecurrentStateManager(LocalAttentionManager):
         ]
 
 
+class EncoderOnlyManager(SingleTypeManager):
+    """No request holds a block, and no prefix is found: nothing is kept of a text."""
+
+    drops_blocks = False
+    leaves_gaps = True
+
+    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], max_num_tokens: int) -> list[KVCacheBlock]:
+        return []
+
+    def _num_new(self, start: int, end: int) -> int:
+        return 0
+
+    def _new_blocks(self, start: int, end: int) -> list[KVCacheBlock]:
+        return [self._null_block] * max(end - start, 0)
+
+
 MANAGERS: dict[type[KVCacheSpec], type[SingleTypeManager]] = {
     FullAttentionSpec: FullAttentionManager,
     LatentAttentionSpec: FullAttentionManager,
     SlidingWindowSpec: LocalAttentionManager,
     ChunkedLocalSpec: LocalAttentionManager,
     RecurrentStateSpec: RecurrentStateManager,
+    EncoderOnlySpec: EncoderOnlyManager,
 }

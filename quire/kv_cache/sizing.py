@@ -24,7 +24,8 @@ MIN_MODEL_LEN = 2
 
 def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory: KVMemory) -> KVCacheConfig:
     """Group the layers and choose the number of blocks: as configured, or the least of what is free, what is
-    useful and what the device's owner would give unasked; on the host, as many as --swap-space holds.
+    useful and what the device's owner would give unasked; on the host, as many as --swap-space holds. Where nothing
+    is kept there is the null block alone.
 
     Raises:
         ConfigError: the layers cannot share a cache.
@@ -32,6 +33,9 @@ def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory
     hybrid = not config.cache.disable_hybrid_kv_cache_manager
     specs = fit_states(specs)
     groups = group_layers(specs, config.model.max_model_len, hybrid=hybrid)
+    if not any(spec.block_bytes for spec in specs.values()):
+        logger.info("KV cache: none, an encoder keeps nothing of a text")
+        return KVCacheConfig(NULL_BLOCK, groups, specs, swap_costs=memory.swap_costs)
     block_size = groups[0].spec.block_size
     if block_size != config.cache.block_size:
         logger.info("KV block size = %d tokens, so that a block holds a state", block_size)
@@ -102,6 +106,8 @@ def _choose_num_blocks(
 
 
 def _log_capacity(config: EngineConfig, kv_config: KVCacheConfig) -> None:
+    if not kv_config.bytes:
+        return
     max_model_len, chunk = config.model.max_model_len, config.scheduler.max_num_batched_tokens
     usable = kv_config.num_blocks - NULL_BLOCK
     requests = usable / blocks_per_request(kv_config.groups, max_model_len, chunk)

@@ -197,6 +197,29 @@ class RecurrentStateSpec(KVCacheSpec):
         return min(self.num_blocks(num_tokens), checkpoints + read_and_written_last)
 
 
+@dataclass(frozen=True)
+class EncoderOnlySpec(KVCacheSpec):
+    """Tokens see one another in the one step that computes them all, and nothing is kept: no entry has a block.
+
+    One entry of a table stands for as many tokens as a text may have.
+    """
+
+    rolls_back: ClassVar[bool] = False
+
+    @property
+    def block_bytes(self) -> int:
+        return 0
+
+    def first_block(self, position: int) -> int:
+        return 0
+
+    def needs_block(self, index: int, num_computed_tokens: int, num_blocks: int) -> bool:
+        return False
+
+    def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        return 0
+
+
 def _max_blocks_touched(span: int, block_size: int) -> int:
     """Blocks that `span` consecutive tokens can lie in at most."""
     return (span + block_size - 2) // block_size + 1
@@ -275,8 +298,12 @@ class KVCacheConfig:
         return self.num_blocks * sum(self.tensor_block_bytes)
 
     def parts_per_block(self, group: KVCacheGroup) -> int:
-        """Planes of a group's layers that fit into one block of the pool; all but the first block's stay unused."""
-        return self.tensor_block_bytes[0] // self.layer_specs[group.layer_names[0]].plane_bytes
+        """Planes of a group's layers that fit into one block of the pool; all but the first block's stay unused.
+
+        One, where nothing is kept.
+        """
+        plane_bytes = self.layer_specs[group.layer_names[0]].plane_bytes
+        return self.tensor_block_bytes[0] // plane_bytes if plane_bytes else 1
 
 
 def tensor_block_bytes(groups: tuple[KVCacheGroup, ...], specs: Mapping[str, KVCacheSpec]) -> tuple[int, ...]:

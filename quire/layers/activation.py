@@ -59,6 +59,7 @@ def gaussian_top(sparsity: float) -> Activation:
 PLAIN: dict[str, Activation] = {
     "relu": partial(ops.activate, function="relu"),
     "relu2": _relu2,
+    "tanh": partial(ops.activate, function="tanh"),
     "silu": partial(ops.activate, function="silu"),
     "gelu": partial(ops.activate, function="gelu"),
     "gelu_new": partial(ops.activate, function="gelu_tanh"),

@@ -108,6 +108,21 @@ class PositionEmbedding(Layer):
         yield f"{names[0]}.weight", Slot(self.weight, "normal")
 
 
+class TokenTypeEmbedding(Layer):
+    """A learned row for each kind of token, such as those of a first and those of a second text."""
+
+    def __init__(self, *, config: EngineConfig, count: int, name: str = "") -> None:
+        super().__init__(name)
+        self.weight = parameter(count, config.arch.hidden_size, dtype=activation_dtype(config))
+
+    def forward(self, token_types: Tensor | None) -> Tensor:
+        """token_types [T], or None where all are the first -> rows [T, H], or the one row [H]."""
+        return self.weight[0] if token_types is None else ops.embedding(token_types, self.weight)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        yield f"{names[0]}.weight", Slot(self.weight, "normal")
+
+
 class SinusoidalEmbedding(Module):
     """Sines, then cosines, of a position at H / 2 wavelengths between 2 pi and 20000 pi (Vaswani et al., 2017).
 

@@ -14,7 +14,7 @@ from quire.kernels import ops
 from quire.kernels.linear import FLOAT, QuantizedRows
 from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
-from quire.layers.matrix import MatrixLayer
+from quire.layers.matrix import MatrixLayer, Piece
 from quire.layers.quantization import QuantMethod, method_of
 from quire.layers.shard import WHOLE, Cut, Shard, Span
 from quire.layers.slot import length
@@ -133,7 +133,8 @@ class QKVLinear(Linear):
 class GateUpLinear(Linear):
     """The gate and up projections of a gated MLP as one: `act(gate(x)) * up(x)`, [T, K] -> [T, I].
 
-    With `prepare` it is `act(prepare(gate(x))) * up(x)`.
+    With `prepare` it is `act(prepare(gate(x))) * up(x)`. `up_first` says that a checkpoint in which both are one tensor
+    has the rows of up before those of gate.
     """
 
     def __init__(
@@ -148,7 +149,9 @@ class GateUpLinear(Linear):
         transposed: bool = False,
         cut: Cut = "output",
         prepare: Callable[[Tensor], Tensor] | None = None,
+        up_first: bool = False,
     ) -> None:
+        self.up_first = up_first
         super().__init__(
             in_features=hidden_size,
             out_features=2 * intermediate_size,
@@ -174,6 +177,11 @@ class GateUpLinear(Linear):
             return rows
         gate, up = rows.chunk(2, dim=1)
         return torch.cat((self._prepare(gate), up), dim=1)
+
+    def pieces(self, names: Sequence[str]) -> list[Piece]:
+        if self.up_first and len(names) == 1:
+            return list(self._pieces_of(names[0], (1, 0)))
+        return super().pieces(names)
 
     def quantize_rows(self) -> None:
         self._gate, self._fused = GATED_FP8[self.activation], None

@@ -50,6 +50,7 @@ class GatedMLP(Module):
             transposed=arch.transposed_weights,
             cut="whole" if sparsity else "output",
             prepare=prepare,
+            up_first=arch.up_first,
         )
         self.down_proj = _down_proj(config, prefix, size, "whole" if sparsity else "input")
         self.down_proj.reads(self.gate_up_proj)

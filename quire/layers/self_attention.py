@@ -3,12 +3,15 @@
 Shapes: T tokens of the step, H hidden size, Hq/Hkv query and key-value heads, D head size.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels import ops
 from quire.layers.attention import Attention
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
+from quire.layers.bidirectional_attention import BidirectionalAttention
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.qk_norm import NORMED_IN_KERNEL, QK_NORMS, UnweightedRMSNorm
 from quire.layers.rotary import RotaryEmbedding
@@ -65,21 +68,29 @@ class SelfAttention(Module):
         self.sinks = Sinks(num_heads=arch.num_heads, name=f"{prefix}.sinks") if arch.attention_sinks else None
         kind = arch.layer_types[layer]
         self.rotary_first = rotary if qk_norm == "rms_after_rope" else None
-        self.attn = Attention(
-            config=config,
-            name=f"{prefix}.attn",
-            num_heads=arch.num_heads,
-            num_kv_heads=arch.num_kv_heads,
-            head_dim=arch.head_dim,
-            scale=arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale,
-            sliding_window=arch.sliding_window if kind == "sliding_attention" else None,
-            attention_chunk=arch.attention_chunk if kind == "chunked_attention" else None,
-            soft_cap=arch.attn_logit_softcap,
-            rotary=None if self.rotary_first is not None else rotary,
-            qk_norm=(self.q_norm, self.k_norm) if in_kernel else None,  # type: ignore[arg-type]
-            alibi=arch.alibi,
-            sinks=self.sinks,
-        )
+        shape: dict[str, Any] = {
+            "config": config,
+            "name": f"{prefix}.attn",
+            "num_heads": arch.num_heads,
+            "num_kv_heads": arch.num_kv_heads,
+            "head_dim": arch.head_dim,
+            "scale": arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale,
+            "rotary": None if self.rotary_first is not None else rotary,
+            "qk_norm": (self.q_norm, self.k_norm) if in_kernel else None,
+            "alibi": arch.alibi,
+        }
+        window = arch.sliding_window if kind == "sliding_attention" else None
+        self.attn: Attention | BidirectionalAttention
+        if arch.bidirectional:
+            self.attn = BidirectionalAttention(**shape, window=window)
+        else:
+            self.attn = Attention(
+                **shape,
+                sliding_window=window,
+                attention_chunk=arch.attention_chunk if kind == "chunked_attention" else None,
+                soft_cap=arch.attn_logit_softcap,
+                sinks=self.sinks,
+            )
 
     def reads(self, source: RowSource) -> None:
         """Say that x is what `source` makes, and that nobody else reads it; see `Linear.reads`."""

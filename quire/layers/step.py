@@ -23,6 +23,8 @@ class StepContext:
     """One for each KV cache group, of the group's kind. They differ in block tables, and each layer reads its own."""
     adapter_rows: Tensor | None = None
     """[T] int32: the adapter of each token's row, an index into those that are loaded; negative = none."""
+    token_types: Tensor | None = None
+    """[T] int64: the kind of each token, where a model knows several; None: all are of the first."""
     intermediate: Mapping[str, Tensor] | None = None
     """What the pipeline stage before hands over, by name; each has a row for each token."""
 

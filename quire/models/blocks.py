@@ -82,7 +82,7 @@ class Block(Module):
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """x and residual [T, H] -> those of the next layer."""
         raise NotImplementedError
 
@@ -178,6 +178,33 @@ class NormedStreamBlock(Block):
         return self.mlp(x, step) * made, x * kept
 
 
+class PostNormBlock(Block):
+    """Attention and then the MLP, each added to what it read, and the sum normed (BERT)."""
+
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Nothing is left to be added."""
+        x, _ = self.post_attention_layernorm.add(self.mixer(x, positions, step), x)
+        x, _ = self.post_feedforward_layernorm.add(self.mlp(x, step), x)
+        return x, None
+
+
+class NormedInputBlock(Block):
+    """Attention on what the embeddings' norm gave, then the MLP on a normed copy (ModernBERT's first layer)."""
+
+    norms = ("post_attention_layernorm",)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor | None]:
+        assert residual is None, "it is a first layer"
+        x, residual = self.post_attention_layernorm.add(self.mixer(x, positions, step), x)
+        return self.mlp(x, step), residual
+
+
 class ParallelBlock(Block):
     """Attention and MLP side by side on one normed copy of the residual stream (GPT-J, Phi, Cohere)."""
 
@@ -270,6 +297,8 @@ BLOCKS: dict[str, type[Block]] = {
     "sandwich": SandwichBlock,
     "norm_after": NormAfterBlock,
     "normed_stream": NormedStreamBlock,
+    "post_norm": PostNormBlock,
+    "normed_input": NormedInputBlock,
     "parallel": ParallelBlock,
     "parallel_two_norms": ParallelTwoNormsBlock,
     "residual_experts": ResidualExpertsBlock,

@@ -25,6 +25,32 @@ class BuiltIn:
     """What serves it: "file:Class" in `quire.models`."""
     oracle: str = TRANSFORMERS
     """What its logits are held against in tests: the class of transformers with its name, or what else."""
+    pools: bool = False
+    """Whether it was made to have its prompts pooled, and generates nothing."""
+
+
+ENCODER = "encoder:EncoderModel"
+_HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+"""What encoders are published with; a head that guesses masked tokens is left out."""
+
+
+@dataclass(frozen=True)
+class EncoderFamily:
+    """Encoders that differ in their heads alone."""
+
+    name: str
+    """Of their classes, as checkpoints name them, less what the head adds."""
+    reader: str
+    models: str
+    heads: tuple[str, ...] = _HEADS
+    oracle: str = TRANSFORMERS
+
+    def rows(self) -> list[BuiltIn]:
+        """An architecture for each head."""
+        return [
+            BuiltIn(self.name + head, self.reader, self.models, ENCODER, self.oracle, pools=True)
+            for head in self.heads
+        ]
 
 
 BUILT_IN: dict[str, BuiltIn] = {
@@ -212,3 +238,27 @@ BUILT_IN: dict[str, BuiltIn] = {
     )
 }
 """By architecture, in the order of the alphabet."""
+
+ENCODER_FAMILIES = (
+    EncoderFamily(
+        "Bert", "bert:read_bert", "BERT, MiniLM, E5, BGE, GTE (2023), MXBAI, Snowflake Arctic Embed"
+    ),
+    EncoderFamily("Camembert", "bert:read_roberta", "CamemBERT"),
+    EncoderFamily("DistilBert", "bert:read_distilbert", "DistilBERT"),
+    EncoderFamily("Gemma3Text", "gemma:read_gemma3", "EmbeddingGemma", heads=("Model",)),
+    EncoderFamily("Gte", "bert_rotary:read_gte", "GTE multilingual in the form of transformers"),
+    EncoderFamily("JinaEmbeddingsV3", "bert_rotary:read_jina_v3", "Jina embeddings v3 without adapters"),
+    EncoderFamily(
+        "ModernBert", "bert_rotary:read_modern_bert", "ModernBERT, GTE ModernBERT, Nomic Embed on it"
+    ),
+    EncoderFamily("MPNet", "bert:read_mpnet", "MPNet, all-mpnet-base"),
+    EncoderFamily(
+        "New", "bert_rotary:read_gte", "GTE v1.5 and multilingual as published", oracle="Gte of transformers"
+    ),
+    EncoderFamily("NomicBert", "bert_rotary:read_nomic_bert", "Nomic Embed v1 and v1.5"),
+    EncoderFamily("Roberta", "bert:read_roberta", "RoBERTa"),
+    EncoderFamily("XLMRoberta", "bert:read_roberta", "XLM-RoBERTa, BGE-M3, multilingual E5"),
+)
+
+ENCODERS: dict[str, BuiltIn] = {row.architecture: row for family in ENCODER_FAMILIES for row in family.rows()}
+"""Encoders by architecture; they pool and do not generate."""

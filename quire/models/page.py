@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from quire.models.built_in import BUILT_IN, TRANSFORMERS, BuiltIn
+from quire.models.built_in import BUILT_IN, ENCODER_FAMILIES, TRANSFORMERS, BuiltIn, EncoderFamily
 
 PAGE = Path("docs/models.md")
 
@@ -37,6 +37,18 @@ For every architecture the tests make a small checkpoint with random weights, bi
 |---|---|---|
 """
 
+ENCODERS = """
+## Encoders
+
+They see a text in both directions, compute it whole, in one step with others, and keep nothing of it: no KV cache. Each
+is served alone, with the head of a classifier of texts or of tokens, and with one that guesses masked tokens, which is
+left out. Hidden states and scores are within 1e-5, in float32, of the class in transformers, and the same bits however
+texts are batched (`tests/models/test_encoders.py`).
+
+| architectures | models |
+|---|---|
+"""
+
 NOTES = """
 ## Limits
 
@@ -53,6 +65,8 @@ NOTES = """
 - Checkpoints in fp8 with a scale for each block, as DeepSeek-V3's and Kimi K2's are published, are refused: take a copy
   in bfloat16. Layers that guess the token after the next (MTP) are left out.
 - Latent attention (DeepSeek and others) keeps its cache in float32, bfloat16 or float16, not in int8 or fp8.
+- Encoders' positions are learned or rotated; NomicBERT's texts end at the 2048 tokens that it was trained on, and Jina
+  embeddings v3 is served without its adapters. A checkpoint whose norms are called gamma and beta is refused.
 - Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
 
 ## Any other
@@ -84,7 +98,12 @@ To add an architecture: [CONTRIBUTING.md](../CONTRIBUTING.md); to add one from a
 def models_page() -> str:
     """The page."""
     rows = "".join(f"| `{row.architecture}` | {row.models} | {_oracle(row)} |\n" for row in BUILT_IN.values())
-    return INTRODUCTION.format(count=len(BUILT_IN)) + rows + NOTES
+    encoders = "".join(f"| {_architectures(family)} | {family.models} |\n" for family in ENCODER_FAMILIES)
+    return INTRODUCTION.format(count=len(BUILT_IN)) + rows + ENCODERS + encoders + NOTES
+
+
+def _architectures(family: EncoderFamily) -> str:
+    return ", ".join(f"`{row.architecture}`" for row in family.rows())
 
 
 def _oracle(row: BuiltIn) -> str:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from quire.models.built_in import BUILT_IN, BuiltIn
+from quire.models.built_in import BUILT_IN, ENCODERS, BuiltIn
 from quire.models.transformers_backend.reader import transformers_has
 from quire.plugins import PluginTable, import_place, instance_of
 
@@ -58,7 +58,7 @@ class Registry:
     """Architecture name -> model class and config reader, both imported on first use."""
 
     def __init__(self) -> None:
-        self._rows = {name: _built_in(row) for name, row in BUILT_IN.items()}
+        self._rows = {name: _built_in(row) for name, row in (BUILT_IN | ENCODERS).items()}
 
     def register_model(
         self, arch: str, model: str | type[CausalLM], *, config_reader: str | ConfigReader = _LLAMA_READER

@@ -51,7 +51,8 @@ class TapedForward:
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         num_requests = len(inputs.layout.rows)
-        if num_requests > self._max_taped or len(inputs.input_ids) != num_requests:
+        only_decodes = len(inputs.input_ids) == num_requests and inputs.step.token_types is None
+        if num_requests > self._max_taped or not only_decodes:
             return self._eager(inputs)
         placed = self._places.place(inputs)
         tape = self._tapes.get(num_requests)

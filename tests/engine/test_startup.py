@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,3 +126,33 @@ def test_an_engine_on_a_cpu_loads_nothing_of_torchs_compiler() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Path:
+    """A directory with the config of a tiny BERT."""
+    values = {
+        "architectures": ["BertModel"],
+        "vocab_size": 264,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return tmp_path
+
+
+def test_an_encoder_computes_texts_whole(encoder: Path) -> None:
+    config = prepared(model=str(encoder))
+    assert not config.scheduler.enable_chunked_prefill
+    assert not config.cache.enable_prefix_caching
+    assert prepared(model=str(encoder), max_num_batched_tokens=512).model.max_model_len == 512
+
+
+def test_an_encoder_whose_texts_fit_no_step_is_refused(encoder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--max-num-batched-tokens is 500, but an encoder .* up to 512 tokens"
+    ):
+        prepared(model=str(encoder), max_num_batched_tokens=500)

@@ -56,7 +56,7 @@ def layer_norm(dtype: torch.dtype) -> Iterator[Arguments]:
 @cases
 def activate(dtype: torch.dtype) -> Iterator[Arguments]:
     extremes = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 100.0, -100.0, 3e4, -3e4, torch.nan], dtype=dtype)
-    for function in ("relu", "silu", "gelu", "gelu_tanh", "sigmoid"):
+    for function in ("relu", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"):
         for shape in [(0, 64), (1, 1), (5, 77), (2, 3, 40), (3, 4099)]:
             yield (3 * randn(*shape, dtype=dtype),), {"function": function}
         yield (extremes,), {"function": function}
@@ -186,6 +186,21 @@ def paged_attention(dtype: torch.dtype) -> Iterator[Arguments]:
             caches = randn_caches(16, 2, 8, 24, dtype)
             tokens = sum(query_len for query_len, _ in batch)
             yield (randn(tokens, 4, 24, dtype=dtype), *caches, metadata, 24**-0.5), feature
+
+
+@cases
+def bidirectional_attention(dtype: torch.dtype) -> Iterator[Arguments]:
+    features = [
+        {},
+        {"window": 5},
+        {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
+        {"relative_bias": randn(4, 2 * 40 - 1), "window": 9},
+    ]
+    for lengths in ([], [1], [9, 33, 16], [0, 40, 3]):
+        metadata = make_metadata([(length, length) for length in lengths], block_size=64, num_blocks=4)
+        qkv = randn(sum(lengths) + 2, 4 + 2 + 2, 24, dtype=dtype)  # two rows are of no request
+        for feature in features:
+            yield (*qkv.split([4, 2, 2], 1), metadata, 24**-0.5), feature
 
 
 @cases

@@ -19,6 +19,7 @@ from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.triton import (
     activation,
     attention,
+    bidirectional,
     copies,
     embedding,
     norm,
@@ -40,6 +41,7 @@ ROWWISE: dict[str, Callable[..., Any]] = {
     "gelu_and_mul": activation.gelu_and_mul,
     "write_kv": rotary.write_kv,
     "embedding": embedding.embedding,
+    "bidirectional_attention": bidirectional.bidirectional_attention,
 }
 """Ops whose own cases are small enough for an interpreter."""
 

@@ -19,6 +19,7 @@ from quire.kv_cache.sizing import (
     size_kv_cache,
 )
 from quire.kv_cache.spec import (
+    EncoderOnlySpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
@@ -52,6 +53,15 @@ def test_the_least_bound_counts_and_is_named(caplog: pytest.LogCaptureFixture) -
     assert "what is left" in caplog.text
     assert sized(KVMemory(10**9, "", default_bytes=2 * BLOCK * 7)).num_blocks == 7
     assert "half of the free memory" in caplog.text
+
+
+def test_what_keeps_nothing_gets_no_blocks_and_takes_any_length(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = make_config(swap_space=1.0)
+    kv_config = size_kv_cache(config, {"a": EncoderOnlySpec(64)}, KVMemory(0, "nothing is left"))
+    assert (kv_config.num_blocks, kv_config.bytes, kv_config.num_host_blocks) == (1, 0, 0)
+    assert settle_max_model_len(config, kv_config) is config
+    assert "KV cache: none" in caplog.text
 
 
 def test_the_default_limit_leaves_room_for_one_request() -> None:

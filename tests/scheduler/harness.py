@@ -11,6 +11,7 @@ from quire.config import EngineConfig
 from quire.executor.null import NullExecutor
 from quire.kv_cache.spec import (
     ChunkedLocalSpec,
+    EncoderOnlySpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
@@ -44,10 +45,12 @@ def make_config(**changes: Any) -> EngineConfig:
 
 
 def make_spec(kind: str, block_size: int) -> KVCacheSpec:
-    """A layer of a kind, which is a name and, but for "full", a number: "window 5", "chunk 6", "state 2"."""
+    """A layer of a kind: "full", or a name and a number: "window 5", "chunk 6", "state 2", "encoder 64"."""
     name, _, number = kind.partition(" ")
     if name == "state":
         return RecurrentStateSpec(block_size, state_bytes=64, checkpoint_blocks=int(number))
+    if name == "encoder":
+        return EncoderOnlySpec(int(number))
     if name == "window":
         return SlidingWindowSpec(block_size, 1, 8, 4, sliding_window=int(number))
     if name == "chunk":

@@ -133,6 +133,21 @@ def test_python_runs_once_for_each_number_of_requests() -> None:
     assert model.passes == 4, "a step that prefills is not recorded"
 
 
+class Typed(Lookup):
+    """A model that looks up the types of tokens."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        return ops.embedding(input_ids if step.token_types is None else step.token_types, self.table)
+
+
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
+def test_tokens_with_types_are_not_played_without_them() -> None:
+    forward = TapedForward(Typed(), 4, (4,), ROOM)
+    for types, expected in ((None, 5), (torch.tensor([1]), 1), (torch.tensor([0]), 0), (None, 5)):
+        plain = step([5], [0])
+        assert forward(replace(plain, step=replace(plain.step, token_types=types))).item() == expected
+
+
 class Described(Lookup):
     """A model of one kernel that reads the metadata of a group of states."""
 

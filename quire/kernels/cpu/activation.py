@@ -8,7 +8,7 @@ from quire.kernels.cpu.calls import call, empty
 from quire.kernels.cpu.checks import dtype_code, say
 from quire.kernels.reference import Function
 
-_FUNCTIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "sigmoid": 4}
+_FUNCTIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "sigmoid": 4, "tanh": 5}
 """The codes of `enum Function` in csrc/cpu/activation.cpp."""
 
 

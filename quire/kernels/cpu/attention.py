@@ -32,7 +32,7 @@ def paged_attention(
         )
     check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
     starts, lengths, tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_tables
-    slopes, sink_scores = (_of_heads(numbers) for numbers in (alibi_slopes, sinks))
+    slopes, sink_scores = (of_heads(numbers) for numbers in (alibi_slopes, sinks))
     requests, width = check_batch(op, starts, lengths, tables)
     out = empty(q, tokens, q_heads, size)
     tensors = (out, q, k_cache, v_cache, starts, lengths, tables, slopes, sink_scores)
@@ -44,7 +44,7 @@ def paged_attention(
     return out
 
 
-def _of_heads(numbers: Tensor | None) -> Tensor:
+def of_heads(numbers: Tensor | None) -> Tensor:
     return NOTHING if numbers is None else numbers.float().contiguous()
 
 

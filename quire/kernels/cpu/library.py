@@ -72,6 +72,10 @@ SIGNATURES: dict[str, tuple[str, str]] = {
         "out q k_cache v_cache query_start_loc seq_lens block_tables alibi_slopes sinks",
         "qqqqqqqqqqqqddqq",
     ),
+    "bidirectional_attention": (
+        "out q k v query_start_loc seq_lens alibi_slopes relative_bias",
+        "qqqqqqqqqqqqqdq",
+    ),
     "per_head_linear": ("out x data scales zeros scratch", "qqqqqqqqqq"),
     "write_latents": ("q rows norm positions cos_sin_cache cache slot_mapping", "qqqqqqqqqqdqqq"),
     "latent_attention": ("out q q_rope cache query_start_loc seq_lens block_tables", "qqqqqqqqqqqqdqq"),

@@ -28,6 +28,8 @@ def _activated(x, KIND: tl.constexpr):
         x = x / (1.0 + tl.exp(-x))
     elif KIND == "sigmoid":
         x = 1.0 / (1.0 + tl.exp(-x))
+    elif KIND == "tanh":
+        x = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
     elif KIND == "gelu":
         x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
     else:

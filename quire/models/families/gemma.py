@@ -58,18 +58,24 @@ def read_gemma3(
 ) -> ModelArch:
     """No soft caps; q and k are normed, and windowed layers (five of six) have their own rope.
 
-    `period` and `window` are defaults.
+    `period` and `window` are defaults. EmbeddingGemma (Schechter Vera et al., 2025, arXiv:2509.20354) is one that sees
+    in both directions; its window is the width of both sides.
     """
     period = config.integer("sliding_window_pattern", period, high=MAX_LAYERS)
     head_dim = config.integer("head_dim", 256, high=MAX_WIDTH)
     local = config.with_values(rope_theta=None, rope_scaling=None)
     local_theta = config.number("rope_local_base_freq", 10000.0, low=1.0)
+    windows = alternating_window(config, period=period, default=window)
+    bidirectional = config.flag("use_bidirectional_attention", False)
+    if bidirectional and windows:
+        windows["sliding_window"] = windows["sliding_window"] // 2 + 1
     fields = {
         "qk_norm": "rms",
         "attn_logit_softcap": optional_number(config, "attn_logit_softcapping", None),
         "final_logit_softcap": optional_number(config, "final_logit_softcapping", None),
         "rope": read_rope(config, head_dim=head_dim, theta=1e6),
         "rope_local": read_rope(local, head_dim=head_dim, theta=local_theta, layer_type=SLIDING),
-        **alternating_window(config, period=period, default=window),
+        "bidirectional": bidirectional,
+        **windows,
     }
     return read_gemma2(architecture, config, **(fields | differing))

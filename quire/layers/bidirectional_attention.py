@@ -1,0 +1,142 @@
+"""Attention of encoders: a text's tokens see one another in both directions, in the one step that computes them all.
+
+Shapes: T tokens of the step, Hq/Hkv query and key-value heads, D head size, P positions.
+Invariant: nothing is kept from step to step, and a layer never looks at the batch itself; see `quire.layers.attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.kernels import ops
+from quire.kernels.attention_metadata import GroupMetadata
+from quire.kv_cache.spec import EncoderOnlySpec, KVCacheSpec
+from quire.layers.alibi import slopes
+from quire.layers.base import Layer, Module, activation_dtype, device_type, parameter
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import RotaryEmbedding
+from quire.layers.slot import Slot
+from quire.layers.step import StepContext
+
+_FARTHEST = 128
+"""The distance from which on all distances are of one class."""
+
+
+class RelativeBias(Layer):
+    """What a head adds to the score of two tokens, by their distance; one serves all layers (T5; Raffel et al., 2020).
+
+    Half of the `buckets` are of keys behind the query. In each half the first half are of single distances, and the
+    others of ever more of them, up to 128 (arXiv:1910.10683, section 2.1).
+    """
+
+    buckets: Tensor
+    table: Tensor
+    """float32 [Hq, 2 * P - 1], for `ops.bidirectional_attention`."""
+
+    def __init__(self, *, config: EngineConfig, buckets: int, name: str) -> None:
+        super().__init__(name)
+        arch = config.arch
+        self.weight = parameter(buckets, arch.num_heads, dtype=activation_dtype(config))
+        longest = config.model.max_model_len or arch.max_position_embeddings
+        with torch.device("cpu"):
+            self.register_buffer("buckets", _buckets(longest, buckets), persistent=False)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        yield f"{names[0]}.weight", Slot(self.weight, "normal")
+
+    def finish_loading(self) -> None:
+        by_distance = self.weight.float()[self.buckets.to(self.weight.device)]
+        self.register_buffer("table", by_distance.t().contiguous(), persistent=False)
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        super().restore(tensors)
+        self.finish_loading()
+
+
+def _buckets(longest: int, count: int) -> Tensor:
+    """int64 [2 * longest - 1]: the class of key position minus query position, from 1 - longest to longest - 1."""
+    offsets = torch.arange(1 - longest, longest)
+    half, single = count // 2, count // 4
+    distance = offsets.abs()
+    steps = torch.log(distance.clamp(min=1).float() / single) / math.log(_FARTHEST / single) * (half - single)
+    far = (single + steps.long()).clamp(max=half - 1)
+    return torch.where(distance < single, distance, far) + half * (offsets > 0)
+
+
+class BidirectionalAttention(Module):
+    """Attention of one layer of an encoder; `window` w lets a token see those less than w away.
+
+    The other arguments are those of `quire.layers.attention.Attention`, but that ALiBi lowers scores on both sides.
+    What `relative_bias` gives, which the model owns and sets, is added to scores.
+    """
+
+    alibi_slopes: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        name: str,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int | None = None,
+        rotary: RotaryEmbedding | None = None,
+        qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
+        alibi: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.window = window
+        self.rotary = rotary
+        self.qk_norm = qk_norm
+        self.relative_bias: RelativeBias | None = None
+        self.longest = config.model.max_model_len or config.arch.max_position_embeddings
+        rows = ops.bidirectional_attention.supporting(device_type(config), activation_dtype(config))
+        self.backend_name = rows[0].name if rows else "reference"
+        self.register_buffer(
+            "alibi_slopes", None if alibi is None else alibi * slopes(num_heads), persistent=False
+        )
+        self.group_id = 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]; a rotary embedding rotates q and k in place."""
+        if self.qk_norm is not None:
+            q_norm, k_norm = self.qk_norm
+            q, k = q_norm(q), k_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(positions, q, k)
+        out = ops.bidirectional_attention(
+            q,
+            k,
+            v,
+            step.metadata(self.group_id, GroupMetadata),
+            self.scale,
+            window=self.window,
+            alibi_slopes=self.alibi_slopes,
+            relative_bias=None if self.relative_bias is None else self.relative_bias.table,
+        )
+        return out.flatten(1)
+
+    def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
+        """See `CacheUser`; there is nothing in the tensor."""
+        assert isinstance(spec, EncoderOnlySpec), f"an encoder keeps nothing in {type(spec).__name__}"
+        self.group_id = group_id
+
+    def why_not_captured(self) -> str | None:
+        """See `CacheUser`."""
+        return None
+
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """See `CacheUser`."""
+        return EncoderOnlySpec(self.longest)

@@ -1,0 +1,136 @@
+"""An encoder-only transformer as its `ModelArch` describes it (BERT and what came of it), and the head of a classifier.
+
+Shapes: T tokens of the step, E embedding size, H hidden size, N texts, or tokens, that are classified, C classes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from quire.config import EngineConfig
+from quire.config.arch import HeadArch
+from quire.layers.activation import PLAIN
+from quire.layers.base import Module, activation_dtype, model_dtype
+from quire.layers.bidirectional_attention import BidirectionalAttention, RelativeBias
+from quire.layers.embedding import PositionEmbedding, TokenTypeEmbedding, VocabEmbedding
+from quire.layers.linear import Linear
+from quire.layers.norm import block_norm
+from quire.layers.step import StepContext
+from quire.models.base import CausalLM
+from quire.models.blocks import BLOCKS
+from quire.models.decoder import rotaries_of
+
+_NO_STEP = StepContext(())
+"""What a head is given: its rows are texts, and no step's."""
+
+
+class Encoder(Module):
+    """Embeddings of tokens, positions and token types, layers, and perhaps a final norm."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        arch = config.arch
+        self.embed_tokens = VocabEmbedding(
+            vocab_size=arch.vocab_size,
+            size=arch.hidden_size,
+            dtype=model_dtype(config),
+            scale=arch.embedding_multiplier,
+            out_dtype=activation_dtype(config),
+            name=f"{prefix}.embed_tokens",
+        )
+        self.embed_positions = self.embed_token_types = self.embed_norm = self.relative_bias = None
+        if arch.positions is not None:
+            assert arch.positions == "learned", "encoders learn their positions, or rotate by them"
+            self.embed_positions = PositionEmbedding(
+                config=config, offset=arch.position_offset, name=f"{prefix}.embed_positions"
+            )
+        if arch.token_types:
+            self.embed_token_types = TokenTypeEmbedding(
+                config=config, count=arch.token_types, name=f"{prefix}.embed_token_types"
+            )
+        if arch.embedding_norm:
+            self.embed_norm = block_norm(config, f"{prefix}.embed_norm")
+        if arch.relative_buckets:
+            self.relative_bias = RelativeBias(
+                config=config, buckets=arch.relative_buckets, name=f"{prefix}.relative_bias"
+            )
+        rotaries = rotaries_of(config)
+        self.layers = nn.ModuleList(
+            BLOCKS[arch.block_of(layer)](
+                config=config, prefix=f"{prefix}.layers.{layer}", layer=layer, rotary=rotaries[layer]
+            )
+            for layer in range(arch.num_layers)
+        )
+        for module in self.modules():
+            if isinstance(module, BidirectionalAttention):
+                module.relative_bias = self.relative_bias
+        self.norm = block_norm(config, f"{prefix}.norm") if arch.final_norm else None
+
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        x, residual = self._embedded(inputs, positions, step), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, step)
+        if self.norm is None:
+            return x if residual is None else x + residual
+        hidden, _ = self.norm.add(x, residual)
+        return hidden
+
+    def _embedded(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        x: Tensor = self.embed_tokens(inputs)
+        if self.embed_token_types is not None:
+            x = x + self.embed_token_types(step.token_types)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions)
+        return x if self.embed_norm is None else self.embed_norm(x)
+
+
+class ClassifierHead(Module):
+    """Scores of classes: a matrix behind, in most, a dense layer with its activation and perhaps a norm."""
+
+    def __init__(self, *, config: EngineConfig, head: HeadArch, prefix: str) -> None:
+        super().__init__()
+        size, dtype = config.arch.hidden_size, model_dtype(config)
+        self.dense = self.dense_norm = None
+        if head.dense is not None:
+            self.dense = Linear(
+                in_features=size, out_features=size, bias=head.dense_bias, dtype=dtype, name=f"{prefix}.dense"
+            )
+            self.activation = PLAIN[head.dense]
+        if head.norm:
+            self.dense_norm = block_norm(config, f"{prefix}.dense_norm")
+        self.out_proj = Linear(
+            in_features=size, out_features=head.classes, bias=True, dtype=dtype, name=f"{prefix}.out_proj"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, H], what texts were pooled to or states of tokens -> float32 [N, C]."""
+        if self.dense is not None:
+            x = self.activation(self.dense(x, _NO_STEP))
+        if self.dense_norm is not None:
+            x = self.dense_norm(x)
+        scores: Tensor = self.out_proj(x, _NO_STEP)
+        return scores.float()
+
+
+class EncoderModel(CausalLM):
+    """An encoder, and the head that its checkpoint has: there are no logits of tokens.
+
+    `head` makes scores of classes of what `arch.head.pooling` makes of a text, or of each token; None: there is none.
+    """
+
+    def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
+        super().__init__(config=config, prefix=prefix)
+        names, head = config.arch.names, config.arch.head
+        self.merged, self.renamed, self.unused = names.merged, names.renamed, names.unused
+        self.base_prefix = names.renamed.get("model", "model") + "."
+        self.model = Encoder(config=config, prefix=f"{prefix}model")
+        self.head = None if head is None else ClassifierHead(config=config, head=head, prefix=f"{prefix}head")
+
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """Texts that the step computes whole -> hidden states [T, H]."""
+        hidden: Tensor = self.model(inputs, positions, step)
+        return hidden
+
+    def pool_head(self) -> Module | None:
+        """What comes behind pooled vectors: [N, H] -> float32 [N, C]."""
+        return self.head
