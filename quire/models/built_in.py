@@ -25,6 +25,8 @@ class BuiltIn:
     """What serves it: "file:Class" in `quire.models`."""
     oracle: str = TRANSFORMERS
     """What its logits are held against in tests: the class of transformers with its name, or what else."""
+    pools: bool = False
+    """Whether it was made to have its prompts pooled, and generates nothing."""
 
 
 BUILT_IN: dict[str, BuiltIn] = {
