@@ -97,9 +97,7 @@ class ModelRunner:
         )
         self._pooling = config.pooling
         self._pooler = Pooler(self.batch, model, config.pooling, device.transfers)
-        self._rows_of = (
-            (self._sampler, self._prompt_logprobs) if config.pooling is None else (self._pooler,)
-        )
+        self._rows_of = (self._sampler, self._prompt_logprobs) if config.pooling is None else (self._pooler,)
         """What keeps something of each request: a model that is pooled samples nothing."""
         self._unusable: dict[str, str] = {}
         self._unread: list[LaunchedStep] = []
