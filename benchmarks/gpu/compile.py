@@ -186,13 +186,13 @@ def _encoder_attention() -> Iterator[Launch]:
         yield (
             f"encoder: {name}",
             lambda rows=rows, options=options: bidirectional_attention(
-                *rows, _metadata([700, 30]), 0.125, **options
+                *rows, attention_metadata([700, 30]), 0.125, **options
             ),
         )
     grouped = empty(730, 5, 256).split([3, 1, 1], 1)
     yield (
         "encoder: heads of 256",
-        lambda: bidirectional_attention(*grouped, _metadata([700, 30]), 0.1, window=257),
+        lambda: bidirectional_attention(*grouped, attention_metadata([700, 30]), 0.1, window=257),
     )
 
 

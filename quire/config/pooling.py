@@ -7,11 +7,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.pooling_params import CLASSIFY
+from quire.errors import ValidationError
+from quire.pooling_params import CLASSIFY, TOKEN_CLASSIFY, TOKEN_EMBED, PoolingParams
 
 POOLINGS = ("cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_len", "all", "step")
 """How a text's tokens become one vector: the first token's, the last one's, means (plain, by position, over the root of
 the length), the greatest of each number; or they do not ("all"; "step": those at a token that ends a step)."""
+
+TOKEN_TASKS = (TOKEN_EMBED, TOKEN_CLASSIFY)
+CLASS_TASKS = (CLASSIFY, TOKEN_CLASSIFY)
+
+
+@dataclass(frozen=True)
+class HeadLayer:
+    """A linear layer behind a model, and what follows it.
+
+    Attributes:
+        name: the checkpoint's module; one in a folder of its own has that before it, with a slash.
+        activation: a key of `quire.layers.pooling_head.ACTIVATIONS`.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = True
+    activation: str = "identity"
+
+    @property
+    def folder(self) -> str:
+        """The folder of the checkpoint in which its tensors are; empty: they are with the model's own."""
+        return self.name.rpartition("/")[0]
 
 
 @dataclass(frozen=True)
@@ -29,6 +54,8 @@ class PoolingSpec:
         default_prompt: the name of the one that is put before inputs that name none.
         similarity: how two embeddings are compared: "cosine", "dot", "euclidean" or "manhattan".
         step_token_id: the token that ends a step, for rewards of steps.
+        returned_token_ids: the classes that are given out, for rewards of steps; empty: all.
+        head: what comes between pooled vectors (or all tokens') and the activation, beside what the model has itself.
     """
 
     tasks: tuple[str, ...]
@@ -41,8 +68,70 @@ class PoolingSpec:
     default_prompt: str | None = None
     similarity: str = "cosine"
     step_token_id: int | None = None
+    returned_token_ids: tuple[int, ...] = ()
+    head: tuple[HeadLayer, ...] = ()
 
     @property
     def is_cross_encoder(self) -> bool:
         """Whether it says of two texts, read as one, how well they go together."""
         return CLASSIFY in self.tasks and self.size == 1
+
+    def task_of(self, params: PoolingParams) -> str:
+        """What a request wants."""
+        return params.task or self.tasks[0]
+
+    def reads_every_token(self, params: PoolingParams) -> bool:
+        """Whether the hidden states of all tokens must be seen, so that none may come out of the cache."""
+        return self.pooling != "last" or self.task_of(params) in TOKEN_TASKS
+
+    @property
+    def always_reads_every_token(self) -> bool:
+        """Whether that is so whatever a request wants."""
+        return all(self.reads_every_token(PoolingParams(task=task)) for task in self.tasks)
+
+    def activation_of(self, params: PoolingParams) -> str:
+        """What is applied to a request's numbers; one that asks for a function gets one where the model has none."""
+        if params.use_activation is False:
+            return "none"
+        if params.use_activation is None or self.activation != "none":
+            return self.activation
+        if self.task_of(params) not in CLASS_TASKS:
+            return "normalize"
+        return "sigmoid" if self.size == 1 else "softmax"
+
+    def check(self, params: PoolingParams) -> None:
+        """Refuse what this model cannot do.
+
+        Raises:
+            ValidationError: `param` names the field.
+        """
+        if self.task_of(params) not in self.tasks:
+            raise ValidationError(
+                f"task {params.task} is not one of this model: it has {', '.join(self.tasks)}", param="task"
+            )
+        self._check_dimensions(params)
+        chosen = params.returned_token_ids or []
+        if chosen and not (self.task_of(params) in CLASS_TASKS and max(chosen) < self.size):
+            raise ValidationError(
+                f"returned_token_ids chooses among the classes of a classifier, of which there are "
+                f"{self.size if self.task_of(params) in CLASS_TASKS else 0}; got {max(chosen)}",
+                param="returned_token_ids",
+            )
+        if params.step_tag_id is not None and self.pooling != "step":
+            raise ValidationError(
+                f"step_tag_id is for models with rewards of steps; this one pools by {self.pooling!r}",
+                param="step_tag_id",
+            )
+
+    def _check_dimensions(self, params: PoolingParams) -> None:
+        asked = params.dimensions
+        if asked is None or asked == self.size:
+            return
+        if self.task_of(params) in CLASS_TASKS or not self.matryoshka:
+            raise ValidationError(
+                f"dimensions is {asked}, but what this model gives out ({self.size} numbers) may not be cut",
+                param="dimensions",
+            )
+        if asked > self.size or (self.matryoshka != (0,) and asked not in self.matryoshka):
+            allowed = f"1 to {self.size}" if self.matryoshka == (0,) else ", ".join(map(str, self.matryoshka))
+            raise ValidationError(f"dimensions is {asked}; this model allows {allowed}", param="dimensions")

@@ -21,6 +21,7 @@ from quire.kernels import cpu
 from quire.models.checkpoint import resolve_model_dir
 from quire.models.generation_config import read_generation_config
 from quire.models.hf_config import read_hf_config
+from quire.models.pooling.settle import Settled, settle_pooling
 from quire.models.registry import ModelRegistry
 from quire.platforms import choose_device
 from quire.plugins import load_general_plugins
@@ -66,13 +67,18 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         model_class=ModelRegistry.place_of(arch.architecture, config.model.model_impl),
         fit_max_model_len=fit,
     )
+    pooling = settle_pooling(config)
+    if pooling.spec is not None:
+        config = dataclasses.replace(config, pooling=pooling.spec)
+        logger.info("pooling = %s: %s", pooling.spec.pooling, pooling.pooling_reason)
     if config.device.device == "auto":
         config = _settled(config, Choice("device", *choose_device()))
     for choice in _choose_whole_texts(config):
         config = _settled(config, choice)
     choices = [
+        *_choose_runner(config, pooling),
         _choose_dtype(config),
-        _choose_max_model_len(config),
+        _choose_max_model_len(config, pooling.max_seq_length),
         *_choose_batch(config, usage),
         *_choose_loop(config),
         _choose_impl(config),
@@ -119,6 +125,19 @@ def _generation_defaults(config: EngineConfig, arch: ModelArch, model_dir: Path)
     return defaults | config.model.override_generation_config
 
 
+def _choose_runner(config: EngineConfig, found: Settled) -> list[Choice]:
+    """What the model does; and where every request must see all its tokens, no prefix is kept that nobody could use."""
+    choices = []
+    if config.model.runner == "auto":
+        choices.append(Choice("runner", found.runner, found.runner_reason))
+    if config.model.convert != found.convert and found.spec is not None:
+        choices.append(Choice("convert", found.convert, found.convert_reason))
+    if found.spec is not None and found.spec.always_reads_every_token and config.cache.enable_prefix_caching:
+        reason = f"pooling {found.spec.pooling!r} needs every token of a prompt to be computed"
+        choices.append(Choice("enable_prefix_caching", False, reason))
+    return choices
+
+
 def _choose_dtype(config: EngineConfig) -> Choice | None:
     dtype = config.model.dtype
     if dtype in DTYPE_ALIASES:
@@ -137,7 +156,8 @@ def _choose_dtype(config: EngineConfig) -> Choice | None:
     return Choice("dtype", config.arch.dtype, reason)
 
 
-def _choose_max_model_len(config: EngineConfig) -> Choice | None:
+def _choose_max_model_len(config: EngineConfig, max_seq_length: int | None) -> Choice | None:
+    """`max_seq_length` is that of sentence-transformers, which may be less than the model has positions."""
     asked, limit = config.model.max_model_len, context_limit(config.arch)
     if asked > limit:
         raise ConfigError(f"--max-model-len is {asked}, but the model was made for {limit} positions")
@@ -146,6 +166,8 @@ def _choose_max_model_len(config: EngineConfig) -> Choice | None:
             f"the context has {asked if asked > 0 else limit} positions, by the model's config.json "
             f"(max_position_embeddings), and may have {MOST_POSITIONS}; give a smaller --max-model-len"
         )
+    if max_seq_length is not None and asked <= 0 and max_seq_length < limit:
+        return Choice("max_model_len", max_seq_length, "the max_seq_length of sentence-transformers' files")
     if asked == FIT_MEMORY:
         return Choice("max_model_len", limit, "what the model's config.json allows, until memory is measured")
     return None if asked else Choice("max_model_len", limit, "what the model's config.json allows")

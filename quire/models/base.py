@@ -29,8 +29,11 @@ class CausalLM(Module):
     renamed: Mapping[str, str] = {}
     unused: tuple[str, ...] = ()
     base_prefix: str = "model."
+    folders: tuple[str, ...] = ()
+    """Of the checkpoint, in which it has more tensors for this model; their names begin with the folder and a slash."""
 
-    lm_head: VocabEmbedding
+    lm_head: VocabEmbedding | None
+    """None where the model is pooled."""
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         """`prefix`, with its dot, goes before the names of all layers and their caches."""
@@ -47,7 +50,16 @@ class CausalLM(Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> float32 logits [N, V]."""
+        assert self.lm_head is not None, "a model that is pooled has no logits"
         return self.lm_head.logits(hidden)
+
+    def pool_head(self) -> Module | None:
+        """What the model itself has behind pooled vectors, if anything: float32 [N, H] -> [N, size]."""
+        return None
+
+    def apply_heads(self, pooled: Tensor) -> Tensor:
+        """Of a model that is pooled: vectors of texts, or of tokens, float32 [N, H] -> [N, size]."""
+        raise NotImplementedError
 
     def loaded(self) -> None:
         """Called once, when all layers have their weights, on the device.
@@ -74,18 +86,26 @@ class CausalLM(Module):
         return slots
 
     def leaves_out(self, tensor_name: str) -> bool:
-        """Whether a checkpoint tensor is knowingly not used; a tied head is stored twice in some files."""
-        if (
-            tensor_name == f"{self.renamed.get('lm_head', 'lm_head')}.weight"
-            and self.config.arch.tie_word_embeddings
-        ):
-            return True
+        """Whether a checkpoint tensor is knowingly not used.
+
+        A tied head is stored twice in some files, and a model that is pooled has none.
+        """
+        head, _, kind = tensor_name.rpartition(".")
+        if head == self.renamed.get("lm_head", "lm_head"):
+            return self.config.pooling is not None or (
+                kind == "weight" and self.config.arch.tie_word_embeddings
+            )
         return any(re.search(pattern, tensor_name) for pattern in self.unused)
 
 
-def output_head(config: EngineConfig, embedding: VocabEmbedding, name: str) -> VocabEmbedding:
-    """The token embedding itself where the two are tied, else another table of its size and of that name."""
+def output_head(config: EngineConfig, embedding: VocabEmbedding, name: str) -> VocabEmbedding | None:
+    """The token embedding itself where the two are tied, else another table of its size and of that name.
+
+    None where the model is pooled.
+    """
     arch = config.arch
+    if config.pooling is not None:
+        return None
     if arch.tie_word_embeddings:
         return embedding
     vocab_size, size = embedding.shape

@@ -34,7 +34,7 @@ class Decoder(Module):
             size=arch.hidden_size,
             dtype=model_dtype(config),
             scale=arch.embedding_multiplier,
-            is_head=arch.tie_word_embeddings,
+            is_head=arch.tie_word_embeddings and config.pooling is None,
             out_dtype=activation_dtype(config),
             name=f"{prefix}.embed_tokens",
         )

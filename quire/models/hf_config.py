@@ -15,6 +15,7 @@ from quire.config.arch import ModelArch
 from quire.errors import UnsupportedModelError
 from quire.models.generation_config import generation_file, read_generation_config, token_ids
 from quire.models.json_object import JsonObject, read_json_object
+from quire.models.pooling.architectures import made_for
 from quire.models.registry import ModelRegistry
 
 if TYPE_CHECKING:
@@ -36,18 +37,28 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+def config_json(model_dir: Path, overrides: dict[str, Any]) -> JsonObject:
+    """The config.json in `model_dir`; `overrides` replace its top-level keys.
+
+    Raises:
+        ModelLoadError: it is missing or malformed.
+    """
+    file = read_json_object(model_dir / "config.json")
+    return JsonObject(file.where, {**file.values, **overrides})
+
+
 def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str = "auto") -> ModelArch:
     """The shape and options of the model in `model_dir`; `overrides` replace top-level keys of config.json.
 
-    `model_impl` is that of `ModelConfig`.
+    `model_impl` is that of `ModelConfig`. The architecture is that of the language model whose hidden states it has.
 
     Raises:
         ModelLoadError: a file is missing or malformed; the message names file, key, value and what is allowed.
         UnsupportedModelError: the architecture or an option is one that quire does not implement.
     """
-    file = read_json_object(model_dir / "config.json")
-    config = JsonObject(file.where, {**file.values, **overrides}, refused=[])
-    architecture = _architecture(config)
+    file = config_json(model_dir, overrides)
+    config = JsonObject(file.where, file.values, refused=[])
+    architecture = made_for(architecture_of(config), model_impl).served_as
     arch = _read_all(architecture, config, ModelRegistry.resolve_config_reader(architecture, model_impl))
     more = token_ids(generation_file(model_dir), "eos_token_id", arch.vocab_size)
     eos_token_ids = tuple(dict.fromkeys(arch.eos_token_ids + more))
@@ -68,7 +79,8 @@ def _read_all(architecture: str, config: JsonObject, reader: ConfigReader) -> Mo
     return arch
 
 
-def _architecture(config: JsonObject) -> str:
+def architecture_of(config: JsonObject) -> str:
+    """The architecture that config.json names."""
     names = config.texts("architectures")
     if not names:
         raise config.wrong("architectures", "a list with one name")

@@ -162,22 +162,34 @@ def read_json_object(path: Path) -> JsonObject:
     Raises:
         ModelLoadError: the file is missing, none, unreadable, larger than `MAX_JSON_BYTES`, or holds no JSON object.
     """
+    values = _read_json(path)
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{path}: must hold a JSON object, got {_shown(values)}")
+    return JsonObject(str(path), values)
+
+
+def read_json_objects(path: Path) -> list[JsonObject]:
+    """The objects of the JSON list in a file; raises as `read_json_object` does."""
+    values = _read_json(path)
+    if not isinstance(values, list) or not all(isinstance(one, dict) for one in values):
+        raise ModelLoadError(f"{path}: must hold a JSON list of objects, got {_shown(values)}")
+    return [JsonObject(f"{path}: {index}", one) for index, one in enumerate(values)]
+
+
+def _read_json(path: Path) -> Any:
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):  # a pipe would be waited for, and a device may never end
             raise ModelLoadError(f"{path}: is no file")
         if about.st_size > MAX_JSON_BYTES:
             raise ModelLoadError(f"{path}: larger than the limit of {MAX_JSON_BYTES} bytes for a JSON file")
-        values = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelLoadError(f"{path}: no such file") from None
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelLoadError(f"{path}: must hold a JSON object, got {_shown(values)}")
-    return JsonObject(str(path), values)
 
 
 def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:

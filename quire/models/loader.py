@@ -26,6 +26,7 @@ from quire.layers.shard import WHOLE, Shard
 from quire.models.base import CausalLM
 from quire.models.construction import construct
 from quire.models.packed_cache import PackedCache, packed_key
+from quire.models.pooling.model import PoolingModel
 from quire.models.registry import ModelRegistry
 from quire.models.staged_copy import GpuCopyStream, StagedCopy
 from quire.models.weights import CheckpointWeights, MappedCopy, RandomWeights, TensorReader, Weights
@@ -64,6 +65,8 @@ def without_weights(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
     model_cls = ModelRegistry.resolve_model_cls(config.arch.architecture, config.model_class)
     with torch.device("meta"):
         model = construct(model_cls, config)
+        if config.pooling is not None:
+            model = PoolingModel(model, config.pooling)
         methods = _methods(model, config)
         for (_, layer), method in zip(model.checkpoint_layers(), methods, strict=True):
             layer.create_weights(method, shard)

@@ -62,7 +62,7 @@ class OPTDecoder(Module):
             vocab_size=arch.vocab_size,
             size=embed_size,
             dtype=dtype,
-            is_head=arch.tie_word_embeddings,
+            is_head=arch.tie_word_embeddings and config.pooling is None,
             out_dtype=activation_dtype(config),
             name=f"{prefix}.embed_tokens",
         )

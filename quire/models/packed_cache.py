@@ -23,7 +23,7 @@ from quire.errors import ModelLoadError
 from quire.layers.base import Layer
 from quire.models.base import CausalLM
 from quire.models.safetensors_file import DTYPES, SafetensorsFile
-from quire.models.weights import weight_files
+from quire.models.weights import all_weight_files
 from quire.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,8 @@ def packed_key(model: CausalLM, layout: str) -> str:
         ModelLoadError: there are no files.
     """
     config = model.config
-    files = [] if config.load.load_format == "dummy" else weight_files(Path(config.model_dir))
+    is_random = config.load.load_format == "dummy"
+    files = [] if is_random else [path for _, path in all_weight_files(model, Path(config.model_dir))]
     parts = {
         "format": (FORMAT, __version__, layout),
         "arch": dataclasses.asdict(dataclasses.replace(config.arch, generation={})),

@@ -28,14 +28,15 @@ _LLAMA_READER = "quire.models.families.llama:read_llama"
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """How an architecture is served; both may be "module:Name", imported on first use.
+    """How an architecture is served; class and reader may be "module:Name", imported on first use.
 
-    A package offers one, under the architecture's name, as an entry point of the group `quire.models`, from a module
-    that imports no torch.
+    `pools` says that it was made to have its prompts pooled and generates nothing. A package offers one, under the
+    architecture's name, as an entry point of the group `quire.models`, from a module that imports no torch.
     """
 
     model: str | type[CausalLM]
     config_reader: str | ConfigReader = _LLAMA_READER
+    pools: bool = False
 
 
 MODEL_PLUGINS: PluginTable[ModelEntry] = PluginTable(
@@ -51,7 +52,7 @@ _TRANSFORMERS = ModelEntry(
 
 
 def _built_in(row: BuiltIn) -> ModelEntry:
-    return ModelEntry(f"quire.models.{row.model}", f"quire.models.families.{row.reader}")
+    return ModelEntry(f"quire.models.{row.model}", f"quire.models.families.{row.reader}", row.pools)
 
 
 class Registry:
@@ -76,6 +77,22 @@ class Registry:
     def get_supported_archs(self) -> list[str]:
         """Names of all known architectures, sorted."""
         return sorted({*self._rows, *MODEL_PLUGINS.names()})
+
+    def has_row(self, arch: str) -> bool:
+        """Whether somebody registered it."""
+        return arch in self._rows or arch in MODEL_PLUGINS.names()
+
+    def has(self, arch: str, model_impl: str = "auto") -> bool:
+        """Whether it can be served, by transformers' code or ours."""
+        try:
+            self._row(arch, model_impl)
+        except UnsupportedModelError:
+            return False
+        return True
+
+    def pools(self, arch: str) -> bool:
+        """Whether an architecture that somebody registered was made to have its prompts pooled."""
+        return self._row(arch, "quire").pools
 
     def resolve_model_cls(self, arch: str, place: str = "") -> type[CausalLM]:
         """The class that serves an architecture.

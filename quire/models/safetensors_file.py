@@ -58,11 +58,14 @@ class TensorInfo:
 class SafetensorsFile:
     """A checked, mapped file; `tensors` holds what is in it by name, in the order of the data.
 
+    Args:
+        folder: put before the names, with a slash; empty: nothing.
+
     Raises:
         ModelLoadError: the file cannot be read, is truncated or malformed; the message names file and tensor.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, folder: str = "") -> None:
         self.path = path
         try:
             about = path.stat()
@@ -82,7 +85,8 @@ class SafetensorsFile:
         ]
         infos.sort(key=lambda info: (info.start, info.end))
         self._check_cover(infos, data_start, size)
-        self.tensors = {info.name: info for info in infos}
+        before = f"{folder}/" if folder else ""
+        self.tensors = {before + info.name: info for info in infos}
 
     def tensor(self, info: TensorInfo) -> Tensor:
         """A tensor whose memory is the file's; its bytes are read when they are first touched."""

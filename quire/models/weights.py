@@ -85,7 +85,7 @@ class CheckpointWeights:
     def __init__(
         self, model: CausalLM, model_dir: Path, reader: TensorReader, *, show_progress: bool
     ) -> None:
-        files = [SafetensorsFile(path) for path in weight_files(model_dir)]
+        files = [SafetensorsFile(path, folder) for folder, path in all_weight_files(model, model_dir)]
         self._sources = _plan(model, files, model_dir)
         hidden = not (show_progress and sys.stderr.isatty())
         self._num_slots_left = sum(len(source.slots) for source in self._sources.values())
@@ -154,6 +154,12 @@ def _generator(key: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
+def all_weight_files(model: CausalLM, model_dir: Path) -> list[tuple[str, Path]]:
+    """The files of a model's checkpoint, each with its folder there; raises as `weight_files` does."""
+    folders = ("", *model.folders)
+    return [(folder, path) for folder in folders for path in weight_files(model_dir / folder)]
+
+
 def weight_files(model_dir: Path) -> list[Path]:
     """The files that make up the checkpoint: those the index names, else model.safetensors, else all *.safetensors.
 
@@ -190,8 +196,8 @@ def _plan(model: CausalLM, files: list[SafetensorsFile], model_dir: Path) -> dic
     sources: dict[str, _Source] = {}
     wrong: list[str] = []
     for file in files:
-        for info in file.tensors.values():
-            name = info.name if info.name in slots else prefix + info.name
+        for own_name, info in file.tensors.items():
+            name = own_name if own_name in slots else prefix + own_name
             at = f"{file.path}: tensor {info.name!r}"
             if name in sources:
                 wrong.append(f"{at} is also in {sources[name].file.path}")

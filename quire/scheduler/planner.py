@@ -198,8 +198,11 @@ class Planner:
     def _find_prefix(self, request: Request, step: StepPlan) -> PrefixHit:
         """What a request need not compute: what was swapped out, what its parent has, or what is cached.
 
-        Prompt logprobs need every position to be computed, and a request may want nothing of the prefix cache.
+        Prompt logprobs need every position to be computed, and a request may want nothing of the prefix cache. One that
+        starts over was not swapped out either.
         """
+        if request.starts_over:
+            return self._kv.no_hit
         swapped = self._kv.get_swapped_blocks(request)
         if swapped is not None:
             return swapped

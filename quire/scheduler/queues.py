@@ -79,11 +79,14 @@ class RequestQueues:
     def preempt_last(self, by: Request, now: float) -> None:
         """Take the blocks of the running request of highest rank; it keeps its tokens, to be computed again.
 
-        If its blocks are swapped out, it returns as it was.
+        If its blocks are swapped out, it returns as it was; one that starts over has no use for that.
         """
         victim = self.running.last
         self._vacate(victim)
-        self._kv.preempt(victim)
+        if victim.starts_over:
+            self._kv.free(victim)
+        else:
+            self._kv.preempt(victim)
         victim.preempt()
         self._waits.preempt(victim, by, now)
         self.policy.add(victim)

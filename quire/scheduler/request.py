@@ -59,6 +59,8 @@ class Request:
         num_prompt_logprobs: prompt positions whose logprobs were reported already.
         queued_ts, scheduled_ts: monotonic seconds; 0.0 until it happened.
         number, rank: the order of arrival, set by the scheduler, and of service, set by its policy.
+        starts_over: whether it must be computed from its first token on, without a break, and so takes nothing that was
+            computed before: it is pooled, and that needs every token's hidden state. Set by the scheduler.
         wait: what kept the request waiting, and how long.
     """
 
@@ -93,6 +95,7 @@ class Request:
         "request_id",
         "sampling_params",
         "scheduled_ts",
+        "starts_over",
         "tenant",
         "token_ids",
         "wait",
@@ -129,6 +132,7 @@ class Request:
         self.num_beams = num_beams
         self.beam = beam
         self.parent: Request | None = None
+        self.starts_over = False
         self.extra_keys = ExtraKeys(cache_salt=cache_salt)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0

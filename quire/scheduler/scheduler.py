@@ -54,6 +54,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, kv_config: KVCacheConfig) -> None:
         self._max_model_len = config.model.max_model_len
+        self._pooling = config.pooling
         self._kv = KVCacheManager(
             kv_config,
             enable_prefix_caching=config.cache.enable_prefix_caching,
@@ -79,6 +80,8 @@ class Scheduler:
         if request.request_id in self._queues.by_id or self._queues.kept.get(request.request_id):
             raise ValidationError(f"request id {request.request_id!r} is in use", param="request_id")
         check_admissible(request, self._max_model_len, self._kv)
+        if self._pooling is not None and request.pooling_params is not None:
+            request.starts_over = self._pooling.reads_every_token(request.pooling_params)
         if request.fork_of is not None:
             parent, kept = self._queues.by_id.get(request.fork_of), self._queues.kept.get(request.fork_of)
             if parent is not None:

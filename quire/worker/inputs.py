@@ -40,6 +40,8 @@ class StepLayout:
     """[N] index, into `rows`, of each sample's request."""
     logits_indices: NDArray[np.int64]
     """[N] index, in the flat inputs, of the token behind which it is sampled."""
+    pools: NDArray[np.bool_]
+    """[R] whether a request is pooled with this step, the last of its prompt."""
     num_drafts: NDArray[np.int64] | None = None
     """[R]; None: there are none."""
 
@@ -100,17 +102,20 @@ def lay_out(batch: InputBatch, scheduled: Sequence[ScheduledRequest]) -> StepLay
     starts = np.array([request.start for request in scheduled], dtype=np.int64)
     num_tokens = np.array([request.num_tokens for request in scheduled], dtype=np.int64)
     num_samples = np.array([request.num_samples for request in scheduled], dtype=np.int64)
+    pools = np.array([request.pools for request in scheduled], dtype=np.bool_)
     ends = starts + num_tokens
     has_drafts = any(request.num_samples > 1 for request in scheduled)
     num_drafts = np.maximum(num_samples - 1, 0) if has_drafts else None
     last = ends if num_drafts is None else ends - num_drafts
-    _check(batch, scheduled, rows, (starts, last, ends), num_samples)
+    _check(batch, scheduled, rows, (starts, last, ends), (num_samples > 0) | pools)
     query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
     num_tokens.cumsum(out=query_start_loc[1:])
     sampling = np.arange(len(rows)).repeat(num_samples)
     first_to_last = query_start_loc[1:] - num_samples.cumsum()
     logits_indices = np.arange(len(sampling)) + first_to_last[sampling]
-    return StepLayout(rows, starts, ends, query_start_loc, num_samples, sampling, logits_indices, num_drafts)
+    return StepLayout(
+        rows, starts, ends, query_start_loc, num_samples, sampling, logits_indices, pools, num_drafts
+    )
 
 
 def gather_inputs(batch: InputBatch, layout: StepLayout) -> StepInputs:
@@ -176,17 +181,16 @@ def _check(
     scheduled: Sequence[ScheduledRequest],
     rows: NDArray[np.int64],
     tokens: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
-    num_samples: NDArray[np.int64],
+    gives: NDArray[np.bool_],
 ) -> None:
     """What the plan counts on, against what the rows have.
 
-    `tokens` [R] each: the first that a request computes, the end of those that are no drafts, and of all.
+    `tokens` [R] each: the first that a request computes, the end of those that are no drafts, and of all. `gives` [R]:
+    whether something is sampled behind them, or they are pooled.
     """
     starts, last, ends = tokens
     known, computed = batch.num_tokens.take(rows), batch.num_computed_tokens.take(rows)
-    is_good = (
-        (starts == computed) & (starts < last) & (last <= known) & ((last == known) == (num_samples > 0))
-    )
+    is_good = (starts == computed) & (starts < last) & (last <= known) & ((last == known) == gives)
     _require(is_good, scheduled, "the request has other tokens, or has computed others")
     for table in batch.block_tables:
         _require(ends <= table.capacity(rows), scheduled, "the request has no cache blocks for these tokens")

@@ -16,10 +16,13 @@ from quire.scheduler.output import ModelRunnerOutput, TokenLogprobs
 from quire.worker.devices import Mark
 from quire.worker.drafts import Drafter, count_kept
 from quire.worker.input_batch import InputBatch, TokenPlaces
+from quire.worker.pooling import PooledNumbers
 from quire.worker.prompt_logprobs import PromptEntries
 from quire.worker.sampler import NON_FINITE, Sampled, SamplerOutput
 
 Value = TypeVar("Value")
+
+_NON_FINITE_NUMBERS = "the model gave numbers that are not finite"
 
 
 class Marks(NamedTuple):
@@ -122,6 +125,7 @@ class LaunchedStep:
     batch: InputBatch
     sampled: SampledTokens | None = None
     prompts: list[PromptEntries] = field(default_factory=list)
+    pooled: list[PooledNumbers] = field(default_factory=list)
     drafter: Drafter | None = None
     _result: ModelRunnerOutput | None = None
 
@@ -144,6 +148,9 @@ class LaunchedStep:
         prompts = {prompt.request: prompt.read() for prompt in self.prompts}
         failed.update({index: NON_FINITE for index, entries in prompts.items() if entries is None})
         found = {index: entries for index, entries in prompts.items() if entries is not None}
+        pooled = {one.request: one.read() for one in self.pooled}
+        failed.update({index: _NON_FINITE_NUMBERS for index, numbers in pooled.items() if numbers is None})
+        numbers = {index: one for index, one in pooled.items() if one is not None}
 
         def by_id(values: Mapping[int, Value]) -> dict[str, Value]:
             return {ids[index]: value for index, value in values.items() if index not in failed}
@@ -153,6 +160,7 @@ class LaunchedStep:
             sampled_token_ids=by_id(outcome.token_ids),
             logprobs=by_id(outcome.logprobs),
             prompt_logprobs=by_id(found),
+            pooled=by_id(numbers),
             failed=self.unusable | {ids[index]: reason for index, reason in failed.items()},
             draft_token_ids=self._propose(outcome),
             forward_s=self.marks.forwarded.seconds_since(self.marks.started),

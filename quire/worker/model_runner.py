@@ -33,6 +33,7 @@ from quire.worker.inputs import StepInputs, lay_out
 from quire.worker.jump_ahead import jump_ahead
 from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
 from quire.worker.pipeline import LanguageModel
+from quire.worker.pooling import Pooler
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.sampler import Sampled, Sampler
 from quire.worker.sampler.logprobs import LogprobsMode
@@ -94,6 +95,10 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs(
             self.batch, model.compute_logits, self._slice_size, device.transfers, mode
         )
+        self._pooling = config.pooling
+        self._pooler = Pooler(self.batch, model, config.pooling, device.transfers)
+        self._rows_of = (self._sampler, self._prompt_logprobs) if config.pooling is None else (self._pooler,)
+        """What keeps something of each request: a model that is pooled samples nothing."""
         self._unusable: dict[str, str] = {}
         self._unread: list[LaunchedStep] = []
 
@@ -124,9 +129,12 @@ class ModelRunner:
         hidden = self._pipeline.forward(inputs)
         forwarded = self._transfers.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden)
+        pooled = self._pooler.compute(inputs.layout, hidden)
         sampled = self._sample(inputs, hidden, scheduled)
         marks = Marks(started, forwarded, self._transfers.mark())
-        step = LaunchedStep(plan.step_id, ids, unusable, marks, self.batch, sampled, prompts, self._drafter)
+        step = LaunchedStep(
+            plan.step_id, ids, unusable, marks, self.batch, sampled, prompts, pooled, self._drafter
+        )
         self._unread = [*(earlier for earlier in self._unread if not earlier.is_read), step]
         return step
 
@@ -149,7 +157,7 @@ class ModelRunner:
         for request_id in plan.removed_request_ids:
             self._remove(request_id)
         for request in plan.new_requests:
-            reason = why_unusable(request, self._vocab_size, self._max_model_len)
+            reason = why_unusable(request, self._vocab_size, self._max_model_len, self._pooling)
             if reason is None:
                 self._add(request)
             else:
@@ -164,8 +172,8 @@ class ModelRunner:
 
     def _add(self, request: NewRequestData) -> None:
         row = self.batch.add(request)
-        self._sampler.add_request(row, request)
-        self._prompt_logprobs.add_request(row, request)
+        for part in self._rows_of:
+            part.add_request(row, request)
 
     def _grow(self, scheduled: ScheduledRequest) -> None:
         if not all(0 <= token_id < self._vocab_size for token_id in scheduled.draft_token_ids):
@@ -175,8 +183,8 @@ class ModelRunner:
     def _remove(self, request_id: str) -> None:
         if self._unusable.pop(request_id, None) is None:
             row = self.batch.remove(request_id)
-            self._sampler.remove_request(row)
-            self._prompt_logprobs.remove_request(row)
+            for part in self._rows_of:
+                part.remove_request(row)
 
     def _sample(
         self, inputs: StepInputs, hidden: Tensor, scheduled: list[ScheduledRequest]

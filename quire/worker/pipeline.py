@@ -24,6 +24,9 @@ class LanguageModel(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V] float32, a tensor the caller may change."""
 
+    def apply_heads(self, pooled: Tensor) -> Tensor:
+        """Of a model that is pooled: float32 [N, H] -> [N, size]."""
+
 
 Forward = Callable[[StepInputs], Tensor]
 """Hidden states [T, H] of a step, which the next step may overwrite."""

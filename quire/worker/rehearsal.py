@@ -11,6 +11,7 @@ from itertools import count, islice
 
 from quire.config import EngineConfig
 from quire.kv_cache.spec import KVCacheGroup, KVCacheSpec, RecurrentStateSpec
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, ScheduledRequest, SchedulerOutput
 
@@ -61,13 +62,14 @@ class Rehearsal:
         num_tokens = min(max_num_tokens, limits.max_num_batched_tokens)
         longest = max(config.model.max_model_len - 1, 1)
         prompt = min(num_tokens, longest)
+        self._pooled = None if config.pooling is None else PoolingParams()
         self._block_size = groups[0].spec.block_size
         self._num_groups = len(groups)
         num_decodes = min(max_num_seqs, limits.max_num_seqs)
         self._steps = [([prompt] * min(max(num_tokens // prompt, 1), limits.max_num_seqs), _ALL)]
         if num_decodes:
             self._steps.append(([1] * num_decodes, _ALL))
-        if every_variant:
+        if every_variant and config.pooling is None:
             self._steps += (s for s in _SMALL if max(s[0]) <= prompt and len(s[0]) <= limits.max_num_seqs)
 
     @property
@@ -91,9 +93,19 @@ class Rehearsal:
         new, scheduled, unused = [], [], count(1)
         for name, length in lengths.items():
             block_ids = [list(islice(unused, self._blocks_of(length))) for _ in range(self._num_groups)]
-            new.append(NewRequestData(name, [0] * length, length, params, block_ids, 0))
+            pools = self._pooled is not None
+            new.append(
+                NewRequestData(name, [0] * length, length, params, block_ids, 0, pooling_params=self._pooled)
+            )
             scheduled.append(
-                ScheduledRequest(name, start=0, num_tokens=length, num_samples=1, new_block_ids=[])
+                ScheduledRequest(
+                    name,
+                    start=0,
+                    num_tokens=length,
+                    num_samples=int(not pools),
+                    new_block_ids=[],
+                    pools=pools,
+                )
             )
         return SchedulerOutput(step_id, new, scheduled, removed)
 

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from quire.config.pooling import PoolingSpec
+from quire.errors import ValidationError
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 
 
-def why_unusable(request: NewRequestData, vocab_size: int, max_model_len: int) -> str | None:
-    """The reason why the request cannot get a row, or None if it can."""
+def why_unusable(
+    request: NewRequestData, vocab_size: int, max_model_len: int, pooling: PoolingSpec | None = None
+) -> str | None:
+    """The reason why the request cannot get a row, or None if it can; `pooling` is the model's."""
     num_tokens = len(request.token_ids)
     if not 0 < num_tokens <= max_model_len:
         return f"the request has {num_tokens} tokens, the limit is 1 to {max_model_len}"
     if not 0 < request.num_prompt_tokens <= num_tokens:
         return f"the request has {request.num_prompt_tokens} prompt tokens of {num_tokens} tokens"
-    if request.pooling_params is not None:
-        return "the model has no pooler"
+    refusal = _why_not_pooled(request, pooling)
+    if refusal is not None:
+        return refusal
     params = request.sampling_params
     if params.thinking_token_budget is not None and params.thinking_markers is None:
         return "thinking_token_budget needs thinking_markers"
@@ -33,6 +38,20 @@ def why_unusable(request: NewRequestData, vocab_size: int, max_model_len: int) -
         "thinking_markers": _markers(params),
     }
     return next((bad for name, ids in indexed.items() if (bad := _out_of_range(name, ids, vocab_size))), None)
+
+
+def _why_not_pooled(request: NewRequestData, pooling: PoolingSpec | None) -> str | None:
+    params = request.pooling_params
+    if pooling is None or params is None:
+        generates, pools = params is None, pooling is not None
+        if generates != pools:
+            return None
+        return "the model pools prompts and generates nothing" if pools else "the model has no pooler"
+    try:
+        pooling.check(params)
+    except ValidationError as error:
+        return str(error)
+    return None
 
 
 def _markers(params: SamplingParams) -> tuple[int, ...]:

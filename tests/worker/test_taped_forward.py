@@ -102,7 +102,9 @@ def step(ids: list[int], starts: list[int]) -> StepInputs:
         slot_mapping=positions,
     )
     rows = np.arange(len(starts))
-    layout = StepLayout(rows, rows, rows + 1, np.arange(len(rows) + 1), np.ones_like(rows), rows, rows)
+    layout = StepLayout(
+        rows, rows, rows + 1, np.arange(len(rows) + 1), np.ones_like(rows), rows, rows, rows < 0
+    )
     return StepInputs(layout, torch.tensor(ids), positions, torch.from_numpy(rows), StepContext((metadata,)))
 
 

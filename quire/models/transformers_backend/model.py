@@ -46,6 +46,9 @@ class TransformersForCausalLM(CausalLM):
         with _naming(config):
             model = _build(config)
             backbone = model.base_model
+            heads = [
+                name for name, module in model.named_modules() if module is model.get_output_embeddings()
+            ]
             self._port = sites.give_port(model)
             compute_buffers(model)
             put_rotary_tables(model, config)
@@ -62,6 +65,7 @@ class TransformersForCausalLM(CausalLM):
             r"\.rotary_emb\.inv_freq$",
             *(model._keys_to_ignore_on_load_unexpected or ()),
             *(f"^{name}$" for name in model.all_tied_weights_keys or ()),
+            *(rf"^{name}\." for name in heads if config.pooling is not None),
         )
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
@@ -92,7 +96,9 @@ class TransformersForCausalLM(CausalLM):
             try:
                 self._first_position = position_offset(self._run, config, padding_idx)
                 check_rows_are_apart(self._run, config, padding_idx, self._first_position)
-                self.compute_logits(self._run(torch.tensor([3]), torch.tensor([0])))
+                hidden = self._run(torch.tensor([3]), torch.tensor([0]))
+                if config.pooling is None:
+                    self.compute_logits(hidden)
             except QuireError:
                 raise
             except Exception as error:

@@ -28,9 +28,9 @@ AllStored = Mapping[str, Sequence[Stored]]
 
 @dataclass
 class Places:
-    """What stands in a model now: the layers that are to be loaded, and the one that makes the logits."""
+    """What stands in a model now: the layers that are to be loaded, and the one that makes its logits, if any."""
 
-    head: VocabEmbedding
+    head: VocabEmbedding | None
     loaded: Loaded = field(default_factory=list)
 
 
@@ -57,7 +57,8 @@ def _put_tables(model: PreTrainedModel, stored: AllStored, config: EngineConfig)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or type(head).forward is not nn.Linear.forward:
         raise UnsupportedModelError("it has no embedding of tokens, or no output head, of the usual kind")
-    is_tied = head.weight is embedding.weight
+    is_pooled = config.pooling is not None
+    is_tied = head.weight is embedding.weight and not is_pooled
     path, head_path = paths[id(embedding)], paths[id(head)]
     try:
         table = as_embedding(embedding, path, config, is_head=is_tied)
@@ -65,6 +66,9 @@ def _put_tables(model: PreTrainedModel, stored: AllStored, config: EngineConfig)
         raise UnsupportedModelError(f"{path}: {error}") from error
     _put(model, path, table)
     loaded: Loaded = [(module_names(stored[f"{path}.weight"]), table)]
+    if is_pooled:
+        _put(model, head_path, nn.Identity())
+        return Places(None, loaded)
     if is_tied:
         _put(model, head_path, TiedHead(table, head.bias))
         return Places(table, loaded)

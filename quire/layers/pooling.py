@@ -1,0 +1,184 @@
+"""How the hidden states of a text become one vector, in any number of steps.
+
+Shapes: T tokens of the step, R requests of it that are reduced, H hidden size, S rows of the batch.
+Invariant: what a text becomes depends on its own tokens and their order alone: sums are made one token after the other,
+from where the step before stopped, so no bit tells how a prompt was cut or who was beside it. Sums are float64.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_COLUMNS = 128
+"""Numbers of a vector that are reduced at once, so that those of all tokens stay in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Which tokens of a step are whose: [R] each."""
+
+    rows: NDArray[np.int64]
+    """Rows of the batch, all different."""
+    firsts: NDArray[np.int64]
+    """Index of each one's first token in the step."""
+    starts: NDArray[np.int64]
+    """Position of that token in its text."""
+    counts: NDArray[np.int64]
+    """Tokens, at least one."""
+    is_last: NDArray[np.bool_]
+    """Whether the text ends with them."""
+
+
+class Reduction(Protocol):
+    """One way of pooling, with what it keeps of texts that have not ended."""
+
+    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+        """Take in a step's hidden states [T, H]; returns, of the texts that end, their vectors, float32 [R', H]."""
+
+
+class LastToken:
+    """The last token's, of which nothing has to be kept."""
+
+    def __init__(self, num_rows: int) -> None:
+        """Whatever the number of rows."""
+
+    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+        last = (chunks.firsts + chunks.counts - 1)[chunks.is_last]
+        return hidden.index_select(0, _index(last, hidden)).float()
+
+
+class _Keeping:
+    """A vector for each row, made when the first text comes."""
+
+    dtype = torch.float32
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._vectors: Tensor | None = None
+
+    def _kept(self, hidden: Tensor) -> Tensor:
+        """[S, H]."""
+        if self._vectors is None:
+            shape = (self._num_rows, hidden.shape[1])
+            self._vectors = torch.zeros(shape, dtype=self.dtype, device=hidden.device)
+        return self._vectors
+
+    def _ended(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+        return self._kept(hidden).index_select(0, _index(chunks.rows[chunks.is_last], hidden))
+
+
+class FirstToken(_Keeping):
+    """The first token's."""
+
+    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+        begins = chunks.starts == 0
+        first = hidden.index_select(0, _index(chunks.firsts[begins], hidden))
+        self._kept(hidden)[_index(chunks.rows[begins], hidden)] = first.float()
+        return self._ended(hidden, chunks)
+
+
+class Accumulation(_Keeping):
+    """What is made token by token. Before the tokens of a chunk stands what was made of those before it.
+
+    torch's `segment_reduce` walks each column of a segment from its first row to its last, on every device.
+    """
+
+    reduction = "max"
+    empty = float("-inf")
+
+    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+        vectors, rows = self._kept(hidden), _index(chunks.rows, hidden)
+        vectors[_index(chunks.rows[chunks.starts == 0], hidden)] = self.empty
+        order, weights = _index(_with_what_was(chunks), hidden), self._weights(hidden, chunks)
+        lengths = _index(chunks.counts + 1, hidden)
+        for begin in range(0, hidden.shape[1], _COLUMNS):
+            columns = slice(begin, begin + _COLUMNS)
+            before, tokens = vectors[rows, columns], hidden[:, columns].to(self.dtype)
+            if weights is not None:
+                tokens = tokens * weights
+            found = torch.cat((before, tokens)).index_select(0, order)
+            vectors[rows, columns] = torch.segment_reduce(
+                found, self.reduction, lengths=lengths, axis=0, unsafe=True
+            )
+        return self._finished(self._ended(hidden, chunks), (chunks.starts + chunks.counts)[chunks.is_last])
+
+    def _weights(self, hidden: Tensor, chunks: Chunks) -> Tensor | None:
+        """[T, 1], or all are 1."""
+        return None
+
+    def _finished(self, vectors: Tensor, lengths: NDArray[np.int64]) -> Tensor:
+        """What becomes of what was made of whole texts, [R', H], that have so many tokens, [R']."""
+        return vectors
+
+
+class Greatest(Accumulation):
+    """The greatest of each number."""
+
+
+class Mean(Accumulation):
+    """The sum over the number of tokens."""
+
+    dtype = torch.float64
+    reduction = "sum"
+    empty = 0.0
+
+    def _finished(self, vectors: Tensor, lengths: NDArray[np.int64]) -> Tensor:
+        divisors = torch.from_numpy(self._divisors(lengths.astype(np.float64))).to(vectors.device)
+        return (vectors / divisors[:, None]).float()
+
+    def _divisors(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        return lengths
+
+
+class MeanSqrtLength(Mean):
+    """The sum over the root of the number of tokens."""
+
+    def _divisors(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.sqrt(lengths)
+
+
+class WeightedMean(Mean):
+    """The mean in which the n-th token counts n times (Muennighoff, 2022, arXiv:2202.08904)."""
+
+    def _weights(self, hidden: Tensor, chunks: Chunks) -> Tensor | None:
+        weights = np.zeros((hidden.shape[0], 1))
+        places, positions = _tokens(chunks)
+        weights[places, 0] = positions + 1
+        return torch.from_numpy(weights).to(hidden.device)
+
+    def _divisors(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        return lengths * (lengths + 1) / 2
+
+
+REDUCTIONS: dict[str, Callable[[int], Reduction]] = {
+    "last": LastToken,
+    "cls": FirstToken,
+    "max": Greatest,
+    "mean": Mean,
+    "mean_sqrt_len": MeanSqrtLength,
+    "weighted_mean": WeightedMean,
+}
+"""Way of pooling -> what does it, given how many rows the batch has."""
+
+
+def _tokens(chunks: Chunks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each token of the chunks, in order, its index in the step and its position in the text."""
+    ends = chunks.counts.cumsum()
+    offsets = np.arange(ends[-1]) - (ends - chunks.counts).repeat(chunks.counts)
+    return chunks.firsts.repeat(chunks.counts) + offsets, chunks.starts.repeat(chunks.counts) + offsets
+
+
+def _with_what_was(chunks: Chunks) -> NDArray[np.int64]:
+    """Indices into [what was; tokens]: of each chunk what was made before, then its tokens."""
+    places, _ = _tokens(chunks)
+    num_chunks = len(chunks.rows)
+    return np.insert(places + num_chunks, chunks.counts.cumsum() - chunks.counts, np.arange(num_chunks))
+
+
+def _index(values: NDArray[np.int64], like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device)

@@ -1,0 +1,67 @@
+"""What stands between pooled vectors and the numbers that a model gives out: linear layers in float32.
+
+Shapes: N vectors, of texts or of tokens.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.pooling import HeadLayer
+from quire.kernels.linear import FLOAT
+from quire.layers.base import Module
+from quire.layers.linear import Linear
+from quire.layers.quantization import QuantMethod, method_of
+from quire.layers.shard import WHOLE, Shard
+from quire.layers.step import StepContext
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "gelu": nn.functional.gelu,
+    "silu": nn.functional.silu,
+    "sigmoid": torch.sigmoid,
+}
+
+_NO_STEP = StepContext(())
+
+
+class HeadLinear(Linear):
+    """A layer of a head. It is small, and what it gives is what a user compares: it is never rounded."""
+
+    def __init__(self, layer: HeadLayer, prefix: str = "") -> None:
+        super().__init__(
+            in_features=layer.inputs,
+            out_features=layer.outputs,
+            bias=layer.bias,
+            dtype=torch.float32,
+            name=prefix + layer.name,
+        )
+
+    def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
+        super().create_weights(method_of(replace(FLOAT, invariant=method.scheme.invariant)), shard)
+
+
+class PoolingHead(Module):
+    """Layers one behind the other; without any, vectors are given out as they are."""
+
+    def __init__(self, layers: Sequence[HeadLayer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(HeadLinear(layer) for layer in layers)
+        self._names = [layer.name for layer in layers]
+        self._activations = [ACTIVATIONS[layer.activation] for layer in layers]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 [N, inputs] -> [N, outputs]."""
+        for layer, activation in zip(self.layers, self._activations, strict=True):
+            x = activation(layer(x, _NO_STEP))
+        return x
+
+    def checkpoint_layers(self) -> Iterator[tuple[list[str], HeadLinear]]:
+        """As a model's."""
+        for name, layer in zip(self._names, self.layers, strict=True):
+            assert isinstance(layer, HeadLinear)
+            yield [name], layer

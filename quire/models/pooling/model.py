@@ -1,0 +1,51 @@
+"""A model whose prompts are pooled: any that has hidden states, and heads in place of its output head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from quire.config.pooling import PoolingSpec
+from quire.layers.base import Layer
+from quire.layers.pooling_head import PoolingHead
+from quire.layers.step import StepContext
+from quire.models.base import CausalLM
+
+_HEADS = ("score", "classifier", "v_head")
+"""What heads are called, of which a checkpoint may have one for another use."""
+
+
+class PoolingModel(CausalLM):
+    """What `body` computes goes, once it is pooled, through what the body has itself for that and then `spec.head`.
+
+    An output head that the body's class makes all the same is let go of.
+    """
+
+    def __init__(self, body: CausalLM, spec: PoolingSpec) -> None:
+        super().__init__(config=body.config)
+        body.lm_head = self.lm_head = None
+        self.body = body
+        self.own_head = body.pool_head()
+        self.pooling_head = PoolingHead(spec.head)
+        self.base_prefix = body.base_prefix
+        self.folders = tuple(dict.fromkeys(layer.folder for layer in spec.head if layer.folder))
+
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        hidden: Tensor = self.body(inputs, positions, step)
+        return hidden
+
+    def apply_heads(self, pooled: Tensor) -> Tensor:
+        own = pooled if self.own_head is None else self.own_head(pooled)
+        given: Tensor = self.pooling_head(own)
+        return given
+
+    def loaded(self) -> None:
+        self.body.loaded()
+
+    def checkpoint_layers(self) -> Iterator[tuple[list[str], Layer]]:
+        yield from self.body.checkpoint_layers()
+        yield from self.pooling_head.checkpoint_layers()
+
+    def leaves_out(self, tensor_name: str) -> bool:
+        return self.body.leaves_out(tensor_name) or tensor_name.split(".")[0] in _HEADS

@@ -1,0 +1,168 @@
+"""Whether a checkpoint's prompts become tokens or numbers, and which: by its files, the options, or a stated default.
+
+Invariant: torch-free. What the files leave open is decided here alone, and the reason is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.config.pooling import PoolingSpec
+from quire.errors import ConfigError, ModelLoadError
+from quire.models.hf_config import architecture_of, config_json
+from quire.models.json_object import JsonObject
+from quire.models.pooling.architectures import GENERATES, Made, made_for
+from quire.models.pooling.heads import classes, head_of
+from quire.models.pooling.overrides import overridden
+from quire.models.pooling.sentence_transformers import (
+    MODULES,
+    SentenceTransformer,
+    read_sentence_transformer,
+)
+from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, TOKEN_EMBED
+
+_CLASSIFIERS: dict[str, tuple[str, str]] = {
+    "classify": (CLASSIFY, "last"),
+    "token_classify": (TOKEN_CLASSIFY, "all"),
+    "reward": (TOKEN_CLASSIFY, "all"),
+    "process_reward": (TOKEN_CLASSIFY, "step"),
+}
+"""What a model with a head is for -> what requests want of it, and how it pools."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What was found, and why."""
+
+    runner: str
+    runner_reason: str
+    convert: str
+    convert_reason: str
+    spec: PoolingSpec | None = None
+    pooling_reason: str = ""
+    max_seq_length: int | None = None
+    """The longest input for which the checkpoint says it was made."""
+
+
+def settle_pooling(config: EngineConfig) -> Settled:
+    """What a model does; `config` knows its directory and its shape.
+
+    Raises:
+        ConfigError: `--runner`, `--convert` or `--pooler-config` asks for what the model is not.
+        ModelLoadError: a file is malformed.
+        UnsupportedModelError: a file asks for something that is not done.
+    """
+    model_dir, asked = Path(config.model_dir), config.model
+    file = config_json(model_dir, asked.hf_overrides)
+    architecture = architecture_of(file)
+    made = made_for(architecture, asked.model_impl)
+    layout = read_sentence_transformer(model_dir) if asked.runner != "generate" else None
+    runner, reason = _runner(config, architecture, made, layout)
+    if runner == "generate":
+        return Settled(runner, reason, "none", "it generates")
+    target, target_reason = _target(asked.convert, made)
+    width = config.arch.word_embed_proj_dim or config.arch.hidden_size
+    if target == "embed":
+        spec, why = _embedder(file, made, width, layout)
+    else:
+        spec, why = _classifier(file, made, width, target)
+    if asked.pooler_config:
+        spec, why = overridden(spec, asked.pooler_config), "as --pooler-config says"
+    longest = None if layout is None else layout.max_seq_length
+    return Settled(runner, reason, _CONVERTS.get(target, target), target_reason, spec, why, longest)
+
+
+_CONVERTS = {"token_classify": "classify", "process_reward": "reward"}
+"""What `--convert` calls some of them."""
+
+
+def _runner(
+    config: EngineConfig, architecture: str, made: Made, layout: SentenceTransformer | None
+) -> tuple[str, str]:
+    """ "generate" or "pooling", and why."""
+    asked, convert = config.model.runner, config.model.convert
+    pools_by_option = [
+        flag
+        for flag, is_given in (
+            (f"--convert {convert}", convert not in ("auto", "none")),
+            ("--pooler-config", bool(config.model.pooler_config)),
+        )
+        if is_given
+    ]
+    if asked == "generate" and made.kind != GENERATES:
+        raise ConfigError(f"--runner is generate, but {architecture} has no output head: it pools")
+    if asked == "generate" and pools_by_option:
+        raise ConfigError(f"{pools_by_option[0]} is for models that pool, and --runner is generate")
+    if asked != "auto":
+        return asked, "as --runner says"
+    if pools_by_option:
+        return "pooling", f"{pools_by_option[0]} is given"
+    if made.kind != GENERATES:
+        return "pooling", f"{architecture} has no output head"
+    if layout is not None:
+        return "pooling", f"the checkpoint has {MODULES}"
+    return "generate", f"{architecture} is a language model"
+
+
+def _target(convert: str, made: Made) -> tuple[str, str]:
+    """What the model is for: "embed" or one of `_CLASSIFIERS`; and why."""
+    if convert == "none" and made.kind == GENERATES:
+        raise ConfigError(
+            "--convert is none, and the model generates; to pool it must become something: embed, classify or reward"
+        )
+    if convert in ("auto", "none"):
+        generates = made.kind == GENERATES
+        reason = "what a language model becomes by default" if generates else "what it was made for"
+        return "embed" if generates else made.kind, reason
+    if _CONVERTS.get(made.kind, made.kind) == convert:
+        return made.kind, "what it was made for"
+    return convert, "as --convert says"
+
+
+def _embedder(
+    file: JsonObject, made: Made, width: int, layout: SentenceTransformer | None
+) -> tuple[PoolingSpec, str]:
+    """A model of embeddings, and why it pools as it does; `width` is that of hidden states."""
+    size = layout.head[-1].outputs if layout is not None and layout.head else width
+    matryoshka = _matryoshka(file, size)
+    if layout is None:
+        pooling = "mean" if made.is_whole else "last"
+        spec = PoolingSpec((EMBED, TOKEN_EMBED), pooling, size, activation="normalize", matryoshka=matryoshka)
+        return spec, f"the default, with vectors of length 1, because the checkpoint has no {MODULES}"
+    spec = PoolingSpec(
+        tasks=(TOKEN_EMBED,) if layout.pooling == "all" else (EMBED, TOKEN_EMBED),
+        pooling=layout.pooling,
+        size=size,
+        activation="normalize" if layout.normalizes else "none",
+        matryoshka=matryoshka,
+        prompts=layout.prompts,
+        default_prompt=layout.default_prompt,
+        similarity=layout.similarity,
+        head=layout.head,
+    )
+    for layer, inputs in zip(layout.head, (width, *(layer.outputs for layer in layout.head)), strict=False):
+        if layer.inputs != inputs:
+            raise ModelLoadError(
+                f"{layer.folder}/config.json: in_features is {layer.inputs}, and what comes before gives {inputs}"
+            )
+    return spec, f"as {layout.pooling_file} says"
+
+
+def _matryoshka(file: JsonObject, size: int) -> tuple[int, ...]:
+    """Sizes to which an embedding may be cut (Kusupati et al., 2022, arXiv:2205.13147), as `PoolingSpec` has them."""
+    if "matryoshka_dimensions" not in file:
+        return (0,) if file.flag("is_matryoshka", False) else ()
+    sizes = file.numbers("matryoshka_dimensions")
+    if not sizes or not all(one == int(one) and 0 < one <= size for one in sizes):
+        raise file.wrong("matryoshka_dimensions", f"a list of sizes of 1 to {size}")
+    return tuple(sorted(map(int, sizes)))
+
+
+def _classifier(file: JsonObject, made: Made, width: int, target: str) -> tuple[PoolingSpec, str]:
+    """A model with a head: its own, or that of a language model in another form."""
+    labels, activation = classes(file, target)
+    task, pooling = _CLASSIFIERS[target]
+    head = () if made.is_whole else head_of(architecture_of(file), target, width, len(labels))
+    return PoolingSpec((task,), pooling, len(labels), labels, activation, head=head), f"what {target} needs"

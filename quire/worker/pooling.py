@@ -1,0 +1,193 @@
+"""What is pooled of prompts: which rows want it, and a step's share of it.
+
+Invariant: a request's numbers depend on its own hidden states alone, whoever is in the batch and however its prompt was
+cut. What is applied to them last is computed on the host, request by request, for the same reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.config.pooling import TOKEN_TASKS, PoolingSpec
+from quire.errors import EngineError
+from quire.layers.pooling import REDUCTIONS, Chunks
+from quire.pooling_params import PoolingParams
+from quire.scheduler.output import NewRequestData, Pooled
+from quire.worker.devices import Transfers
+from quire.worker.input_batch import InputBatch
+from quire.worker.inputs import StepLayout
+from quire.worker.pipeline import LanguageModel
+
+Numbers = NDArray[np.float64]
+
+
+def _normalized(numbers: Numbers) -> Numbers:
+    lengths = np.sqrt((numbers * numbers).sum(axis=-1, keepdims=True))
+    return numbers / np.maximum(lengths, 1e-12)
+
+
+def _softmax(numbers: Numbers) -> Numbers:
+    powers = np.exp(numbers - numbers.max(axis=-1, keepdims=True))
+    shares: Numbers = powers / powers.sum(axis=-1, keepdims=True)
+    return shares
+
+
+def _sigmoid(numbers: Numbers) -> Numbers:
+    return np.exp(-np.logaddexp(0.0, -numbers))
+
+
+ACTIVATIONS: dict[str, Callable[[Numbers], Numbers]] = {
+    "none": lambda numbers: numbers,
+    "normalize": _normalized,
+    "softmax": _softmax,
+    "sigmoid": _sigmoid,
+}
+"""What `PoolingSpec.activation` names, over the last dimension."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What one row's request wants, and what its chunks gave so far."""
+
+    params: PoolingParams
+    of_tokens: bool
+    parts: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PooledNumbers:
+    """A request's numbers, on their way to the host."""
+
+    request: int
+    """Its index in the step."""
+    params: PoolingParams
+    spec: PoolingSpec
+    parts: list[Tensor]
+    """Of its tokens [n, size] each, or its one vector [size]."""
+
+    def read(self) -> Pooled | None:
+        """What the request gets, once it is on the host; None: not all of it is finite."""
+        numbers = np.concatenate([part.numpy() for part in self.parts]).astype(np.float64)
+        if not np.isfinite(numbers).all():
+            return None
+        chosen = self.params.returned_token_ids or list(self.spec.returned_token_ids)
+        if self.params.dimensions is not None:
+            numbers = numbers[..., : self.params.dimensions]
+        numbers = ACTIVATIONS[self.spec.activation_of(self.params)](numbers)
+        return Pooled.of(numbers[..., chosen] if chosen else numbers)
+
+
+class Pooler:
+    """The rows that are pooled, and how to compute a step's share of them.
+
+    Args:
+        model: what applies its heads to vectors.
+        spec: None: nothing is ever pooled.
+    """
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        model: LanguageModel,
+        spec: PoolingSpec | None,
+        transfers: Transfers,
+    ) -> None:
+        self._batch = batch
+        self._model = model
+        self._spec = spec
+        self._transfers = transfers
+        self._wanted: dict[int, _Wanted] = {}
+        make = None if spec is None else REDUCTIONS.get(spec.pooling)
+        self._reduction = None if make is None else make(batch.max_num_seqs)
+
+    def add_request(self, row: int, request: NewRequestData) -> None:
+        """Take in a request that was given a row.
+
+        Raises:
+            EngineError: of one that must see all its tokens, some are not to be computed.
+        """
+        params, spec = request.pooling_params, self._spec
+        if params is None or spec is None:
+            return
+        if request.num_computed_tokens and spec.reads_every_token(params):
+            raise EngineError(f"{request.request_id} is pooled, and not computed from its first token on")
+        self._wanted[row] = _Wanted(params, spec.task_of(params) in TOKEN_TASKS)
+
+    def remove_request(self, row: int) -> None:
+        """Forget a row."""
+        self._wanted.pop(row, None)
+
+    def compute(self, layout: StepLayout, hidden: Tensor) -> list[PooledNumbers]:
+        """Take in the hidden states of a step; returns what those get whose prompts end with it."""
+        if not self._wanted:
+            return []
+        wanted = [self._wanted.get(row) for row in layout.rows.tolist()]
+        of_tokens = [index for index, one in enumerate(wanted) if one is not None and one.of_tokens]
+        of_texts = [index for index, one in enumerate(wanted) if one is not None and not one.of_tokens]
+        given = self._texts(layout, hidden, of_texts) if of_texts else {}
+        if of_tokens:
+            given |= self._tokens(layout, hidden, of_tokens)
+        return [
+            self._numbers(index, one, given[index])
+            for index, one in enumerate(wanted)
+            if one and index in given
+        ]
+
+    def _numbers(self, index: int, wanted: _Wanted, parts: list[Tensor]) -> PooledNumbers:
+        assert self._spec is not None
+        return PooledNumbers(index, wanted.params, self._spec, parts)
+
+    def _texts(self, layout: StepLayout, hidden: Tensor, indices: list[int]) -> dict[int, list[Tensor]]:
+        """A vector each, of those that end, by their indices in the step."""
+        assert self._reduction is not None, "a request that wants a vector is refused where there is none"
+        chunks = _chunks(layout, np.array(indices))
+        vectors = self._reduction.reduce(hidden, chunks)
+        if not len(vectors):
+            return {}
+        numbers = self._transfers.download(self._model.apply_heads(vectors))
+        ended = np.array(indices)[chunks.is_last].tolist()
+        return {index: [vector] for index, vector in zip(ended, numbers, strict=True)}
+
+    def _tokens(self, layout: StepLayout, hidden: Tensor, indices: list[int]) -> dict[int, list[Tensor]]:
+        """Numbers of each token, of those that end; of the others they are kept."""
+        places = [self._places(layout, index) for index in indices]
+        chosen = torch.from_numpy(np.concatenate(places)).to(hidden.device)
+        vectors = hidden.index_select(0, chosen).float()
+        numbers = self._transfers.download(self._model.apply_heads(vectors))
+        ended = {}
+        for index, part in zip(indices, numbers.split([len(one) for one in places]), strict=True):
+            wanted = self._wanted[int(layout.rows[index])]
+            wanted.parts.append(part)
+            if layout.pools[index]:
+                ended[index] = wanted.parts
+        return ended
+
+    def _places(self, layout: StepLayout, index: int) -> NDArray[np.int64]:
+        """Where, in the step, the tokens of a request are that count: all, or those that end a step of its text."""
+        assert self._spec is not None
+        first, last = layout.query_start_loc[index : index + 2]
+        tag = self._wanted[int(layout.rows[index])].params.step_tag_id
+        tag = self._spec.step_token_id if tag is None else tag
+        if self._spec.pooling != "step" or tag is None:
+            return np.arange(first, last)
+        start, end = layout.starts[index], layout.ends[index]
+        is_tag = self._batch.token_ids[layout.rows[index], start:end] == tag
+        return first + np.flatnonzero(is_tag)
+
+
+def _chunks(layout: StepLayout, indices: NDArray[np.int64]) -> Chunks:
+    """Of some requests of a step."""
+    starts = layout.starts[indices]
+    return Chunks(
+        layout.rows[indices],
+        layout.query_start_loc[indices],
+        starts,
+        layout.ends[indices] - starts,
+        layout.pools[indices],
+    )

@@ -1,0 +1,220 @@
+"""Models that are pooled, by the whole engine core: against transformers, and the same bits however prompts are cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from quire.kernels import cpu
+from quire.models.pooling.sentence_transformers import _FLAGS
+from quire.pooling_params import PoolingParams
+from tests.fixtures.pooled import pool, pooling_core, write_json, write_model, write_sentence_transformer
+from tests.fixtures.tiny_models import VOCAB_SIZE
+
+TOLERANCE = 1e-5
+
+
+def prompts(lengths: tuple[int, ...] = (1, 5, 17, 40, 96)) -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+@torch.inference_mode()
+def hidden_states(model: nn.Module, sequences: list[list[int]]) -> list[Tensor]:
+    """Those of a base model of transformers, [tokens, H] each."""
+    return [model(torch.tensor([one]), use_cache=False).last_hidden_state[0] for one in sequences]
+
+
+def assert_close(ours: list[NDArray[np.float32]], theirs: list[Tensor]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(mine), other, rtol=0.0, atol=TOLERANCE)
+
+
+def _weights(hidden: Tensor) -> Tensor:
+    return torch.arange(1, len(hidden) + 1)[:, None] / (len(hidden) * (len(hidden) + 1) / 2)
+
+
+POOLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "cls_token": lambda hidden: hidden[0],
+    "lasttoken": lambda hidden: hidden[-1],
+    "mean_tokens": lambda hidden: hidden.mean(0),
+    "max_tokens": lambda hidden: hidden.amax(0),
+    "mean_sqrt_len_tokens": lambda hidden: hidden.sum(0) / len(hidden) ** 0.5,
+    "weightedmean_tokens": lambda hidden: (hidden * _weights(hidden)).sum(0),
+}
+"""As sentence-transformers' files call it -> what it is."""
+
+
+def test_every_way_of_pooling_is_tested() -> None:
+    assert {f"pooling_mode_{name}" for name in POOLED} == _FLAGS.keys()
+
+
+@pytest.mark.parametrize("pooling", sorted(POOLED))
+def test_an_embedder_gives_the_oracles_vectors_and_the_same_bits_in_any_batch(
+    pooling: str, tmp_path: Path
+) -> None:
+    """Qwen 3 as Qwen3-Embedding publishes it: an architecture with an output head, and sentence-transformers' files."""
+    model = write_model("qwen3", tmp_path, "Qwen3ForCausalLM")
+    dense = [nn.Linear(64, 40), nn.Linear(40, 32, bias=False)]
+    write_sentence_transformer(tmp_path, pooling=pooling, dense=dense, normalizes=True)
+    texts = prompts()
+    with torch.inference_mode():
+        vectors = torch.stack([POOLED[pooling](one) for one in hidden_states(model.model, texts)])
+        for layer in dense:
+            vectors = torch.tanh(layer(vectors))
+        expected = list(nn.functional.normalize(vectors))
+    core = pooling_core(tmp_path)
+    whole = pool(core, texts)
+    assert_close(whole, expected)
+    if not cpu.available():
+        return  # sums of the reference depend on how a batch is cut
+    cut = pooling_core(tmp_path, max_num_batched_tokens=7)
+    for others in (pool(core, texts, together=False), pool(cut, texts), pool(cut, texts[::-1])[::-1]):
+        assert [one.tobytes() for one in others] == [one.tobytes() for one in whole]
+
+
+@pytest.mark.parametrize("pooling", ["mean_tokens", "lasttoken"])
+def test_preempted_and_swapped_requests_get_the_same_bits(pooling: str, tmp_path: Path) -> None:
+    write_model("qwen3", tmp_path, "Qwen3Model")
+    write_sentence_transformer(tmp_path, pooling=pooling)
+    texts = prompts((60, 50, 40, 30))
+    alone = pool(pooling_core(tmp_path, max_num_batched_tokens=16), texts, together=False)
+    tight = pooling_core(
+        tmp_path,
+        max_num_batched_tokens=16,
+        max_model_len=64,
+        kv_cache_memory_bytes=70_000,
+        swap_space=0.01,
+        preemption_mode="swap",
+    )
+    crowded = pool(tight, texts)
+    if cpu.available():
+        assert [one.tobytes() for one in crowded] == [one.tobytes() for one in alone]
+
+
+def test_a_prefix_is_used_for_the_last_token_and_not_for_all(tmp_path: Path) -> None:
+    write_model("qwen3", tmp_path, "Qwen3Model")
+    core = pooling_core(tmp_path)
+    (text,) = prompts((40,))
+    first, again = pool(core, [text])[0], pool(core, [text])[0]
+    assert core.scheduler.stats().prefix_cache_hits == 36
+    of_tokens = pool(core, [text], PoolingParams(task="token_embed"))[0]
+    assert of_tokens.shape == (40, 64)
+    if cpu.available():
+        assert first.tobytes() == again.tobytes() == of_tokens[-1].tobytes()
+
+
+BASES = {
+    "llama": "LlamaModel",
+    "mistral": "MistralModel",
+    "qwen2": "Qwen2Model",
+    "qwen3": "Qwen3Model",
+    "gpt2": "GPT2Model",
+    "opt": "OPTModel",
+    "gemma2": "Gemma2Model",
+}
+
+
+@pytest.mark.parametrize(("name", "class_name"), BASES.items(), ids=BASES.values())
+def test_a_checkpoint_without_an_output_head_embeds(name: str, class_name: str, tmp_path: Path) -> None:
+    model = write_model(name, tmp_path, class_name)
+    texts = prompts((3, 30))
+    expected = [nn.functional.normalize(hidden[-1], dim=0) for hidden in hidden_states(model, texts)]
+    assert_close(pool(pooling_core(tmp_path), texts), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "opt-post-norm", "gpt2"])
+@pytest.mark.parametrize("model_impl", ["quire", "transformers"])
+def test_any_language_model_pools_when_asked_to(
+    name: str, model_impl: str, tiny_model: Callable[[str], Path]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory, texts = tiny_model(name), prompts((3, 30))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    base = model.model.decoder if name.startswith("opt") else model.base_model
+    expected = [nn.functional.normalize(hidden[-1], dim=0) for hidden in hidden_states(base, texts)]
+    core = pooling_core(directory, runner="pooling", model_impl=model_impl)
+    assert_close(pool(core, texts), expected)
+
+
+@pytest.mark.parametrize("class_name", ["LlamaForSequenceClassification", "Qwen2ForSequenceClassification"])
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_a_sequence_classifier_gives_the_oracles_classes(
+    class_name: str, num_labels: int, tmp_path: Path
+) -> None:
+    name = class_name.removesuffix("ForSequenceClassification").lower()
+    model = write_model(name, tmp_path, class_name, num_labels=num_labels)
+    texts = prompts((3, 30))
+    with torch.inference_mode():
+        logits = [model(torch.tensor([one])).logits[0] for one in texts]
+    core = pooling_core(tmp_path)
+    assert_close(pool(core, texts, PoolingParams(use_activation=False)), logits)
+    function = torch.sigmoid if num_labels == 1 else lambda one: torch.softmax(one, -1)
+    assert_close(pool(core, texts), [function(one) for one in logits])
+
+
+@pytest.mark.parametrize(
+    ("name", "class_name"), [("qwen3", "Qwen3ForTokenClassification"), ("gpt2", "GPT2ForTokenClassification")]
+)
+def test_a_token_classifier_gives_the_oracles_classes(name: str, class_name: str, tmp_path: Path) -> None:
+    model = write_model(name, tmp_path, class_name, num_labels=5)
+    texts = prompts((3, 30))
+    with torch.inference_mode():
+        expected = [model(torch.tensor([one])).logits[0].softmax(-1) for one in texts]
+    assert_close(pool(pooling_core(tmp_path), texts), expected)
+    assert_close(pool(pooling_core(tmp_path, max_num_batched_tokens=7), texts), expected)
+
+
+def rewarding(tmp_path: Path, architecture: str, num_labels: int) -> tuple[nn.Module, nn.Sequential]:
+    """A Qwen 2 with the head of its rewards, which transformers has not: base and head."""
+    from safetensors.torch import load_file, save_file
+
+    model = write_model("qwen2", tmp_path, "Qwen2ForCausalLM")
+    torch.manual_seed(0)
+    score = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, num_labels))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file) | {f"score.{key}": one.detach() for key, one in score.named_parameters()}
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, file)
+    config = model.config.to_dict() | {"architectures": [architecture], "num_labels": num_labels}
+    for key in ("id2label", "label2id"):
+        config.pop(key, None)
+    write_json(tmp_path / "config.json", config)
+    return model.model, score
+
+
+def test_a_reward_model_scores_every_token(tmp_path: Path) -> None:
+    base, score = rewarding(tmp_path, "Qwen2ForRewardModel", 1)
+    texts = prompts((3, 30))
+    with torch.inference_mode():
+        expected = [score(hidden) for hidden in hidden_states(base, texts)]
+    assert_close(pool(pooling_core(tmp_path), texts), expected)
+    last = pooling_core(tmp_path, pooler_config={"pooling_type": "LAST"})
+    assert_close(pool(last, texts), [rewards[-1] for rewards in expected])
+
+
+def test_a_process_reward_model_scores_steps(tmp_path: Path) -> None:
+    base, score = rewarding(tmp_path, "Qwen2ForProcessRewardModel", 2)
+    texts, tag = [[5, 6, 9, 7, 9, 8], [9, *prompts((20,))[0], 9]], 9
+    with torch.inference_mode():
+        all_tokens = [score(hidden).softmax(-1) for hidden in hidden_states(base, texts)]
+    expected = [rewards[torch.tensor(text) == tag] for rewards, text in zip(all_tokens, texts, strict=True)]
+    core = pooling_core(tmp_path, pooler_config={"step_tag_id": tag}, max_num_batched_tokens=4)
+    assert_close(pool(core, texts), expected)
+    assert_close(pool(core, texts, PoolingParams(returned_token_ids=[1])), [one[:, 1:] for one in expected])
+    assert pool(core, [[5, 6]])[0].shape == (0, 2)
+
+
+def test_dimensions_cut_before_the_norm(tmp_path: Path) -> None:
+    model = write_model("qwen3", tmp_path, "Qwen3Model", matryoshka_dimensions=[16, 32])
+    texts = prompts((3, 30))
+    expected = [nn.functional.normalize(one[-1, :16], dim=0) for one in hidden_states(model, texts)]
+    assert_close(pool(pooling_core(tmp_path), texts, PoolingParams(dimensions=16)), expected)

@@ -1,0 +1,260 @@
+"""What a checkpoint's files, the options and the defaults make of a model that is pooled, without its weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.config.pooling import HeadLayer, PoolingSpec
+from quire.engine.startup import prepare
+from quire.errors import ConfigError, ModelLoadError, StartupError, UnsupportedModelError, ValidationError
+from quire.models.built_in import BUILT_IN
+from quire.models.pooling.architectures import Made, made_for
+from quire.pooling_params import PoolingParams
+from tests.fixtures.pooled import write_json
+
+QWEN = {
+    "model_type": "qwen3",
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+}
+TRANSFORMER, POOLING, NORMALIZE = (
+    {"type": f"sentence_transformers.models.{kind}", "path": path}
+    for kind, path in (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "3_Normalize"))
+)
+DENSE = {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}
+MEAN = {"pooling_mode_mean_tokens": True}
+
+
+def write_config(directory: Path, architecture: str = "Qwen3ForCausalLM", **more: Any) -> Path:
+    write_json(directory / "config.json", QWEN | {"architectures": [architecture]} | more)
+    return directory
+
+
+def write_modules(directory: Path, *modules: dict[str, str], pooling: dict[str, Any] = MEAN) -> None:
+    write_json(directory / "modules.json", list(modules))
+    write_json(directory / "1_Pooling/config.json", pooling)
+
+
+def prepared(directory: Path, **args: Any) -> EngineConfig:
+    return prepare(EngineConfig.from_args(device="cpu", model=str(directory), **args), "offline")
+
+
+def spec_of(directory: Path, **args: Any) -> PoolingSpec:
+    spec = prepared(directory, **args).pooling
+    assert spec is not None
+    return spec
+
+
+def test_a_language_model_generates_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    config = prepared(tmp_path)
+    assert (config.pooling, config.model.runner) == (None, "generate")
+    expected = PoolingSpec(("embed", "token_embed"), "last", 64, activation="normalize")
+    assert spec_of(tmp_path, runner="pooling") == spec_of(tmp_path, convert="embed") == expected
+    assert prepared(tmp_path, runner="pooling").model.convert == "embed"
+
+
+def test_the_files_of_sentence_transformers_are_read_in_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_config(tmp_path, matryoshka_dimensions=[32, 16])
+    write_modules(tmp_path, TRANSFORMER, POOLING, DENSE, NORMALIZE)
+    activation = "torch.nn.modules.linear.Identity"
+    dense = {"in_features": 64, "out_features": 40, "bias": False, "activation_function": activation}
+    write_json(tmp_path / "2_Dense/config.json", dense)
+    write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 100, "do_lower_case": False})
+    about = {"prompts": {"query": "Q: "}, "default_prompt_name": "query", "similarity_fn_name": "dot"}
+    write_json(tmp_path / "config_sentence_transformers.json", about)
+    with caplog.at_level(logging.INFO, "quire"):
+        config = prepared(tmp_path)
+    assert config.pooling == PoolingSpec(
+        ("embed", "token_embed"),
+        "mean",
+        40,
+        activation="normalize",
+        matryoshka=(16, 32),
+        prompts=(("query", "Q: "),),
+        default_prompt="query",
+        similarity="dot",
+        head=(HeadLayer("2_Dense/linear", 64, 40, bias=False),),
+    )
+    assert config.model.max_model_len == 100
+    assert prepared(tmp_path, max_model_len=200).model.max_model_len == 200
+    assert not config.cache.enable_prefix_caching, "nobody could use it"
+    for line in (
+        "runner = pooling: the checkpoint has modules.json",
+        "pooling = mean: as ",
+        "max_model_len = 100",
+    ):
+        assert line in caplog.text
+    assert prepared(tmp_path, runner="generate").pooling is None
+
+
+@pytest.mark.parametrize(("word", "pooling"), [("lasttoken", "last"), ("weightedmean", "weighted_mean")])
+def test_the_newer_form_of_pooling_files_is_read(word: str, pooling: str, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    write_modules(tmp_path, TRANSFORMER, POOLING, pooling={"embedding_dimension": 64, "pooling_mode": word})
+    assert (spec_of(tmp_path).pooling, spec_of(tmp_path).activation) == (pooling, "none")
+
+
+def test_without_a_pooling_every_token_keeps_its_vector(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    write_modules(tmp_path, TRANSFORMER)
+    assert (spec_of(tmp_path).tasks, spec_of(tmp_path).pooling) == (("token_embed",), "all")
+
+
+REFUSED_FILES: dict[str, tuple[str, Any, str]] = {
+    "unknown-module": ("modules.json", [TRANSFORMER, {"type": "a.WordWeights", "path": ""}], "type"),
+    "order": ("modules.json", [TRANSFORMER, NORMALIZE, POOLING], "must be a Transformer, then"),
+    "no-list": ("modules.json", {}, "must hold a JSON list"),
+    "outside": ("modules.json", [TRANSFORMER, POOLING | {"path": "../1_Pooling"}], "path must be"),
+    "joined": ("1_Pooling/config.json", MEAN | {"pooling_mode_cls_token": True}, "vectors are not joined"),
+    "no-prompt": ("1_Pooling/config.json", MEAN | {"include_prompt": False}, "include_prompt = false"),
+    "mode": ("1_Pooling/config.json", {"pooling_mode": ["mean", "max"]}, "pooling_mode"),
+    "width": ("2_Dense/config.json", {"in_features": 63, "out_features": 8}, "in_features is 63"),
+    "activation": (
+        "2_Dense/config.json",
+        {"in_features": 64, "out_features": 8, "activation_function": "a.B"},
+        "activation_function",
+    ),
+    "lower": ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
+    "prompt": ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "default_prompt_name"),
+    "similarity": ("config_sentence_transformers.json", {"similarity_fn_name": "x"}, "similarity_fn_name"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_FILES)
+def test_what_is_not_done_is_refused_by_file_and_key(name: str, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    write_modules(tmp_path, TRANSFORMER, POOLING, DENSE, NORMALIZE)
+    write_json(tmp_path / "2_Dense/config.json", {"in_features": 64, "out_features": 8})
+    prepared(tmp_path)
+    file, content, problem = REFUSED_FILES[name]
+    write_json(tmp_path / file, content)
+    with pytest.raises((ModelLoadError, UnsupportedModelError)) as raised:
+        prepared(tmp_path)
+    assert problem in str(raised.value)
+    assert file in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ({"runner": "generate", "convert": "embed"}, "--convert embed is for models that pool"),
+        ({"runner": "pooling", "convert": "none"}, "--convert is none"),
+        ({"pooler_config": {"pooling": "MEAN"}}, "'pooling' is unknown; known are pooling_type"),
+        ({"pooler_config": {"pooling_type": "SUM"}}, "pooling_type must be one of CLS, LAST"),
+        ({"pooler_config": {"normalize": 1}}, "normalize must be true or false, got 1"),
+        ({"pooler_config": {"returned_token_ids": [1]}}, "a list of classes, of which the model has 0"),
+        ({"pooler_config": {"matryoshka_dimensions": [65]}}, "a list of sizes of 1 to 64"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(args: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        prepared(write_config(tmp_path), **args)
+    assert problem in str(raised.value)
+
+
+def test_a_model_without_an_output_head_does_not_generate(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Qwen3Model has no output head"):
+        prepared(write_config(tmp_path, "Qwen3Model"), runner="generate")
+
+
+@pytest.mark.parametrize(
+    ("options", "activation"),
+    [
+        ({"num_labels": 1}, "sigmoid"),
+        ({}, "softmax"),
+        ({"problem_type": "multi_label_classification"}, "sigmoid"),
+        ({"num_labels": 1, "problem_type": "regression"}, "none"),
+        ({"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.Identity"}}, "none"),
+    ],
+)
+def test_what_is_applied_to_classes(options: dict[str, Any], activation: str, tmp_path: Path) -> None:
+    spec = spec_of(write_config(tmp_path, "Qwen3ForSequenceClassification", **options))
+    assert (spec.tasks, spec.pooling, spec.activation) == (("classify",), "last", activation)
+    assert spec.is_cross_encoder == (options.get("num_labels") == 1)
+
+
+def test_names_of_classes(tmp_path: Path) -> None:
+    named = write_config(tmp_path, "Qwen3ForTokenClassification", id2label={"1": "PER", "0": "O"})
+    assert spec_of(named).labels == ("O", "PER")
+    assert spec_of(named).head == (HeadLayer("score", 64, 2),)
+    with pytest.raises(ModelLoadError, match="id2label must name the classes 0 to 2"):
+        prepared(write_config(tmp_path, "Qwen3ForTokenClassification", id2label={"1": "x"}, num_labels=3))
+
+
+def test_rewards(tmp_path: Path) -> None:
+    spec = spec_of(write_config(tmp_path, "Qwen3ForCausalLM", num_labels=1), convert="reward")
+    assert (spec.tasks, spec.pooling, spec.activation) == (("token_classify",), "all", "none")
+    assert spec.head == (HeadLayer("score", 64, 1, bias=False),)
+
+
+def test_every_form_of_every_language_model_is_its_row() -> None:
+    for name, row in BUILT_IN.items():
+        if row.pools:
+            continue
+        assert made_for(name) == Made(name, "generate")
+        stem = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        if stem != name and f"{stem}Model" not in BUILT_IN:
+            assert made_for(f"{stem}Model") == Made(name, "embed")
+            assert made_for(f"{stem}ForSequenceClassification") == Made(name, "classify")
+
+
+SPEC = PoolingSpec(("embed", "token_embed"), "last", 64, matryoshka=(16, 32))
+CLASSES = PoolingSpec(("classify",), "last", 3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "params", "field"),
+    [
+        (SPEC, PoolingParams(task="classify"), "task"),
+        (SPEC, PoolingParams(dimensions=17), "dimensions"),
+        (CLASSES, PoolingParams(dimensions=2), "dimensions"),
+        (PoolingSpec(("embed",), "last", 64, matryoshka=(0,)), PoolingParams(dimensions=65), "dimensions"),
+        (SPEC, PoolingParams(returned_token_ids=[0]), "returned_token_ids"),
+        (CLASSES, PoolingParams(returned_token_ids=[3]), "returned_token_ids"),
+        (CLASSES, PoolingParams(step_tag_id=3), "step_tag_id"),
+    ],
+)
+def test_a_request_that_the_model_cannot_answer_is_refused(
+    spec: PoolingSpec, params: PoolingParams, field: str
+) -> None:
+    with pytest.raises(ValidationError) as raised:
+        spec.check(params)
+    assert raised.value.param == field
+    spec.check(PoolingParams())
+
+
+def test_a_missing_head_is_named_at_start_up(tmp_path: Path) -> None:
+    from tests.fixtures.pooled import pooling_core, write_model
+
+    write_model("qwen3", tmp_path, "Qwen3Model")
+    with pytest.raises(StartupError, match=r"tensor 'score\.weight' is in none of the safetensors files"):
+        pooling_core(tmp_path, convert="classify")
+
+
+def test_settling_needs_no_torch(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    write_modules(tmp_path, TRANSFORMER, POOLING)
+    code = (
+        "import sys; from quire.config import EngineConfig; from quire.engine.startup import prepare;"
+        f"prepare(EngineConfig.from_args(device='cpu', model={json.dumps(str(tmp_path))}), 'server');"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
