@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.errors import ContextLengthError, ValidationError
-from quire.inputs import PromptType
+from quire.inputs import PromptType, TokensPrompt
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,16 @@ class TokenizedPrompt:
     text: str | None
     cache_salt: str | None = None
     second_text_start: int | None = None
+
+    def as_prompt(self) -> TokensPrompt:
+        """As callers pass it."""
+        prompt = TokensPrompt(prompt_token_ids=self.token_ids)
+        for name in ("cache_salt", "second_text_start"):
+            if (value := getattr(self, name)) is not None:
+                prompt[name] = value  # type: ignore[literal-required]
+        if self.text is not None:
+            prompt["prompt"] = self.text
+        return prompt
 
 
 @dataclass(frozen=True)
