@@ -15,7 +15,7 @@ SIDES = ("left", "right")
 
 
 class Fitter:
-    """Tokenizes texts, or pairs of them, to at most so many tokens; threads may share one.
+    """Tokenizes texts, or pairs of them, to at most so many tokens; one thread at a time.
 
     Args:
         side: "left" or "right", where texts lose tokens.
@@ -26,6 +26,7 @@ class Fitter:
         self._tokenizer = tokenizer
         self._side = side
         self._special = add_special_tokens
+        self._first: tuple[str, list[int]] = ("", [])
 
     def text(self, text: str, most: int | None) -> Encoded:
         """Tokens of a text, at most `most`.
@@ -50,10 +51,12 @@ class Fitter:
         Raises:
             ValidationError: as `text`.
         """
-        template, texts = self._settled(self._tokenizer.pair_template), (first, second)
+        template = self._settled(self._tokenizer.pair_template)
+        if first != self._first[0]:  # many pairs have the same query
+            self._first = first, self._encode(first)
         one, two = (
             ids if limit is None else cut(ids, limit, self._side)
-            for ids, limit in zip(map(self._encode, texts), most_each, strict=True)
+            for ids, limit in zip((self._first[1], self._encode(second)), most_each, strict=True)
         )
         if most is not None:
             one, two = cut_pair(one, two, room_in(template, most, 2), self._side)

@@ -6,6 +6,7 @@ around it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -136,15 +137,29 @@ class PoolingInputs:
         most = self._most(options)
         if parts.token_ids is not None:
             return self._cut(parts, parts.token_ids, most, options)
-        text, second = self._whole_text(parts, options), parts.second_text
+        if parts.second_text is not None:
+            return next(self.pairs([(parts.text or "", parts.second_text)], options, parts.cache_salt))
+        text = self._whole_text(parts.text or "", options)
         if most is None:
-            self._check_text(text, second or "")
-        fitter = self._fitter(options)
-        if second is None:
-            encoded = fitter.text(text, most)
-        else:
-            encoded = fitter.pair(text, second, most, options.max_tokens_per_text)
-        return TokenizedPrompt(encoded.token_ids, parts.text, parts.cache_salt, encoded.second_text_start)
+            self._check_text(text)
+        encoded = self._fitter(options).text(text, most)
+        return TokenizedPrompt(encoded.token_ids, parts.text, parts.cache_salt)
+
+    def pairs(
+        self, pairs: Iterable[tuple[str, str]], options: TextOptions, cache_salt: str | None = None
+    ) -> Iterator[TokenizedPrompt]:
+        """Each two texts as one prompt; a first text that comes again and again is tokenized once.
+
+        Raises:
+            ValidationError: as `tokenize`.
+        """
+        fitter, most = self._fitter(options), self._most(options)
+        for first, second in pairs:
+            _check_empty(first, second)
+            if most is None:
+                self._check_text(first, second)
+            encoded = fitter.pair(first, second, most, options.max_tokens_per_text)
+            yield TokenizedPrompt(encoded.token_ids, first, cache_salt, encoded.second_text_start)
 
     def windows(self, text: str, options: TextOptions = AS_THEY_ARE) -> list[TokenizedPrompt]:
         """The text in as few prompts as it fits into, one behind the other, each with its special tokens.
@@ -152,7 +167,7 @@ class PoolingInputs:
         Raises:
             ValidationError: as `tokenize`.
         """
-        whole = self._whole_text(PromptParts(text), options)
+        whole = self._whole_text(text, options)
         pieces = self._fitter(options).windows(whole, self.config.model.max_model_len)
         return [TokenizedPrompt(ids, text) for ids in pieces]
 
@@ -179,13 +194,9 @@ class PoolingInputs:
             self._tokenizer, side=self._side(options), add_special_tokens=options.add_special_tokens
         )
 
-    def _whole_text(self, parts: PromptParts, options: TextOptions) -> str:
-        """With the model's prompt before it; a pair has none."""
-        text = parts.text or ""
-        if not text or parts.second_text == "":
-            raise ValidationError("the prompt must not be empty", param="prompt")
-        if parts.second_text is not None:
-            return text
+    def _whole_text(self, text: str, options: TextOptions) -> str:
+        """With the model's prompt before it."""
+        _check_empty(text)
         name = self.spec.default_prompt if options.prompt_name is None else options.prompt_name
         known = dict(self.spec.prompts)
         if name and name not in known:
@@ -202,3 +213,8 @@ class PoolingInputs:
         """Before they are tokenized, which takes long for a long text."""
         if self._tokenizer is not None and sum(map(len, texts)) > self.config.model.max_model_len:
             check_length(self.config, sum(map(self._tokenizer.min_num_tokens, texts)), "at least ")
+
+
+def _check_empty(*texts: str) -> None:
+    if not all(texts):
+        raise ValidationError("the prompt must not be empty", param="prompt")

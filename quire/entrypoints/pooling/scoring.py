@@ -71,8 +71,7 @@ class Scoring:
         if not firsts or len(firsts) not in (1, len(seconds)):
             raise ValidationError(
                 f"there are {len(firsts)} first and {len(seconds)} second texts; there must be one first text, or as "
-                "many as second ones",
-                param="text_1",
+                "many as second ones"
             )
         self._inputs, self._options, self._task = inputs, options, task
         self._firsts, self._seconds = firsts, seconds
@@ -93,7 +92,7 @@ class Scoring:
             ValidationError: a text is empty or too long.
         """
         if self.reads_pairs:
-            return [self._pair(first, second) for first, second in self._pairs(self._firsts, self._seconds)]
+            return [*self._inputs.pairs(self._pairs(self._firsts, self._seconds), self._options)]
         most = self._options.max_tokens_per_text
         sides = ((QUERY, self._firsts, most[0]), (DOCUMENT, self._seconds, most[1]))
         return [self._text(text, names, limit) for names, texts, limit in sides for text in texts]
@@ -112,9 +111,6 @@ class Scoring:
     def _pairs(self, firsts: Sequence[T], seconds: Sequence[T]) -> list[tuple[T, T]]:
         each = list(firsts) * (len(seconds) if len(firsts) == 1 else 1)
         return list(zip(each, seconds, strict=True))
-
-    def _pair(self, first: str, second: str) -> TokenizedPrompt:
-        return self._inputs.tokenize(PromptParts(first, second_text=second), self._options)
 
     def _text(self, text: str, names: tuple[str, ...], limit: int | None) -> TokenizedPrompt:
         options = self._options
