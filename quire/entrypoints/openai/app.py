@@ -18,6 +18,7 @@ from quire.config import ServerConfig
 from quire.config.pooling import PoolingSpec
 from quire.engine.ledger import Page
 from quire.entrypoints import anthropic
+from quire.entrypoints.ollama import embed as ollama_embed
 from quire.entrypoints.ollama import models as ollama_models
 from quire.entrypoints.ollama import routes as ollama_routes
 from quire.entrypoints.openai import (
@@ -61,7 +62,7 @@ from quire.entrypoints.openai.openapi.document import Document
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.openapi.refusals import Access
 from quire.entrypoints.openai.state import Question, ServerState
-from quire.entrypoints.pooling import embeddings, pairs
+from quire.entrypoints.pooling import cohere, embeddings, pairs
 from quire.errors import QuireError
 from quire.metrics.families import make_family
 from quire.metrics.log_lines import LostLines
@@ -79,6 +80,8 @@ FAMILIES = (
     Family(embeddings.pooling_router, by_pooling),
     Family(embeddings.classify_router, by_classes),
     Family(pairs.router, pairs.offered),
+    Family(cohere.router, by_embedding),
+    Family(ollama_embed.router, by_embedding),
     Family(anthropic.router, by_generation),
     Family(ollama_routes.router, by_generation),
     Family(ollama_models.router),

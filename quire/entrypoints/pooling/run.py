@@ -135,11 +135,11 @@ def encoded(data: NDArray[np.float32], encoding_format: str) -> msgspec.Raw:
 
 
 @contextmanager
-def called(name: str) -> Iterator[None]:
-    """Around what the engine checks: call a prompt in errors what the request calls it."""
+def called(name: str, param: str = "prompt") -> Iterator[None]:
+    """Around what the engine checks: call something in errors what the request calls it."""
     try:
         yield
     except ValidationError as error:
-        if error.param != "prompt":
+        if error.param != param:
             raise
-        raise type(error)(error.message.replace("prompt", name, 1), param=name) from None
+        raise type(error)(error.message.replace(param, name, 1), param=name) from None
