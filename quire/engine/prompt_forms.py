@@ -24,7 +24,7 @@ class TokenizedPrompt:
         prompt = TokensPrompt(prompt_token_ids=self.token_ids)
         for name in ("cache_salt", "second_text_start"):
             if (value := getattr(self, name)) is not None:
-                prompt[name] = value  # type: ignore[literal-required]
+                prompt[name] = value
         if self.text is not None:
             prompt["prompt"] = self.text
         return prompt

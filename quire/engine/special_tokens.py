@@ -51,7 +51,7 @@ class Template:
 def read_template(backend: tokenizers.Tokenizer, num_texts: int) -> Template:
     """What this tokenizer does with one text, or with two."""
     # Tokenizers say it nowhere but in what they make.
-    encoding = backend.encode(*[PROBE] * num_texts)
+    encoding = backend.encode(PROBE, PROBE if num_texts == 2 else None)
     ids, owners, types = tuple(encoding.ids), encoding.sequence_ids, encoding.type_ids
     if not {*range(num_texts)} <= {*owners}:  # it has no token for the probe
         return Template()

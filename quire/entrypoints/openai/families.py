@@ -65,7 +65,9 @@ def not_offered_by(families: Iterable[Family], spec: PoolingSpec | None) -> APIR
 
     for family in families:
         for route in [] if family.offered(spec) else _routes(family.router):
-            router.add_api_route(route.path, refuse, methods=sorted(route.methods), include_in_schema=False)
+            router.add_api_route(
+                route.path, refuse, methods=sorted(route.methods or ()), include_in_schema=False
+            )
     return router
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -11,9 +14,11 @@ from starlette.responses import Response
 
 from quire.engine.pooling_inputs import PoolingInputs, TextOptions
 from quire.engine.prompt_forms import TokenizedPrompt, parts_of
+from quire.engine.tokenizer import INLINE_CHARS
+from quire.entrypoints.openai.json_body import read_json
 from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
-from quire.entrypoints.openai.parsing import read_request
+from quire.entrypoints.openai.parsing import checked, read_request
 from quire.entrypoints.openai.prompts import split_prompts
 from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.entrypoints.pooling.protocol import (
@@ -24,6 +29,8 @@ from quire.entrypoints.pooling.protocol import (
     Embedding,
     EmbeddingList,
     EmbeddingRequest,
+    PluginReply,
+    PluginRequest,
     PooledData,
     PooledList,
     PoolingRequest,
@@ -31,6 +38,7 @@ from quire.entrypoints.pooling.protocol import (
 from quire.entrypoints.pooling.run import Job, Pooled, called, encoded, text_options
 from quire.entrypoints.pooling.windows import Windows, is_normalized
 from quire.errors import ValidationError
+from quire.io_processors import IOProcessor
 from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, TOKEN_EMBED, PoolingParams
 
 embedding_router = APIRouter()
@@ -65,10 +73,17 @@ async def create_embeddings(request: Request) -> Response:
 
 
 @pooling_router.post("/pooling")
-@describe(Operation((PoolingRequest,), PooledList, errors=(404, 504), headers=READ_HEADERS))
+@describe(
+    Operation(
+        (PoolingRequest, PluginRequest), PooledList | PluginReply, errors=(404, 504), headers=READ_HEADERS
+    )
+)
 async def pool(request: Request) -> Response:
-    """What the model pools of each text, of all of it or of each token."""
-    body = await read_request(request, PoolingRequest)
+    """What the model pools of each text, of all of it or of each token; or what the IO processor makes of it."""
+    raw = await read_json(request)
+    if raw.get("data") is not None:
+        return await pool_with_plugin(request, checked(request, raw, PluginRequest))
+    body = checked(request, raw, PoolingRequest)
     job = Job.of(request, body, "pool-")
     inputs = split_prompts(body.input, "input", MAX_INPUTS)
     params = PoolingParams(
@@ -87,6 +102,25 @@ async def pool(request: Request) -> Response:
         for index, one in enumerate(pooled)
     ]
     return json_response(PooledList(data=data, **job.head(pooled)))
+
+
+async def pool_with_plugin(request: Request, body: PluginRequest) -> Response:
+    """A request in the form of the IO processor that the server was started with."""
+    job = Job.of(request, body, "pool-")
+    processor = job.server.io_processor
+    if processor is None:
+        raise ValidationError(
+            "this server has no IO processor (--io-processor-plugin), which alone reads data", param="data"
+        )
+    params = await asyncio.to_thread(processor.params, body.data)
+    with called("data"):
+        pooled = await job.run(params, INLINE_CHARS + 1, lambda: _plugin_prompts(job, processor, body.data))
+    reply = await asyncio.to_thread(processor.reply, body.data, pooled)
+    return json_response(PluginReply(data=msgspec.Raw(msgspec.json.encode(reply)), **job.head(pooled)))
+
+
+def _plugin_prompts(job: Job, processor: IOProcessor, data: Any) -> list[TokenizedPrompt]:
+    return [job.inputs.tokenize(parts_of(prompt)) for prompt in processor.prompts(data)]
 
 
 @classify_router.post("/classify")

@@ -59,6 +59,13 @@ class PoolingRequest(PoolingFields):
     returned_token_ids: Annotated[list[TokenId] | None, Field(min_length=1)] = None
 
 
+class PluginRequest(EngineRequest):
+    """POST /pooling with what the server's IO processor reads."""
+
+    data: Any
+    task: Literal["plugin"] = "plugin"
+
+
 class ClassifyRequest(PoolingFields):
     """POST /classify"""
 
@@ -147,26 +154,31 @@ class Score(msgspec.Struct, kw_only=True):
 
 class _Reply(msgspec.Struct, kw_only=True):
     id: str
-    object: Literal["list"] = "list"
     created: int
     model: str
     usage: PromptUsage
     ignored: list[str] | UnsetType = UNSET
 
 
-class EmbeddingList(_Reply, kw_only=True):
+class EmbeddingList(_Reply, kw_only=True, tag_field="object", tag="list"):
     data: list[Embedding]
 
 
-class PooledList(_Reply, kw_only=True):
+class PooledList(_Reply, kw_only=True, tag_field="object", tag="list"):
     data: list[PooledData]
 
 
-class ClassificationList(_Reply, kw_only=True):
+class PluginReply(_Reply, kw_only=True, tag_field="object", tag="plugin"):
+    """`data` is what the IO processor makes."""
+
+    data: msgspec.Raw
+
+
+class ClassificationList(_Reply, kw_only=True, tag_field="object", tag="list"):
     data: list[Classification]
 
 
-class ScoreList(_Reply, kw_only=True):
+class ScoreList(_Reply, kw_only=True, tag_field="object", tag="list"):
     data: list[Score]
 
 

@@ -44,6 +44,7 @@ RELATIONS = (
     # Of a model that pools.
     r"tokens have no room for text beside the \d+ special tokens",
     r"either texts or inputs are needed",
+    r"this server has no IO processor",
     r"a score needs text_1 and text_2 or ",
     r"must have one, or as many",
     r"average_windows is for texts",

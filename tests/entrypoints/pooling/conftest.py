@@ -23,16 +23,19 @@ Serve = Callable[..., contextlib.AbstractAsyncContextManager[httpx.AsyncClient]]
 
 @pytest.fixture
 def serve(pools: Pools, pair_model_dir: Path) -> Serve:
-    """A client of a server whose model is described so; keywords are of the server."""
+    """A client of a server whose model is described so; keywords are of the server, and `engine_args` of its engine."""
 
     @contextlib.asynccontextmanager
-    async def served(spec: PoolingSpec, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async def served(
+        spec: PoolingSpec, engine_args: dict[str, Any] | None = None, **options: Any
+    ) -> AsyncIterator[httpx.AsyncClient]:
         pools(spec)
         config = EngineConfig.from_args(
             model=str(pair_model_dir),
             distributed_executor_backend="null",
             num_gpu_blocks_override=65,
             served_model_name=("pooler",),
+            **(engine_args or {}),
         )
         engine = AsyncLLM(config, in_process=True)
         await engine.wait_ready()
