@@ -13,10 +13,22 @@ if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.async_llm import AsyncLLM as AsyncLLMEngine
     from quire.engine.llm_engine import LLMEngine
+    from quire.engine.pooling_inputs import TextOptions
     from quire.entrypoints.llm import LLM
-    from quire.inputs import PromptType, TextPrompt, TokensPrompt
+    from quire.inputs import PairPrompt, PromptType, TextPrompt, TokensPrompt
     from quire.models.registry import ModelRegistry
     from quire.outputs import CompletionOutput, RequestOutput
+    from quire.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
+    from quire.pooling_params import PoolingParams
     from quire.sampling_params import SamplingParams
     from quire.scheduler.explain import Explanation
 
@@ -36,6 +48,17 @@ _LAZY = {
     "RequestOutput": "quire.outputs",
     "Explanation": "quire.scheduler.explain",
     "CompletionOutput": "quire.outputs",
+    "PairPrompt": "quire.inputs",
+    "TextOptions": "quire.engine.pooling_inputs",
+    "PoolingParams": "quire.pooling_params",
+    "ClassificationOutput": "quire.pooling_outputs",
+    "ClassificationRequestOutput": "quire.pooling_outputs",
+    "EmbeddingOutput": "quire.pooling_outputs",
+    "EmbeddingRequestOutput": "quire.pooling_outputs",
+    "PoolingOutput": "quire.pooling_outputs",
+    "PoolingRequestOutput": "quire.pooling_outputs",
+    "ScoringOutput": "quire.pooling_outputs",
+    "ScoringRequestOutput": "quire.pooling_outputs",
 }
 
 __all__ = [
@@ -43,15 +66,26 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "Explanation",
     "LLMEngine",
     "ModelRegistry",
+    "PairPrompt",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+    "TextOptions",
     "TextPrompt",
     "TokensPrompt",
     "__version__",

@@ -14,14 +14,26 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids; `prompt` is only echoed in the output."""
+    """A prompt as token ids; `prompt` is only echoed in the output.
+
+    `second_text_start` is where the second of two texts begins, for a pooling model that tells them apart.
+    """
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    second_text_start: NotRequired[int]
 
 
-PromptType = str | list[int] | TextPrompt | TokensPrompt
+class PairPrompt(TypedDict):
+    """Two texts that a pooling model reads as one, with what its tokenizer puts between two texts."""
+
+    prompt: str
+    second_prompt: str
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt | PairPrompt
 """One prompt: text, token ids, or a dict with either and options."""
 
 ChatMessage = dict[str, Any]

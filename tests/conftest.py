@@ -18,6 +18,8 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 import pytest
 
 from tests.fixtures.entry_points import offer as offer
+from tests.fixtures.pooling import pair_model_dir as pair_model_dir
+from tests.fixtures.pooling import pools as pools
 from tests.fixtures.threads import restore_threads as restore_threads
 from tests.fixtures.tiny_models import write_tiny_model
 from tests.kernels import triton_interpreter

@@ -36,6 +36,11 @@ class ModelConfig(Config):
     pooler_config: dict[str, Any] = option(
         {}, 'JSON object over what the checkpoint says of its pooling, e.g. {"pooling_type": "MEAN"}.'
     )
+    io_processor_plugin: str | None = option(
+        None,
+        "Plug-in that reads requests and writes replies of its own around a pooling model (docs/plugins.md).",
+        metavar="NAME",
+    )
     model_impl: str = option(
         "auto",
         "Whose code computes the model: quire's, the installed transformers', or (auto) quire's where it has some.",

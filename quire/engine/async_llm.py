@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,9 +22,10 @@ from quire.engine.client import closed_on_error
 from quire.engine.constraint_checks import ConstraintChecks
 from quire.engine.cores import Cores, CoreWatcher, OwnCores
 from quire.engine.front_end import FrontEnd, Outgoing, explained
-from quire.engine.input_processor import TokenizedPrompt
+from quire.engine.gathering import Gathering
 from quire.engine.messages import CoreMessage, Detach
 from quire.engine.output_stream import Offer, OutputStream
+from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.pumps import Pumps
 from quire.engine.queue_limits import WaitingSequences
 from quire.engine.sleep import Rest
@@ -34,6 +35,8 @@ from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableEr
 from quire.inputs import PromptType
 from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
+from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import SchedulerStats
@@ -185,6 +188,64 @@ class AsyncLLM:
                     return
         finally:
             self._send(self._front_end.release(name))
+
+    async def encode(
+        self, prompt: PromptType, pooling_params: PoolingParams, request_id: str, **terms: Any
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Yield what is pooled of a prompt; closing the generator before aborts the request.
+
+        `terms` are the `priority`, `tenant`, `timeout_s` and `trace_headers` of `generate`. Raises as `encode_all`.
+        """
+        (output,) = await self.encode_all([prompt], pooling_params, [request_id], **terms)
+        yield output
+
+    async def encode_all(
+        self,
+        prompts: Sequence[PromptType],
+        pooling_params: PoolingParams,
+        request_ids: Sequence[str],
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        timeout_s: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What is pooled of each prompt, in order; each is a request of its own, with a label of its own.
+
+        Two batches of them are in the engine at a time, so that many prompts of one caller leave room for others
+        between them. Cancelling aborts what is left.
+
+        Raises:
+            ValidationError: a prompt or parameter cannot be honoured.
+            UnavailableError: the queue is full, or the engine sleeps.
+            DeadlineError: `timeout_s` is over; EngineError: a prompt failed, or was aborted, or the engine died.
+        """
+        terms: dict[str, Any] = {"priority": priority, "tenant": tenant, "timeout_s": timeout_s}
+        terms |= {"trace_headers": trace_headers, "arrived": self._front_end.clock()}
+        self._pumps.ensure()
+        await self.check_health()
+        window = 2 * self.config.scheduler.max_num_seqs
+        self._admission.check_queue(min(len(prompts), window), 0)
+        tokenized = [await self._tokenize(prompt) for prompt in prompts]
+        self._admission.check_queue(
+            min(len(prompts), window), sum(len(one.token_ids) for one in tokenized[:window])
+        )
+        gathering, names = Gathering(len(prompts)), list[str]()
+        try:
+            while gathering.num_missing:
+                num_open = gathering.num_missing - (len(prompts) - len(names))
+                for place in range(len(names), min(len(names) + window - num_open, len(prompts))):
+                    name, messages = self._front_end.submit(
+                        request_ids[place], tokenized[place], pooling_params, gathering.sink(place), **terms
+                    )
+                    names.append(name)
+                    self._send(messages)
+                self._expire()  # their time may be over already
+                await gathering.news()
+            return gathering.all()
+        finally:
+            for name in names:
+                self._send(self._front_end.release(name))
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by label with finish_reason "abort"; unknown labels are ignored."""

@@ -14,9 +14,9 @@ import msgspec
 from quire.beam_search_params import BeamSearchParams
 from quire.engine.beam_search import BeamSearch, Finished
 from quire.engine.detokenizer import IncrementalDetokenizer
-from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.messages import AbortRequests, CoreRequest, EngineCoreRequest, add_message
-from quire.engine.output_processor import Sink
+from quire.engine.prompt_forms import TokenizedPrompt
+from quire.engine.request_groups import Sink
 from quire.engine.sequence_state import OUTPUT_FAILED, position_of
 from quire.engine.tokenizer import Tokenizer
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats

@@ -20,17 +20,20 @@ from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.beam_searches import BeamSearches
 from quire.engine.flights import Flight, Flights
-from quire.engine.input_processor import InputProcessor, TokenizedPrompt
+from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import (
     AbortRequests,
     CoreMessage,
     CoreReady,
     CoreRequest,
     EngineCoreOutputs,
+    EngineCoreRequest,
     UtilityResult,
     add_message,
 )
-from quire.engine.output_processor import OutputProcessor, Sink
+from quire.engine.output_processor import OutputProcessor
+from quire.engine.prompt_forms import TokenizedPrompt
+from quire.engine.request_groups import Sink
 from quire.engine.sleep import Rest
 from quire.engine.startup import load_tokenizer
 from quire.engine.utility_calls import UtilityCalls
@@ -38,7 +41,7 @@ from quire.errors import NotFoundError, QuireError, UnavailableError, Validation
 from quire.metrics.stats import STAT_LOGGERS
 from quire.metrics.told import StatLoggers
 from quire.metrics.tracing import make_tracers
-from quire.outputs import RequestOutput
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import Explanation
 
@@ -162,7 +165,7 @@ class FrontEnd:
         self,
         label: str,
         prompt: TokenizedPrompt,
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         sink: Sink,
         *,
         priority: int = 0,
@@ -190,7 +193,7 @@ class FrontEnd:
             first, params = self.input_processor.process_beam_search(name, prompt, params, **terms)
             core_ids, messages = self._beam_searches.add(label, prompt, first, params, watched, trace_headers)
         else:
-            requests = self.input_processor.process(name, prompt, params, **terms)
+            requests = self._checked(name, prompt, params, terms)
             self.output_processor.add_request(label, prompt, requests, watched, trace_headers)
             core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
         core = self._flights.emptiest_core()
@@ -198,6 +201,13 @@ class FrontEnd:
         deadline = None if timeout_s is None else came + timeout_s
         self._flights.take_off(name, Flight(label, core, core_ids), deadline)
         return name, [(core, message) for message in messages]
+
+    def _checked(
+        self, name: str, prompt: TokenizedPrompt, params: SamplingParams | PoolingParams, terms: Terms
+    ) -> list[EngineCoreRequest]:
+        if isinstance(params, PoolingParams):
+            return [self.input_processor.process_pooling(name, prompt, params, **terms)]
+        return self.input_processor.process(name, prompt, params, **terms)
 
     def abort(self, labels: str | Iterable[str]) -> list[Outgoing]:
         """End all requests of these labels with finish_reason "abort"; unknown labels are ignored."""
@@ -319,7 +329,7 @@ class FrontEnd:
     def _watched(self, name: str, sink: Sink) -> Sink:
         """The sink, and the request is forgotten with its last output."""
 
-        def deliver(output: RequestOutput | Exception) -> None:
+        def deliver(output: Any) -> None:
             if isinstance(output, Exception) or output.finished:
                 self._flights.land(name)
             sink(output)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,11 +18,14 @@ from quire.config import EngineConfig
 from quire.engine.constraints import Constraints
 from quire.engine.listed_tokens import bad_words_token_ids, find_thinking_markers, indexed_ids
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
+from quire.engine.pooling_inputs import AS_THEY_ARE, PoolingInputs, TextOptions
+from quire.engine.prompt_forms import TokenizedPrompt, check_length, parts_of
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.vocabulary import end_ids
-from quire.errors import ContextLengthError, ValidationError
+from quire.errors import ValidationError
 from quire.inputs import PromptType
 from quire.plugins import plugin_names
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
 MAX_SALT_CHARS = 128
@@ -32,15 +34,8 @@ MAX_LISTED_IDS = 2**20
 """Token ids that all sequences of a request may list: a table of them is made for each sequence."""
 MAX_TOKENS = ("max_tokens", "max_new_tokens")
 INT64_RANGE = range(-(2**63), 2**63)
-
-
-@dataclass(frozen=True)
-class TokenizedPrompt:
-    """A prompt in its one internal form, in a list of its own; `text` is only for the output."""
-
-    token_ids: list[int]
-    text: str | None
-    cache_salt: str | None = None
+NOTHING_SAMPLED = SamplingParams(max_tokens=None, detokenize=False)
+"""Of requests that are pooled."""
 
 
 class InputProcessor:
@@ -74,40 +69,25 @@ class InputProcessor:
         self._seeds = random.Random(config.model.seed)
         self._eos_token_ids = end_ids(config, tokenizer)
         self.constraints = Constraints(config, tokenizer, self._eos_token_ids)
+        self.pooling = None if config.pooling is None else PoolingInputs(config, config.pooling, tokenizer)
 
-    def tokenize(self, prompt: PromptType) -> TokenizedPrompt:
+    def tokenize(self, prompt: PromptType, options: TextOptions = AS_THEY_ARE) -> TokenizedPrompt:
         """Bring any form of prompt to token ids; safe to call from several threads.
+
+        Args:
+            options: for a pooling model.
 
         Raises:
             ValidationError: the prompt has no valid form, is empty, is text without a tokenizer, or text that is
                 too long however it is tokenized.
         """
-        if isinstance(prompt, str):
-            return TokenizedPrompt(self._encode(prompt), prompt)
-        if isinstance(prompt, list):
-            return TokenizedPrompt(list(prompt), None)
-        if not isinstance(prompt, dict):
-            raise ValidationError(
-                f"a prompt must be text or token ids, got {type(prompt).__name__}", param="prompt"
-            )
-        return self._tokenize_dict(dict(prompt))
-
-    def _tokenize_dict(self, prompt: dict[str, Any]) -> TokenizedPrompt:
-        salt = prompt.pop("cache_salt", None)
-        token_ids, text = prompt.pop("prompt_token_ids", None), prompt.pop("prompt", None)
-        if prompt:
-            raise ValidationError(f"unknown prompt field {next(iter(prompt))!r}", param="prompt")
-        if text is not None and not isinstance(text, str):
-            raise ValidationError(f"'prompt' must be text, got {type(text).__name__}", param="prompt")
-        if token_ids is None:
-            if text is None:
-                raise ValidationError("a prompt needs 'prompt' or 'prompt_token_ids'", param="prompt")
-            token_ids = self._encode(text)
-        elif not isinstance(token_ids, list):
-            raise ValidationError(
-                f"'prompt_token_ids' must be a list, got {type(token_ids).__name__}", param="prompt"
-            )
-        return TokenizedPrompt(list(token_ids), text, salt)
+        parts = parts_of(prompt)
+        if self.pooling is not None:
+            return self.pooling.tokenize(parts, options)
+        if parts.second_text is not None or parts.second_text_start is not None:
+            raise ValidationError("this model generates, and reads no pairs of texts", param="prompt")
+        token_ids = self._encode(parts.text or "") if parts.token_ids is None else list(parts.token_ids)
+        return TokenizedPrompt(token_ids, parts.text, parts.cache_salt)
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -125,7 +105,7 @@ class InputProcessor:
         """
         # A shorter one may have a token for each of its characters.
         if self.tokenizer is not None and len(text) >= self.config.model.max_model_len:
-            self._check_length(self.tokenizer.min_num_tokens(text), "at least ")
+            check_length(self.config, self.tokenizer.min_num_tokens(text), "at least ")
 
     def process(
         self,
@@ -143,10 +123,13 @@ class InputProcessor:
         Raises:
             ValidationError: names the field, its value's problem and the limit.
         """
+        if self.pooling is not None:
+            raise ValidationError(
+                f"this model generates nothing: it is served for {', '.join(self.pooling.spec.tasks)}",
+                param="model",
+            )
         self._check_prompt(prompt)
-        self._check_priority(priority)
-        if len(tenant) > MAX_TENANT_CHARS:
-            raise ValidationError(f"tenant must be at most {MAX_TENANT_CHARS} characters", param="tenant")
+        self._check_terms(priority, tenant)
         params = self._settle(params, len(prompt.token_ids))
         self._check_params(params)
         if params.structured_outputs is not None:
@@ -190,6 +173,39 @@ class InputProcessor:
         max_tokens = first.sampling_params.max_tokens or params.max_tokens
         return first, msgspec.structs.replace(params, max_tokens=max_tokens)
 
+    def process_pooling(
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        params: PoolingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> EngineCoreRequest:
+        """The core request for what is to be pooled of a prompt, after all checks against the model.
+
+        Raises:
+            ValidationError: names the field, its value's problem and the limit.
+        """
+        if self.pooling is None:
+            raise ValidationError(
+                "this model generates, and nothing is pooled; --runner pooling would serve it for that",
+                param="model",
+            )
+        self._check_prompt(prompt)
+        self._check_terms(priority, tenant)
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            sampling_params=NOTHING_SAMPLED,
+            arrival_time=self._clock(),
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+            tenant=tenant,
+            pooling_params=self.pooling.settled(params),
+            second_text_start=prompt.second_text_start,
+        )
+
     def room(self, num_prompt_tokens: int) -> int:
         """Tokens that can follow a prompt of this length: a larger `max_tokens` means so many."""
         return self.config.model.max_model_len - num_prompt_tokens
@@ -198,36 +214,22 @@ class InputProcessor:
         """Go on with the limits that the core has settled."""
         self.config = config
         self.default_sampling_params = _default_params(config)
+        if self.pooling is not None:
+            self.pooling.config = config
 
     def _check_prompt(self, prompt: TokenizedPrompt) -> None:
         ids = prompt.token_ids
         if not ids:
             raise ValidationError("the prompt must not be empty", param="prompt")
-        self._check_length(len(ids))
+        check_length(self.config, len(ids))
         self._check_ids("prompt", ids)
         salt = prompt.cache_salt
         if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARS):
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
 
-    def _check_length(self, num_tokens: int, how_exact: str = "") -> None:
-        """Asked before anything walks over a prompt's tokens: a prompt may be as long as a request body."""
-        limit = self.config.model.max_model_len
-        if num_tokens >= limit:
-            # Clients know it by these words where they do not read its code: some by the first, some by the last.
-            raise ContextLengthError(
-                f"This model's maximum context length is {limit} tokens, but there are {how_exact}{num_tokens} tokens "
-                "in the prompt, which must leave room for one more; the prompt is too long",
-                param="prompt",
-            )
-        budget = self.config.scheduler.max_num_batched_tokens
-        if not self.config.scheduler.enable_chunked_prefill and num_tokens > budget:
-            raise ValidationError(
-                f"there are {how_exact}{num_tokens} tokens in the prompt; without chunked prefill a step takes "
-                f"{budget}",
-                param="prompt",
-            )
-
-    def _check_priority(self, priority: int) -> None:
+    def _check_terms(self, priority: int, tenant: str) -> None:
+        if len(tenant) > MAX_TENANT_CHARS:
+            raise ValidationError(f"tenant must be at most {MAX_TENANT_CHARS} characters", param="tenant")
         scheduler = self.config.scheduler
         if priority != 0 and scheduler.scheduling_policy != "priority" and not scheduler.scheduler_cls:
             raise ValidationError(

@@ -22,7 +22,7 @@ from quire.engine.startup import prepare
 from quire.errors import ConflictError, EngineDeadError, QuireError, ValidationError
 from quire.inputs import PromptType
 from quire.metrics.stats import StatLogger
-from quire.outputs import RequestOutput
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import Explanation
 
@@ -38,7 +38,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, *, in_process: bool = True, num_cores: int = 1) -> None:
         config = prepare(config, "offline")
         self._one_thread = OneThread()
-        self._outputs: list[RequestOutput] = []
+        self._outputs: list[Any] = []
         self._clients = make_clients(config, num_cores, in_process=in_process)
         with closed_on_error(self._clients):
             self._front_end = FrontEnd(
@@ -71,7 +71,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         priority: int = 0,
         tenant: str = "",
@@ -105,8 +105,10 @@ class LLMEngine:
             self._send(messages)
         return request_id
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Any]:
         """Run one step of each core that has work, and return what is new.
+
+        That is a `RequestOutput`, or the `PoolingRequestOutput` of a request with `PoolingParams`.
 
         Raises:
             EngineDeadError: a core died, or one of its steps failed before.
@@ -162,7 +164,7 @@ class LLMEngine:
         level, mode = check_level(level), check_mode(mode)
         if mode == "abort":
             self.abort_request(self._front_end.labels())
-        outputs: list[RequestOutput] = []
+        outputs: list[Any] = []
         while mode == "wait" and self.has_unfinished_requests():
             outputs += self.step()
         with self._one_thread, HeldInterrupts():
@@ -231,9 +233,9 @@ class LLMEngine:
         for core, message in messages:
             self._clients[core].send(message)
 
-    def _deliver(self, output: RequestOutput | Exception) -> None:
+    def _deliver(self, output: Any) -> None:
         """What ended the engine is raised by `step`."""
-        if isinstance(output, RequestOutput):
+        if not isinstance(output, Exception):
             self._outputs.append(output)
 
 

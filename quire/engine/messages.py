@@ -16,7 +16,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -29,6 +29,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     token; it is the `beam`th of those that take their turn together. `AbortRequests` of a kept one says that no more
     forks of it come.
     With `pooling_params` nothing is generated, whatever `sampling_params` say: the one update has what is pooled.
+    At `second_text_start` the second of two texts begins, in a model that tells the tokens of one from the other's.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     pooling_params: PoolingParams | None = None
     num_beams: int = 0
     beam: int = 0
+    second_text_start: int | None = None
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):

@@ -1,4 +1,4 @@
-"""From core updates to `RequestOutput`s: text, stop strings, logprobs, statistics.
+"""From core updates to outputs: text, stop strings, logprobs, what was pooled, statistics.
 
 Invariant: each sequence gets exactly one finishing update; after it (or after `end`), later updates for the
 same sequence are ignored. An error of ours while one output is made ends that sequence and touches no other. Runs in
@@ -8,22 +8,17 @@ the front end; the core never sees text.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
-from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.messages import EngineCoreOutputs, EngineCoreRequest
+from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.queue_limits import WaitingSequences
-from quire.engine.sequence_state import OUTPUT_FAILED, SequenceState
+from quire.engine.request_groups import PooledGroup, RequestGroup, Sink
+from quire.engine.sequence_state import SequenceState
 from quire.engine.tokenizer import Tokenizer
-from quire.metrics.stats import EndedRequest, IterationStats
-from quire.outputs import CompletionOutput, RequestOutput, joined_stats
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.metrics.stats import IterationStats
 
 logger = logging.getLogger(__name__)
-
-Sink = Callable[[RequestOutput | Exception], None]
-"""Where a request's outputs go, in order; an exception (the engine died) is the last thing it receives."""
 
 Ends = dict[str, list[str]]
 """Reason -> core ids of the sequences that end for it."""
@@ -52,7 +47,8 @@ class OutputProcessor:
     ) -> None:
         """Expect updates for these core requests; `request_id` is what the outputs carry."""
         sequences = [SequenceState(index, core, self._tokenizer) for index, core in enumerate(core_requests)]
-        group = RequestGroup(
+        pools = core_requests[0].pooling_params is not None
+        group = (PooledGroup if pools else RequestGroup)(
             request_id, prompt, core_requests[0].sampling_params, sink, sequences, trace_headers or {}
         )
         for sequence in sequences:
@@ -163,82 +159,3 @@ def _log_unless_exit(error: BaseException, name: str) -> None:
         raise error
     about = {"request_id": name}
     logger.error("the output of request %s could not be made", name, exc_info=error, extra=about)
-
-
-@dataclass
-class RequestGroup:
-    """One caller's request: its prompt and its `n` sequences."""
-
-    request_id: str
-    prompt: TokenizedPrompt
-    params: SamplingParams
-    sink: Sink
-    sequences: list[SequenceState]
-    trace_headers: Mapping[str, str]
-    prompt_logprobs_sent: bool = False
-
-    @property
-    def finished(self) -> bool:
-        return all(sequence.finished for sequence in self.sequences)
-
-    def publish(self) -> None:
-        """Send what the request's output kind asks for; nothing if there is nothing new."""
-        first = self.sequences[0]
-        is_one = len(self.sequences) == 1
-        finished, kind = first.finished if is_one else self.finished, self.params.output_kind
-        if not finished and self.params.stream_interval and self._gathers():
-            return
-        if kind is RequestOutputKind.FINAL_ONLY and not finished:
-            return
-        delta = kind is RequestOutputKind.DELTA
-        completions = [s.completion(delta) for s in self.sequences if not delta or s.has_news]
-        if completions:
-            self.sink(self._output(completions, finished, delta))
-
-    def _gathers(self) -> bool:
-        """Whether the request's `stream_interval` lets news wait: not the first token, nor the end of a sequence."""
-        interval = self.params.stream_interval or 1
-        return interval > 1 and not any(
-            sequence.num_unsent >= (interval if sequence.has_begun else 1) or sequence.ends
-            for sequence in self.sequences
-        )
-
-    def ended(self, now: float) -> EndedRequest:
-        """What there is to tell of the request, which has finished."""
-        num_tokens = [sequence.stats.num_generation_tokens for sequence in self.sequences]
-        return EndedRequest(
-            label=self.request_id,
-            params=self.params,
-            num_sequences=len(self.sequences),
-            finish_reasons=[str(sequence.finish_reason) for sequence in self.sequences],
-            num_prompt_tokens=len(self.prompt.token_ids),
-            num_cached_tokens=self.sequences[0].num_cached_tokens,
-            num_generation_tokens=sum(num_tokens),
-            max_num_generation_tokens=max(num_tokens),
-            times=joined_stats([sequence.stats for sequence in self.sequences]),
-            ended_ts=now,
-            trace_headers=self.trace_headers,
-        )
-
-    def failure(self) -> RequestOutput:
-        """The last output of a request whose outputs cannot be made: that it failed, and nothing else."""
-        completions = [
-            CompletionOutput(sequence.index, "", [], finish_reason="error", stop_reason=OUTPUT_FAILED)
-            for sequence in self.sequences
-        ]
-        return RequestOutput(self.request_id, self.prompt.text, self.prompt.token_ids, completions, True)
-
-    def _output(self, completions: list[CompletionOutput], finished: bool, delta: bool) -> RequestOutput:
-        first = self.sequences[0]
-        prompt_logprobs = None if delta and self.prompt_logprobs_sent else first.prompt_logprobs
-        self.prompt_logprobs_sent = True
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt.text,
-            prompt_token_ids=self.prompt.token_ids,
-            outputs=completions,
-            finished=finished,
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=first.num_cached_tokens,
-            metrics=joined_stats([one.stats for one in self.sequences]) if finished else first.stats,
-        )

@@ -22,7 +22,7 @@ from quire.outputs import (
     PromptPositions,
     RequestStateStats,
 )
-from quire.scheduler.output import RequestUpdate, TokenLogprobs
+from quire.scheduler.output import Pooled, RequestUpdate, TokenLogprobs
 
 OUTPUT_FAILED = "the engine failed while it made the output"
 """Why a sequence ended that the front end could not go on with; its log has the rest."""
@@ -39,6 +39,7 @@ class SequenceState:
         self.finished = False
         self.num_cached_tokens = 0
         self.prompt_logprobs: PromptPositions | None = None
+        self.pooled: Pooled | None = None
         self.stats = RequestStateStats(arrival_time=core_request.arrival_time)
         self._num_prompt_tokens = len(core_request.prompt_token_ids)
         self._params = params
@@ -81,6 +82,10 @@ class SequenceState:
     def finish_reason(self) -> str | None:
         return self._finish_reason
 
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self._stop_reason
+
     def apply(self, update: RequestUpdate, now: float, stats: IterationStats) -> None:
         """Take in one update of the core."""
         self._record_start(update)
@@ -92,6 +97,10 @@ class SequenceState:
         self._append_tokens(update)
         if len(self._token_ids) > num_known:
             self._record_tokens(len(self._token_ids) - num_known, now, stats)
+        if update.pooled is not None:
+            self.pooled = update.pooled
+            self._record_prompt(now, stats)
+            self.stats.last_token_ts = now
         if self._stop.matched is not None:
             self._end("stop", self._stop.matched)
         elif update.finish_reason is not None:
@@ -201,16 +210,20 @@ class SequenceState:
     def _record_tokens(self, count: int, now: float, stats: IterationStats) -> None:
         mine = self.stats
         if not mine.first_token_ts:
-            mine.first_token_ts = now
-            if self._core_request.fork_of is None:  # a prompt counts once, however many completions it has
-                stats.num_prompt_tokens += self._num_prompt_tokens
-                stats.num_cached_tokens += self.num_cached_tokens
+            self._record_prompt(now, stats)
             stats.time_to_first_token_s.append(now - mine.arrival_time)
         else:
             stats.inter_token_s.append((now - mine.last_token_ts) / count)
         mine.last_token_ts = now
         mine.num_generation_tokens += count
         stats.num_generation_tokens += count
+
+    def _record_prompt(self, now: float, stats: IterationStats) -> None:
+        """All of it is computed. It counts once, however many completions it has."""
+        self.stats.first_token_ts = now
+        if self._core_request.fork_of is None:
+            stats.num_prompt_tokens += self._num_prompt_tokens
+            stats.num_cached_tokens += self.num_cached_tokens
 
     def _finished_stats(self, now: float) -> FinishedRequestStats:
         times = self.stats
@@ -229,6 +242,7 @@ class SequenceState:
             decode_s=max(0.0, now - first),
             tenant=self._core_request.tenant,
             is_fork=self._core_request.fork_of is not None,
+            is_pooled=self.pooled is not None,
         )
 
 

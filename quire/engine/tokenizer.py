@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import tokenizers
 
+from quire.engine.special_tokens import Template, read_template
 from quire.engine.text_bound import max_chars_per_token
 from quire.engine.token_bytes import TextPlace, TokenBytes
 from quire.errors import ModelLoadError, ValidationError
@@ -62,6 +63,7 @@ class Tokenizer:
         self.bos_token = _token_text(settings.get("bos_token"))
         self.eos_token = _token_text(settings.get("eos_token"))
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.truncation_side: str = "left" if settings.get("truncation_side") == "left" else "right"
 
     @staticmethod
     def from_dir(directory: Path) -> Tokenizer:
@@ -109,6 +111,16 @@ class Tokenizer:
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    @functools.cached_property
+    def text_template(self) -> Template:
+        """The special tokens that `encode` puts around a text."""
+        return read_template(self._backend, 1)
+
+    @functools.cached_property
+    def pair_template(self) -> Template:
+        """Those that belong around and between two texts which the model reads as one."""
+        return read_template(self._backend, 2)
 
     def min_num_tokens(self, text: str) -> int:
         """Tokens that `text` has at least, by its length alone; 0 where a tokenizer may leave some of it out."""

@@ -1,24 +1,22 @@
-"""`LLM`: offline generation in one call.
+"""`LLM`: offline generation, or pooling, in one call.
 
 Invariant: outputs come back in the order of the prompts; the engine core runs in this process.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
-
-from tqdm import tqdm
+from collections.abc import Sequence
+from typing import Any
 
 from quire.config import DEMO_MODEL, EngineConfig
-from quire.engine.llm_engine import LLMEngine, OneThread
+from quire.engine.llm_engine import LLMEngine
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.formats.choice import choose
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
+from quire.entrypoints.offline import as_prompts, per_prompt
+from quire.entrypoints.offline_pooling import OfflinePooling
 from quire.errors import EngineError, ValidationError
 from quire.inputs import ChatMessage, PromptType
 from quire.logits_processors import place_of
@@ -26,7 +24,7 @@ from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
-class LLM:
+class LLM(OfflinePooling):
     """A model loaded for offline use.
 
     Args:
@@ -53,11 +51,9 @@ class LLM:
             engine_args["logits_processors"] = tuple(map(place_of, engine_args["logits_processors"] or ()))
         self._parsers = tool_call_parser, reasoning_parser
         choose(*self._parsers, None)  # an unknown name is told before the model is loaded
-        self.llm_engine = LLMEngine(EngineConfig.from_args(model=model, **engine_args))
+        super().__init__(LLMEngine(EngineConfig.from_args(model=model, **engine_args)))
         self._chat_template = chat_template
         self._templates: dict[str | None, ChatTemplate] = {}
-        self._request_numbers = itertools.count()
-        self._one_thread = OneThread()
 
     def generate(
         self,
@@ -77,11 +73,11 @@ class LLM:
             ValidationError: a prompt or a parameter cannot be honoured; nothing was generated.
             ConflictError: another thread is generating; `AsyncLLM` serves several callers.
         """
-        all_prompts = _as_prompts(prompts)
-        all_params = _per_prompt(
+        all_prompts = as_prompts(prompts)
+        all_params = per_prompt(
             "sampling_params", sampling_params or self.get_default_sampling_params(), all_prompts
         )
-        priorities = _per_prompt("priority", priority or 0, all_prompts)
+        priorities = per_prompt("priority", priority or 0, all_prompts)
         with self._one_thread, self._abort_on_error() as requests:
             for prompt, params, urgency in zip(all_prompts, all_params, priorities, strict=True):
                 final_only = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
@@ -127,9 +123,7 @@ class LLM:
             for conversation in conversations
         ]
         prompts: list[PromptType] = [chat.encode(tokenizer) for chat in chats]
-        params = _per_prompt(
-            "sampling_params", sampling_params or self.get_default_sampling_params(), prompts
-        )
+        params = per_prompt("sampling_params", sampling_params or self.get_default_sampling_params(), prompts)
         pairs = zip(chats, conversations, strict=True)
         ends = [PromptEnd.of(chat.text, one, continues=continue_final_message) for chat, one in pairs]
         settled = [formats.settled(one, end) for one, end in zip(params, ends, strict=True)]
@@ -156,7 +150,7 @@ class LLM:
             ValidationError: a prompt or a parameter cannot be honoured; nothing was searched.
             EngineError: a search cannot go on.
         """
-        all_prompts = _as_prompts(prompts)
+        all_prompts = as_prompts(prompts)
         size = concurrency_limit or max(len(all_prompts), 1)
         if size < 0:
             raise ValidationError(
@@ -176,99 +170,14 @@ class LLM:
                 requests.append(request_id)
             return self._run(requests, use_tqdm)
 
-    @contextmanager
-    def _abort_on_error(self) -> Iterator[list[str]]:
-        """Around requests, whose ids go into the list: an error leaves none of them behind."""
-        requests: list[str] = []
-        try:
-            yield requests
-        except BaseException:
-            self.llm_engine.abort_request(requests)
-            self.llm_engine.step()
-            raise
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
-
-        Raises:
-            ValidationError: the engine was started without one.
-        """
-        if self.llm_engine.tokenizer is None:
-            raise ValidationError("this engine works on token ids only (skip_tokenizer_init)")
-        return self.llm_engine.tokenizer
-
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own sampling defaults (generation_config.json with overrides)."""
         return SamplingParams(**self.llm_engine.input_processor.default_sampling_params)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing done, while requests are running."""
-        return self.llm_engine.reset_prefix_cache()
-
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`: the KV cache's (level 1), the weights' too (2), or none (0).
-
-        Raises:
-            ValidationError: there is no such level.
-            ConflictError: another thread is generating.
-        """
-        with self._one_thread:
-            self.llm_engine.sleep(level)
-
-    def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Have everything again, or of "weights", "kv_cache" and "scheduling" these.
-
-        Raises:
-            ConflictError: one of them needs what would still sleep.
-            EngineError: the weights cannot be loaded, or memory is short; what could not wake sleeps on.
-        """
-        with self._one_thread:
-            self.llm_engine.wake_up(tags)
-
-    def shutdown(self) -> None:
-        """Release the engine."""
-        self.llm_engine.shutdown()
 
     def _template(self, override: str | None) -> ChatTemplate:
         if override not in self._templates:
             self._templates[override] = ChatTemplate.from_tokenizer(self.get_tokenizer(), override)
         return self._templates[override]
-
-    def _request_id(self) -> str:
-        return str(next(self._request_numbers))
-
-    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
-        finished: dict[str, RequestOutput] = {}
-        bar = tqdm(
-            total=len(request_ids), desc="Processed prompts", unit="prompt", disable=not use_tqdm or None
-        )
-        speed = SpeedMeter(bar)
-        with bar:
-            while self.llm_engine.has_unfinished_requests():
-                for output in self.llm_engine.step():
-                    finished[output.request_id] = output
-                    speed.add(output)
-        return [finished[request_id] for request_id in request_ids]
-
-
-class SpeedMeter:
-    """Shows tokens per second behind a progress bar."""
-
-    def __init__(self, bar: tqdm[Any]) -> None:
-        self._bar = bar
-        self._num_input = 0
-        self._num_output = 0
-
-    def add(self, output: RequestOutput) -> None:
-        self._num_input += len(output.prompt_token_ids)
-        self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
-        elapsed = max(self._bar.format_dict["elapsed"], 1e-6)
-        self._bar.set_postfix_str(
-            f"est. speed input: {self._num_input / elapsed:.2f} toks/s, "
-            f"output: {self._num_output / elapsed:.2f} toks/s",
-            refresh=False,
-        )
-        self._bar.update(1)
 
 
 def beam_search_output(
@@ -298,21 +207,5 @@ def beam_search_output(
     return BeamSearchOutput(sequences)
 
 
-def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    if isinstance(prompts, str | dict):
-        return [cast(PromptType, prompts)]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [cast(PromptType, list(prompts))]
-    return list(cast(Sequence[PromptType], prompts))
-
-
 def _as_conversations(messages: Sequence[Any]) -> list[Sequence[ChatMessage]]:
     return [messages] if messages and isinstance(messages[0], dict) else list(messages)
-
-
-def _per_prompt(name: str, value: Any, prompts: list[PromptType]) -> list[Any]:
-    if not isinstance(value, Sequence):
-        return [value] * len(prompts)
-    if len(value) != len(prompts):
-        raise ValidationError(f"{name} has {len(value)} entries for {len(prompts)} prompts", param=name)
-    return list(value)

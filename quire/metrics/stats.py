@@ -30,6 +30,8 @@ class FinishedRequestStats:
     tenant: str = ""
     is_fork: bool = False
     """Whether the prompt is another sequence's, too, which is finished on its own."""
+    is_pooled: bool = False
+    """Whether it has what was pooled of its prompt, in place of tokens."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
-WAIST_VERSION = 7
+WAIST_VERSION = 8
 
 BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""
@@ -24,7 +24,8 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
 
     `token_ids` are all known tokens, `num_prompt_tokens` of them from the prompt (the rest was generated
     before a preemption); `block_ids` are all its blocks; `num_computed_tokens` tokens are in the cache already.
-    One with `pooling_params` samples nothing, whatever `sampling_params` say, and gets what is pooled of its prompt.
+    One with `pooling_params` samples nothing, whatever `sampling_params` say, and gets what is pooled of its prompt;
+    tokens from `second_text_start` on are of a second text (token type 1).
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     num_computed_tokens: int
     eos_token_ids: list[int] = []
     pooling_params: PoolingParams | None = None
+    second_text_start: int | None = None
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):

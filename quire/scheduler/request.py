@@ -46,6 +46,7 @@ class Request:
     Attributes:
         prompt_token_ids: the list as it was given, which the forks of a prompt share; nobody changes it.
         pooling_params: what is wanted instead of tokens; with them it ends with its prompt, and samples nothing.
+        second_text_start: where the second of two texts begins in the prompt.
         token_ids: all known tokens, `num_prompt_tokens` of the prompt and then the generated ones.
         num_computed_tokens: how many tokens are computed; the scheduler lets this catch up.
         num_placeholder_tokens: tokens that steps in flight sample; they follow `token_ids` and can be planned.
@@ -96,6 +97,7 @@ class Request:
         "sampling_params",
         "scheduled_ts",
         "starts_over",
+        "second_text_start",
         "tenant",
         "token_ids",
         "wait",
@@ -117,6 +119,7 @@ class Request:
         pooling_params: PoolingParams | None = None,
         num_beams: int = 0,
         beam: int = 0,
+        second_text_start: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -124,6 +127,7 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.sampling_params = sampling_params
         self.pooling_params = pooling_params
+        self.second_text_start = second_text_start
         self.arrival_time = arrival_time
         self.eos_token_ids = list(eos_token_ids)
         self.priority = priority

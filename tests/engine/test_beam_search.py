@@ -10,8 +10,8 @@ import pytest
 from quire.beam_search_params import BeamSearchParams
 from quire.engine.beam_search import BeamSearch
 from quire.engine.beam_searches import BeamSearches
-from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.messages import AbortRequests, AddRequest, CoreRequest, EngineCoreRequest
+from quire.engine.prompt_forms import TokenizedPrompt
 from quire.metrics.stats import IterationStats
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams

@@ -28,7 +28,7 @@ from quire.scheduler.scheduler import Scheduler
 VOCAB_SIZE = 40
 REQUEST_FIELDS = (
     "eos_token_ids", "cache_salt", "priority", "tenant", "fork_of", "pooling_params", "output_token_ids", "num_beams",
-    "beam",
+    "beam", "second_text_start",
 )  # fmt: skip
 
 

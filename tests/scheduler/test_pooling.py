@@ -40,6 +40,14 @@ def test_a_request_to_pool_ends_with_its_prompt():
     engine.drain()
 
 
+def test_the_worker_is_told_where_a_second_text_begins():
+    engine = Engine()
+    engine.add("a", range(10), second_text_start=4, **POOLED)
+    engine.add("b", range(10), **POOLED)
+    assert [new.second_text_start for new in engine.step().new_requests] == [4, None]
+    engine.drain()
+
+
 def test_what_is_pooled_depends_on_the_whole_prompt():
     prompts = [range(10), range(9), [99, *range(1, 10)]]
     assert len({pooled_alone(prompt).data for prompt in prompts}) == 3

@@ -24,6 +24,7 @@ from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.errors import ValidationError
+from quire.pooling_params import EMBED
 
 router = APIRouter()
 STARTED = now()
@@ -81,14 +82,8 @@ async def show(request: Request) -> Response:
         f"{arch.model_type}.vocab_size": arch.vocab_size,
     }
     template, formats = _template(server)
-    capabilities = ["completion"]
-    if formats.tools is not None:
-        capabilities.append("tools")
-    if formats.reasoning is not None:
-        capabilities.append("thinking")
-    shown = ShownModel(
-        f"FROM {name}", f"num_ctx {context}", template, _details(server), info, capabilities, STARTED
-    )
+    can = _capabilities(server, formats)
+    shown = ShownModel(f"FROM {name}", f"num_ctx {context}", template, _details(server), info, can, STARTED)
     return json_response(shown)
 
 
@@ -99,6 +94,14 @@ def served_name(server: ServerState, name: str) -> str:
         NotFoundError: the server does not serve it.
     """
     return server.check_model(name if name in server.model_names else name.removesuffix(":latest"))
+
+
+def _capabilities(server: ServerState, formats: AnswerFormat) -> list[str]:
+    spec = server.engine.config.pooling
+    if spec is not None:
+        return ["embedding"] if EMBED in spec.tasks else []
+    own = {"tools": formats.tools, "thinking": formats.reasoning}
+    return ["completion", *(name for name, form in own.items() if form is not None)]
 
 
 def _template(server: ServerState) -> tuple[str, AnswerFormat]:

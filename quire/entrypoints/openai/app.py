@@ -15,8 +15,10 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from quire.config import ServerConfig
+from quire.config.pooling import PoolingSpec
 from quire.engine.ledger import Page
 from quire.entrypoints import anthropic
+from quire.entrypoints.ollama import embed as ollama_embed
 from quire.entrypoints.ollama import models as ollama_models
 from quire.entrypoints.ollama import routes as ollama_routes
 from quire.entrypoints.openai import (
@@ -35,6 +37,15 @@ from quire.entrypoints.openai import (
 )
 from quire.entrypoints.openai.admin import admin_key
 from quire.entrypoints.openai.errors import handle_http_exception, handle_quire_error
+from quire.entrypoints.openai.families import (
+    Family,
+    by_classes,
+    by_embedding,
+    by_generation,
+    by_pooling,
+    not_offered_by,
+    offered_by,
+)
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring, make_keyring
 from quire.entrypoints.openai.middleware.auth import OPEN_PATHS, Auth
@@ -51,6 +62,7 @@ from quire.entrypoints.openai.openapi.document import Document
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.openapi.refusals import Access
 from quire.entrypoints.openai.state import Question, ServerState
+from quire.entrypoints.pooling import cohere, embeddings, pairs
 from quire.errors import QuireError
 from quire.metrics.families import make_family
 from quire.metrics.log_lines import LostLines
@@ -60,10 +72,26 @@ if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
 
 FAMILIES = (
-    front_page, completions, chat_completions, responses, anthropic, ollama_routes, ollama_models, models, tokenize,
-    requests, health, metrics,
-)  # fmt: skip
-"""Modules and packages with a `router`, in the order of the published document."""
+    Family(front_page.router),
+    Family(completions.router, by_generation),
+    Family(chat_completions.router, by_generation),
+    Family(responses.router, by_generation),
+    Family(embeddings.embedding_router, by_embedding),
+    Family(embeddings.pooling_router, by_pooling),
+    Family(embeddings.classify_router, by_classes),
+    Family(pairs.router, pairs.offered),
+    Family(cohere.router, by_embedding),
+    Family(ollama_embed.router, by_embedding),
+    Family(anthropic.router, by_generation),
+    Family(ollama_routes.router, by_generation),
+    Family(ollama_models.router),
+    Family(models.router),
+    Family(tokenize.router),
+    Family(requests.router),
+    Family(health.router),
+    Family(metrics.router),
+)
+"""In the order of the published document."""
 CONTROLS = (requests.controls, prefix_cache.controls, integrity.controls, sleep.controls)
 """What acts on all requests: for the admin key."""
 QUESTIONS: dict[str, Question] = {
@@ -105,19 +133,20 @@ def build_app(
         middleware=_middleware(state, meters),
         openapi_url=None,  # FastAPI's pages load scripts from elsewhere, and its document has no errors; ours: openapi/
     )
-    offered, controls = routers(config), CONTROLS if admin_key(config) else ()
+    spec = engine.config.pooling
+    offered, controls = routers(config, spec), CONTROLS if admin_key(config) else ()
     app.state.server = state
     app.state.document = Document(offered, controls, _access(state))
     app.add_exception_handler(QuireError, handle_quire_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
-    for router in (*offered, *controls):
+    for router in (*offered, *controls, not_offered_by(FAMILIES, spec)):
         app.include_router(router)
     return app
 
 
-def routers(config: ServerConfig) -> list[APIRouter]:
-    """What this configuration offers, besides the controls."""
-    chosen = [family.router for family in FAMILIES]
+def routers(config: ServerConfig, spec: PoolingSpec | None = None) -> list[APIRouter]:
+    """What this configuration offers of such a model, besides the controls."""
+    chosen = offered_by(FAMILIES, spec)
     if config.enable_tokenizer_info_endpoint:
         chosen.append(tokenize.info_router)
     return chosen if config.disable_fastapi_docs else [*chosen, pages.router]

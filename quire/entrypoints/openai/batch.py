@@ -24,7 +24,10 @@ from quire.entrypoints.openai.app import api_keys, build_app
 from quire.entrypoints.openai.json_body import parse_json
 from quire.errors import ClientError, PayloadTooLargeError, QuireError, ValidationError
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+URLS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v2/embed",
+    "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+)  # fmt: skip
 RETRY_S = 0.5
 """Between two attempts of a line that the server is too full for."""
 FULL = (429, 503)

@@ -78,6 +78,12 @@ class OllamaError(msgspec.Struct):
     error: str
 
 
+class CohereError(msgspec.Struct):
+    """An error as Cohere's clients read it: a sentence."""
+
+    message: str
+
+
 def error_body(message: str, kind: str, code: int | str, param: str | None = None) -> ErrorBody:
     return ErrorBody(ErrorDetail(message, kind, param, code))
 
@@ -108,6 +114,10 @@ def ollama_body(body: ErrorBody, status: int, request_id: str) -> OllamaError:
     return OllamaError(body.error.message)
 
 
+def cohere_body(body: ErrorBody, status: int, request_id: str) -> CohereError:
+    return CohereError(body.error.message)
+
+
 @dataclass(frozen=True)
 class Shape:
     """What the errors of one API are: their type, and how one is made of OpenAI's, the status and the request's id."""
@@ -120,6 +130,7 @@ OPENAI_SHAPE = Shape(ErrorBody, lambda body, status, request_id: body)
 SHAPES = {
     "/v1/messages": Shape(AnthropicError, anthropic_body),
     "/api/": Shape(OllamaError, ollama_body),
+    "/v2/": Shape(CohereError, cohere_body),
 }
 """Start of a path -> the shape of its errors."""
 

@@ -73,6 +73,7 @@ REFUSED: Mapping[str, Refused] = {
     "logprob_token_ids": unless(),
     "messages": Refused(why="is no field of this request"),
     "modalities": unless(["text"]),
+    "normalize": Refused(why="is called use_activation"),
     "prompt": Refused(why="is no field of this request"),
     "prompt_embeds": unless(),
     "regex": unless(),

@@ -18,7 +18,7 @@ from quire.errors import ValidationError
 from quire.inputs import TokensPrompt
 
 MAX_SEQUENCES = 1024
-FORM = "prompt must be text, a list of texts, a list of token ids, or a list of lists of token ids"
+FORM = "{name} must be text, a list of texts, a list of token ids, or a list of lists of token ids"
 
 
 async def completion_prompts(server: ServerState, request: CompletionRequest) -> list[TokensPrompt]:
@@ -50,8 +50,8 @@ async def completion_prompts(server: ServerState, request: CompletionRequest) ->
     return [with_options(prompt, request) for prompt in tokenized]
 
 
-def split_prompts(prompt: Any) -> list[str | list[int]]:
-    """Bring the four forms of the field to a list of texts and lists of token ids."""
+def split_prompts(prompt: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> list[str | list[int]]:
+    """Bring the four forms of the field of this name to a list of at most so many texts and lists of token ids."""
     if isinstance(prompt, str):
         prompts: list[Any] = [prompt]
     elif isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
@@ -59,13 +59,11 @@ def split_prompts(prompt: Any) -> list[str | list[int]]:
     elif isinstance(prompt, list):
         prompts = prompt
     else:
-        raise ValidationError(FORM, param="prompt")
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise ValidationError(
-            f"prompt has {len(prompts)} prompts; 1 to {MAX_PROMPTS} are allowed", param="prompt"
-        )
+        raise ValidationError(FORM.format(name=name), param=name)
+    if not 1 <= len(prompts) <= most:
+        raise ValidationError(f"{name} has {len(prompts)} {name}s; 1 to {most} are allowed", param=name)
     for one in prompts:
-        _check_prompt(one)
+        _check_prompt(one, name)
     return prompts
 
 
@@ -89,11 +87,11 @@ def with_options(prompt: TokensPrompt, request: GenerationRequest) -> TokensProm
     return prompt
 
 
-def _check_prompt(prompt: Any) -> None:
+def _check_prompt(prompt: Any, name: str) -> None:
     if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(i) is int for i in prompt)):
-        raise ValidationError(FORM, param="prompt")
+        raise ValidationError(FORM.format(name=name), param=name)
     if not prompt:
-        raise ValidationError("the prompt must not be empty", param="prompt")
+        raise ValidationError(f"the {name} must not be empty", param=name)
 
 
 def _check_suffix(server: ServerState, request: CompletionRequest, prompts: list[str | list[int]]) -> None:

@@ -26,7 +26,9 @@ from quire.scheduler.explain import Explanation
 
 router = APIRouter()
 controls = admin_router()
-ID_PREFIXES = ("", "chatcmpl-", "cmpl-", "resp_", "msg_", "ollama-")
+ID_PREFIXES = (
+    "", "chatcmpl-", "cmpl-", "resp_", "msg_", "ollama-", "embd-", "pool-", "classify-", "score-", "rerank-",
+)  # fmt: skip
 """What the endpoint families put before the request's id to make the id of their answer."""
 MAX_LISTED = 1000
 

@@ -23,6 +23,7 @@ from quire.entrypoints.openai.fill_in import FillIn
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring
 from quire.errors import ConfigError, NotFoundError, ValidationError
+from quire.io_processors import IOProcessor, make_io_processor
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,10 @@ class ServerState:
     preparation: BoundedThreads = field(default_factory=BoundedThreads)
     """For the chat template at start-up, when the machine has much to do."""
     draining: bool = False
+    io_processor: IOProcessor | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.io_processor = make_io_processor(self.engine.config)
         self.renders = BoundedThreads(self.config.chat_template_timeout)
 
     @property

@@ -11,7 +11,7 @@ import math
 
 from starlette.requests import Request
 
-from quire.entrypoints.openai.protocol.requests import GenerationRequest
+from quire.entrypoints.openai.protocol.requests import EngineRequest
 from quire.entrypoints.openai.state import server_of
 from quire.errors import ValidationError
 
@@ -23,12 +23,12 @@ READ_HEADERS = {TIMEOUT_HEADER: {"type": "number", "exclusiveMinimum": 0}}
 """Request headers that are read here, with their schemas."""
 
 
-def tenant_of(request: Request, body: GenerationRequest) -> str:
+def tenant_of(request: Request, body: EngineRequest) -> str:
     """The name of the key's tenant if the server has keys, else the field `user`."""
     return str(request.scope["state"].get("tenant") or body.user or "")
 
 
-def apply_terms(request: Request, body: GenerationRequest) -> None:
+def apply_terms(request: Request, body: EngineRequest) -> None:
     """Write into a request what the server and the key say of it.
 
     Raises:
@@ -51,7 +51,7 @@ def _trace_headers(request: Request) -> dict[str, str]:
     return {name: value for name, value in given.items() if 0 < len(value) <= MAX_TRACE_CHARS}
 
 
-def _timeout(request: Request, body: GenerationRequest) -> float | None:
+def _timeout(request: Request, body: EngineRequest) -> float | None:
     """The body's field, else the header."""
     text = request.headers.get(TIMEOUT_HEADER)
     if text is None:

@@ -17,7 +17,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.input_processor import TokenizedPrompt
+from quire.engine.prompt_forms import TokenizedPrompt
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.chat_completions import ChatAnswer
 from quire.entrypoints.openai.generation import Outputs

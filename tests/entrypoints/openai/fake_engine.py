@@ -12,8 +12,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
 from quire.config import EngineConfig, ModelArch
-from quire.engine.input_processor import InputProcessor, TokenizedPrompt
+from quire.engine.input_processor import InputProcessor
 from quire.engine.output_stream import Offer
+from quire.engine.prompt_forms import TokenizedPrompt
 from quire.errors import EngineDeadError, NotFoundError, QuireError, UnavailableError
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats

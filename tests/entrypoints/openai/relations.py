@@ -41,6 +41,17 @@ RELATIONS = (
     r"name must be that of a function that a message before it calls",
     r"is the result of a tool, but no message before it calls one",
     r"(call_id|tool_use_id) .* is the id of no call before it",
+    # Of a model that pools.
+    r"tokens have no room for text beside the \d+ special tokens",
+    r"either texts or inputs are needed",
+    r"this server has no IO processor",
+    r"a score needs text_1 and text_2 or ",
+    r"must have one, or as many",
+    r"average_windows is for texts",
+    r"encoding_format base64 is for one row of numbers",
+    r"dimensions are of embeddings",
+    r"is for models that reward each step",
+    r"the input makes \d+ prompts",
     # With the model: its context, its tokens as keys of an object, its template.
     r"maximum context length is \d+ tokens",
     r"logit_bias has \d+, but token ids are",

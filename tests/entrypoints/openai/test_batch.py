@@ -38,7 +38,7 @@ async def test_each_line_has_its_answer_in_its_place(engine: FakeEngine) -> None
         b"  ",
         b"nonsense",
         line(None, prompt="hi"),
-        line("lost", "/v1/embeddings", input="x"),
+        line("lost", "/v1/audio/speech", input="x"),
         line("streamed", prompt="hi", stream=True),
         line("bad", prompt="hi", max_tokens=-1),
         b"x" * 3000,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from quire.config.pooling import PoolingSpec
 from quire.engine.input_processor import MAX_SALT_CHARS
 from quire.sampling_extras import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 from quire.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS, RANGES
@@ -61,6 +62,7 @@ class Limits:
     max_tools: int
     idle_fields: frozenset[str]
     rejects_unknown: bool
+    pooling: PoolingSpec | None = None
 
     @classmethod
     def of(cls, server: ServerState) -> Limits:
@@ -76,6 +78,7 @@ class Limits:
             server.config.max_tools,
             server.idle_fields,
             server.config.unknown_fields == "reject",
+            config.pooling,
         )
 
     def rules(self) -> dict[str, Rule]:
@@ -104,9 +107,25 @@ class Limits:
         rules["model"] = {"string": {"enum": [*self.model_names, ""]}}
         tagged = [f"{name}:latest" for name in self.model_names]
         rules["tagged_model"] = {"string": {"enum": [*self.model_names, *tagged]}}
+        if self.pooling is not None:
+            rules |= _pooling_rules(self.pooling)
         if not self.has_priorities:
             rules["priority"] = _number(0, 0)
         return rules
+
+
+def _pooling_rules(spec: PoolingSpec) -> dict[str, Rule]:
+    sizes = _number(1, spec.size) if 0 in spec.matryoshka else _one_of({*spec.matryoshka, spec.size})
+    return {
+        "dimensions": sizes,
+        "output_dimension": sizes,
+        "task": {"string": {"enum": list(spec.tasks)}},
+        "prompt_name": {"string": {"enum": ["", *(name for name, _ in spec.prompts)]}},
+    }
+
+
+def _one_of(values: Iterable[int]) -> Rule:
+    return {"integer": {"enum": sorted(values)}}
 
 
 def _number(low: float, high: float) -> Rule:

@@ -75,10 +75,42 @@ class RepetitionDetection(RequestModel):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-class GenerationRequest(RequestModel, ConstraintFields):
-    """What completions and chat completions share; None is the model's or the field's default."""
+class EngineRequest(RequestModel):
+    """What all share that have the engine do something: on whose account, how urgently, and for how long."""
 
     model: str | None = None
+    priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)
+    cache_salt: str | None = Field(None, min_length=1, max_length=128)
+    user: str | None = Field(None, max_length=256)
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    _trace_headers: dict[str, str] = PrivateAttr(default_factory=dict)
+    _arrived: float = PrivateAttr(default_factory=time.monotonic)
+
+    @property
+    def trace_headers(self) -> dict[str, str]:
+        """The headers of the trace that the request is part of, if it is."""
+        return self._trace_headers
+
+    def join_trace(self, headers: dict[str, str]) -> None:
+        self._trace_headers = headers
+
+    def time_left(self) -> float | None:
+        """Seconds that are left of `timeout`, which counts from when the request had come in; None: any number.
+
+        Raises:
+            DeadlineError: there are none.
+        """
+        if self.timeout is None:
+            return None
+        left = self._arrived + self.timeout - time.monotonic()
+        if left <= 0:
+            raise DeadlineError("the request's time was over before anything was done")
+        return left
+
+
+class GenerationRequest(EngineRequest, ConstraintFields):
+    """What completions and chat completions share; None is the model's or the field's default."""
+
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = 1
@@ -111,33 +143,6 @@ class GenerationRequest(RequestModel, ConstraintFields):
     early_stopping: bool | Literal["never"] | None = None
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
-    priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)
-    cache_salt: str | None = Field(None, min_length=1, max_length=128)
-    user: str | None = Field(None, max_length=256)
-    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    _trace_headers: dict[str, str] = PrivateAttr(default_factory=dict)
-    _arrived: float = PrivateAttr(default_factory=time.monotonic)
-
-    @property
-    def trace_headers(self) -> dict[str, str]:
-        """The headers of the trace that the request is part of, if it is."""
-        return self._trace_headers
-
-    def join_trace(self, headers: dict[str, str]) -> None:
-        self._trace_headers = headers
-
-    def time_left(self) -> float | None:
-        """Seconds that are left of `timeout`, which counts from when the request had come in; None: any number.
-
-        Raises:
-            DeadlineError: there are none.
-        """
-        if self.timeout is None:
-            return None
-        left = self._arrived + self.timeout - time.monotonic()
-        if left <= 0:
-            raise DeadlineError("the request's time was over before anything was generated")
-        return left
 
 
 class CompletionRequest(GenerationRequest):

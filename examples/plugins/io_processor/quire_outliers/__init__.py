@@ -1,0 +1,1 @@
+"""Finds the text that is least like the others."""

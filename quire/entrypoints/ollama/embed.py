@@ -1,0 +1,129 @@
+"""POST /api/embed and /api/embeddings, as Ollama has them."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import Field, WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.pooling_inputs import WHOLE_CONTEXT, TextOptions
+from quire.entrypoints.ollama.models import served_name
+from quire.entrypoints.ollama.options import OPTIONS_OBJECT, ignored_options, sampling_fields
+from quire.entrypoints.ollama.protocol import MODEL, WITHOUT_EFFECT
+from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.openapi.operation import Operation, describe
+from quire.entrypoints.openai.parsing import read_request
+from quire.entrypoints.openai.protocol.requests import EngineRequest
+from quire.entrypoints.openai.protocol.shapes import TEXT, any_of, array, optional
+from quire.entrypoints.openai.state import server_of
+from quire.entrypoints.openai.tenant import READ_HEADERS
+from quire.entrypoints.openai.translation import given, note_ignored
+from quire.entrypoints.pooling.embeddings import run_each
+from quire.entrypoints.pooling.protocol import MAX_INPUTS, Numbers
+from quire.entrypoints.pooling.run import Job, Pooled, called, encoded
+from quire.errors import ValidationError
+from quire.pooling_params import EMBED, PoolingParams
+
+router = APIRouter()
+_TEXT = {**TEXT, "minLength": 1}
+INPUT = any_of(TEXT, array(_TEXT, maxItems=MAX_INPUTS), {"type": "null"})
+
+
+class EmbedFields(EngineRequest):
+    """What both routes share; `options` are of generation or of loading, and change nothing."""
+
+    without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
+
+    model: Annotated[str, Field(min_length=1), WithJsonSchema(MODEL)]
+    options: Annotated[dict[str, Any] | None, WithJsonSchema(optional(OPTIONS_OBJECT))] = None
+    keep_alive: Any = None
+
+
+class EmbedRequest(EmbedFields):
+    """POST /api/embed"""
+
+    input: Annotated[Any, WithJsonSchema(INPUT)] = None
+    truncate: bool = True
+    dimensions: int | None = None
+
+
+class OneEmbeddingRequest(EmbedFields):
+    """POST /api/embeddings, as it was before /api/embed"""
+
+    prompt: str = ""
+
+
+class OllamaEmbeddings(msgspec.Struct):
+    """Durations are in nanoseconds."""
+
+    model: str
+    embeddings: list[Numbers]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(msgspec.Struct):
+    embedding: Numbers
+
+
+@router.post("/api/embed")
+@describe(Operation((EmbedRequest,), OllamaEmbeddings, errors=(404, 504), headers=READ_HEADERS))
+async def embed(request: Request) -> Response:
+    """An embedding for each text; without any, Ollama would load the model, which is loaded here."""
+    body, began = await read_request(request, EmbedRequest), time.monotonic_ns()
+    pooled = await _pooled(
+        request, body, _texts(body.input), truncate=body.truncate, dimensions=body.dimensions
+    )
+    num_tokens = sum(len(one.prompt_token_ids) for one in pooled)
+    vectors = [encoded(one.outputs.data, "float") for one in pooled]
+    return json_response(OllamaEmbeddings(body.model, vectors, time.monotonic_ns() - began, 0, num_tokens))
+
+
+@router.post("/api/embeddings")
+@describe(Operation((OneEmbeddingRequest,), OllamaEmbedding, errors=(404, 504), headers=READ_HEADERS))
+async def embed_one(request: Request) -> Response:
+    """The embedding of one text, as it was asked for before /api/embed."""
+    body = await read_request(request, OneEmbeddingRequest)
+    pooled = await _pooled(request, body, [body.prompt] if body.prompt else [])
+    vector = encoded(pooled[0].outputs.data, "float") if pooled else msgspec.Raw(b"[]")
+    return json_response(OllamaEmbedding(vector))
+
+
+async def _pooled(
+    request: Request,
+    body: EmbedFields,
+    texts: list[str],
+    *,
+    truncate: bool = True,
+    dimensions: int | None = None,
+) -> list[Pooled]:
+    name = body.model
+    body.model = served_name(server_of(request), name)
+    note_ignored(body, [*given(body, WITHOUT_EFFECT), *ignored_options(body.options)])
+    note_ignored(body, [f"options.{one}" for one in sampling_fields(body.options or {})])
+    job = Job.of(request, body, "ollama-")
+    body.model = name
+    if not texts:
+        return []
+    options = TextOptions(WHOLE_CONTEXT if truncate else None)
+    with called("input" if isinstance(body, EmbedRequest) else "prompt"):
+        return await run_each(job, texts, options, PoolingParams(dimensions=dimensions, task=EMBED))
+
+
+def _texts(value: Any) -> list[str]:
+    if value is None or value == "":
+        return []
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValidationError("input must be text or a list of texts", param="input")
+    if len(texts) > MAX_INPUTS:
+        raise ValidationError(
+            f"input has {len(texts)} texts; at most {MAX_INPUTS} are allowed", param="input"
+        )
+    return texts

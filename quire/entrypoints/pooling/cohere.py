@@ -1,0 +1,154 @@
+"""POST /v2/embed, as Cohere has it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter
+from msgspec import UNSET, UnsetType, field
+from numpy.typing import NDArray
+from pydantic import Field, WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.pooling_inputs import DOCUMENT, QUERY, WHOLE_CONTEXT, PoolingInputs, TextOptions
+from quire.entrypoints.openai.field_policy import Place
+from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.openapi.operation import Operation, describe
+from quire.entrypoints.openai.parsing import read_request
+from quire.entrypoints.openai.protocol.requests import EngineRequest
+from quire.entrypoints.openai.protocol.shapes import TEXT, array, enum, object_of, optional
+from quire.entrypoints.openai.tenant import READ_HEADERS
+from quire.entrypoints.pooling.embeddings import run_each
+from quire.entrypoints.pooling.protocol import MAX_INPUTS, Numbers
+from quire.entrypoints.pooling.run import Job, called, encoded
+from quire.errors import ValidationError
+from quire.pooling_params import EMBED, PoolingParams
+
+router = APIRouter()
+SIDES = {"search_query": QUERY, "search_document": DOCUMENT}
+"""Kinds of input for which a model may have a prompt."""
+Kind = Literal["float", "base64", "binary", "ubinary"]
+CUT = {"NONE": None, "START": "left", "END": "right"}
+_TEXT = {**TEXT, "minLength": 1}
+_PART = object_of({"type": enum("text"), "text": _TEXT})
+INPUTS = array(object_of({"content": array(_PART, minItems=1, maxItems=1)}), minItems=1, maxItems=MAX_INPUTS)
+MAX_TOKENS = {**optional({"type": "integer", "minimum": 1}), "x-rule": "any number"}
+TEXTS = array(_TEXT, minItems=1, maxItems=MAX_INPUTS)
+
+
+class CohereEmbedRequest(EngineRequest):
+    """POST /v2/embed; `texts`, or `inputs` of one text each."""
+
+    inner: ClassVar = {
+        "inputs": Place(
+            frozenset({"content"}), inner={"content": Place(frozenset({"type", "text", "image_url"}))}
+        )
+    }
+
+    input_type: Literal["search_query", "search_document", "classification", "clustering"] | None = None
+    texts: Annotated[Any, WithJsonSchema(optional(TEXTS))] = None
+    inputs: Annotated[Any, WithJsonSchema(optional(INPUTS))] = None
+    images: Annotated[Any, WithJsonSchema(optional(array({}, maxItems=0)))] = None
+    embedding_types: Annotated[list[Kind] | None, Field(min_length=1)] = None
+    output_dimension: int | None = None
+    max_tokens: Annotated[int | None, WithJsonSchema(MAX_TOKENS)] = None
+    truncate: Literal["NONE", "START", "END"] = "END"
+
+
+class ByType(msgspec.Struct):
+    """Each type that was asked for, with an entry for each text."""
+
+    float: list[Numbers] | UnsetType = UNSET
+    base64: list[Numbers] | UnsetType = UNSET
+    binary: list[list[int]] | UnsetType = UNSET
+    ubinary: list[list[int]] | UnsetType = UNSET
+
+
+class BilledUnits(msgspec.Struct):
+    input_tokens: int
+
+
+class ApiVersion(msgspec.Struct):
+    version: str = "2"
+
+
+class CohereMeta(msgspec.Struct):
+    billed_units: BilledUnits
+    api_version: ApiVersion = field(default_factory=ApiVersion)
+
+
+class CohereEmbeddings(msgspec.Struct, kw_only=True):
+    id: str
+    embeddings: ByType
+    texts: list[str]
+    meta: CohereMeta
+    response_type: Literal["embeddings_by_type"] = "embeddings_by_type"
+
+
+@router.post("/v2/embed")
+@describe(Operation((CohereEmbedRequest,), CohereEmbeddings, errors=(404, 504), headers=READ_HEADERS))
+async def embed(request: Request) -> Response:
+    """An embedding for each text, as Cohere has it."""
+    body = await read_request(request, CohereEmbedRequest)
+    job = Job.of(request, body, "embd-")
+    name, texts = _texts_of(body)
+    options = _options(body, job.inputs)
+    with called(name), called("output_dimension", "dimensions"):
+        params = PoolingParams(dimensions=body.output_dimension, task=EMBED)
+        pooled = await run_each(job, texts, options, params)
+    vectors = [one.outputs.data for one in pooled]
+    num_tokens = sum(len(one.prompt_token_ids) for one in pooled)
+    by_type = ByType(
+        **{kind: [_typed(one, kind) for one in vectors] for kind in body.embedding_types or ["float"]}
+    )
+    meta = CohereMeta(BilledUnits(num_tokens))
+    return json_response(CohereEmbeddings(id=job.id, embeddings=by_type, texts=texts, meta=meta))
+
+
+def _options(body: CohereEmbedRequest, inputs: PoolingInputs) -> TextOptions:
+    """Cohere cuts unless it is told not to; `max_tokens` is at most the context."""
+    side, limit = CUT[body.truncate], inputs.config.model.max_model_len
+    if body.max_tokens is not None and body.max_tokens < 1:
+        raise ValidationError(f"max_tokens must be at least 1, got {body.max_tokens}", param="max_tokens")
+    names = SIDES.get(body.input_type or "")
+    prompt = None if names is None else inputs.prompt_named(names)
+    if side is None:
+        return TextOptions(prompt_name=prompt)
+    most = WHOLE_CONTEXT if body.max_tokens is None else min(body.max_tokens, limit)
+    return TextOptions(most, side, prompt)
+
+
+def _texts_of(body: CohereEmbedRequest) -> tuple[str, list[str]]:
+    """The texts, and the field that they came in."""
+    if body.images not in (None, []):
+        raise ValidationError("images cannot be embedded by this model", param="images")
+    if (body.texts is None) == (body.inputs is None):
+        raise ValidationError("either texts or inputs are needed", param="texts")
+    name = "texts" if body.inputs is None else "inputs"
+    given = body.texts if body.inputs is None else body.inputs
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_INPUTS:
+        raise ValidationError(f"{name} must be a list of 1 to {MAX_INPUTS}", param=name)
+    texts = given if name == "texts" else list(map(_text_of, given))
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValidationError(f"{name} must be texts that are not empty", param=name)
+    return name, texts
+
+
+def _text_of(one: Any) -> Any:
+    content = one.get("content") if isinstance(one, dict) else None
+    parts = content if isinstance(content, list) else []
+    if len(parts) != 1 or not isinstance(parts[0], dict) or parts[0].get("type") != "text":
+        raise ValidationError("each of inputs must have a content of one part of type text", param="inputs")
+    return parts[0].get("text")
+
+
+def _typed(vector: NDArray[np.float32], kind: str) -> Any:
+    """One embedding; a binary one has the signs of eight numbers in a byte, the first in the highest bit."""
+    if kind in ("float", "base64"):
+        return encoded(vector, kind)
+    signs = np.packbits(vector > 0).astype(np.int64)
+    packed: list[int] = (signs if kind == "ubinary" else signs - 128).tolist()
+    return packed

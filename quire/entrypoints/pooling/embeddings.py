@@ -1,0 +1,159 @@
+"""POST /v1/embeddings, /pooling and /classify"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.pooling_inputs import PoolingInputs, TextOptions
+from quire.engine.prompt_forms import TokenizedPrompt, parts_of
+from quire.engine.tokenizer import INLINE_CHARS
+from quire.entrypoints.openai.json_body import read_json
+from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.openapi.operation import Operation, describe
+from quire.entrypoints.openai.parsing import checked, read_request
+from quire.entrypoints.openai.prompts import split_prompts
+from quire.entrypoints.openai.tenant import READ_HEADERS
+from quire.entrypoints.pooling.protocol import (
+    MAX_INPUTS,
+    Classification,
+    ClassificationList,
+    ClassifyRequest,
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    PluginReply,
+    PluginRequest,
+    PooledData,
+    PooledList,
+    PoolingRequest,
+)
+from quire.entrypoints.pooling.run import Job, Pooled, called, encoded, text_options
+from quire.entrypoints.pooling.windows import Windows, is_normalized
+from quire.errors import ValidationError
+from quire.io_processors import IOProcessor
+from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, TOKEN_EMBED, PoolingParams
+
+embedding_router = APIRouter()
+pooling_router = APIRouter()
+classify_router = APIRouter()
+Inputs = Sequence[str | list[int]]
+
+
+@embedding_router.post("/v1/embeddings")
+@describe(Operation((EmbeddingRequest,), EmbeddingList, errors=(404, 504), headers=READ_HEADERS))
+async def create_embeddings(request: Request) -> Response:
+    """An embedding for each text."""
+    body = await read_request(request, EmbeddingRequest)
+    job = Job.of(request, body, "embd-")
+    inputs = split_prompts(body.input, "input", MAX_INPUTS)
+    params = PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions, task=EMBED)
+    options = text_options(body, prompt_name=body.prompt_name)
+    windows = Windows(job.inputs, options)
+    with called("input"):
+        if body.average_windows:
+            pooled = await job.run(params, num_chars(inputs), lambda: windows.prompts(inputs))
+            normalized = is_normalized(job.inputs.spec, body.use_activation)
+            vectors = windows.joined(pooled, normalized=normalized)
+        else:
+            pooled = await run_each(job, inputs, options, params)
+            vectors = [one.outputs.data for one in pooled]
+    data = [
+        Embedding(index=index, embedding=encoded(vector, body.encoding_format))
+        for index, vector in enumerate(vectors)
+    ]
+    return json_response(EmbeddingList(data=data, **job.head(pooled)))
+
+
+@pooling_router.post("/pooling")
+@describe(
+    Operation(
+        (PoolingRequest, PluginRequest), PooledList | PluginReply, errors=(404, 504), headers=READ_HEADERS
+    )
+)
+async def pool(request: Request) -> Response:
+    """What the model pools of each text, of all of it or of each token; or what the IO processor makes of it."""
+    raw = await read_json(request)
+    if raw.get("data") is not None:
+        return await pool_with_plugin(request, checked(request, raw, PluginRequest))
+    body = checked(request, raw, PoolingRequest)
+    job = Job.of(request, body, "pool-")
+    inputs = split_prompts(body.input, "input", MAX_INPUTS)
+    params = PoolingParams(
+        body.use_activation, body.dimensions, body.step_tag_id, body.returned_token_ids, body.task
+    )
+    task = job.inputs.settled(params).task
+    if body.encoding_format == "base64" and task in (TOKEN_EMBED, TOKEN_CLASSIFY):
+        raise ValidationError(
+            f"encoding_format base64 is for one row of numbers, and {task} has a row for each token",
+            param="encoding_format",
+        )
+    with called("input"):
+        pooled = await run_each(job, inputs, text_options(body, prompt_name=body.prompt_name), params)
+    data = [
+        PooledData(index=index, data=encoded(one.outputs.data, body.encoding_format))
+        for index, one in enumerate(pooled)
+    ]
+    return json_response(PooledList(data=data, **job.head(pooled)))
+
+
+async def pool_with_plugin(request: Request, body: PluginRequest) -> Response:
+    """A request in the form of the IO processor that the server was started with."""
+    job = Job.of(request, body, "pool-")
+    processor = job.server.io_processor
+    if processor is None:
+        raise ValidationError(
+            "this server has no IO processor (--io-processor-plugin), which alone reads data", param="data"
+        )
+    params = await asyncio.to_thread(processor.params, body.data)
+    with called("data"):
+        pooled = await job.run(params, INLINE_CHARS + 1, lambda: _plugin_prompts(job, processor, body.data))
+    reply = await asyncio.to_thread(processor.reply, body.data, pooled)
+    return json_response(PluginReply(data=msgspec.Raw(msgspec.json.encode(reply)), **job.head(pooled)))
+
+
+def _plugin_prompts(job: Job, processor: IOProcessor, data: Any) -> list[TokenizedPrompt]:
+    return [job.inputs.tokenize(parts_of(prompt)) for prompt in processor.prompts(data)]
+
+
+@classify_router.post("/classify")
+@describe(Operation((ClassifyRequest,), ClassificationList, errors=(404, 504), headers=READ_HEADERS))
+async def classify(request: Request) -> Response:
+    """The probability of each class, for each text."""
+    body = await read_request(request, ClassifyRequest)
+    job = Job.of(request, body, "classify-")
+    inputs = split_prompts(body.input, "input", MAX_INPUTS)
+    with called("input"):
+        params = PoolingParams(use_activation=body.use_activation, task=CLASSIFY)
+        pooled = await run_each(job, inputs, text_options(body), params)
+    labels = job.inputs.spec.labels
+    data = [_classification(index, one, labels) for index, one in enumerate(pooled)]
+    return json_response(ClassificationList(data=data, **job.head(pooled)))
+
+
+async def run_each(job: Job, inputs: Inputs, options: TextOptions, params: PoolingParams) -> list[Pooled]:
+    """What is pooled of each input. Raises as `Job.run` does."""
+    return await job.run(params, num_chars(inputs), lambda: tokenize_each(job.inputs, inputs, options))
+
+
+def tokenize_each(pooling: PoolingInputs, inputs: Inputs, options: TextOptions) -> list[TokenizedPrompt]:
+    return [pooling.tokenize(parts_of(one), options) for one in inputs]
+
+
+def num_chars(inputs: Inputs) -> int:
+    """Of the texts among them, which take time to be tokenized."""
+    return sum(len(one) for one in inputs if isinstance(one, str))
+
+
+def _classification(index: int, one: Pooled, labels: tuple[str, ...]) -> Classification:
+    probs = one.outputs.data
+    # A single number is a score, and says nothing about which class it is.
+    label = labels[int(np.argmax(probs))] if len(labels) == len(probs) > 1 else None
+    return Classification(index, label, probs.tolist(), len(probs))

@@ -1,0 +1,139 @@
+"""What the engine gives back for a prompt that is pooled: `PoolingRequestOutput` and its kin, with vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError
+from quire.outputs import RequestStateStats
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class PoolingOutput:
+    """`data`: float32, [size], or [tokens, size] where each token has numbers of its own; not to be written to."""
+
+    data: NDArray[np.float32]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PoolingOutput) and np.array_equal(self.data, other.data)
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of a text."""
+
+    embedding: list[float]
+
+    @classmethod
+    def from_base(cls, base: PoolingOutput) -> Self:
+        return cls(_vector(base, "an embedding"))
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """A number for each class, by default its probability."""
+
+    probs: list[float]
+
+    @classmethod
+    def from_base(cls, base: PoolingOutput) -> Self:
+        return cls(_vector(base, "a classification"))
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts go together: higher is better."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[T]):
+    """What is pooled of one prompt, which comes whole and once.
+
+    `finish_reason` is "stop", or why there is nothing in `outputs`: "abort", "timeout" or "error", of which
+    `stop_reason` may say more.
+    """
+
+    request_id: str
+    outputs: T
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    prompt: str | None = None
+    finish_reason: str = "stop"
+    stop_reason: int | str | None = None
+    metrics: RequestStateStats = field(default_factory=RequestStateStats)
+
+    def check(self) -> None:
+        """Raise what kept the prompt from being pooled, if anything did.
+
+        Raises:
+            DeadlineError: its time was over.
+            EngineError: it failed or was aborted.
+        """
+        if self.finish_reason == "timeout":
+            raise DeadlineError("the request's time was over before its prompt was pooled")
+        if self.finish_reason != "stop":
+            how = "failed" if self.finish_reason == "error" else "was aborted"
+            reason = self.stop_reason if isinstance(self.stop_reason, str) else ""
+            why = f": {reason.partition(FOREIGN_WORDS)[0]}" if reason else ""
+            raise EngineError(f"the request {how} in the engine before it was complete{why}")
+
+    def _with(self, outputs: Any) -> tuple[Any, ...]:
+        """The fields of this one around other outputs."""
+        return (
+            self.request_id,
+            outputs,
+            self.prompt_token_ids,
+            self.num_cached_tokens,
+            self.finished,
+            self.prompt,
+            self.finish_reason,
+            self.stop_reason,
+            self.metrics,
+        )
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """The embedding of one prompt."""
+
+    @classmethod
+    def from_base(cls, base: PoolingRequestOutput[PoolingOutput]) -> Self:
+        return cls(*base._with(EmbeddingOutput.from_base(base.outputs)))
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """The classes of one prompt."""
+
+    @classmethod
+    def from_base(cls, base: PoolingRequestOutput[PoolingOutput]) -> Self:
+        return cls(*base._with(ClassificationOutput.from_base(base.outputs)))
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """The score of one pair; its tokens are those of both texts."""
+
+
+def _vector(base: PoolingOutput, what: str) -> list[float]:
+    if base.data.ndim != 1:
+        raise ValueError(f"{what} has one row of numbers, and this has the shape {base.data.shape}")
+    numbers: list[float] = base.data.tolist()
+    return numbers

@@ -1,0 +1,114 @@
+"""Embeddings as Cohere's and Ollama's clients ask for them."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.entrypoints.pooling.conftest import Serve
+from tests.entrypoints.pooling.test_embeddings import TEXTS, vectors
+from tests.fixtures.pooling import CONTEXT, EMBEDDER
+
+LONG = "abcdefghij" * 9
+
+
+async def cohere(client: Any, **body: Any) -> Any:
+    reply = await client.post("/v2/embed", json={"model": "pooler", **body})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+async def test_cohere_gets_every_type_of_the_same_vectors(serve: Serve) -> None:
+    async with serve(EMBEDDER) as client:
+        known = await vectors(client, input=TEXTS)
+        reply = await cohere(client, texts=TEXTS, embedding_types=["float", "base64", "binary", "ubinary"])
+        found = reply["embeddings"]
+        assert found["float"] == known
+        assert [np.frombuffer(base64.b64decode(one), "<f4").tolist() for one in found["base64"]] == known
+        bits = [np.unpackbits(np.array(one, np.uint8))[:8].tolist() for one in found["ubinary"]]
+        assert bits == [[int(number > 0) for number in vector] for vector in known]
+        assert [[byte + 128 for byte in one] for one in found["binary"]] == found["ubinary"]
+        assert (reply["texts"], reply["response_type"]) == (TEXTS, "embeddings_by_type")
+        assert reply["meta"]["billed_units"]["input_tokens"] == 26
+        parts = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
+        assert (await cohere(client, inputs=parts))["embeddings"] == {"float": known}
+
+
+async def test_cohere_names_the_side_of_a_search_and_cuts(serve: Serve) -> None:
+    async with serve(EMBEDDER) as client:
+
+        async def one(text: str, **body: Any) -> Any:
+            return (await cohere(client, texts=[text], **body))["embeddings"]["float"]
+
+        assert await one("x", input_type="search_query") == await vectors(
+            client, input="x", prompt_name="query"
+        )
+        assert await one("x", input_type="search_document") == await vectors(
+            client, input="x", prompt_name="passage"
+        )
+        assert await one("x", input_type="clustering") == await vectors(client, input="x")
+        assert await one(LONG) == await vectors(client, input=LONG[: CONTEXT - 2])
+        assert await one(LONG, truncate="START", max_tokens=5) == await vectors(client, input=LONG[-3:])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"texts": []},
+        {"texts": [""]},
+        {"texts": ["a"], "inputs": [{"content": [{"type": "text", "text": "a"}]}]},
+        {"inputs": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"images": ["data:image/png;base64,AA=="]},
+        {"texts": ["a"], "embedding_types": ["int8"]},
+        {"texts": ["a"], "output_dimension": 3},
+        {"texts": ["a"], "output_dimension": 0},
+        {"texts": [LONG], "truncate": "NONE"},
+        {"texts": ["a"] * 3000},
+    ],
+)
+async def test_cohere_is_told_what_is_wrong(serve: Serve, body: dict[str, Any]) -> None:
+    async with serve(EMBEDDER) as client:
+        reply = await client.post("/v2/embed", json=body)
+        assert (reply.status_code, reply.json().keys()) == (400, {"message"})
+
+
+async def test_ollama_gets_the_same_vectors(serve: Serve) -> None:
+    async with serve(EMBEDDER) as client:
+        known = await vectors(client, input=TEXTS)
+        body: dict[str, Any] = {"model": "pooler:latest", "input": TEXTS, "keep_alive": "5m"}
+        reply = (await client.post("/api/embed", json=body)).json()
+        assert (reply["embeddings"], reply["model"], reply["prompt_eval_count"]) == (
+            known,
+            "pooler:latest",
+            26,
+        )
+        one = await client.post("/api/embeddings", json={"model": "pooler", "prompt": TEXTS[0]})
+        assert one.json() == {"embedding": known[0]}
+        cut = await client.post("/api/embed", json={"model": "pooler", "input": LONG})
+        assert cut.json()["embeddings"] == await vectors(client, input=LONG[: CONTEXT - 2])
+        for path, nothing in (("/api/embed", {"input": ""}), ("/api/embeddings", {"prompt": ""})):
+            loaded = (await client.post(path, json={"model": "pooler", **nothing})).json()
+            assert loaded.get("embeddings", loaded.get("embedding")) == []
+        shown = (await client.post("/api/show", json={"model": "pooler"})).json()
+        assert shown["capabilities"] == ["embedding"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": LONG, "truncate": False},
+        {"input": ["a", ""]},
+        {"input": [1]},
+        {"input": {}},
+        {"input": "a", "dimensions": 3},
+        {"input": "a", "options": {"mirostat": 2}},
+    ],
+)
+async def test_ollama_is_told_what_is_wrong(serve: Serve, body: dict[str, Any]) -> None:
+    async with serve(EMBEDDER) as client:
+        reply = await client.post("/api/embed", json={"model": "pooler", **body})
+        assert (reply.status_code, reply.json().keys()) == (400, {"error"}), reply.text

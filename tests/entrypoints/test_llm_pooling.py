@@ -1,0 +1,129 @@
+"""`LLM` with models that pool: which numbers come back, in which form, and how pairs are scored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import LLM, PairPrompt, PoolingParams, TextOptions
+from quire.config.pooling import PoolingSpec
+from quire.entrypoints.pooling.scoring import SIMILARITIES
+from quire.errors import ValidationError
+from tests.fixtures.pooling import (
+    CLASSIFIER,
+    CROSS_ENCODER,
+    EMBEDDER,
+    REWARDS,
+    TOKEN_EMBEDDER,
+    Pools,
+)
+
+TEXTS = ["abc", "d", "hello world", "abc"]
+
+
+@contextmanager
+def made(pools: Pools, spec: PoolingSpec, directory: Path) -> Iterator[LLM]:
+    pools(spec)
+    llm = LLM(str(directory), distributed_executor_backend="null", num_gpu_blocks_override=65)
+    yield llm
+    llm.shutdown()
+
+
+def test_embeddings_come_in_the_order_of_their_prompts(pools: Pools, pair_model_dir: Path) -> None:
+    with made(pools, EMBEDDER, pair_model_dir) as llm:
+        outputs = llm.embed(list(TEXTS), use_tqdm=False)
+        assert [one.prompt for one in outputs] == TEXTS
+        vectors = [one.outputs.embedding for one in outputs]
+        assert vectors[0] == vectors[3] != vectors[1]
+        assert outputs[0].outputs.hidden_size == len(vectors[0]) == 8
+        ids = outputs[0].prompt_token_ids
+        assert llm.embed(ids, use_tqdm=False)[0].outputs == outputs[0].outputs
+        raw = llm.encode("abc", pooling_task="embed", use_tqdm=False)[0].outputs.data
+        assert raw.tolist() == vectors[0]
+        query = llm.embed("abc", options=TextOptions(prompt_name="query"), use_tqdm=False)[0]
+        assert len(query.prompt_token_ids) == len(ids) + 3
+        with pytest.raises(ValidationError, match="task is classify"):
+            llm.classify("abc", use_tqdm=False)
+        with pytest.raises(ValidationError, match="pooling_params has 2 entries for 1 prompts"):
+            llm.embed("abc", pooling_params=[PoolingParams()] * 2, use_tqdm=False)
+        with pytest.raises(ValidationError, match="the task is embed, and pooling_params say token_embed"):
+            llm.embed("abc", pooling_params=PoolingParams(task="token_embed"), use_tqdm=False)
+        with pytest.raises(ValidationError, match="generates nothing"):
+            llm.generate("abc", use_tqdm=False)
+        assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_classes_and_rewards(pools: Pools, pair_model_dir: Path) -> None:
+    with made(pools, CLASSIFIER, pair_model_dir) as llm:
+        (one,) = llm.classify("abc", use_tqdm=False)
+        assert one.outputs.num_classes == len(one.outputs.probs) == 3
+        pair: PairPrompt = {"prompt": "a", "second_prompt": "b"}
+        assert len(llm.classify(pair, use_tqdm=False)[0].prompt_token_ids) == 5
+        assert llm.reward("abc", use_tqdm=False)[0].outputs.data.tolist() == one.outputs.probs
+        with pytest.raises(ValidationError, match="scores no pairs"):
+            llm.score("a", "b", use_tqdm=False)
+    with made(pools, REWARDS, pair_model_dir) as llm:
+        assert llm.reward("abc", use_tqdm=False)[0].outputs.data.size == 2
+
+
+@pytest.mark.parametrize("similarity", list(SIMILARITIES))
+def test_embeddings_are_compared_as_the_model_says(
+    similarity: str, pools: Pools, pair_model_dir: Path
+) -> None:
+    spec = dataclasses.replace(EMBEDDER, similarity=similarity)
+    with made(pools, spec, pair_model_dir) as llm:
+        scores = [one.outputs.score for one in llm.score("abc", TEXTS, use_tqdm=False)]
+        query, *documents = (
+            np.array(
+                llm.embed(text, options=TextOptions(prompt_name=name), use_tqdm=False)[0].outputs.embedding
+            )
+            for text, name in [("abc", "query"), *((text, "passage") for text in TEXTS)]
+        )
+        oracle: dict[str, Any] = {
+            "cosine": lambda a, b: a @ b / np.sqrt((a @ a) * (b @ b)),
+            "dot": lambda a, b: sum(a * b),
+            "euclidean": lambda a, b: -(sum((a - b) ** 2) ** 0.5),
+            "manhattan": lambda a, b: -sum(abs(a - b)),
+        }
+        assert scores == pytest.approx([oracle[similarity](query, one) for one in documents])
+        alone = [
+            llm.score(f, s, use_tqdm=False)[0].outputs.score for f, s in zip(TEXTS, TEXTS[::-1], strict=True)
+        ]
+        assert [one.outputs.score for one in llm.score(TEXTS, TEXTS[::-1], use_tqdm=False)] == alone
+
+
+def test_a_cross_encoder_reads_each_pair_as_one_prompt(pools: Pools, pair_model_dir: Path) -> None:
+    with made(pools, CROSS_ENCODER, pair_model_dir) as llm:
+        scores = llm.score("abc", TEXTS, use_tqdm=False)
+        pairs: list[Any] = [{"prompt": "abc", "second_prompt": text} for text in TEXTS]
+        assert [one.outputs.score for one in scores] == [
+            one.outputs.probs[0] for one in llm.classify(pairs, use_tqdm=False)
+        ]
+        assert len(scores[1].prompt_token_ids) == 3 + 1 + 3
+        for firsts, seconds in (([], ["a"]), (["a", "b"], ["c"]), (["a", "b"], ["c", "d", "e"])):
+            with pytest.raises(ValidationError, match="there must be one first text, or as many"):
+                llm.score(firsts, seconds, use_tqdm=False)
+        with pytest.raises(ValidationError, match="must not be empty"):
+            llm.score("a", ["b", ""], use_tqdm=False)
+
+
+def test_a_generating_model_is_told(pair_model_dir: Path) -> None:
+    llm = LLM(str(pair_model_dir), distributed_executor_backend="null", num_gpu_blocks_override=65)
+    for call in (llm.embed, llm.encode, llm.classify, llm.reward, lambda text, **_: llm.score(text, text)):
+        with pytest.raises(ValidationError, match="this model generates, and nothing is pooled"):
+            call("abc", use_tqdm=False)
+    llm.shutdown()
+
+
+def test_late_interaction_adds_up_the_best_match_of_each_token() -> None:
+    from quire.entrypoints.pooling.scoring import _max_sim
+
+    query, document = np.array([[1.0, 0.0], [0.0, 2.0]]), np.array([[0.5, 0.5], [1.0, 0.0], [0.0, 3.0]])
+    assert _max_sim(query, document) == 1.0 + 6.0
+    assert TOKEN_EMBEDDER.tasks == ("token_embed",)
