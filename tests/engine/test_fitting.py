@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
@@ -59,6 +59,7 @@ def oracle(kind: str, *given_texts: str, most: int | None, side: str) -> tuple[l
     return encoding.ids, encoding.type_ids
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(list(KINDS)), texts, st.none() | st.integers(4, 20), st.sampled_from(["left", "right"])
 )
@@ -67,6 +68,7 @@ def test_a_text_is_cut_as_the_library_cuts_it(kind: str, text: str, most: int | 
     assert Fitter(FITTED[kind], side=side).text(text, most).token_ids == ids
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(list(KINDS)),
     texts,
@@ -84,6 +86,7 @@ def test_a_pair_is_cut_as_the_library_cuts_it(
     assert types == [int(start is not None and place >= start) for place in range(len(ids))]
 
 
+@settings(deadline=None)
 @given(st.sampled_from(list(KINDS)), texts, st.integers(3, 16))
 def test_windows_are_the_whole_text_in_as_few_pieces_as_it_fits_into(kind: str, text: str, most: int) -> None:
     fitter, tokenizer = Fitter(FITTED[kind]), FITTED[kind]
