@@ -3,10 +3,13 @@
 That no mixture of them changes an output is the business of the state machines here and in tests/engine.
 """
 
+import dataclasses
+
 import msgspec
 import pytest
 
 from quire.config import EngineConfig
+from quire.config.pooling import PoolingSpec
 from quire.errors import ValidationError
 from quire.executor.null import NUM_POOLED
 from quire.pooling_params import PoolingParams
@@ -187,3 +190,32 @@ def test_a_plan_that_does_not_pool_at_the_end_of_the_prompt_is_refused(fields):
     scheduled = [msgspec.structs.replace(plan.scheduled[0], **fields)]
     with pytest.raises(AssertionError, match=r"is to have 0 samples|pools at its end"):
         engine.executor.execute_model(msgspec.structs.replace(plan, scheduled=scheduled))
+
+
+@pytest.mark.parametrize(("pooling", "expected"), [("mean", [0, 0]), ("last", [16])])
+def test_who_needs_all_tokens_takes_no_prefix_and_comes_back_from_no_swap(pooling, expected):
+    """What generates grows until it takes the blocks of what is pooled, in the middle of that prompt."""
+    config = make_config(
+        num_gpu_blocks_override=9,
+        max_num_batched_tokens=5,
+        long_prefill_token_threshold=1,
+        preemption_mode="swap",
+        max_model_len=32,
+    )
+    spec = PoolingSpec(("embed",), pooling, NUM_POOLED)
+    engine = Engine(dataclasses.replace(config, pooling=spec), num_host_blocks=20)
+    engine.add("first", range(20), max_tokens=1)
+    engine.drain()
+    engine.add("grows", range(30, 34), max_tokens=28)
+    pooled = engine.add("pooled", range(20), **POOLED)
+    engine.drain()
+    starts = [
+        new.num_computed_tokens
+        for plan in engine.plans
+        for new in plan.new_requests
+        if new.request_id == "pooled"
+    ]
+    assert starts == expected
+    assert pooled.num_preemptions == len(expected) - 1
+    assert engine.scheduler.stats().num_swaps == 0
+    assert engine.last("pooled").pooled == pooled_alone(range(20))
