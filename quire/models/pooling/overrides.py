@@ -60,8 +60,8 @@ def _returned(spec: PoolingSpec, key: str, value: Any) -> PoolingSpec:
 
 
 def _matryoshka(spec: PoolingSpec, key: str, value: Any) -> PoolingSpec:
-    sizes = value if isinstance(value, list) and value else [None]
-    if not all(_is_index(size) and 0 < size <= spec.size for size in sizes):
+    sizes: list[Any] = value if isinstance(value, list) else []
+    if not sizes or not all(_is_index(size) and 0 < size <= spec.size for size in sizes):
         raise _wrong(key, value, f"a list of sizes of 1 to {spec.size}")
     return replace(spec, matryoshka=tuple(sorted(sizes)))
 
