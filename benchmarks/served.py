@@ -1,10 +1,13 @@
 """What a server loses against offline generation of the same load, where both have the same processors.
 
-    python benchmarks/served.py MODEL [--num-rounds 8] [--num-prompts 48] [--concurrency 16] [-- ENGINE FLAGS]
+    python benchmarks/served.py MODEL [--num-rounds 8] [--num-prompts 48] [--batch 16] [--in-flight 16]
+        [-- ENGINE FLAGS]
 
 An offline engine and a server, both of the same flags, stay up and take turns; who waits uses no processor. The load
-generator shares the machine with the server, so what it takes counts too, its start not. Prints output tokens per
-second of each round and the median of the rounds' differences.
+generator shares the machine with the server, so what it takes counts too, its start not. With no more requests in
+flight than the batch has places, a place stays empty from a request's end until the client has sent another one, which
+is the client's loss; a server with a queue has none. Prints output tokens per second of each round and the median of
+the rounds' differences.
 """
 
 from __future__ import annotations
@@ -48,10 +51,10 @@ class Offline:
         warm_up(self._engine, random_prompts(1, INPUT_LEN, range(self._engine.vocab_size), 0))
 
 
-def served(url: str, num_prompts: int, concurrency: int, seed: int) -> float:
+def served(url: str, num_prompts: int, in_flight: int, seed: int) -> float:
     """Output tokens per second of a server with so many requests in flight."""
     lengths = ("--random-input-len", str(INPUT_LEN), "--random-output-len", str(OUTPUT_LEN), "--ignore-eos")
-    load = ("--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency), "--seed", str(seed))
+    load = ("--num-prompts", str(num_prompts), "--max-concurrency", str(in_flight), "--seed", str(seed))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [*QUIRE, "bench", "serve", "--base-url", url, *load, *lengths, "--json", str(out)]
@@ -103,19 +106,23 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--num-rounds", type=int, default=8)
     parser.add_argument("--num-prompts", type=int, default=48)
-    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=16, help="places in a step (--max-num-seqs of both)")
+    parser.add_argument(
+        "--in-flight", type=int, help="requests that the server has at a time (default: the batch)"
+    )
     given = sys.argv[1:]
     end = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:end])
-    flags = ["--max-num-seqs", str(args.concurrency), "--no-enable-prefix-caching", *given[end + 1 :]]
+    in_flight = args.in_flight or args.batch
+    flags = ["--max-num-seqs", str(args.batch), "--no-enable-prefix-caching", *given[end + 1 :]]
     offline = Offline(["--model", args.model, *flags])
     offline.warm_up()
     losses = []
     with server(args.model, flags) as url:
-        served(url, args.concurrency, args.concurrency, 0)
+        served(url, in_flight, in_flight, 0)
         for number in range(args.num_rounds):
             alone = offline.tokens_per_s(args.num_prompts, 2 * number + 1)
-            there = served(url, args.num_prompts, args.concurrency, 2 * number + 2)
+            there = served(url, args.num_prompts, in_flight, 2 * number + 2)
             losses.append(1 - there / alone)
             print(f"offline {alone:8.1f}   served {there:8.1f} tok/s", flush=True)
     print(f"loss {100 * statistics.median(losses):.1f} % (median of {len(losses)} rounds)")

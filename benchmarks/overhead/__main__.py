@@ -1,6 +1,7 @@
 """What a streamed token costs besides the model: a null executor, and a load generator in a process of its own.
 
     python -m benchmarks.overhead [--streams 100] [--tokens 200] [--requests 300] [--step-ms 20] [--rounds 1]
+        [--api-servers 1]
 
 Two runs. Without pace: how many tokens per second one API process streams, and its processor time per token. At a
 realistic pace of steps: how long a token takes from the end of the core's step to the client's socket. Requests begin
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.overhead.pace import FILE, STEP_S, Paced
 from benchmarks.served import QUIRE, free_port, wait_until_ready
+from quire.engine import core_process
 from quire.engine.progress import cpu_seconds
 
 WORD = "a"
@@ -45,7 +47,7 @@ class Run(NamedTuple):
 
 
 @contextmanager
-def server(num_streams: int, step_ms: float, times: Path) -> Iterator[tuple[int, int]]:
+def server(num_streams: int, step_ms: float, num_api: int, times: Path) -> Iterator[tuple[int, int]]:
     """Port and process id of a server that is ready."""
     port = free_port()
     name = f"{Paced.__module__}:{Paced.__name__}"
@@ -58,6 +60,7 @@ def server(num_streams: int, step_ms: float, times: Path) -> Iterator[tuple[int,
         name,
     ]
     flags += ["--disable-uvicorn-access-log", "--no-enable-prefix-caching", "--port", str(port)]
+    flags += ["--api-server-count", str(num_api)]
     environment = {**os.environ, STEP_S: str(step_ms / 1000), FILE: str(times)}
     process = subprocess.Popen(
         [*QUIRE, "serve", *flags], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -95,18 +98,19 @@ def load(port: int, num_streams: int, num_requests: int, num_tokens: int, start_
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 
-def measured(num_streams: int, num_requests: int, num_tokens: int, step_ms: float) -> Run:
+def measured(num_streams: int, num_requests: int, num_tokens: int, step_ms: float, num_api: int) -> Run:
     """Start a server, warm it up, load it."""
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "times"
-        with server(num_streams, step_ms, times) as (port, pid):
+        with server(num_streams, step_ms, num_api, times) as (port, pid):
             load(port, num_streams, num_streams, WARM_UP_TOKENS, 0.0)
-            pids = (pid, core_of(pid))
-            before = [cpu_seconds(one) or 0.0 for one in pids]
+            core = core_of(pid)
+            groups = ([pid, *(one for one in children_of(pid) if one != core)], [core])
+            before = [processor_time(group) for group in groups]
             seen = load(
                 port, num_streams, num_requests, num_tokens, step_ms / 1000 * num_tokens / num_streams
             )
-            used = [(cpu_seconds(one) or 0.0) - earlier for one, earlier in zip(pids, before, strict=True)]
+            used = [processor_time(group) - earlier for group, earlier in zip(groups, before, strict=True)]
         told = dict(json.loads(line) for line in times.read_text().splitlines())
     num_all = num_requests * num_tokens
     num_events = sum(len(events) for _, events in seen["answers"])
@@ -116,11 +120,22 @@ def measured(num_streams: int, num_requests: int, num_tokens: int, step_ms: floa
     return Run(num_all / seen["seconds"], num_events / num_all, *per_token, first, later)
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that a server has started."""
+    children = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(one) for found in children for one in found]
+
+
 def core_of(pid: int) -> int:
     """The engine core's process: the server's child."""
-    children = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    (child,) = [int(one) for found in children for one in found]
-    return child
+    name = core_process.__name__.encode()
+    (core,) = [one for one in children_of(pid) if name in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return core
+
+
+def processor_time(pids: list[int]) -> float:
+    """Seconds that these processes have computed."""
+    return sum(cpu_seconds(pid) or 0.0 for pid in pids)
 
 
 def latencies(
@@ -151,15 +166,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--api-servers", type=int, default=1)
     args = parser.parse_args()
     for _ in range(args.rounds):
-        fast = measured(args.streams, args.requests, args.tokens, 0.0)
+        fast = measured(args.streams, args.requests, args.tokens, 0.0, args.api_servers)
         print(
             f"without pace: {fast.tokens_per_s:.0f} tokens/s in {fast.events_per_token:.2f} events per token; "
             f"processor time per token: API {fast.api_us:.1f} us, core {fast.core_us:.1f} us",
             flush=True,
         )
-        paced = measured(args.streams, args.requests, args.tokens, args.step_ms)
+        paced = measured(args.streams, args.requests, args.tokens, args.step_ms, args.api_servers)
         print(
             f"a step each {args.step_ms:g} ms: {paced.tokens_per_s:.0f} tokens/s in {paced.events_per_token:.2f} "
             f"events per token; API {paced.api_us:.1f} us per token\n"

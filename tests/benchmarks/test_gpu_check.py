@@ -23,11 +23,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in
 @pytest.mark.more
 @pytest.mark.parametrize("group", list(check.GROUPS))
 def test_every_group_passes_in_a_dry_run(
-    group: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    group: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.md"
     code = check.main(["--device", "cpu", "--tiny", "--only", group, "--out", str(page)])
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     assert code == 0, printed.out + printed.err
     rows = [line for line in page.read_text().splitlines() if line.startswith("| pass")]
     assert len(rows) == sum(line.startswith("pass ") for line in printed.out.splitlines())

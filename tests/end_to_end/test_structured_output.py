@@ -72,7 +72,7 @@ def test_finished_texts_validate_against_random_schemas(llm: LLM) -> None:
     check_schemas(llm, 200, seed=1)
 
 
-@pytest.mark.more
+@pytest.mark.soak
 def test_finished_texts_validate_against_very_many_random_schemas(llm: LLM) -> None:
     check_schemas(llm, 2000, seed=2)
 
