@@ -105,33 +105,40 @@ class PoolingSpec:
         Raises:
             ValidationError: `param` names the field.
         """
-        if self.task_of(params) not in self.tasks:
+        task = self.task_of(params)
+        if task not in self.tasks:
             raise ValidationError(
-                f"task {params.task} is not one of this model: it has {', '.join(self.tasks)}", param="task"
+                f"task is {task}, but this model is served for {', '.join(self.tasks)}", param="task"
             )
-        self._check_dimensions(params)
-        chosen = params.returned_token_ids or []
-        if chosen and not (self.task_of(params) in CLASS_TASKS and max(chosen) < self.size):
+        if params.dimensions is not None and (params.dimensions != self.size or task in CLASS_TASKS):
+            self._check_dimensions(params.dimensions, task)
+        chosen = params.returned_token_ids
+        if chosen and task not in CLASS_TASKS:
             raise ValidationError(
-                f"returned_token_ids chooses among the classes of a classifier, of which there are "
-                f"{self.size if self.task_of(params) in CLASS_TASKS else 0}; got {max(chosen)}",
+                f"returned_token_ids chooses among classes, and the task is {task}",
+                param="returned_token_ids",
+            )
+        if chosen and max(chosen) >= self.size:
+            raise ValidationError(
+                f"returned_token_ids has {max(chosen)}, but the model gives {self.size} numbers",
                 param="returned_token_ids",
             )
         if params.step_tag_id is not None and self.pooling != "step":
             raise ValidationError(
-                f"step_tag_id is for models with rewards of steps; this one pools by {self.pooling!r}",
+                "step_tag_id is for models that reward each step, which this one does not",
                 param="step_tag_id",
             )
 
-    def _check_dimensions(self, params: PoolingParams) -> None:
-        asked = params.dimensions
-        if asked is None or asked == self.size:
-            return
-        if self.task_of(params) in CLASS_TASKS or not self.matryoshka:
+    def _check_dimensions(self, dimensions: int, task: str) -> None:
+        if task in CLASS_TASKS:
+            raise ValidationError(f"dimensions are of embeddings, and the task is {task}", param="dimensions")
+        if self.matryoshka == (0,):
+            allowed = f"1 to {self.size} numbers" if dimensions > self.size else ""
+        else:
+            sizes = sorted({*self.matryoshka, self.size})
+            allowed = "" if dimensions in sizes else f"{', '.join(map(str, sizes))} numbers, no others"
+        if allowed:
             raise ValidationError(
-                f"dimensions is {asked}, but what this model gives out ({self.size} numbers) may not be cut",
+                f"dimensions is {dimensions}, but this model's embeddings can have {allowed}",
                 param="dimensions",
             )
-        if asked > self.size or (self.matryoshka != (0,) and asked not in self.matryoshka):
-            allowed = f"1 to {self.size}" if self.matryoshka == (0,) else ", ".join(map(str, self.matryoshka))
-            raise ValidationError(f"dimensions is {asked}; this model allows {allowed}", param="dimensions")

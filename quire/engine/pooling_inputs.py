@@ -17,7 +17,7 @@ from quire.engine.fitting import SIDES, Fitter, cut
 from quire.engine.prompt_forms import PromptParts, TokenizedPrompt, check_length
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
-from quire.pooling_params import EMBED, TOKEN_CLASSIFY, TOKEN_EMBED, PoolingParams
+from quire.pooling_params import PoolingParams
 
 QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")
 """What models call the prompts of the two sides of a search."""
@@ -74,54 +74,16 @@ class PoolingInputs:
         """The parameters with their task, after all checks against the model.
 
         Raises:
-            ValidationError: the model does not offer the task, or has no such size.
+            ValidationError: it is none of the model's; see `PoolingSpec.check`.
         """
-        task = params.task or self.spec.tasks[0]
-        if task not in self.spec.tasks:
-            raise ValidationError(
-                f"task is {task}, but this model is served for {', '.join(self.spec.tasks)}", param="task"
-            )
-        if params.dimensions is not None:
-            self._check_dimensions(params.dimensions, task)
-        self._check_step(params, task)
-        return msgspec.structs.replace(params, task=task)
-
-    def _check_dimensions(self, dimensions: int, task: str) -> None:
-        spec = self.spec
-        if task not in (EMBED, TOKEN_EMBED):
-            raise ValidationError(f"dimensions are of embeddings, and the task is {task}", param="dimensions")
-        if dimensions == spec.size or dimensions in spec.matryoshka:
-            return
-        if 0 not in spec.matryoshka:
-            sizes = ", ".join(map(str, sorted({*spec.matryoshka, spec.size})))
-            raise ValidationError(
-                f"dimensions is {dimensions}, but this model's embeddings can have {sizes}",
-                param="dimensions",
-            )
-        if dimensions > spec.size:
-            raise ValidationError(
-                f"dimensions is {dimensions}, but this model's embeddings have {spec.size}",
-                param="dimensions",
-            )
-
-    def _check_step(self, params: PoolingParams, task: str) -> None:
-        for name in ("step_tag_id", "returned_token_ids"):
-            if getattr(params, name) is not None and (self.spec.pooling != "step" or task != TOKEN_CLASSIFY):
-                raise ValidationError(
-                    f"{name} is for models that reward each step, which this one does not", param=name
-                )
+        self.spec.check(params)
         vocab_size = self.config.arch.vocab_size
         if params.step_tag_id is not None and params.step_tag_id >= vocab_size:
             raise ValidationError(
                 f"step_tag_id is {params.step_tag_id}, but token ids are integers in [0, {vocab_size - 1}]",
                 param="step_tag_id",
             )
-        for index in params.returned_token_ids or ():
-            if index >= self.spec.size:
-                raise ValidationError(
-                    f"returned_token_ids has {index}, but the model gives {self.spec.size} numbers",
-                    param="returned_token_ids",
-                )
+        return msgspec.structs.replace(params, task=self.spec.task_of(params))
 
     def prompt_named(self, names: tuple[str, ...]) -> str | None:
         """The first of these names under which the model has a prompt."""

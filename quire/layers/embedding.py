@@ -116,8 +116,13 @@ class TokenTypeEmbedding(Layer):
         self.weight = parameter(count, config.arch.hidden_size, dtype=activation_dtype(config))
 
     def forward(self, token_types: Tensor | None) -> Tensor:
-        """token_types [T], or None where all are the first -> rows [T, H], or the one row [H]."""
-        return self.weight[0] if token_types is None else ops.embedding(token_types, self.weight)
+        """token_types [T], or None where all are the first -> rows [T, H], or the one row [H].
+
+        A model that knows but one kind has it for all tokens: tokenizers tell texts apart also for those.
+        """
+        if token_types is None or len(self.weight) == 1:
+            return self.weight[0]
+        return ops.embedding(token_types, self.weight)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield f"{names[0]}.weight", Slot(self.weight, "normal")

@@ -91,10 +91,9 @@ class CausalLM(Module):
         A tied head is stored twice in some files, and a model that is pooled has none.
         """
         head, _, kind = tensor_name.rpartition(".")
-        if head == self.renamed.get("lm_head", "lm_head"):
-            return self.config.pooling is not None or (
-                kind == "weight" and self.config.arch.tie_word_embeddings
-            )
+        is_tied = kind == "weight" and self.config.arch.tie_word_embeddings
+        if head == self.renamed.get("lm_head", "lm_head") and (is_tied or self.config.pooling is not None):
+            return True
         return any(re.search(pattern, tensor_name) for pattern in self.unused)
 
 

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.config.arch import HeadArch
+from quire.config.pooling import HeadLayer
 from quire.layers.activation import PLAIN
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.bidirectional_attention import BidirectionalAttention, RelativeBias
 from quire.layers.embedding import PositionEmbedding, TokenTypeEmbedding, VocabEmbedding
-from quire.layers.linear import Linear
 from quire.layers.norm import block_norm
+from quire.layers.pooling_head import HeadLinear
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.blocks import BLOCKS
@@ -85,31 +86,27 @@ class Encoder(Module):
 
 
 class ClassifierHead(Module):
-    """Scores of classes: a matrix behind, in most, a dense layer with its activation and perhaps a norm."""
+    """Scores of classes, never rounded: a matrix behind, in most, a dense layer, its activation and perhaps a norm."""
 
     def __init__(self, *, config: EngineConfig, head: HeadArch, prefix: str) -> None:
         super().__init__()
-        size, dtype = config.arch.hidden_size, model_dtype(config)
+        size = config.arch.hidden_size
         self.dense = self.dense_norm = None
         if head.dense is not None:
-            self.dense = Linear(
-                in_features=size, out_features=size, bias=head.dense_bias, dtype=dtype, name=f"{prefix}.dense"
-            )
+            self.dense = HeadLinear(HeadLayer("dense", size, size, head.dense_bias), f"{prefix}.")
             self.activation = PLAIN[head.dense]
         if head.norm:
             self.dense_norm = block_norm(config, f"{prefix}.dense_norm")
-        self.out_proj = Linear(
-            in_features=size, out_features=head.classes, bias=True, dtype=dtype, name=f"{prefix}.out_proj"
-        )
+        self.out_proj = HeadLinear(HeadLayer("out_proj", size, head.classes), f"{prefix}.")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [N, H], what texts were pooled to or states of tokens -> float32 [N, C]."""
+        """x float32 [N, H], what texts were pooled to or states of tokens -> [N, C]."""
         if self.dense is not None:
             x = self.activation(self.dense(x, _NO_STEP))
         if self.dense_norm is not None:
             x = self.dense_norm(x)
         scores: Tensor = self.out_proj(x, _NO_STEP)
-        return scores.float()
+        return scores
 
 
 class EncoderModel(CausalLM):

@@ -79,6 +79,7 @@ class Gemma3nBlock(Module):
     def keys_and_values(self) -> Attention:
         """What layers behind read."""
         assert isinstance(self.self_attn, SelfAttention), "a layer that is read has keys and values"
+        assert isinstance(self.self_attn.attn, Attention), "a decoder attends to what came before"
         return self.self_attn.attn
 
     def forward(self, streams: Tensor, told: Tensor, positions: Tensor, step: StepContext) -> Tensor:

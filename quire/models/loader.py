@@ -216,7 +216,7 @@ def _methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
     unmatched = set(asked.ignore)
     methods = []
     for names, layer in model.checkpoint_layers():
-        is_head = layer is getattr(model, "lm_head", None)
+        is_head = layer is model.lm_head
         names = [*names, "lm_head"] if is_head else names
         hits = {pattern for pattern in asked.ignore for name in names if fnmatchcase(name, pattern + "*")}
         if hits and is_head and "head" in asked.quantization_config:

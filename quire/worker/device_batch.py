@@ -8,6 +8,7 @@ change, because all of it runs in order.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from quire.layers.step import StepContext
 from quire.worker.block_table import BlockTable
 from quire.worker.devices import Transfers
 from quire.worker.input_batch import InputBatch
-from quire.worker.inputs import StepInputs, StepLayout, group_metadata
+from quire.worker.inputs import StepInputs, StepLayout, gather_token_types, group_metadata
 
 
 class _Segments(NamedTuple):
@@ -132,7 +133,11 @@ class DeviceBatch:
             return StepInputs(layout, ids, positions, logits_indices, step, graph_size)
         ids, positions = self._input_ids[: layout.num_tokens], self._positions[: layout.num_tokens]
         shapes = (num_requests, layout.num_tokens, layout.max_query_len, layout.max_seq_len)
-        return StepInputs(layout, ids, positions, logits_indices, self._context(*shapes))
+        types = gather_token_types(self._batch, layout)
+        context = replace(
+            self._context(*shapes), token_types=None if types is None else self._transfers.upload(types)
+        )
+        return StepInputs(layout, ids, positions, logits_indices, context)
 
     def decode_inputs(self, num_requests: int) -> tuple[Tensor, Tensor, StepContext]:
         """Ids, positions and context of any step with a token each of this many requests, at their lasting addresses.

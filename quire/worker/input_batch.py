@@ -76,6 +76,8 @@ class InputBatch:
         self.num_prompt_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
+        self.second_text_starts: NDArray[np.int64] | None = None
+        """[S] first token of the second of a row's two texts, `max_model_len` where it has one; None: no row had two."""
         self.device_tokens: Tensor | None = None
         """`token_ids` as a device keeps them, if one does: whatever stands before a sample is there in time."""
         self._rolls_back = rolls_back
@@ -107,8 +109,16 @@ class InputBatch:
         self.num_tokens[row] = len(request.token_ids)
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_computed_tokens[row] = request.num_computed_tokens
+        self._tell_texts_apart(row, request.second_text_start)
         self._append_blocks(row, request.block_ids, request.num_computed_tokens)
         return row
+
+    def _tell_texts_apart(self, row: int, second_text_start: int | None) -> None:
+        if self.second_text_starts is None:
+            if second_text_start is None:
+                return
+            self.second_text_starts = np.full(self.max_num_seqs, self.max_model_len, dtype=np.int64)
+        self.second_text_starts[row] = self.max_model_len if second_text_start is None else second_text_start
 
     def grow(self, request: ScheduledRequest) -> None:
         """Take over the blocks and the drafts that a plan brings for a request.

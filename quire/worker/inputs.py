@@ -120,20 +120,34 @@ def lay_out(batch: InputBatch, scheduled: Sequence[ScheduledRequest]) -> StepLay
 
 def gather_inputs(batch: InputBatch, layout: StepLayout) -> StepInputs:
     """The inputs of a layout, gathered by the host."""
-    if layout.is_one_token_each:
-        token_rows, positions = layout.rows, layout.starts
-    else:
-        num_tokens = layout.ends - layout.starts
-        token_rows = layout.rows.repeat(num_tokens)
-        offsets = (layout.starts - layout.query_start_loc[:-1]).repeat(num_tokens)
-        positions = np.arange(layout.num_tokens) + offsets
+    token_rows, positions = _places(layout)
     return StepInputs(
         layout=layout,
         input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)),
         positions=torch.from_numpy(positions),
         logits_indices=torch.from_numpy(layout.logits_indices),
-        step=StepContext(_metadata(batch, layout, (token_rows, positions))),
+        step=StepContext(
+            _metadata(batch, layout, (token_rows, positions)), token_types=gather_token_types(batch, layout)
+        ),
     )
+
+
+def gather_token_types(batch: InputBatch, layout: StepLayout) -> Tensor | None:
+    """[T] int64 on the host, 1 for tokens of a second text; None: the step has none."""
+    starts = batch.second_text_starts
+    if starts is None or (starts[layout.rows] >= layout.ends).all():
+        return None
+    token_rows, positions = _places(layout)
+    return torch.from_numpy((positions >= starts[token_rows]).astype(np.int64))
+
+
+def _places(layout: StepLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[T] row and position of each token."""
+    if layout.is_one_token_each:
+        return layout.rows, layout.starts
+    num_tokens = layout.ends - layout.starts
+    offsets = (layout.starts - layout.query_start_loc[:-1]).repeat(num_tokens)
+    return layout.rows.repeat(num_tokens), np.arange(layout.num_tokens) + offsets
 
 
 def group_metadata(

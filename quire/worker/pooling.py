@@ -29,7 +29,8 @@ Numbers = NDArray[np.float64]
 
 def _normalized(numbers: Numbers) -> Numbers:
     lengths = np.sqrt((numbers * numbers).sum(axis=-1, keepdims=True))
-    return numbers / np.maximum(lengths, 1e-12)
+    units: Numbers = numbers / np.maximum(lengths, 1e-12)
+    return units
 
 
 def _softmax(numbers: Numbers) -> Numbers:
@@ -161,7 +162,7 @@ class Pooler:
         vectors = hidden.index_select(0, chosen).float()
         numbers = self._transfers.download(self._model.apply_heads(vectors))
         ended = {}
-        for index, part in zip(indices, numbers.split([len(one) for one in places]), strict=True):
+        for index, part in zip(indices, torch.split(numbers, [len(one) for one in places]), strict=True):
             wanted = self._wanted[int(layout.rows[index])]
             wanted.parts.append(part)
             if layout.pools[index]:
@@ -178,7 +179,8 @@ class Pooler:
             return np.arange(first, last)
         start, end = layout.starts[index], layout.ends[index]
         is_tag = self._batch.token_ids[layout.rows[index], start:end] == tag
-        return first + np.flatnonzero(is_tag)
+        tagged: NDArray[np.int64] = first + np.flatnonzero(is_tag)
+        return tagged
 
 
 def _chunks(layout: StepLayout, indices: NDArray[np.int64]) -> Chunks:

@@ -184,9 +184,13 @@ def inputs_of(spec: PoolingSpec, directory: Path) -> PoolingInputs:
     ("spec", "params", "message"),
     [
         (EMBEDDER, {"task": "classify"}, "task is classify, but this model is served for embed, token_embed"),
-        (EMBEDDER, {"dimensions": 3}, "dimensions is 3, but this model's embeddings can have 2, 4, 8"),
+        (
+            EMBEDDER,
+            {"dimensions": 3},
+            "dimensions is 3, but this model's embeddings can have 2, 4, 8 numbers",
+        ),
         (dataclasses.replace(EMBEDDER, matryoshka=()), {"dimensions": 2}, "embeddings can have 8"),
-        (dataclasses.replace(EMBEDDER, matryoshka=(0,)), {"dimensions": 9}, "embeddings have 8"),
+        (dataclasses.replace(EMBEDDER, matryoshka=(0,)), {"dimensions": 9}, "can have 1 to 8 numbers"),
         (CROSS_ENCODER, {"dimensions": 1}, "dimensions are of embeddings, and the task is classify"),
         (EMBEDDER, {"step_tag_id": 1}, "step_tag_id is for models that reward each step"),
         (REWARDS, {"step_tag_id": 99}, r"token ids are integers in \[0, 29\]"),

@@ -122,7 +122,7 @@ def _texts(body: ScoreRequest, name: str) -> list[str]:
 
 def _documents_of(value: Any) -> list[str]:
     is_list = isinstance(value, list)
-    texts = [one.get("text") if isinstance(one, dict) else one for one in value] if is_list else []
+    texts: list[Any] = [one.get("text") if isinstance(one, dict) else one for one in value] if is_list else []
     if not is_list or not all(isinstance(text, str) for text in texts):
         raise ValidationError(
             "documents must be a list of texts, or of objects with a text", param="documents"

@@ -16,6 +16,7 @@ KINDS = {
     "ForTokenClassification": "token_classify",
     "ForProcessRewardModel": "process_reward",
     "ForRewardModel": "reward",
+    "ForMaskedLM": "embed",
     "Model": "embed",
 }
 """End of an architecture's name -> what it is for."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config import EngineConfig
+from quire.config.arch import ModelArch
 from quire.config.pooling import PoolingSpec
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.hf_config import architecture_of, config_json
@@ -63,11 +64,10 @@ def settle_pooling(config: EngineConfig) -> Settled:
     if runner == "generate":
         return Settled(runner, reason, "none", "it generates")
     target, target_reason = _target(asked.convert, made)
-    width = config.arch.word_embed_proj_dim or config.arch.hidden_size
     if target == "embed":
-        spec, why = _embedder(file, made, width, layout)
+        spec, why = _embedder(file, made, _width(config.arch), layout)
     else:
-        spec, why = _classifier(file, made, width, target)
+        spec, why = _classifier(file, made, config.arch, target)
     if asked.pooler_config:
         spec, why = overridden(spec, asked.pooler_config), "as --pooler-config says"
     longest = None if layout is None else layout.max_seq_length
@@ -160,9 +160,16 @@ def _matryoshka(file: JsonObject, size: int) -> tuple[int, ...]:
     return tuple(sorted(map(int, sizes)))
 
 
-def _classifier(file: JsonObject, made: Made, width: int, target: str) -> tuple[PoolingSpec, str]:
+def _classifier(file: JsonObject, made: Made, arch: ModelArch, target: str) -> tuple[PoolingSpec, str]:
     """A model with a head: its own, or that of a language model in another form."""
     labels, activation = classes(file, target)
     task, pooling = _CLASSIFIERS[target]
-    head = () if made.is_whole else head_of(architecture_of(file), target, width, len(labels))
+    if arch.head is not None and task == CLASSIFY:
+        pooling = arch.head.pooling
+    head = () if made.is_whole else head_of(architecture_of(file), target, _width(arch), len(labels))
     return PoolingSpec((task,), pooling, len(labels), labels, activation, head=head), f"what {target} needs"
+
+
+def _width(arch: ModelArch) -> int:
+    """Of hidden states."""
+    return arch.word_embed_proj_dim or arch.hidden_size

@@ -50,6 +50,7 @@ RELATIONS = (
     r"average_windows is for texts",
     r"encoding_format base64 is for one row of numbers",
     r"dimensions are of embeddings",
+    r"returned_token_ids (chooses among classes|has \d+, but the model gives)",
     r"is for models that reward each step",
     r"the input makes \d+ prompts",
     # With the model: its context, its tokens as keys of an object, its template.

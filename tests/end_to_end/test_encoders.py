@@ -1,0 +1,85 @@
+"""Encoders, by the whole engine core: what transformers gives, and the same bits in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quire.kernels import cpu
+from quire.pooling_params import PoolingParams
+from tests.fixtures.pooled import pool, pooling_core
+from tests.fixtures.tiny_encoders import TINY_ENCODERS, encoder_oracle, write_tiny_encoder
+from tests.models.test_encoders import assert_close, texts
+
+TEXTS, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+
+
+@pytest.fixture(scope="module")
+def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    written: dict[str, Path] = {}
+
+    def directory(name: str) -> Path:
+        if name not in written:
+            written[name] = write_tiny_encoder(name, tmp_path_factory.mktemp(name))
+        return written[name]
+
+    return directory
+
+
+@torch.inference_mode()
+def expected_of(oracle: Any, architecture: str, text: list[int], **inputs: Tensor) -> Tensor:
+    """Means of length 1 of a text, its classes, or those of its tokens."""
+    given = oracle(torch.tensor([text]), output_hidden_states=True, **inputs)
+    if architecture.endswith((TEXTS, TOKENS)):
+        classes: Tensor = torch.softmax(given.logits[0].double(), -1).float()
+        return classes
+    last = given.hidden_states[-1] if architecture.endswith("ForMaskedLM") else given.last_hidden_state
+    return nn.functional.normalize(last[0].mean(0), dim=0)
+
+
+@pytest.mark.parametrize("name", list(TINY_ENCODERS))
+def test_an_encoder_gives_what_transformers_gives(name: str, tiny_encoder: Callable[[str], Path]) -> None:
+    directory, tiny = tiny_encoder(name), TINY_ENCODERS[name]
+    oracle, batch = encoder_oracle(name, directory), texts()
+    core = pooling_core(directory)
+    together = pool(core, batch)
+    for text, numbers in zip(batch, together, strict=True):
+        assert_close(torch.tensor(numbers), expected_of(oracle, tiny.architecture, text))
+    if cpu.available():  # sums of the reference depend on how a batch is cut
+        few = pooling_core(directory, max_num_seqs=2)
+        for others in (pool(core, batch, together=False), pool(few, batch[::-1])[::-1]):
+            assert [one.tobytes() for one in others] == [one.tobytes() for one in together]
+
+
+@pytest.mark.parametrize("name", ["bert", "nomic"])
+def test_second_texts_have_tokens_of_their_own(name: str, tiny_encoder: Callable[[str], Path]) -> None:
+    directory, batch, seconds = tiny_encoder(name), texts((9, 30, 12)), [4, 20, None]
+    oracle = encoder_oracle(name, directory)
+    given = pool(pooling_core(directory), batch, second_text_starts=seconds)
+    for text, second, numbers in zip(batch, seconds, given, strict=True):
+        types = torch.tensor([[int(second is not None and place >= second) for place in range(len(text))]])
+        expected = expected_of(oracle, "BertModel", text, token_type_ids=types)
+        assert_close(torch.tensor(numbers), expected)
+
+
+def test_a_text_of_the_longest_that_there_is(tiny_encoder: Callable[[str], Path]) -> None:
+    """No budget of a step cuts a text that must be computed whole."""
+    directory = tiny_encoder("bert")
+    oracle, batch = encoder_oracle("bert", directory), texts((256, 256, 3))
+    core = pooling_core(directory, max_num_batched_tokens=None, max_model_len=256)
+    for text, numbers in zip(batch, pool(core, batch), strict=True):
+        assert_close(torch.tensor(numbers), expected_of(oracle, "BertModel", text))
+
+
+def test_every_task_of_an_embedder(tiny_encoder: Callable[[str], Path]) -> None:
+    directory, batch = tiny_encoder("bert"), texts((5, 17))
+    core = pooling_core(directory, pooler_config={"pooling_type": "CLS"})
+    of_tokens = pool(core, batch, PoolingParams(task="token_embed", use_activation=False))
+    of_texts = pool(core, batch, PoolingParams(use_activation=False))
+    assert [one.shape for one in of_tokens] == [(5, 64), (17, 64)]
+    assert all((tokens[0] == text).all() for tokens, text in zip(of_tokens, of_texts, strict=True))
