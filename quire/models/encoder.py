@@ -117,6 +117,7 @@ class EncoderModel(CausalLM):
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
+        self.lm_head = None
         names, head = config.arch.names, config.arch.head
         self.merged, self.renamed, self.unused = names.merged, names.renamed, names.unused
         self.base_prefix = names.renamed.get("model", "model") + "."

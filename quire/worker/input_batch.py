@@ -77,7 +77,7 @@ class InputBatch:
         self.num_computed_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.second_text_starts: NDArray[np.int64] | None = None
-        """[S] first token of the second of a row's two texts, `max_model_len` where it has one; None: no row had two."""
+        """[S] where the second of a row's two texts begins, `max_model_len` where it has one; None: no row had two."""
         self.device_tokens: Tensor | None = None
         """`token_ids` as a device keeps them, if one does: whatever stands before a sample is there in time."""
         self._rolls_back = rolls_back
