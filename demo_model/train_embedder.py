@@ -12,7 +12,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,11 @@ class Embedder:
         return kept or ids
 
 
-def recall(embed: Embedder, seed: int, *, times: int = 1) -> float:
-    """Share of held-out questions, `times` for each fact, whose nearest fact is the right one."""
+def recall(embed: Callable[[Sequence[str]], Tensor], seed: int, *, times: int = 1) -> float:
+    """Share of held-out questions, `times` for each fact, whose nearest fact is the right one.
+
+    `embed` makes unit vectors [N, hidden].
+    """
     rng, world = random.Random(seed), all_facts()
     with torch.inference_mode():
         known = embed([sentence(fact) for fact in world])

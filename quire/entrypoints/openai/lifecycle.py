@@ -19,7 +19,7 @@ import uvicorn
 
 from quire.entrypoints.openai.api_server import drain_signals
 from quire.entrypoints.openai.state import ServerState
-from quire.entrypoints.openai.welcome import base_url, ready_text
+from quire.entrypoints.openai.welcome import base_url, greeting_of, ready_text
 from quire.errors import EngineDeadError, QuireError
 from quire.logging_setup import say, say_error
 from quire.metrics.logging import LoggingStatLogger
@@ -191,7 +191,8 @@ class Lifecycle:
         config, tokenizer = self._state.config, self._state.engine.tokenizer
         has_template = tokenizer is not None and bool(config.chat_template or tokenizer.chat_template)
         url = base_url(config.host, self._listener.getsockname()[1], config.root_path)
-        return ready_text(url, self._state.model_names[0], needs_key=self._needs_key, has_chat=has_template)
+        greeting = greeting_of(self._state.engine.config.pooling, has_chat=has_template)
+        return ready_text(url, self._state.model_names[0], greeting, needs_key=self._needs_key)
 
 
 async def _event(event: asyncio.Event) -> None:

@@ -12,7 +12,15 @@ import httpx
 import openai
 import pytest
 
-from quire.entrypoints.openai.welcome import base_url, curl_example, python_example, ready_text
+from quire.entrypoints.openai.welcome import (
+    CHAT,
+    COMPLETION,
+    Greeting,
+    base_url,
+    curl_example,
+    python_example,
+    ready_text,
+)
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import live_server
 
@@ -63,23 +71,23 @@ async def test_client_sees_the_error_in_a_stream(engine: FakeEngine) -> None:
                 pass
 
 
-@pytest.mark.parametrize("has_chat", [True, False])
+@pytest.mark.parametrize("greeting", [CHAT, COMPLETION], ids=["chat", "completion"])
 @pytest.mark.parametrize("key", [None, "it's a key"])
 async def test_printed_snippets_work(
-    engine: FakeEngine, has_chat: bool, key: str | None, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, greeting: Greeting, key: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if key:
         monkeypatch.setenv("QUIRE_API_KEY", key)
     async with live_server(engine) as server:
-        options = {"needs_key": key is not None, "has_chat": has_chat}
-        python = python_example(server.url, "fake-model", **options)
+        needs_key = key is not None
+        python = python_example(server.url, "fake-model", greeting, needs_key=needs_key)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             await asyncio.to_thread(exec, compile(python, "snippet", "exec"), {})
         assert printed.getvalue().endswith("Reply 0!\n")
-        curl = curl_example(server.url, "fake-model", **options)
+        curl = curl_example(server.url, "fake-model", greeting, needs_key=needs_key)
         response = await _run_curl(curl, {"QUIRE_API_KEY": key or ""})
         assert "Reply 0!" in response.text
-        text = ready_text(server.url, "fake-model", **options)
+        text = ready_text(server.url, "fake-model", greeting, needs_key=needs_key)
         assert python in text
         assert curl in text
 
@@ -98,7 +106,7 @@ async def _run_curl(command: str, environment: dict[str, str]) -> httpx.Response
 
 
 def test_curl_example_quotes_the_model_name() -> None:
-    curl = curl_example("http://x", 'it\'s "odd"', needs_key=False, has_chat=True)
+    curl = curl_example("http://x", 'it\'s "odd"', CHAT, needs_key=False)
     data = shlex.split(curl.replace("\\\n", " "))[-1]
     assert json.loads(data)["model"] == 'it\'s "odd"'
 

@@ -1,0 +1,51 @@
+"""How often quire-demo-embed puts a held-out question next to its fact: `python -m demo_model.evaluate_embedder`.
+
+Exits with 1 below 95 percent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from demo_model.train_embedder import ASSETS, recall
+from quire import LLM
+
+GOAL = 0.95
+SEED = 11
+
+
+def by_quire(model: str) -> Callable[[Sequence[str]], Tensor]:
+    """What makes vectors with quire."""
+    llm = LLM(model)
+    return lambda texts: torch.tensor([one.outputs.embedding for one in llm.embed(list(texts))])
+
+
+def by_sentence_transformers(model: str) -> Callable[[Sequence[str]], Tensor]:
+    """What makes them with the reference implementation."""
+    from sentence_transformers import SentenceTransformer
+
+    embedder = SentenceTransformer(model, device="cpu")
+    return lambda texts: F.normalize(embedder.encode(list(texts), convert_to_tensor=True).float())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--times", type=int, default=4, help="questions for each fact")
+    parser.add_argument("--backend", choices=("quire", "sentence-transformers"), default="quire")
+    args = parser.parse_args()
+    make = by_quire if args.backend == "quire" else by_sentence_transformers
+    found = recall(make(str(ASSETS)), SEED, times=args.times)
+    print(f"nearest fact is the right one: {100 * found:.1f} %")
+    return int(found < GOAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
