@@ -1,8 +1,8 @@
-"""The process that finds out whether constraints compile: `python -m quire.structured_output.check_process`.
+"""The process that finds out whether constraints compile: `python -m quire.structured_output.check_process BACKEND`.
 
 Invariant: single-threaded, and it compiles nothing itself: a fork of it does, with a limit on its memory, and is killed
-when its time is over. It reads questions from its standard input, answers them on its standard output, and ends with
-the input.
+when its time is over. It says with an empty frame that it is ready, reads questions from its standard input, answers
+them on its standard output, and ends with the input.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ WHITE_SPACE = r"[ \t\n\r]*"
 
 def answer_in_fork(question: Question) -> Answer:
     """Let a fork find out, and kill it when its time is over, or when nobody wants the answer any more."""
-    resolve_backend(question.backend)  # imported once, here
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -187,6 +186,8 @@ def _wait(result: IO[bytes], timeout_s: float) -> bytes | None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resolve_backend(sys.argv[1])  # imported once, here
+    write_frame(sys.stdout.buffer, b"")
     while (frame := read_frame(sys.stdin.buffer)) is not None:
         answer = answer_in_fork(msgspec.msgpack.decode(frame, type=Question))
         write_frame(sys.stdout.buffer, msgspec.msgpack.encode(answer))

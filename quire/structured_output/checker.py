@@ -18,6 +18,7 @@ from typing import IO
 import msgspec
 
 from quire.errors import UnavailableError, ValidationError
+from quire.structured_output.backends import AUTO
 from quire.structured_output.check_messages import Answer, Question, read_frame, write_frame
 from quire.structured_output.params import StructuredOutputsParams, invalid
 from quire.structured_output.settings import StructuredOutputsSettings
@@ -25,7 +26,9 @@ from quire.structured_output.settings import StructuredOutputsSettings
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """A process that forks has no threads of libraries, which a fork has not."""
 GRACE_S = 5.0
-"""More than its deadline that a checker gets to start, and to answer."""
+"""More than its deadline that a checker gets to answer."""
+START_S = 120.0
+"""What it gets to start, on a machine with much else to do: some libraries take seconds to import on a quiet one."""
 
 
 class Checker:
@@ -98,7 +101,7 @@ class Checker:
         if process is not None and not process.is_alive:
             process.kill()
             process = None
-        process = process or CheckProcess()
+        process = process or CheckProcess(self._settings.backend)
         with self._lock:
             self._busy.add(process)
             if self._is_closed:
@@ -115,11 +118,15 @@ class Checker:
 
 
 class CheckProcess:
-    """The parent's end of a process of `check_process`, which ends when this end does."""
+    """The parent's end of a process of `check_process`, which ends when this end does.
 
-    def __init__(self) -> None:
+    Args:
+        backend: which it imports, before it says that it is ready.
+    """
+
+    def __init__(self, backend: str = AUTO) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "quire.structured_output.check_process"],
+            [sys.executable, "-m", "quire.structured_output.check_process", backend],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | ONE_THREAD,
@@ -130,6 +137,7 @@ class CheckProcess:
         self._from: IO[bytes] = self._process.stdout
         self._poll = select.poll()
         self._poll.register(self._from, select.POLLIN)
+        self._is_ready = False
 
     @property
     def is_alive(self) -> bool:
@@ -138,13 +146,17 @@ class CheckProcess:
     def ask(self, question: Question, timeout_s: float) -> Answer | None:
         """The answer; None if there is none in time, or the process has ended."""
         try:
-            write_frame(self._to, msgspec.msgpack.encode(question))
-            if not self._poll.poll(timeout_s * 1000):
+            self._is_ready = self._is_ready or self._read(START_S) is not None
+            if not self._is_ready:
                 return None
-            frame = read_frame(self._from)
+            write_frame(self._to, msgspec.msgpack.encode(question))
+            frame = self._read(timeout_s)
             return None if frame is None else msgspec.msgpack.decode(frame, type=Answer)
         except (OSError, msgspec.DecodeError):
             return None
+
+    def _read(self, timeout_s: float) -> bytes | None:
+        return read_frame(self._from) if self._poll.poll(timeout_s * 1000) else None
 
     def stop(self) -> None:
         """End the process; whoever waits for an answer learns that there is none."""

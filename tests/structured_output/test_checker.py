@@ -151,8 +151,8 @@ def test_a_checker_that_is_killed_at_work_costs_its_own_request() -> None:
 def test_a_slow_constraint_does_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[CheckProcess] = []
 
-    def recorded() -> CheckProcess:
-        made.append(CheckProcess())
+    def recorded(backend: str) -> CheckProcess:
+        made.append(CheckProcess(backend))
         return made[-1]
 
     monkeypatch.setattr(checker_module, "CheckProcess", recorded)
