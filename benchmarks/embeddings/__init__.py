@@ -1,0 +1,1 @@
+"""Embeddings and scores beside what people use for them: `python -m benchmarks.embeddings`."""
