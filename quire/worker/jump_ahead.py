@@ -22,7 +22,7 @@ MAX_REQUESTS = 4
 MOST = 8
 """Tokens that are guessed at a time, unless somebody says otherwise."""
 MIN_LAYER_WIDTHS = 8192
-"""Layers times hidden size. A step of a smaller model is short, and longer with guesses, which no tape has."""
+"""Layers times hidden size. A step of a smaller model is as short as what guesses take of the host."""
 
 
 def jump_ahead(

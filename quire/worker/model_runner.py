@@ -137,7 +137,7 @@ class ModelRunner:
             sampled,
             prompts,
             self._speculation,
-            inputs.layout.num_tokens if inputs.layout.is_all_sampled else 0,
+            inputs.layout.num_tokens if inputs.layout.only_generates else 0,
         )
         self._unread = [*(earlier for earlier in self._unread if not earlier.is_read), step]
         return step
