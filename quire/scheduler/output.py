@@ -147,6 +147,32 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True):
         return max(len(self.sampled_token_ids.get(request_id, ())) - 1, 0)
 
 
+class SpecDecodingStats(msgspec.Struct, omit_defaults=True):
+    """What became of drafts; totals since start."""
+
+    num_drafts: int = 0
+    """Times that some tokens were guessed behind a request's last one, and verified."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+    """How often the first token of a draft was accepted, the second ..."""
+
+    def note(self, num_drafts: int, num_accepted: int) -> None:
+        """A draft of so many tokens was verified."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        per_position = self.num_accepted_tokens_per_pos
+        per_position.extend([0] * (num_accepted - len(per_position)))
+        for place in range(num_accepted):
+            per_position[place] += 1
+
+    def copy(self) -> SpecDecodingStats:
+        """As it is now."""
+        per_position = list(self.num_accepted_tokens_per_pos)
+        return msgspec.structs.replace(self, num_accepted_tokens_per_pos=per_position)
+
+
 class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     """What one step meant for one request, as the front end sees it.
 
@@ -167,6 +193,10 @@ class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     num_preemptions: int = 0
     error: str | None = None
     pooled: list[float] | None = None
+    num_draft_tokens: int = 0
+    """Guessed tokens that the step verified."""
+    num_accepted_tokens: int = 0
+    """Those of them that are among the new tokens."""
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):
@@ -184,3 +214,5 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """Share of the host blocks that swapped requests hold."""
     num_held: int = 0
     """Of the waiting requests, those that lack something else than a place in the batch."""
+    spec_decoding: SpecDecodingStats | None = None
+    """None: there were no drafts."""

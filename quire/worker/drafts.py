@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.config import EngineConfig
+from quire.errors import StartupError
 from quire.kv_cache.spec import KVCacheConfig
 from quire.spec_decode.drafter import Drafter, make_drafters
 from quire.spec_decode.speculation import Speculation
@@ -27,8 +28,16 @@ from quire.worker.sampler.grammar import GrammarMask
 def make_speculation(
     config: EngineConfig, kv_config: KVCacheConfig, batch: InputBatch, grammars: GrammarMask
 ) -> Speculation | None:
-    """Who guesses for this engine: what `--speculative-config` names, behind what grammars leave no choice about."""
+    """Who guesses for this engine: what `--speculative-config` names, behind what grammars leave no choice about.
+
+    Raises:
+        StartupError: somebody is to guess for a model with layers that cannot take guesses back.
+    """
     settings, drafters = config.speculative.settings, dict[str, Drafter]()
+    if settings.method is not None and not kv_config.rolls_back:
+        raise StartupError(
+            "--speculative-config: layers of this model keep a state, which cannot go back behind wrong guesses"
+        )
     forced = jump_ahead(config, kv_config, batch, grammars)
     if forced is not None:
         drafters["jump_ahead"] = forced
