@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from quire.spec_decode.step_costs import WIDEST, StepCosts
+from quire.spec_decode.step_costs import StepCosts
 
 
 def choose_lengths(
@@ -15,22 +12,32 @@ def choose_lengths(
 ) -> list[int]:
     """The first so many guesses of each draft, such that a step gives the most tokens for its time.
 
+    What a guess adds is the probability that it and all before it are right. So guesses are taken in the order of that,
+    as long as it pays in the end.
+
     Args:
         rates: [D] probability that a guess of a draft is right if those before it are.
         lengths: [D] guesses there are.
-        num_requests: that the step has in any case, a token each.
+        num_requests: that the step has in any case, a token each; nothing is chosen until such steps were timed.
         costs: of steps.
         num_ahead: tokens of each draft that steps in flight sample anyway: they must be right, and cost nothing.
     """
-    counts = [max(length - num_ahead, 0) for length in lengths]
-    owners: NDArray[np.int64] = np.arange(len(rates)).repeat(counts)
-    if len(owners) == 0 or num_requests >= WIDEST:
+    if not costs.knows(num_requests):  # then it is to be found out
         return [0] * len(rates)
-    gains = np.concatenate(
-        [rate ** np.arange(num_ahead + 1, num_ahead + n + 1) for rate, n in zip(rates, counts, strict=True)]
-    )
-    order = (-gains).argsort(kind="stable")[: WIDEST - num_requests]
-    tokens = num_requests + np.concatenate(([0.0], gains[order].cumsum()))
-    best = int((tokens / costs.of(num_requests + np.arange(len(tokens)))).argmax())
-    chosen = np.bincount(owners[order[:best]], minlength=len(rates)).tolist()
-    return [count + num_ahead if count else 0 for count in chosen]
+    gains = [
+        (-(rate**place), draft)
+        for draft, (rate, length) in enumerate(zip(rates, lengths, strict=True))
+        for place in range(num_ahead + 1, length + 1)
+    ]
+    gains.sort()
+    chosen, count, best, tokens = [0] * len(rates), 0, 0.0, float(num_requests)
+    estimates = costs.from_width(num_requests)
+    for number, seconds in enumerate(estimates):
+        if tokens > best * seconds:
+            best, count = tokens / seconds, number
+        if number == len(gains):
+            break
+        tokens -= gains[number][0]
+    for _, draft in gains[:count]:
+        chosen[draft] += 1
+    return [count and count + num_ahead for count in chosen]

@@ -46,8 +46,10 @@ class NgramDrafter:
         end, length = index.find(text.token_ids)
         if length == 0:
             return NO_DRAFT
-        # A text that repeats itself goes on as what is copied, round and round.
-        return Draft(np.resize(text.token_ids[end : end + most], most).tolist(), length)
+        token_ids: list[int] = text.token_ids[end : end + most].tolist()
+        while len(token_ids) < most:  # a text that repeats itself goes on as what is copied, round and round
+            token_ids += token_ids[: most - len(token_ids)]
+        return Draft(token_ids, length)
 
 
 class NgramIndex:
@@ -60,7 +62,7 @@ class NgramIndex:
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest
-        self._back = np.arange(1, longest + 1)
+        self._longest = longest
         self._num_tokens = 0
         self._powers = np.array(
             [pow(_MULTIPLIER, power + 1, 2**64) for power in range(shortest)], dtype=np.uint64
@@ -87,31 +89,31 @@ class NgramIndex:
 
         Places are compared as they are, so what only has the same hash counts for nothing.
         """
-        places, place = list[int](), self._num_tokens - 1
+        place = self._num_tokens - 1
         if place < self._shortest:
             return 0, 0
+        end, length = 0, self._shortest - 1
+        last: list[int] = token_ids[-self._longest :][::-1].tolist()
         for _ in range(MOST_CANDIDATES):
-            place = int(self._earlier[place])
-            if place < 0:
+            place = self._earlier[place]
+            if place < 0 or length == self._longest:
                 break
-            places.append(place + 1)
-        if not places:
-            return 0, 0
-        ends = np.array(places)
-        back = self._back[: self._num_tokens]
-        starts = ends[:, None] - back
-        same = (token_ids[np.maximum(starts, 0)] == token_ids[self._num_tokens - back]) & (starts >= 0)
-        lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)
-        best = int(lengths.argmax())
-        length = int(lengths[best])
-        return (places[best], length) if length >= self._shortest else (0, 0)
+            before: list[int] = token_ids[max(place + 1 - self._longest, 0) : place + 1][::-1].tolist()
+            same = next(
+                (i for i, pair in enumerate(zip(last, before, strict=False)) if pair[0] != pair[1]),
+                len(before),
+            )
+            if same > length:
+                end, length = place + 1, same
+        return (end, length) if end else (0, 0)
 
     def _resize(self, num_tokens: int) -> None:
         """Room for twice so many, all to be added again."""
         bits = max(10, int(2 * num_tokens).bit_length())
         self._shift = 64 - bits
-        self._latest = np.full(2**bits, -1, dtype=np.int32)
-        self._earlier = np.full(2**bits, -1, dtype=np.int32)
+        self._latest_array = np.full(2**bits, -1, dtype=np.int32)
+        self._earlier_array = np.full(2**bits, -1, dtype=np.int32)
+        self._latest, self._earlier = memoryview(self._latest_array), memoryview(self._earlier_array)
         self._num_tokens = 0
 
     def _key(self, token_ids: list[int]) -> int:
@@ -129,7 +131,7 @@ class NgramIndex:
         order = keys.argsort(kind="stable")
         follows = np.empty(count, dtype=np.bool_)
         follows[0], follows[1:] = False, keys[order[1:]] == keys[order[:-1]]
-        before = self._latest[keys[order]]
+        before = self._latest_array[keys[order]]
         before[1:][follows[1:]] = places[order[:-1]][follows[1:]]
-        self._earlier[places[order]] = before
-        self._latest[keys] = places  # of equal keys the last one stays
+        self._earlier_array[places[order]] = before
+        self._latest_array[keys] = places  # of equal keys the last one stays

@@ -5,6 +5,7 @@ Invariant: what it decides depends on how long steps took, and no token depends 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from quire.config.speculative import MOST_DRAFTS
 from quire.spec_decode.acceptance import Acceptance
+from quire.spec_decode.balance import Balance
 from quire.spec_decode.choice import choose_lengths
 from quire.spec_decode.drafter import CERTAIN, Draft, Drafter, Owner, Text
 from quire.spec_decode.step_costs import StepCosts
@@ -65,10 +67,13 @@ class Speculation:
         self._kinds: dict[str, tuple[str, int]] = {}
         self._acceptance = Acceptance()
         self._costs = StepCosts()
+        self._balance = Balance()
+        self._asked_s = 0.0
 
     def add_request(self, request_id: str, num_prompt_tokens: int, owner: Owner) -> None:
         """A request was given a row."""
         self._requests[request_id] = num_prompt_tokens, owner
+        self._balance.wake()
 
     def remove_request(self, request_id: str) -> None:
         """It has ended or was preempted."""
@@ -80,8 +85,13 @@ class Speculation:
 
     def note_step(self, verified: Mapping[str, Verified], width: int, seconds: float) -> None:
         """A step is done; `width` tokens were computed, 0 if it did more than to generate."""
+        num_requests = len(verified)
         if width:
-            self._costs.note(width, seconds)
+            self._costs.note(num_requests, width, seconds)
+        if width and self._costs.knows(num_requests):
+            share = sum([one.num_accepted for one in verified.values()]) / num_requests
+            plain_s, took_s = self._costs.of(num_requests), self._costs.of(width)
+            self._balance.note((1 + share) * plain_s - took_s, self._asked_s)
         for request_id, (num_drafts, num_accepted) in verified.items():
             kind = self._kinds.get(request_id)
             if kind is None:  # nothing was ever guessed for it, or it is gone
@@ -97,6 +107,10 @@ class Speculation:
         Args:
             known: request id -> all its tokens, of prompt and output.
         """
+        if self._adaptive and self._balance.rests():
+            self._asked_s = 0.0
+            return {}
+        started = time.perf_counter()
         texts = [
             Text(name, tokens, *self._requests[name])
             for name, tokens in known.items()
@@ -108,6 +122,7 @@ class Speculation:
             rates = [self._acceptance.rate(guess.request_id, guess.kind) for guess in guesses]
             lengths = choose_lengths(rates, lengths, len(known), self._costs, self._num_ahead)
         self._kinds.update((guess.request_id, guess.kind) for guess in guesses)
+        self._asked_s = time.perf_counter() - started
         return {
             guess.request_id: guess.token_ids[:length]
             for guess, length in zip(guesses, lengths, strict=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 WIDEST = 256
-"""Steps of more tokens are not slower for a token more by less than what it costs."""
+"""Steps of more tokens are nobody's who waits for memory."""
 HOPE = 0.02
 """A token more is taken to cost so much of a step until it was seen; too little is found out, too much never is."""
 FALL, RISE = 0.3, 0.05
@@ -17,30 +17,51 @@ class StepCosts:
     """Seconds of a step in which every request generates, by its width: the tokens that it computes."""
 
     def __init__(self) -> None:
-        self._seconds: NDArray[np.float64] = np.zeros(WIDEST + 1)
-        self._runs: NDArray[np.int64] = np.zeros(WIDEST + 1, dtype=np.int64)
+        self._known: list[int] = []
+        self._seconds = [0.0] * (WIDEST + 1)
+        self._recorded: set[tuple[int, int]] = set()
 
-    def note(self, width: int, seconds: float) -> None:
-        """A step has taken so long. The first one of a width is not counted: it may have been recorded."""
+    def note(self, num_requests: int, width: int, seconds: float) -> None:
+        """A step has taken so long. The first one of a kind is not counted: it may have been recorded."""
         if width > WIDEST:
             return
-        self._runs[width] += 1
-        if self._runs[width] < 2:
+        if (num_requests, width) not in self._recorded:
+            self._recorded.add((num_requests, width))
             return
         known = self._seconds[width]
         if known == 0.0:
+            insort(self._known, width)
             self._seconds[width] = seconds
         elif seconds < known:
             self._seconds[width] += FALL * (seconds - known)
         else:
             self._seconds[width] += RISE * (min(seconds, 2 * known) - known)
 
-    def of(self, widths: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Estimates [W], in units that are the same for all, of steps of up to `WIDEST` tokens."""
-        known = np.flatnonzero(self._seconds)
-        if len(known) == 0:
-            return 1.0 + HOPE * widths
-        seconds = np.maximum.accumulate(self._seconds[known])
-        beyond = 1.0 + HOPE * np.maximum(widths - known[-1], 0)
-        estimates: NDArray[np.float64] = np.interp(widths, known, seconds) * beyond
-        return estimates
+    def knows(self, width: int) -> bool:
+        """Whether a step of this width was timed."""
+        return width <= WIDEST and self._seconds[width] > 0.0
+
+    def of(self, width: int) -> float:
+        """An estimate for one width."""
+        return self._seconds[width] or self._between(width)
+
+    def from_width(self, first: int) -> Iterator[float]:
+        """Estimates for this width, the next one, and so on up to `WIDEST`, in one unit; they never fall."""
+        highest = 0.0
+        for width in range(first, WIDEST + 1):
+            highest = max(highest, self.of(width))
+            yield highest
+
+    def _between(self, width: int) -> float:
+        """Of a width that was not seen, from its neighbours that were."""
+        place = bisect_left(self._known, width)
+        if not self._known:
+            return 1.0 + HOPE * width
+        if place == 0:
+            return self._seconds[self._known[0]]
+        low = self._known[place - 1]
+        if place == len(self._known):
+            return self._seconds[low] * (1.0 + HOPE * (width - low))
+        high = self._known[place]
+        share = (width - low) / (high - low)
+        return self._seconds[low] + share * (self._seconds[high] - self._seconds[low])
