@@ -6,15 +6,16 @@ Invariant: a drafter sees texts and changes none. What it says costs time if it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from quire.config import EngineConfig
 from quire.config.speculative import COMMON_KEYS
 from quire.errors import ConfigError
 from quire.plugins import FACTORY, PluginTable
+
+if TYPE_CHECKING:  # a command that prints its help should not wait for numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 Owner = tuple[str, str | None]
 """Tenant and cache salt: what one request has generated may serve others of the same owner only."""
