@@ -136,6 +136,10 @@ class RequestStateStats:
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    """Guessed tokens that were verified."""
+    num_accepted_tokens: int = 0
+    """Those of them that were right."""
 
 
 def joined_stats(parts: Sequence[RequestStateStats]) -> RequestStateStats:
@@ -150,6 +154,8 @@ def joined_stats(parts: Sequence[RequestStateStats]) -> RequestStateStats:
         last_token_ts=max(part.last_token_ts for part in parts),
         num_generation_tokens=sum(part.num_generation_tokens for part in parts),
         num_preemptions=sum(part.num_preemptions for part in parts),
+        num_draft_tokens=sum(part.num_draft_tokens for part in parts),
+        num_accepted_tokens=sum(part.num_accepted_tokens for part in parts),
     )
 
 

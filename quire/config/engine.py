@@ -18,6 +18,7 @@ from quire.config.observability import ObservabilityConfig
 from quire.config.pooling import PoolingSpec
 from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.config.speculative import SpeculativeConfig
 from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.config.supervision import SupervisionConfig
 
@@ -41,6 +42,7 @@ class EngineConfig:
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     model_dir: str = ""
     model_class: str = ""
@@ -97,6 +99,7 @@ _CHILDREN: dict[str, type[Config]] = {
     "observability": ObservabilityConfig,
     "kv_events": KVEventsConfig,
     "structured_outputs": StructuredOutputsConfig,
+    "speculative": SpeculativeConfig,
     "supervision": SupervisionConfig,
 }
 

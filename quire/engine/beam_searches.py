@@ -263,6 +263,8 @@ class _Search:
             stats.time_to_first_token_s.append(now - mine.arrival_time)
         mine.last_token_ts = now
         mine.num_preemptions += update.num_preemptions
+        mine.num_draft_tokens += update.num_draft_tokens
+        mine.num_accepted_tokens += update.num_accepted_tokens
         mine.num_generation_tokens += count
         stats.num_generation_tokens += count
 

@@ -88,7 +88,7 @@ class SequenceState:
 
     def apply(self, update: RequestUpdate, now: float, stats: IterationStats) -> None:
         """Take in one update of the core."""
-        self._record_start(update)
+        self._record_history(update)
         if update.prompt_logprobs and self.prompt_logprobs is not None:
             bytes_of = self._tokenizer.token_bytes if self._tokenizer and self._params.detokenize else None
             self.prompt_logprobs.extend(position_of(entry, bytes_of) for entry in update.prompt_logprobs)
@@ -199,13 +199,15 @@ class SequenceState:
             if self._stop.matched is not None:
                 return
 
-    def _record_start(self, update: RequestUpdate) -> None:
+    def _record_history(self, update: RequestUpdate) -> None:
         mine = self.stats
         if update.scheduled_ts and not mine.scheduled_ts:
             mine.queued_ts, mine.scheduled_ts = update.queued_ts, update.scheduled_ts
             self.num_cached_tokens = update.num_cached_tokens
         if update.num_preemptions > mine.num_preemptions:
             mine.num_preemptions = update.num_preemptions
+        mine.num_draft_tokens += update.num_draft_tokens
+        mine.num_accepted_tokens += update.num_accepted_tokens
 
     def _record_tokens(self, count: int, now: float, stats: IterationStats) -> None:
         mine = self.stats

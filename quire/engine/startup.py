@@ -25,6 +25,7 @@ from quire.models.pooling.settle import Settled, settle_pooling
 from quire.models.registry import ModelRegistry
 from quire.platforms import choose_device
 from quire.plugins import load_general_plugins
+from quire.spec_decode.drafter import check_speculation
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.cache.check()
     config.observability.check()
     config.structured_outputs.check()
+    check_speculation(config)
     config.quantization.check(config.device.device)
     config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
     _check_batch_invariant(config)

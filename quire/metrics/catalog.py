@@ -86,6 +86,16 @@ METRICS = (
         (*ENGINE, "finished_reason"),
         FINISH_REASONS,
     ),
+    MetricInfo("counter", "spec_decode_num_drafts", "Times that guessed tokens of a sequence were verified."),
+    MetricInfo("counter", "spec_decode_num_draft_tokens", "Tokens that were guessed and verified."),
+    MetricInfo("counter", "spec_decode_num_accepted_tokens", "Of these, those that were right."),
+    MetricInfo(
+        "counter",
+        "spec_decode_num_accepted_tokens_per_pos",
+        "The same by their place in the guess, from 0 to 15.",
+        (*ENGINE, "position"),
+        tuple(map(str, range(16))),
+    ),
     MetricInfo(
         "counter",
         "admission_rejections",

@@ -54,13 +54,14 @@ class LoggingStatLogger(StatLogger):
             return
         logger.info(
             "prompt throughput %.1f tok/s, generation throughput %.1f tok/s, running %d, waiting %d, "
-            "KV cache usage %.1f %%, prefix cache hit rate %s",
+            "KV cache usage %.1f %%, prefix cache hit rate %s%s",
             prompt_rate,
             generation_rate,
             num_running,
             num_waiting,
             100 * sum(s.kv_cache_usage for s in states) / max(len(states), 1),
             self._hit_rate(),
+            self._drafts(),
         )
         self._logged = dict(self._states)
 
@@ -70,6 +71,25 @@ class LoggingStatLogger(StatLogger):
         queries_before, hits_before = _lookups(self._logged.values())
         queries, hits = queries - queries_before, hits - hits_before
         return f"{100 * hits / queries:.1f} %" if queries > 0 else "-"
+
+    def _drafts(self) -> str:
+        """What became of drafts since the last line, if there were any."""
+        now, before = _drafted(self._states.values()), _drafted(self._logged.values())
+        count, tokens, accepted = (total - earlier for total, earlier in zip(now, before, strict=True))
+        if count <= 0:
+            return ""
+        length = 1 + accepted / count
+        return f", drafts accepted {100 * accepted / tokens:.1f} % of {tokens}, mean accepted length {length:.2f}"
+
+
+def _drafted(states: Iterable[SchedulerStats]) -> tuple[int, int, int]:
+    """Drafts that were verified, their tokens, and those that were accepted."""
+    known = [s.spec_decoding for s in states if s.spec_decoding is not None]
+    return (
+        sum(one.num_drafts for one in known),
+        sum(one.num_draft_tokens for one in known),
+        sum(one.num_accepted_tokens for one in known),
+    )
 
 
 def _lookups(states: Iterable[SchedulerStats]) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from quire.metrics.catalog import (
 )
 from quire.metrics.families import make_family
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats, StatLogger
-from quire.scheduler.output import SchedulerStats
+from quire.scheduler.output import SchedulerStats, SpecDecodingStats
 
 GAUGES = {
     "num_requests_running": "num_running",
@@ -29,6 +29,7 @@ GAUGES = {
     "host_cache_usage_perc": "host_cache_usage",
 }
 """Metric -> the field of SchedulerStats that it shows."""
+DRAFT_TOTALS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 TOTALS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_swaps")
 
 
@@ -136,6 +137,19 @@ class CoreMetrics:
         for name in TOTALS:
             if increment := getattr(stats, name) - getattr(last, name):
                 self._inc(name, increment)
+        if stats.spec_decoding is not None and stats.spec_decoding != last.spec_decoding:
+            self._record_drafts(stats.spec_decoding, last.spec_decoding or SpecDecodingStats())
+
+    def _record_drafts(self, stats: SpecDecodingStats, last: SpecDecodingStats) -> None:
+        for name in DRAFT_TOTALS:
+            self._inc(f"spec_decode_{name}", getattr(stats, name) - getattr(last, name))
+        name, before = (
+            "spec_decode_num_accepted_tokens_per_pos",
+            [*last.num_accepted_tokens_per_pos, *[0] * 16],
+        )
+        pairs = zip(stats.num_accepted_tokens_per_pos, before, strict=False)
+        for position, (count, count_before) in zip(BY_NAME[name].values, pairs, strict=False):
+            self._by_value[name, position].inc(count - count_before)
 
     def record_ready(self) -> None:
         self.set("engine_core_up", 1)

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
-WAIST_VERSION = 8
+WAIST_VERSION = 9
 
 BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""
@@ -26,6 +26,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     before a preemption); `block_ids` are all its blocks; `num_computed_tokens` tokens are in the cache already.
     One with `pooling_params` samples nothing, whatever `sampling_params` say, and gets what is pooled of its prompt;
     tokens from `second_text_start` on are of a second text (token type 1).
+    `owner` is its tenant and its cache salt: what it generates may help others of the same owner only.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     eos_token_ids: list[int] = []
     pooling_params: PoolingParams | None = None
     second_text_start: int | None = None
+    owner: tuple[str, str | None] = ("", None)
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
@@ -165,6 +167,32 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True):
         return max(len(self.sampled_token_ids.get(request_id, ())) - 1, 0)
 
 
+class SpecDecodingStats(msgspec.Struct, omit_defaults=True):
+    """What became of drafts; totals since start."""
+
+    num_drafts: int = 0
+    """Times that some tokens were guessed behind a request's last one, and verified."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+    """How often the first token of a draft was accepted, the second ..."""
+
+    def note(self, num_drafts: int, num_accepted: int) -> None:
+        """A draft of so many tokens was verified."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        per_position = self.num_accepted_tokens_per_pos
+        per_position.extend([0] * (num_accepted - len(per_position)))
+        for place in range(num_accepted):
+            per_position[place] += 1
+
+    def copy(self) -> SpecDecodingStats:
+        """As it is now."""
+        per_position = list(self.num_accepted_tokens_per_pos)
+        return msgspec.structs.replace(self, num_accepted_tokens_per_pos=per_position)
+
+
 class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     """What one step meant for one request, as the front end sees it.
 
@@ -185,6 +213,10 @@ class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     num_preemptions: int = 0
     error: str | None = None
     pooled: Pooled | None = None
+    num_draft_tokens: int = 0
+    """Guessed tokens that the step verified."""
+    num_accepted_tokens: int = 0
+    """Those of them that are among the new tokens."""
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):
@@ -202,3 +234,5 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """Share of the host blocks that swapped requests hold."""
     num_held: int = 0
     """Of the waiting requests, those that lack something else than a place in the batch."""
+    spec_decoding: SpecDecodingStats | None = None
+    """None: there were no drafts."""

@@ -25,6 +25,7 @@ from quire.scheduler.output import (
     RequestUpdate,
     SchedulerOutput,
     SchedulerStats,
+    SpecDecodingStats,
 )
 from quire.scheduler.planner import Planner
 from quire.scheduler.policies import FCFS, Policy, Priority
@@ -68,6 +69,7 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
         self._is_paused = False
+        self._spec_decoding = SpecDecodingStats()
 
     # Events
 
@@ -215,6 +217,7 @@ class Scheduler:
             num_swaps=self._kv.num_swaps,
             host_cache_usage=self._kv.host_usage,
             num_held=self._queues.num_held,
+            spec_decoding=self._spec_decoding.copy() if self._spec_decoding.num_drafts else None,
         )
 
     def request_ids(self) -> list[str]:
@@ -266,18 +269,21 @@ class Scheduler:
         if planned == 0 and chunk.pools:
             assert request_id in output.pooled, f"{request!r} was planned to pool, and has nothing"
             stop = "stop", None
+        num_accepted = min(output.num_accepted(request_id), len(new_token_ids))
         if output.draft_token_ids or request.draft_token_ids:
             request.update_drafts(new_token_ids, output.draft_token_ids.get(request_id))
         if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
             end = chunk.end
             if planned > 1 and self._kv.rolls_back:
-                end += min(output.num_accepted(request_id), len(new_token_ids))
+                end += num_accepted
                 request.num_computed_tokens = end
             self._kv.cache_blocks(request, end)
         if stop is not None:
             self._queues.finish(request, stop[0], now, keeps=request.num_beams > 0)
         elif new_token_ids:
             self._queues.release(request, now)
+        if chunk.num_drafts:
+            self._spec_decoding.note(chunk.num_drafts, num_accepted)
         return update_of(chunk, output, new_token_ids, stop and stop[1])
 
     def _append(self, request: Request, sampled: list[int]) -> tuple[list[int], Stop | None]:

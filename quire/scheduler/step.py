@@ -26,6 +26,10 @@ class Chunk(NamedTuple):
     num_samples: int
 
     @property
+    def num_drafts(self) -> int:
+        return max(self.num_samples - 1, 0)
+
+    @property
     def pools(self) -> bool:
         """Whether the request is pooled when these are computed, the last of its prompt."""
         return self.request.pooling_params is not None and self.end == self.request.num_tokens
@@ -77,6 +81,7 @@ class StepPlan:
             eos_token_ids=request.eos_token_ids,
             pooling_params=request.pooling_params,
             second_text_start=request.second_text_start,
+            owner=(request.tenant, request.cache_salt),
         )
         self._new_requests.append(data)
         self._take(request, num_tokens, [], [])

@@ -33,6 +33,9 @@ def update_of(
         None if logprobs is None else logprobs[: len(new_token_ids)],
         prompt_logprobs,
     )
+    if chunk.num_drafts:
+        update.num_draft_tokens = chunk.num_drafts
+        update.num_accepted_tokens = min(output.num_accepted(request_id), len(new_token_ids))
     if output.pooled:
         update.pooled = output.pooled.get(request_id)
     return update

@@ -38,6 +38,16 @@ UNASKED_SHARE = 0.5
 """Of the memory that is free after loading: who did not say how much has other programs, too."""
 LOGITS_ELEMENTS = 1 << 23
 """32 MiB of float32."""
+DRAFTED_TOKENS = 64
+"""Of larger steps, Python between the kernels is a small part."""
+
+
+def taped_tokens(config: EngineConfig) -> int:
+    """Tokens of the largest step that is recorded: one of every request, and drafts where few requests run."""
+    most = config.scheduler.max_num_seqs
+    if config.speculative.settings.method is None:
+        return most
+    return max(most, min(most * (1 + config.speculative.settings.most_drafts), DRAFTED_TOKENS))
 
 
 class HostMark:
@@ -101,7 +111,7 @@ class CpuMemory:
         reason = (
             f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less "
             f"{step / MIB:.0f} MiB for a step of {limits.max_num_batched_tokens} tokens and "
-            f"{tapes / MIB:.0f} MiB for recorded steps of {limits.max_num_seqs} requests"
+            f"{tapes / MIB:.0f} MiB for recorded steps of {taped_tokens(config)} tokens"
         )
         return max(0, int(share * free) - step - tapes), reason
 
@@ -120,7 +130,7 @@ class CpuMemory:
         num_logits = min(limits.max_num_seqs * config.arch.vocab_size, LOGITS_ELEMENTS)
         step = self.forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
         return step, 0 if config.device.enforce_eager else self.forward_peak.bytes_of_tapes(
-            limits.max_num_seqs
+            taped_tokens(config)
         )
 
     def give_back(self) -> None:
@@ -168,8 +178,9 @@ class CpuDevice:
             logger.warning("decode steps are not recorded, so each takes Python's time as well: %s", reason)
             return HostPipeline(batch, eager_forward(model))
         widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
-        arena_bytes = peak.bytes_of_tapes(batch.max_num_seqs)
-        return HostPipeline(batch, TapedForward(model, batch.max_num_seqs, widths, arena_bytes))
+        num_tokens = taped_tokens(config)
+        arena_bytes = peak.bytes_of_tapes(num_tokens)
+        return HostPipeline(batch, TapedForward(model, num_tokens, widths, arena_bytes))
 
     def _rehearsed(self, forward: Forward) -> Forward:
         """The same passes: of prompts, measured; of a token, it is noted what no tape could hold."""

@@ -10,22 +10,51 @@ itself in the place of a test that only keeps its distribution.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.kv_cache.spec import KVCacheConfig
+from quire.spec_decode.drafter import Drafter, make_drafters
+from quire.spec_decode.speculation import Speculation
+from quire.worker.input_batch import InputBatch
+from quire.worker.jump_ahead import jump_ahead
+from quire.worker.sampler.grammar import GrammarMask
 
-class Drafter(Protocol):
-    """Guesses what follows. A guess costs time if it is wrong, and nothing else."""
 
-    def propose(self, known: Mapping[str, NDArray[np.int32]]) -> dict[str, list[int]]:
-        """The tokens of requests that have just sampled, which it must not change, -> what may follow them.
+def make_speculation(
+    config: EngineConfig, kv_config: KVCacheConfig, batch: InputBatch, grammars: GrammarMask
+) -> Speculation | None:
+    """Who guesses for this engine: what `--speculative-config` names, behind what grammars leave no choice about.
 
-        Args:
-            known: request id -> all its tokens, of prompt and output.
-        """
+    Raises:
+        StartupError: somebody is to guess for a model with layers that cannot take guesses back.
+    """
+    settings, drafters = config.speculative.settings, dict[str, Drafter]()
+    if settings.method is not None and not kv_config.rolls_back:
+        raise StartupError(
+            "--speculative-config: layers of this model keep a state, which cannot go back behind wrong guesses"
+        )
+    forced = jump_ahead(config, kv_config, batch, grammars)
+    if forced is not None:
+        drafters["jump_ahead"] = forced
+    drafters |= make_drafters(config)
+
+    def num_allowed(request_id: str, known: NDArray[np.int32], drafts: list[int]) -> int:
+        return grammars.num_allowed(batch.row(request_id), known, drafts)
+
+    if not drafters:
+        return None
+    return Speculation(
+        drafters,
+        most=settings.most_drafts,
+        adaptive=settings.adaptive and settings.method is not None,
+        num_ahead=config.scheduler.max_steps_in_flight - 1,
+        allowed=num_allowed,
+    )
 
 
 def count_kept(sampled: Sequence[int], drafts: Sequence[int], is_bad: Sequence[bool]) -> int:

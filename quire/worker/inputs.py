@@ -68,6 +68,11 @@ class StepLayout:
         return self.num_tokens == len(self.sampling)
 
     @property
+    def only_generates(self) -> bool:
+        """Whether nothing of a prompt is computed but perhaps its last token: what is taped, or costs a step alike."""
+        return self.is_one_token_each or self.is_all_sampled
+
+    @property
     def samples(self) -> Samples:
         """The rows and columns of all samples."""
         if self.is_all_sampled and self.is_one_token_each:

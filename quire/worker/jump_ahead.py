@@ -1,18 +1,17 @@
 """Jumping ahead: where a grammar leaves one text only, such as the keys of an object, its tokens are guessed.
 
-Invariant: they are guesses like any others (`quire.worker.drafts`). A text can be cut into tokens in several ways, and
+Invariant: they are guesses like any others (`quire.spec_decode`). A text can be cut into tokens in several ways, and
 which of them the model takes is for it to say; so nothing is forced on it, and no token is another than without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Sequence
+from typing import ClassVar
 
 from quire.config import EngineConfig
 from quire.kv_cache.spec import KVCacheConfig
+from quire.spec_decode.drafter import CERTAIN, NO_DRAFT, Draft, Text
 from quire.worker.input_batch import InputBatch
 from quire.worker.sampler.grammar import GrammarMask
 
@@ -23,7 +22,7 @@ MAX_REQUESTS = 4
 MOST = 8
 """Tokens that are guessed at a time, unless somebody says otherwise."""
 MIN_LAYER_WIDTHS = 8192
-"""Layers times hidden size. A step of a smaller model is short, and longer with guesses, which no tape has."""
+"""Layers times hidden size. A step of a smaller model is as short as what guesses take of the host."""
 
 
 def jump_ahead(
@@ -50,16 +49,20 @@ class JumpAhead:
         most: tokens that are guessed at a time.
     """
 
+    keys: ClassVar[frozenset[str]] = frozenset()
+
     def __init__(self, batch: InputBatch, grammars: GrammarMask, most: int) -> None:
         self._batch = batch
         self._grammars = grammars
         self._most = most
 
-    def propose(self, known: Mapping[str, NDArray[np.int32]]) -> dict[str, list[int]]:
-        if len(known) > MAX_REQUESTS:
-            return {}
-        found = {name: self._forced(name, tokens) for name, tokens in known.items()}
-        return {name: token_ids for name, token_ids in found.items() if token_ids}
+    def propose(self, texts: Sequence[Text], most: int) -> list[Draft]:
+        if len(texts) > MAX_REQUESTS:
+            return [NO_DRAFT] * len(texts)
+        return [Draft(self._forced(text)[: self._most], CERTAIN) for text in texts]
 
-    def _forced(self, name: str, known: NDArray[np.int32]) -> list[int]:
-        return self._grammars.forced_tokens(self._batch.row(name), known)[: self._most]
+    def forget(self, request_id: str) -> None:
+        """The grammars know."""
+
+    def _forced(self, text: Text) -> list[int]:
+        return self._grammars.forced_tokens(self._batch.row(text.request_id), text.token_ids)

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.scheduler.output import ModelRunnerOutput, TokenLogprobs
+from quire.spec_decode.speculation import Speculation, Verified
 from quire.worker.devices import Mark
-from quire.worker.drafts import Drafter, count_kept
+from quire.worker.drafts import count_kept
 from quire.worker.input_batch import InputBatch, TokenPlaces
 from quire.worker.pooling import PooledNumbers
 from quire.worker.prompt_logprobs import PromptEntries
@@ -126,7 +127,9 @@ class LaunchedStep:
     sampled: SampledTokens | None = None
     prompts: list[PromptEntries] = field(default_factory=list)
     pooled: list[PooledNumbers] = field(default_factory=list)
-    drafter: Drafter | None = None
+    speculation: Speculation | None = None
+    width: int = 0
+    """Tokens that it computes; 0 if it does more than to generate."""
     _result: ModelRunnerOutput | None = None
 
     @property
@@ -169,7 +172,14 @@ class LaunchedStep:
 
     def _propose(self, outcome: Outcome) -> dict[str, list[int]]:
         """Drafts to follow what was sampled, if somebody guesses."""
-        if self.drafter is None or self.sampled is None:
+        if self.speculation is None or self.sampled is None:
             return {}
+        ids, drafts = self.request_ids, self.sampled.drafts
+        verified = {
+            ids[index]: Verified(len(drafts.get(index, ())), len(token_ids) - 1)
+            for index, token_ids in outcome.token_ids.items()
+        }
+        took = self.marks.done.seconds_since(self.marks.started)
+        self.speculation.note_step(verified, self.width, took)
         known = self.sampled.known_tokens(self.batch, outcome)
-        return self.drafter.propose({self.request_ids[index]: tokens for index, tokens in known.items()})
+        return self.speculation.propose({ids[index]: tokens for index, tokens in known.items()})

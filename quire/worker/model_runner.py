@@ -24,13 +24,13 @@ from quire.scheduler.output import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from quire.spec_decode.speculation import Speculation
 from quire.structured_output.store import GrammarStore
 from quire.worker.block_table import BlockTable
 from quire.worker.devices import Device
-from quire.worker.drafts import Drafter
+from quire.worker.drafts import make_speculation
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.inputs import StepInputs, lay_out
-from quire.worker.jump_ahead import jump_ahead
 from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
 from quire.worker.pipeline import LanguageModel
 from quire.worker.pooling import Pooler
@@ -49,7 +49,7 @@ class ModelRunner:
         kv_config: the cache that was allocated.
         device: where the model and its cache are.
         grammars: where constraints are compiled; its own, if nobody prepares any.
-        drafter: guesses tokens for later plans to verify; by default what grammars leave no choice about is guessed.
+        speculation: guesses tokens for later plans to verify; by default as the configuration says.
         is_rehearsal: its steps are run to see what memory steps take.
     """
 
@@ -61,7 +61,7 @@ class ModelRunner:
         device: Device,
         *,
         grammars: GrammarStore | None = None,
-        drafter: Drafter | None = None,
+        speculation: Speculation | None = None,
         is_rehearsal: bool = False,
     ) -> None:
         max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
@@ -91,7 +91,9 @@ class ModelRunner:
             processors=() if is_rehearsal else make_logits_processors(config),
             grammars=grammars or GrammarStore(config.structured_outputs.settings),
         )
-        self._drafter = drafter or jump_ahead(config, kv_config, self.batch, self._sampler.grammar_mask)
+        if speculation is None and not is_rehearsal:
+            speculation = make_speculation(config, kv_config, self.batch, self._sampler.grammar_mask)
+        self._speculation = speculation
         self._prompt_logprobs = PromptLogprobs(
             self.batch, model.compute_logits, self._slice_size, device.transfers, mode
         )
@@ -133,7 +135,16 @@ class ModelRunner:
         sampled = self._sample(inputs, hidden, scheduled)
         marks = Marks(started, forwarded, self._transfers.mark())
         step = LaunchedStep(
-            plan.step_id, ids, unusable, marks, self.batch, sampled, prompts, pooled, self._drafter
+            plan.step_id,
+            ids,
+            unusable,
+            marks,
+            self.batch,
+            sampled,
+            prompts,
+            pooled,
+            self._speculation,
+            inputs.layout.num_tokens if inputs.layout.only_generates else 0,
         )
         self._unread = [*(earlier for earlier in self._unread if not earlier.is_read), step]
         return step
@@ -174,6 +185,8 @@ class ModelRunner:
         row = self.batch.add(request)
         for part in self._rows_of:
             part.add_request(row, request)
+        if self._speculation is not None:
+            self._speculation.add_request(request.request_id, request.num_prompt_tokens, request.owner)
 
     def _grow(self, scheduled: ScheduledRequest) -> None:
         if not all(0 <= token_id < self._vocab_size for token_id in scheduled.draft_token_ids):
@@ -185,6 +198,8 @@ class ModelRunner:
             row = self.batch.remove(request_id)
             for part in self._rows_of:
                 part.remove_request(row)
+            if self._speculation is not None:
+                self._speculation.remove_request(request_id)
 
     def _sample(
         self, inputs: StepInputs, hidden: Tensor, scheduled: list[ScheduledRequest]

@@ -1,8 +1,8 @@
-"""The forward pass of a CPU: steps that only decode are played from a tape, one per number of requests.
+"""The forward pass of a CPU: steps that only generate are played from a tape, one per number of requests and of tokens.
 
-Numbers of requests are not rounded up to few sizes, as those of CUDA graphs are: on a CPU a padded row costs as much as
-any other, and what tapes take is bounded all the same. Their tensors share one arena, which the largest of them fills,
-and at most `MAX_TAPES` are kept.
+There are more tokens than requests where drafts are verified. Neither number is rounded up to few sizes, as those of
+CUDA graphs are: on a CPU a padded row costs as much as any other, and what tapes take is bounded all the same. Their
+tensors share one arena, which the largest of them fills, and at most `MAX_TAPES` are kept.
 
 Invariant: a tape has the kernels, and so the bits, of the pass that it was recorded from. Whatever differs from step to
 step is copied to where the tape reads it; models and steps that cannot be recorded run as they are.
@@ -26,7 +26,7 @@ from quire.worker.pipeline import LanguageModel, eager_forward
 
 logger = logging.getLogger(__name__)
 
-MAX_TAPES = 64
+MAX_TAPES = 128
 """Recorded calls take some 0.5 KB each, so a tape of a large model about 150 KB; the tapes last played are kept."""
 
 
@@ -35,78 +35,79 @@ class TapedForward:
 
     Args:
         model: loaded, its KV cache bound.
-        max_num_seqs: most requests of a step.
+        max_num_tokens: most tokens of a step that is taped.
         table_widths: for each KV cache group, block ids of the longest request.
         arena_bytes: memory for the tensors of tapes; a step that needs more runs as it is.
     """
 
     def __init__(
-        self, model: LanguageModel, max_num_seqs: int, table_widths: tuple[int, ...], arena_bytes: int
+        self, model: LanguageModel, max_num_tokens: int, table_widths: tuple[int, ...], arena_bytes: int
     ) -> None:
         self._eager = eager_forward(model)
-        self._max_taped = max_num_seqs
-        self._places = _Places(max_num_seqs, table_widths)
+        self._max_taped = max_num_tokens
+        self._places = _Places(max_num_tokens, table_widths)
         self._arena = Arena(arena_bytes)
-        self._tapes: OrderedDict[int, Tape] = OrderedDict()
+        self._tapes: OrderedDict[tuple[int, int], Tape] = OrderedDict()
 
     def __call__(self, inputs: StepInputs) -> Tensor:
-        num_requests = len(inputs.layout.rows)
-        only_decodes = len(inputs.input_ids) == num_requests and inputs.step.token_types is None
-        if num_requests > self._max_taped or not only_decodes:
+        layout = inputs.layout
+        is_taped = layout.only_generates and inputs.step.token_types is None
+        if layout.num_tokens > self._max_taped or not is_taped:
             return self._eager(inputs)
         placed = self._places.place(inputs)
-        tape = self._tapes.get(num_requests)
+        key = len(layout.rows), layout.num_tokens
+        tape = self._tapes.get(key)
         if tape is None:
-            return self._record(placed)
-        self._tapes.move_to_end(num_requests)
+            return self._record(placed, key)
+        self._tapes.move_to_end(key)
         if not tape.play():
             self._eager(placed)  # raises what the kernel has to say
             raise EngineError("a kernel refused a recorded step and took the same step afterwards")
         return tape.result
 
-    def _record(self, placed: StepInputs) -> Tensor:
-        """Run a step for the first time with so many requests."""
-        num_requests = len(placed.layout.rows)
+    def _record(self, placed: StepInputs, key: tuple[int, int]) -> Tensor:
+        """Run a step for the first time with so many requests and tokens."""
         try:
             tape = record(lambda: self._eager(placed), self._arena)
         except RecordingError as reason:
-            self._max_taped = num_requests - 1 if isinstance(reason, ArenaFullError) else 0
-            logger.info("steps of over %d requests are not recorded: %s", self._max_taped, reason)
+            self._max_taped = key[1] - 1 if isinstance(reason, ArenaFullError) else 0
+            logger.info("steps of over %d tokens are not recorded: %s", self._max_taped, reason)
             return self._eager(placed)
-        self._tapes[num_requests] = tape
+        self._tapes[key] = tape
         if len(self._tapes) > MAX_TAPES:
             self._tapes.popitem(last=False)
         return tape.result
 
 
 class _Places:
-    """Where tapes read the inputs of a step; tapes of fewer requests read the first rows."""
+    """Where tapes read the inputs of a step; tapes of fewer requests or tokens read the first rows."""
 
-    def __init__(self, max_num_seqs: int, table_widths: tuple[int, ...]) -> None:
-        self._input_ids = torch.zeros(max_num_seqs, dtype=torch.int64)
-        self._positions = torch.zeros(max_num_seqs, dtype=torch.int64)
-        self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32)
-        self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32)
-        self._slots = [torch.zeros(max_num_seqs, dtype=torch.int64) for _ in table_widths]
-        self._tables = [torch.zeros(max_num_seqs, width, dtype=torch.int32) for width in table_widths]
+    def __init__(self, max_num_tokens: int, table_widths: tuple[int, ...]) -> None:
+        self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int64)
+        self._positions = torch.zeros(max_num_tokens, dtype=torch.int64)
+        self._starts = torch.zeros(max_num_tokens + 1, dtype=torch.int32)
+        self._seq_lens = torch.zeros(max_num_tokens, dtype=torch.int32)
+        self._slots = [torch.zeros(max_num_tokens, dtype=torch.int64) for _ in table_widths]
+        self._tables = [torch.zeros(max_num_tokens, width, dtype=torch.int32) for width in table_widths]
 
     def place(self, inputs: StepInputs) -> StepInputs:
-        """The same step, its tensors in their places; each request has one token."""
-        size = len(inputs.layout.rows)
-        self._input_ids[:size] = inputs.input_ids
-        self._positions[:size] = inputs.positions
+        """The same step, its tensors in their places."""
+        size, num_tokens = len(inputs.layout.rows), inputs.layout.num_tokens
+        self._input_ids[:num_tokens] = inputs.input_ids
+        self._positions[:num_tokens] = inputs.positions
         step = inputs.step
         assert step.adapter_rows is None, "there is no place for them"
         assert step.intermediate is None, "there is no place for them"
+        self._starts[: size + 1] = step.groups[0].query_start_loc
         self._seq_lens[:size] = step.groups[0].seq_lens
         for own, slots, table in zip(step.groups, self._slots, self._tables, strict=True):
             if isinstance(own, AttentionMetadata):
-                slots[:size] = own.slot_mapping
+                slots[:num_tokens] = own.slot_mapping
             table[:size, : own.block_tables.shape[1]] = own.block_tables
         return replace(
             inputs,
-            input_ids=self._input_ids[:size],
-            positions=self._positions[:size],
+            input_ids=self._input_ids[:num_tokens],
+            positions=self._positions[:num_tokens],
             step=StepContext(tuple(map(self._metadata, step.groups, self._slots, self._tables))),
         )
 
@@ -118,5 +119,5 @@ class _Places:
             "block_tables": table[:size],
         }
         if isinstance(own, AttentionMetadata):
-            places["slot_mapping"] = slots[:size]
+            places["slot_mapping"] = slots[: len(own.slot_mapping)]
         return replace(own, **places)  # type: ignore[arg-type]

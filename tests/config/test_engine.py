@@ -34,17 +34,23 @@ STRUCTURED_OUTPUTS_KEYS: dict[str, st.SearchStrategy[Any]] = {
     "compile_timeout_s": st.floats(0.1, 60),
     "cache_mb": st.integers(1, 1000),
 }
+SPECULATIVE_KEYS: dict[str, st.SearchStrategy[Any]] = {
+    "num_speculative_tokens": st.integers(1, 64),
+    "adaptive": st.booleans(),
+}
 KEYS = {
     "quantization_config": QUANTIZATION_KEYS,
     "kv_events_config": KV_EVENTS_KEYS,
     "structured_outputs_config": STRUCTURED_OUTPUTS_KEYS,
+    "speculative_config": SPECULATIVE_KEYS,
 }
 
 
 def values_of(name: str) -> st.SearchStrategy[Any]:
     """Valid values of one engine field."""
     if name in KEYS:
-        return st.fixed_dictionaries({}, optional=KEYS[name])
+        required = {"method": st.text(min_size=1)} if name == "speculative_config" else {}
+        return st.fixed_dictionaries(required, optional=KEYS[name])
     if name == "cudagraph_capture_sizes":
         return st.lists(st.integers(1)).map(tuple)
     owner = engine_fields()[name][1]

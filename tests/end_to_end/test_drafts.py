@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from quire.executor import uniproc
 from quire.outputs import RequestOutput
+from quire.spec_decode.drafter import Draft, Text
+from quire.spec_decode.speculation import Speculation
 from quire.worker import worker
 from quire.worker.model_runner import ModelRunner
 from tests.end_to_end.test_overlapped import Job, jobs_of_all_kinds, overlapped, serve
@@ -23,6 +23,8 @@ from tests.worker.fake_gpu import FakeGpu
 
 class FakeDrafter:
     """Knows how it ended the last time, and says so up to a random place, wrong from there on."""
+
+    keys: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, outputs: list[RequestOutput]) -> None:
         self._draw = random.Random(3)
@@ -34,12 +36,14 @@ class FakeDrafter:
         self._lengths: dict[str, int] = {}
         self.num_accepted = self.num_wrong = 0
 
-    def propose(self, known: Mapping[str, NDArray[np.int32]]) -> dict[str, list[int]]:
-        for name, tokens in known.items():
+    def propose(self, texts: Sequence[Text], most: int) -> list[Draft]:
+        for name, tokens, *_ in texts:
             self.num_accepted += len(tokens) - 1 - self._lengths.get(name, len(tokens) - 1)
             self._lengths[name] = len(tokens)
-        drafts = {name: self._guess(tokens.tolist()) for name, tokens in known.items()}
-        return {name: guess for name, guess in drafts.items() if guess}
+        return [Draft(self._guess(text.token_ids.tolist())) for text in texts]
+
+    def forget(self, request_id: str) -> None:
+        """It goes by the tokens alone."""
 
     def _guess(self, known: list[int]) -> list[int]:
         ends = [end[len(known) :] for end in self._ends if end[: len(known)] == known]
@@ -65,8 +69,9 @@ def facts(outputs: list[RequestOutput]) -> list[Any]:
 def serve_with_drafts(monkeypatch: pytest.MonkeyPatch, restore_threads: None) -> Callable[..., Any]:
     def serve_again(jobs: list[Job], expected: list[RequestOutput], **args: Any) -> Any:
         drafter = FakeDrafter(expected)
+        speculation = Speculation({"fake": drafter}, adaptive=False)
         with monkeypatch.context() as patched:
-            patched.setattr(worker, "ModelRunner", partial(ModelRunner, drafter=drafter))
+            patched.setattr(worker, "ModelRunner", partial(ModelRunner, speculation=speculation))
             found = serve(jobs, **args)
         assert min(drafter.num_accepted, drafter.num_wrong) > 2 * len(jobs)
         return found

@@ -8,7 +8,7 @@ import pytest
 
 from quire.metrics.logging import LoggingStatLogger
 from quire.metrics.stats import IterationStats
-from quire.scheduler.output import SchedulerStats
+from quire.scheduler.output import SchedulerStats, SpecDecodingStats
 
 
 class Clock:
@@ -48,6 +48,12 @@ def test_line_and_silence(stats: LoggingStatLogger, clock: Clock, caplog: pytest
     clock.now += 1
     stats.log()
     assert caplog.messages[0].endswith("hit rate -")
+    caplog.clear()
+    drafts = SpecDecodingStats(num_drafts=4, num_draft_tokens=20, num_accepted_tokens=6)
+    stats.record(IterationStats(num_generation_tokens=10), SchedulerStats(spec_decoding=drafts), 0)
+    clock.now += 1
+    stats.log()
+    assert caplog.messages[0].endswith(", drafts accepted 30.0 % of 20, mean accepted length 2.50")
     caplog.clear()
     clock.now += 10
     stats.log()

@@ -15,7 +15,7 @@ from quire.metrics.prometheus import PrometheusStatLogger
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats
 from quire.outputs import RequestStateStats
 from quire.sampling_params import SamplingParams
-from quire.scheduler.output import SchedulerStats
+from quire.scheduler.output import SchedulerStats, SpecDecodingStats
 
 LABELS = {"model_name": "m", "engine": "0"}
 FINISHED = FinishedRequestStats(
@@ -101,6 +101,21 @@ def test_a_fork_adds_no_prompt(metrics: Metrics) -> None:
     assert metrics.value("request_prompt_tokens_sum") == 10
     assert metrics.value("request_prompt_tokens_count") == 1
     assert metrics.value("request_generation_tokens_count") == 2
+
+
+def test_what_became_of_drafts(metrics: Metrics) -> None:
+    spec = SpecDecodingStats()
+    for num_drafts, num_accepted in ((4, 2), (3, 0), (30, 20)):
+        spec.note(num_drafts, num_accepted)
+        metrics.logger.record(IterationStats(), SchedulerStats(spec_decoding=spec.copy()), 0)
+    assert metrics.value("spec_decode_num_drafts_total") == 3
+    assert metrics.value("spec_decode_num_draft_tokens_total") == 37
+    assert metrics.value("spec_decode_num_accepted_tokens_total") == 22
+    places = [
+        metrics.value("spec_decode_num_accepted_tokens_per_pos_total", position=str(place))
+        for place in range(16)
+    ]
+    assert places == [2, 2, *[1] * 14]
 
 
 def test_scheduler_totals_become_increments(metrics: Metrics) -> None:

@@ -89,23 +89,33 @@ def test_every_family_gives_the_same_with_tapes(
         assert (plain.token_ids, plain.logprobs) == (taped.token_ids, taped.logprobs)
 
 
-def step(ids: list[int], starts: list[int]) -> StepInputs:
-    """A step that only decodes, if there are as many ids as starts."""
-    table = torch.arange(len(starts) * 4, dtype=torch.int32).view(-1, 4)[:, :3]
-    positions = torch.tensor(starts)
+def step(ids: list[int], starts: list[int], *, drafts: bool = False) -> StepInputs:
+    """A step that only generates, if there are as many ids as starts; else the last request has the rest of them.
+
+    These are drafts, or a prompt's.
+    """
+    count = len(starts)
+    lengths = np.array([1] * (count - 1) + [len(ids) - count + 1])
+    ends = np.array(starts) + lengths
+    first = np.concatenate(([0], lengths.cumsum()))
+    table = torch.arange(count * 4, dtype=torch.int32).view(-1, 4)[:, :3]
+    positions = torch.tensor([*starts[:-1], *range(starts[-1], int(ends[-1]))])
     metadata = AttentionMetadata(
-        torch.arange(len(starts) + 1, dtype=torch.int32),
-        (positions + 1).int(),
+        torch.from_numpy(first).int(),
+        torch.from_numpy(ends).int(),
         table,
-        max_query_len=1,
-        max_seq_len=int(positions.max()) + 1,
+        max_query_len=int(lengths.max()),
+        max_seq_len=int(ends.max()),
         slot_mapping=positions,
     )
-    rows = np.arange(len(starts))
-    layout = StepLayout(
-        rows, rows, rows + 1, np.arange(len(rows) + 1), np.ones_like(rows), rows, rows, rows < 0
+    rows = np.arange(count)
+    num_samples = lengths if drafts else np.ones_like(lengths)
+    sampling = rows.repeat(num_samples)
+    behind = np.arange(len(ids)) if drafts else first[1:] - 1
+    layout = StepLayout(rows, ends - lengths, ends, first, num_samples, sampling, behind, rows < 0)
+    return StepInputs(
+        layout, torch.tensor(ids), positions, torch.from_numpy(behind), StepContext((metadata,))
     )
-    return StepInputs(layout, torch.tensor(ids), positions, torch.from_numpy(rows), StepContext((metadata,)))
 
 
 class Lookup:
@@ -124,7 +134,7 @@ class Lookup:
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
-def test_python_runs_once_for_each_number_of_requests() -> None:
+def test_python_runs_once_for_each_number_of_requests_and_of_tokens() -> None:
     model = Lookup()
     forward = TapedForward(model, 4, (4,), ROOM)
     for ids in ([1, 2], [3, 4], [5], [6, 7], [2]):
@@ -133,6 +143,13 @@ def test_python_runs_once_for_each_number_of_requests() -> None:
     assert forward(step([1, 2, 3], [0, 5])).flatten().tolist() == [1, 2, 3]
     assert forward(step([3, 2, 1], [0, 5])).flatten().tolist() == [3, 2, 1]
     assert model.passes == 4, "a step that prefills is not recorded"
+    for ids in ([1, 2, 3], [3, 2, 1], [4, 5, 6]):
+        assert forward(step(ids, [0, 5], drafts=True)).flatten().tolist() == ids
+    assert forward(step([1, 2, 3], [4], drafts=True)).flatten().tolist() == [1, 2, 3]
+    assert model.passes == 6
+    assert forward(step([1, 2, 3, 4, 5], [0, 5], drafts=True)).flatten().tolist() == [1, 2, 3, 4, 5]
+    assert forward(step([5, 4, 3, 2, 1], [0, 5], drafts=True)).flatten().tolist() == [5, 4, 3, 2, 1]
+    assert model.passes == 8, "there are places for four tokens"
 
 
 class Typed(Lookup):
@@ -186,8 +203,8 @@ def test_steps_that_are_too_large_for_the_arena_run_as_they_are(caplog: pytest.L
     with caplog.at_level(logging.INFO):
         for size in (32, 40, 33, 32, 32, 40):
             assert forward(step([3] * size, [0] * size)).flatten().tolist() == [3] * size
-    assert "steps of over 39 requests are not recorded" in caplog.text
-    assert "steps of over 32 requests are not recorded" in caplog.text
+    assert "steps of over 39 tokens are not recorded" in caplog.text
+    assert "steps of over 32 tokens are not recorded" in caplog.text
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
@@ -213,7 +230,7 @@ def test_a_model_that_computes_otherwise_runs_as_it_is(caplog: pytest.LogCapture
     forward = TapedForward(model, 2, (4,), ROOM)
     with caplog.at_level(logging.INFO):
         assert forward(step([1, 4], [0, 0])).flatten().tolist() == [1, 4]
-    assert "steps of over 0 requests are not recorded: aten._local_scalar_dense" in caplog.text
+    assert "steps of over 0 tokens are not recorded: aten._local_scalar_dense" in caplog.text
     assert forward(step([4, 1], [0, 0])).flatten().tolist() == [4, 1]
     assert model.passes == 3
 

@@ -80,7 +80,7 @@ def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
     assert memory.free_bytes == GIB // 2 - reserved_bytes(worker) < GIB // 2
     assert memory.reason == (
         "50% of the 1024 MiB that are free after loading, less 0 MiB for a step of 64 tokens and "
-        "0 MiB for recorded steps of 4 requests"
+        "0 MiB for recorded steps of 4 tokens"
     )
     assert loaded(config, free=1000).kv_memory().free_bytes == 0
     assert memory.default_bytes is None

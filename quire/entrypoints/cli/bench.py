@@ -1,4 +1,4 @@
-"""`quire bench throughput | latency | startup | serve | kernels`."""
+"""`quire bench throughput | latency | speculation | startup | serve | kernels`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import click
 
 from quire.bench import latency as latency_bench
 from quire.bench import serve as serve_bench
+from quire.bench import speculation as speculation_bench
 from quire.bench import startup as startup_bench
 from quire.bench import throughput as throughput_bench
-from quire.bench.backends import BACKENDS
+from quire.bench.backends import BACKENDS, Backend
 from quire.bench.workload import random_prompts
 from quire.entrypoints.cli.client import ServerClient
 from quire.entrypoints.cli.conversation import bearer_token
@@ -112,6 +113,46 @@ def latency(
     num_batches = num_iters_warmup + num_iters
     batches = _batches(num_batches, batch_size, input_len, engine.vocab_size, config.model.seed)
     result = latency_bench.measure(engine, batches[:num_iters_warmup], batches[num_iters_warmup:], output_len)
+    _report(result.lines(), result.as_json(), json_file)
+
+
+@bench.command(cls=EngineCommand)
+@click.option("--input-len", type=COUNT, default=32, show_default=True, help="Random tokens per prompt.")
+@click.option("--output-len", type=COUNT, default=64, show_default=True, help="Tokens generated per prompt.")
+@click.option("--batch-size", type=COUNT, default=1, show_default=True, help="Prompts per batch.")
+@click.option("--num-iters", type=COUNT, default=5, show_default=True, help="Batches timed.")
+@click.option("--num-drafts", type=COUNT, default=4, show_default=True, help="Tokens guessed at a time.")
+@click.option(
+    "--acceptance-rate",
+    "rates",
+    type=click.FloatRange(0.0, 1.0),
+    multiple=True,
+    help="Share of guesses that are right; may be given several times.  [default: 0, 0.5, 0.8, 1]",
+)
+@click.option("--adaptive", is_flag=True, help="Guess as many tokens as pay, and not always all.")
+@_json_option
+def speculation(
+    input_len: int,
+    output_len: int,
+    batch_size: int,
+    num_iters: int,
+    num_drafts: int,
+    rates: Sequence[float],
+    adaptive: bool,
+    json_file: str | None,
+    **params: Any,
+) -> None:
+    """Time batches of random prompts with and without guesses of which a given share is right, offline."""
+    config = engine_config(params)
+
+    def make(recorded: str, rate: float) -> Backend:
+        given = {"method": "recorded", "model": recorded, "synthetic_acceptance_rate": rate}
+        given |= {"num_speculative_tokens": num_drafts, "adaptive": adaptive}
+        return BACKENDS["quire"](config.evolve(speculative_config=given))
+
+    plain = BACKENDS["quire"](config.evolve(speculative_config={}))
+    batches = _batches(num_iters, batch_size, input_len, plain.vocab_size, config.model.seed)
+    result = speculation_bench.measure(plain, make, batches, output_len, rates or (0.0, 0.5, 0.8, 1.0))
     _report(result.lines(), result.as_json(), json_file)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol.responses import (
@@ -14,7 +14,7 @@ from quire.entrypoints.openai.protocol.responses import (
     Timings,
     Usage,
 )
-from quire.outputs import CompletionOutput, RequestOutput, joined_stats
+from quire.outputs import CompletionOutput, RequestOutput, RequestStateStats, joined_stats
 
 
 class UsageMeter:
@@ -59,14 +59,25 @@ class UsageMeter:
             completion_tokens=self._completion_tokens,
             total_tokens=num_prompt_tokens + self._completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
-            completion_tokens_details=UNSET
-            if self.reasoning_tokens is None
-            else CompletionTokensDetails(self.reasoning_tokens),
+            completion_tokens_details=self._completion_details(),
         )
+
+    def _completion_details(self) -> CompletionTokensDetails | UnsetType:
+        times = self._times()
+        details = CompletionTokensDetails(self.reasoning_tokens or 0)
+        if times.num_draft_tokens:
+            details.accepted_prediction_tokens = times.num_accepted_tokens
+            details.rejected_prediction_tokens = times.num_draft_tokens - times.num_accepted_tokens
+        elif self.reasoning_tokens is None:
+            return UNSET
+        return details
+
+    def _times(self) -> RequestStateStats:
+        return joined_stats([output.metrics for output in self._latest.values()])
 
     def timings(self) -> Timings:
         """Of all that was added; a time that is not known (nothing was generated) is 0."""
-        times = joined_stats([output.metrics for output in self._latest.values()])
+        times = self._times()
         started = times.scheduled_ts or times.arrival_time
         first = times.first_token_ts or started
         decode_s = max(0.0, times.last_token_ts - first)

@@ -67,8 +67,15 @@ class Draw(Feature[StagedDraw]):
 
     def choose(self, logits: Tensor, staged: StagedDraw | None) -> Tensor:
         """Logits [N, V] -> token ids [N] int64, -1 where no token is left."""
-        settings, keys, limits = staged or self._greedy_rows
+        settings, keys, limits = staged or self._all_greedy(len(logits))
         return ops.sample_tokens(logits, settings[: len(logits)], keys, limits)
+
+    def _all_greedy(self, num_samples: int) -> StagedDraw:
+        """Settings of at least so many samples; with drafts these may be more than there are rows."""
+        settings = self._greedy_rows.settings
+        if num_samples > len(settings):
+            self._greedy_rows = StagedDraw(settings[:1].repeat(num_samples, 1), None, NO_LIMITS)
+        return self._greedy_rows
 
     def shaped(self, logits: Tensor, staged: StagedDraw | None, indices: Tensor) -> Tensor:
         """A copy of the logits of some samples, [M], with temperature and filters applied as before a draw."""

@@ -6,7 +6,8 @@ text from which nothing goes on, ends its own request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -70,6 +71,11 @@ class GrammarMask(LogitsFeature[StagedMask]):
         """One way to write all that can come behind a row's known tokens before there is a choice."""
         text = self._texts.get(row)
         return [] if text is None else text.forced_tokens(known)
+
+    def num_allowed(self, row: int, known: NDArray[np.int32], drafts: Sequence[int]) -> int:
+        """How many of some guesses, behind a row's known tokens, its grammar allows; all, if it has none."""
+        text = self._texts.get(row)
+        return len(drafts) if text is None else text.num_allowed(known, drafts)
 
     def _stage(self, samples: Samples, users: NDArray[np.int64]) -> StagedMask:
         masks = Masks(len(users), self._vocab_size)
@@ -146,15 +152,45 @@ class ConstrainedText:
 
     def forced_tokens(self, known: NDArray[np.int32]) -> list[int]:
         """One way to write what must come next, of a request with these tokens; none if it has read further."""
-        if self.end > len(known):
-            return []
-        self.read(known[self.end :].tolist())
-        if self._has_ended or self.failure is not None or self._matcher is None:
+        if not self._reads_up_to(known) or self._has_ended or self._matcher is None:
             return []
         try:
             return self._matcher.forced_tokens()
         except GrammarError:  # it comes again with the next mask, where it is dealt with
             return []
+
+    def num_allowed(self, known: NDArray[np.int32], drafts: Sequence[int]) -> int:
+        """How many of some guesses may follow these tokens; none if it has read further."""
+        if not self._reads_up_to(known):
+            return 0
+        try:
+            with self._behind(drafts) as num_allowed:
+                return num_allowed
+        except GrammarError:  # as above
+            return 0
+
+    def _reads_up_to(self, known: NDArray[np.int32]) -> bool:
+        """Read a request's tokens, unless it has read others behind them; whether the text is one of the grammar."""
+        if self.end > len(known):
+            return False
+        self.read(known[self.end :].tolist())
+        return self.failure is None
+
+    @contextmanager
+    def _behind(self, drafts: Sequence[int]) -> Iterator[int]:
+        """Be behind those of some guesses that are allowed here, which are so many of the first, for a while."""
+        had_ended, num_allowed, num_read = self._has_ended, 0, 0
+        try:
+            for draft in drafts:
+                if not self._step(draft):
+                    break
+                num_allowed += 1
+                num_read += not self._has_ended
+            yield num_allowed
+        finally:
+            self._has_ended = had_ended
+            if num_read and self._matcher is not None:
+                self._matcher.rollback(num_read)
 
     def fill(self, masks: Masks, place: int, drafts: Sequence[int] = ()) -> int | None:
         """Write what may follow these drafts; returns an end if the text is complete there.
@@ -184,17 +220,8 @@ class ConstrainedText:
         return None
 
     def _fill_behind(self, masks: Masks, place: int, drafts: Sequence[int]) -> int | None:
-        had_ended, num_read = self._has_ended, 0
-        try:
-            for draft in drafts:
-                if not self._step(draft):
-                    return None
-                num_read += not self._has_ended
-            return self._fill_here(masks, place)
-        finally:
-            self._has_ended = had_ended
-            if num_read and self._matcher is not None:
-                self._matcher.rollback(num_read)
+        with self._behind(drafts) as num_allowed:
+            return self._fill_here(masks, place) if num_allowed == len(drafts) else None
 
     def _fill_here(self, masks: Masks, place: int) -> int | None:
         matcher = self._matcher

@@ -52,6 +52,17 @@ def test_latency(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert len(json.loads(file.read_text())["latencies"]) == 3
 
 
+def test_speculation(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    lengths = ["--batch-size", "2", "--input-len", "5", "--output-len", "9", "--num-iters", "2"]
+    rates = ["--acceptance-rate", "0", "--acceptance-rate", "1", "--json", str(file)]
+    assert main(["bench", "speculation", "--model", model, *ENGINE, *lengths, *rates]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["acceptance 0.00", "acceptance 1.00"]
+    for one in json.loads(file.read_text())["speedups"]:
+        assert one["ratio"] == pytest.approx(one["with_drafts"] / one["without"])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_does_exactly_the_work_asked_for(model: str, backend: str) -> None:
     engine = BACKENDS[backend](EngineConfig.from_args(model=model, load_format="dummy", cpu_threads=1))

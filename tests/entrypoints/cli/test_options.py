@@ -56,6 +56,8 @@ def values(owner: type[Config], field: dataclasses.Field[Any]) -> st.SearchStrat
         return st.fixed_dictionaries({"cache_mb": st.integers(1), "disable_any_whitespace": st.booleans()})
     if field.name == "kv_events_config":
         return st.fixed_dictionaries({"buffer_steps": st.integers(1), "topic": TEXT})
+    if field.name == "speculative_config":
+        return st.fixed_dictionaries({"method": TEXT, "num_speculative_tokens": st.integers(1, 64)})
     if info.choices:
         return st.sampled_from(info.choices)
     if field_types(owner)[field.name] == tuple[int, ...]:

@@ -21,11 +21,15 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
+    """Predictions are the drafts of speculative decoding; they are told of where there were any."""
+
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):
-    """`completion_tokens_details` is there if the model reasons."""
+    """`completion_tokens_details` is there if the model reasons, or tokens were guessed."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0

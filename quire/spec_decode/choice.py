@@ -1,0 +1,43 @@
+"""How many guesses of each request to verify in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.spec_decode.step_costs import StepCosts
+
+
+def choose_lengths(
+    rates: Sequence[float], lengths: Sequence[int], num_requests: int, costs: StepCosts, num_ahead: int = 0
+) -> list[int]:
+    """The first so many guesses of each draft, such that a step gives the most tokens for its time.
+
+    What a guess adds is the probability that it and all before it are right. So guesses are taken in the order of that,
+    as long as it pays in the end.
+
+    Args:
+        rates: [D] probability that a guess of a draft is right if those before it are.
+        lengths: [D] guesses there are.
+        num_requests: that the step has in any case, a token each; nothing is chosen until such steps were timed.
+        costs: of steps.
+        num_ahead: tokens of each draft that steps in flight sample anyway: they must be right, and cost nothing.
+    """
+    if not costs.knows(num_requests):  # then it is to be found out
+        return [0] * len(rates)
+    gains = [
+        (-(rate**place), draft)
+        for draft, (rate, length) in enumerate(zip(rates, lengths, strict=True))
+        for place in range(num_ahead + 1, length + 1)
+    ]
+    gains.sort()
+    chosen, count, best, tokens = [0] * len(rates), 0, 0.0, float(num_requests)
+    estimates = costs.from_width(num_requests)
+    for number, seconds in enumerate(estimates):
+        if tokens > best * seconds:
+            best, count = tokens / seconds, number
+        if number == len(gains):
+            break
+        tokens -= gains[number][0]
+    for _, draft in gains[:count]:
+        chosen[draft] += 1
+    return [count and count + num_ahead for count in chosen]

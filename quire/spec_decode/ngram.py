@@ -1,0 +1,137 @@
+"""Prompt lookup: what followed the last time that the text went like this.
+
+Invariant: a step's cost depends on the tokens that are new, not on how long the text is.
+
+After A. Saxena, "Prompt Lookup Decoding" (2023). Earlier places are found as LZ77 coders find theirs: by a table of
+hashes of the shortest match, and chains of the places that share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.config import EngineConfig
+from quire.spec_decode.drafter import NO_DRAFT, Draft, Text
+
+MOST_CANDIDATES = 16
+"""Earlier places that are compared, the latest first."""
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+class NgramDrafter:
+    """Looks up the end of each text in the text itself."""
+
+    keys: ClassVar[frozenset[str]] = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._shortest, self._longest = config.speculative.settings.prompt_lookup
+        self._indexes: dict[str, NgramIndex] = {}
+
+    def propose(self, texts: Sequence[Text], most: int) -> list[Draft]:
+        return [self._propose(text, most) for text in texts]
+
+    def forget(self, request_id: str) -> None:
+        self._indexes.pop(request_id, None)
+
+    def _propose(self, text: Text, most: int) -> Draft:
+        index = self._indexes.get(text.request_id)
+        if index is None:
+            index = self._indexes[text.request_id] = NgramIndex(self._shortest, self._longest)
+        index.extend(text.token_ids)
+        end, length = index.find(text.token_ids)
+        if length == 0:
+            return NO_DRAFT
+        token_ids: list[int] = text.token_ids[end : end + most].tolist()
+        while len(token_ids) < most:  # a text that repeats itself goes on as what is copied, round and round
+            token_ids += token_ids[: most - len(token_ids)]
+        return Draft(token_ids, length)
+
+
+class NgramIndex:
+    """Where each run of `shortest` tokens ended before, the latest place first.
+
+    Args:
+        shortest: tokens of a match, at least.
+        longest: tokens that are compared, at most.
+    """
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest = shortest
+        self._longest = longest
+        self._num_tokens = 0
+        self._powers = np.array(
+            [pow(_MULTIPLIER, power + 1, 2**64) for power in range(shortest)], dtype=np.uint64
+        )
+        self._scalar_powers: list[int] = self._powers.tolist()
+        self._resize(0)
+
+    def extend(self, token_ids: NDArray[np.int32]) -> None:
+        """Take in what is new of a text."""
+        if len(token_ids) > len(self._earlier):
+            self._resize(len(token_ids))
+        first = max(self._num_tokens, self._shortest - 1)
+        self._num_tokens = len(token_ids)
+        if len(token_ids) - first > 16:
+            self._add_many(token_ids, first)
+        else:
+            for place in range(first, len(token_ids)):
+                key = self._key(token_ids[place + 1 - self._shortest : place + 1].tolist())
+                self._earlier[place] = self._latest[key]
+                self._latest[key] = place
+
+    def find(self, token_ids: NDArray[np.int32]) -> tuple[int, int]:
+        """Where the longest earlier match of the text's end ends, and its tokens; among equals the latest.
+
+        Places are compared as they are, so what only has the same hash counts for nothing.
+        """
+        place = self._num_tokens - 1
+        if place < self._shortest:
+            return 0, 0
+        end, length = 0, self._shortest - 1
+        last: list[int] = token_ids[-self._longest :][::-1].tolist()
+        for _ in range(MOST_CANDIDATES):
+            place = self._earlier[place]
+            if place < 0 or length == self._longest:
+                break
+            before: list[int] = token_ids[max(place + 1 - self._longest, 0) : place + 1][::-1].tolist()
+            same = next(
+                (i for i, pair in enumerate(zip(last, before, strict=False)) if pair[0] != pair[1]),
+                len(before),
+            )
+            if same > length:
+                end, length = place + 1, same
+        return (end, length) if end else (0, 0)
+
+    def _resize(self, num_tokens: int) -> None:
+        """Room for twice so many, all to be added again."""
+        bits = max(10, int(2 * num_tokens).bit_length())
+        self._shift = 64 - bits
+        self._latest_array = np.full(2**bits, -1, dtype=np.int32)
+        self._earlier_array = np.full(2**bits, -1, dtype=np.int32)
+        self._latest, self._earlier = memoryview(self._latest_array), memoryview(self._earlier_array)
+        self._num_tokens = 0
+
+    def _key(self, token_ids: list[int]) -> int:
+        total = sum(map(int.__mul__, token_ids, self._scalar_powers))
+        return (((total & _MASK) * _MULTIPLIER) & _MASK) >> self._shift
+
+    def _add_many(self, token_ids: NDArray[np.int32], first: int) -> None:
+        start, tokens = first + 1 - self._shortest, token_ids.astype(np.uint64)
+        count = len(token_ids) - first
+        total = np.zeros(count, dtype=np.uint64)
+        for offset, power in enumerate(self._powers):
+            total += tokens[start + offset : start + offset + count] * power
+        keys = ((total * np.uint64(_MULTIPLIER)) >> np.uint64(self._shift)).astype(np.int64)
+        places = np.arange(first, len(token_ids), dtype=np.int32)
+        order = keys.argsort(kind="stable")
+        follows = np.empty(count, dtype=np.bool_)
+        follows[0], follows[1:] = False, keys[order[1:]] == keys[order[:-1]]
+        before = self._latest_array[keys[order]]
+        before[1:][follows[1:]] = places[order[:-1]][follows[1:]]
+        self._earlier_array[places[order]] = before
+        self._latest_array[keys] = places  # of equal keys the last one stays

@@ -1,0 +1,158 @@
+"""`Speculation`: asks the drafters of an engine, and decides which of their guesses a step is to verify.
+
+Invariant: what it decides depends on how long steps took, and no token depends on what it decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.config.speculative import MOST_DRAFTS
+from quire.spec_decode.acceptance import Acceptance
+from quire.spec_decode.balance import Balance
+from quire.spec_decode.choice import choose_lengths
+from quire.spec_decode.drafter import CERTAIN, Draft, Drafter, Owner, Text
+from quire.spec_decode.step_costs import StepCosts
+
+Filter = Callable[[str, NDArray[np.int32], list[int]], int]
+"""Request, its tokens, and guesses -> how many of the first ones its grammar allows."""
+
+
+class Verified(NamedTuple):
+    """What a step found out about a request's drafts."""
+
+    num_drafts: int
+    num_accepted: int
+
+
+class _Guess(NamedTuple):
+    """A draft, and whose of which kind it is."""
+
+    request_id: str
+    kind: tuple[str, int]
+    token_ids: list[int]
+
+
+class Speculation:
+    """Joins drafters: of the guesses that a request gets, those are taken that are most often right.
+
+    Args:
+        drafters: by name.
+        most: tokens that are guessed at a time for a request.
+        adaptive: guess as many as pay; else as many as there are.
+        num_ahead: steps that are planned before the result of one is in.
+        allowed: drops guesses that no grammar lets through; None: there are no grammars.
+    """
+
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        *,
+        most: int = MOST_DRAFTS,
+        adaptive: bool = True,
+        num_ahead: int = 0,
+        allowed: Filter | None = None,
+    ) -> None:
+        self._drafters = drafters
+        self._most = most
+        self._adaptive = adaptive
+        self._num_ahead = num_ahead
+        self._allowed = allowed
+        self._requests: dict[str, tuple[int, Owner]] = {}
+        self._kinds: dict[str, tuple[str, int]] = {}
+        self._acceptance = Acceptance()
+        self._costs = StepCosts()
+        self._balance = Balance()
+        self._asked_s = 0.0
+
+    def add_request(self, request_id: str, num_prompt_tokens: int, owner: Owner) -> None:
+        """A request was given a row."""
+        self._requests[request_id] = num_prompt_tokens, owner
+        self._balance.wake()
+
+    def remove_request(self, request_id: str) -> None:
+        """It has ended or was preempted."""
+        del self._requests[request_id]
+        self._kinds.pop(request_id, None)
+        self._acceptance.forget(request_id)
+        for drafter in self._drafters.values():
+            drafter.forget(request_id)
+
+    def note_step(self, verified: Mapping[str, Verified], width: int, seconds: float) -> None:
+        """A step is done; `width` tokens were computed, 0 if it did more than to generate."""
+        num_requests = len(verified)
+        if width:
+            self._costs.note(num_requests, width, seconds)
+        if width and self._costs.knows(num_requests):
+            share = sum([one.num_accepted for one in verified.values()]) / num_requests
+            plain_s, took_s = self._costs.of(num_requests), self._costs.of(width)
+            self._balance.note((1 + share) * plain_s - took_s, self._asked_s)
+        for request_id, (num_drafts, num_accepted) in verified.items():
+            kind = self._kinds.get(request_id)
+            if kind is None:  # nothing was ever guessed for it, or it is gone
+                continue
+            if num_drafts:
+                self._acceptance.note(request_id, kind, num_drafts, num_accepted)
+            else:
+                self._acceptance.note_idle(request_id)
+
+    def propose(self, known: Mapping[str, NDArray[np.int32]]) -> dict[str, list[int]]:
+        """The tokens of requests that have just sampled -> what may follow them.
+
+        Args:
+            known: request id -> all its tokens, of prompt and output.
+        """
+        if self._adaptive and self._balance.rests():
+            self._asked_s = 0.0
+            return {}
+        started = time.perf_counter()
+        texts = [
+            Text(name, tokens, *self._requests[name])
+            for name, tokens in known.items()
+            if name in self._requests  # a plan that follows may have removed it
+        ]
+        guesses = list(filter(None, map(self._best, texts, *self._asked(texts))))
+        lengths = [len(guess.token_ids) for guess in guesses]
+        if self._adaptive and guesses:
+            rates = [self._acceptance.rate(guess.request_id, guess.kind) for guess in guesses]
+            lengths = choose_lengths(rates, lengths, len(known), self._costs, self._num_ahead)
+        self._kinds.update((guess.request_id, guess.kind) for guess in guesses)
+        self._asked_s = time.perf_counter() - started
+        return {
+            guess.request_id: guess.token_ids[:length]
+            for guess, length in zip(guesses, lengths, strict=True)
+            if length
+        }
+
+    def _asked(self, texts: Sequence[Text]) -> list[list[Draft]]:
+        most = self._most + self._num_ahead
+        return [drafter.propose(texts, most) for drafter in self._drafters.values()]
+
+    def _best(self, text: Text, *drafts: Draft) -> _Guess | None:
+        """A guess that is certain, or that is most often right; among equals, of the drafter that is named first."""
+        found = [
+            _Guess(text.request_id, (name, draft.strength), draft.token_ids)
+            for name, draft in zip(self._drafters, drafts, strict=True)
+            if draft.token_ids
+        ]
+        if len(found) > 1:
+            found.sort(key=self._rank)
+        for guess in found:
+            count = self._num_allowed(text, guess)
+            if count:
+                return guess._replace(token_ids=guess.token_ids[:count])
+        return None
+
+    def _rank(self, guess: _Guess) -> tuple[bool, float]:
+        is_certain = guess.kind[1] == CERTAIN
+        return not is_certain, -self._acceptance.rate(guess.request_id, guess.kind)
+
+    def _num_allowed(self, text: Text, guess: _Guess) -> int:
+        if self._allowed is None:
+            return len(guess.token_ids)
+        return self._allowed(text.request_id, text.token_ids, guess.token_ids)

@@ -1,0 +1,116 @@
+"""Speculation by every drafter on real models: tokens and logprobs are those of a run without it, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.errors import StartupError
+from quire.outputs import RequestOutput
+from tests.end_to_end.test_drafts import facts
+from tests.end_to_end.test_overlapped import FEATURES, STEM, Job, overlapped, serve
+from tests.fixtures.tiny_models import VOCAB_SIZE
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+}
+ENGINES: tuple[dict[str, Any], ...] = (
+    {"max_num_seqs": 8, "num_gpu_blocks_override": 16, "max_num_batched_tokens": 24},
+    {"max_num_seqs": 1, "enable_prefix_caching": False},
+    {"max_num_seqs": 4, "max_num_batched_tokens": 40, "scheduling_policy": "fair"},
+    {"max_num_seqs": 32, "swap_space": 0.01, "num_gpu_blocks_override": 40},
+    {"max_num_seqs": 6, "enforce_eager": True},
+    {"max_num_seqs": 6, **overlapped(2)},
+)
+METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False},
+    {"method": "suffix", "adaptive": False, "num_speculative_tokens": 5},
+    {"method": "auto"},
+    {"method": "recorded", "synthetic_acceptance_rate": 0.7, "adaptive": False},
+)
+JOBS_PER_SCENARIO = 15
+
+
+def random_jobs(draw: random.Random) -> list[Job]:
+    """Prompts and choices that make texts repeat themselves more or less."""
+    jobs = []
+    for number in range(JOBS_PER_SCENARIO):
+        phrase = [draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randrange(1, 9))]
+        prompt = (STEM[: draw.randrange(20)] + phrase * draw.randrange(1, 5))[: draw.choice([9, 40, 60])]
+        shape = {
+            "temperature": draw.choice([0.0, 0.0, 0.3, 0.7, 1.0, 1.5]),
+            "top_k": draw.choice([0, 5, 40]),
+            "top_p": draw.choice([1.0, 0.9]),
+            "min_p": draw.choice([0.0, 0.05]),
+            "logprobs": draw.choice([None, 0, 3]),
+            "max_tokens": draw.randrange(5, 32),
+        }
+        feature = draw.choice([{}, draw.choice(FEATURES), {"allowed_token_ids": [60, 61, 62]}])
+        if "logprob_token_ids" in feature:
+            del shape["logprobs"]
+        jobs.append(Job(prompt, SamplingParams(**(shape | {"seed": number} | feature))))
+    return jobs
+
+
+def record(path: Path, outputs: list[RequestOutput]) -> None:
+    """What the drafter of that name reads."""
+    found = [{"prompt_token_ids": o.prompt_token_ids, "token_ids": o.outputs[0].token_ids} for o in outputs]
+    path.write_text(json.dumps(found))
+
+
+def compare(seeds: range, model: Path, outputs_file: Path) -> tuple[int, int]:
+    """Each scenario without and with speculation; how many tokens were drafted, and how many accepted."""
+    drafted = accepted = 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        jobs = random_jobs(draw)
+        args = {"model": str(model), "max_model_len": 96, **ENGINES[seed % len(ENGINES)]}
+        args |= draw.choice(list(WEIGHTS.values()))
+        method = METHODS[seed % len(METHODS)]
+        expected, _ = serve(jobs, **args)
+        if method["method"] == "recorded":
+            record(outputs_file, expected)
+            method = {**method, "model": str(outputs_file)}
+        got, stats = serve(jobs, **args, speculative_config=method)
+        assert facts(got) == facts(expected), f"scenario {seed}: {args} {method}"
+        spec = stats["spec_decoding"] or {}
+        drafted, accepted = drafted + spec["num_draft_tokens"], accepted + spec["num_accepted_tokens"]
+    return drafted, accepted
+
+
+def test_sixty_random_requests_are_as_without(
+    tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
+) -> None:
+    drafted, accepted = compare(range(4), tiny_model("llama-tied-bias"), tmp_path / "outputs.json")
+    assert drafted > accepted > 100
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("family", ["llama-tied-bias", "gemma3", "qwen2moe"])
+def test_five_hundred_random_requests_are_as_without(
+    family: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
+) -> None:
+    drafted, accepted = compare(range(100, 112), tiny_model(family), tmp_path / "outputs.json")
+    assert drafted > accepted > 300
+
+
+def test_layers_with_states_exclude_it(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(StartupError, match="--speculative-config: layers of this model keep a state"):
+        LLM(str(tiny_model("bamba")), max_model_len=96, speculative_config={"method": "auto"})
+
+
+def test_a_request_is_told_what_became_of_its_drafts(restore_threads: None) -> None:
+    llm = LLM(cpu_threads=1, speculative_config={"method": "ngram", "adaptive": False})
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (output,) = llm.generate([[7, 8, 9] * 12], params)
+    assert output.metrics.num_draft_tokens >= output.metrics.num_accepted_tokens
+    assert output.metrics.num_draft_tokens > 0

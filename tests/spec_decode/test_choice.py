@@ -1,0 +1,167 @@
+"""How many guesses are verified: as many as give the most tokens for the time, and none where they do not pay."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.spec_decode.acceptance import Acceptance
+from quire.spec_decode.balance import LONGEST_REST, SHORTEST_REST, TRIAL_STEPS, Balance
+from quire.spec_decode.choice import choose_lengths
+from quire.spec_decode.drafter import CERTAIN, Draft, Text
+from quire.spec_decode.speculation import Speculation, Verified
+from quire.spec_decode.step_costs import HOPE, WIDEST, StepCosts
+
+Cost = Callable[[int], float]
+
+
+def learned(cost: Cost, widths: Sequence[int] = range(1, 40)) -> StepCosts:
+    costs = StepCosts()
+    for width in widths:
+        costs.note(1, width, 99.0)  # recorded, and not counted
+        costs.note(1, width, cost(width))
+    return costs
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3)), min_size=1, max_size=4),
+    st.lists(st.floats(0, 1), min_size=20, max_size=20),
+)
+@settings(derandomize=True, deadline=None)
+def test_no_other_choice_gives_more_tokens_for_the_time(
+    drafts: list[tuple[float, int]], rises: list[float]
+) -> None:
+    times = [1.0, *itertools.accumulate(rises, initial=1.0)]
+    costs = learned(lambda width: times[width], range(1, 21))
+
+    def tokens_per_s(lengths: Sequence[int]) -> float:
+        expected = len(drafts) + sum(
+            rate**place
+            for (rate, _), length in zip(drafts, lengths, strict=True)
+            for place in range(1, length + 1)
+        )
+        return expected / times[len(drafts) + sum(lengths)]
+
+    chosen = choose_lengths([rate for rate, _ in drafts], [most for _, most in drafts], len(drafts), costs)
+    best = max(map(tokens_per_s, itertools.product(*(range(most + 1) for _, most in drafts))))
+    assert tokens_per_s(chosen) == pytest.approx(best)
+
+
+def test_until_plain_steps_were_timed_nothing_is_chosen() -> None:
+    assert choose_lengths([0.9], [8], 1, StepCosts()) == [0]
+    assert choose_lengths([0.9], [8], 1, learned(lambda width: 1.0, [1])) != [0]
+    assert choose_lengths([0.9], [8], 2, learned(lambda width: 1.0, [1])) == [0]
+    assert choose_lengths([0.9], [8], WIDEST + 1, learned(lambda width: 1.0, [WIDEST])) == [0]
+
+
+def test_what_steps_in_flight_sample_is_not_paid_for() -> None:
+    costs = learned(lambda width: 1.0 if width < 4 else 9.0)
+    assert choose_lengths([0.9, 0.2], [8, 1], 2, costs, num_ahead=1) == [2, 0]
+    assert choose_lengths([0.9, 0.2], [8, 8], 2, costs, num_ahead=1) == [2, 0]
+
+
+def test_costs_are_learned_and_unseen_widths_hoped_for() -> None:
+    costs = learned(lambda width: float(width), [2, 6])
+    assert not costs.knows(1)
+    assert costs.knows(6)
+    assert [costs.of(width) for width in (1, 2, 4, 6)] == [2.0, 2.0, 4.0, 6.0]
+    assert costs.of(8) == pytest.approx(6.0 * (1 + 2 * HOPE))
+    costs.note(1, 6, 1e9)
+    assert costs.of(6) < 6.5, "a step that was held up"
+    for _ in range(60):
+        costs.note(1, 6, 1.0)
+    assert costs.of(6) == pytest.approx(1.0)
+    assert list(costs.from_width(2))[4] == 2.0, "a wider step takes no less"
+    costs.note(1, WIDEST + 1, 1.0)
+    assert not costs.knows(WIDEST + 1)
+
+
+def test_acceptance_follows_the_request_and_fades_to_that_of_its_kind() -> None:
+    acceptance = Acceptance()
+    assert acceptance.rate("a", "kind") == 0.5
+    for _ in range(30):
+        acceptance.note("a", "kind", 4, 4)
+        acceptance.note("b", "other", 4, 0)
+    assert acceptance.rate("a", "kind") > 0.95
+    assert acceptance.rate("b", "other") < 0.1
+    assert acceptance.rate("c", "kind") > 0.9
+    for _ in range(500):
+        acceptance.note_idle("b")
+    assert acceptance.rate("b", "kind") == pytest.approx(acceptance.rate("c", "kind"), abs=0.01)
+
+
+def test_guessing_in_vain_rests_longer_and_longer() -> None:
+    balance, rests = Balance(), list[int]()
+    for _ in range(9):
+        for _ in range(TRIAL_STEPS):
+            assert not balance.rests()
+            balance.note(0.0, 1.0)
+        rests.append(sum(balance.rests() for _ in range(2 * LONGEST_REST)))
+    assert rests == [min(SHORTEST_REST * 2**i, LONGEST_REST) for i in range(9)]
+    balance.note(5.0, 1.0)
+    for _ in range(TRIAL_STEPS):
+        balance.note(0.0, 9.0)
+    balance.wake()
+    assert 0 < sum(balance.rests() for _ in range(LONGEST_REST)) <= SHORTEST_REST
+
+
+class Said:
+    """A drafter that says what it is told to."""
+
+    keys: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, drafts: dict[str, Draft]) -> None:
+        self.drafts = drafts
+        self.forgotten: list[str] = []
+
+    def propose(self, texts: Sequence[Text], most: int) -> list[Draft]:
+        return [self.drafts.get(text.request_id, Draft([])) for text in texts]
+
+    def forget(self, request_id: str) -> None:
+        self.forgotten.append(request_id)
+
+
+def tokens(*names: str) -> dict[str, np.ndarray]:
+    return {name: np.zeros(4, dtype=np.int32) for name in names}
+
+
+def test_certain_guesses_go_first_and_grammars_cut_the_others() -> None:
+    first = Said({"a": Draft([1], 3), "b": Draft([2, 2, 2], 1)})
+    second = Said({"a": Draft([3, 3], CERTAIN), "b": Draft([4], 9), "c": Draft([5])})
+    both = Speculation(
+        {"first": first, "second": second},
+        adaptive=False,
+        allowed=lambda name, known, drafts: {"a": 2, "b": 2, "c": 0}[name],
+    )
+    for name in "abc":
+        both.add_request(name, 1, ("", None))
+    assert both.propose(tokens("a", "b", "c", "gone")) == {"a": [3, 3], "b": [2, 2]}
+    both.remove_request("b")
+    assert both.propose(tokens("a", "b")) == {"a": [3, 3]}
+    assert first.forgotten == second.forgotten == ["b"]
+
+
+def run(speculation: Speculation, num_right: int, num_steps: int) -> list[int]:
+    """Steps of one request in which so many of the guesses are right; how many are verified in each."""
+    speculation.add_request("a", 1, ("", None))
+    verified = []
+    for _ in range(num_steps):
+        count = len(speculation.propose(tokens("a")).get("a", []))
+        verified.append(count)
+        step = {"a": Verified(count, min(count, num_right))}
+        speculation.note_step(step, 1 + count, 1.0 + 0.05 * count)
+    return verified
+
+
+def test_a_request_whose_guesses_are_wrong_gets_hardly_any() -> None:
+    drafts = {"a": Draft([1] * 8)}
+    right = run(Speculation({"said": Said(drafts)}), 8, 100)
+    assert right[-50:] == [8] * 50
+    wrong = run(Speculation({"said": Said(drafts)}), 0, 300)
+    assert sum(wrong[20:]) < 40
