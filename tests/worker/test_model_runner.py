@@ -218,7 +218,7 @@ def test_plan_of_failures_alone_runs_nothing() -> None:
         (SchedulerOutput(0, [request([1], block_ids=[NUM_BLOCKS])], [planned("r", 0, 1)], []), "block ids"),
         (SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 2)], []), "other tokens"),
         (SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 2, [99])], []), "23 tokens"),
-        (SchedulerOutput(0, [], [], ["x"], version=3), "version 3, not 6"),
+        (SchedulerOutput(0, [], [], ["x"], version=3), "version 3, not 7"),
     ],
 )
 def test_contradictory_plan_is_an_engine_error(plan: SchedulerOutput, message: str) -> None:
