@@ -42,13 +42,12 @@ class Acceptance:
     def note(self, request_id: str, kind: Hashable, num_drafts: int, num_accepted: int) -> None:
         """A step has verified drafts; those behind a wrong one were not tried."""
         tried = min(num_accepted + 1, num_drafts)
-        for table, key, factor in (
-            (self._by_request, request_id, FADE_BY_TRIAL),
-            (self._by_kind, kind, KIND_FADE),
-        ):
-            trials = table.setdefault(key, _Trials())  # type: ignore[attr-defined]
-            trials.fade(factor)
-            trials.add(num_accepted, tried)
+        own = self._by_request.setdefault(request_id, _Trials())
+        own.fade(FADE_BY_TRIAL)
+        own.add(num_accepted, tried)
+        all_of_kind = self._by_kind.setdefault(kind, _Trials())
+        all_of_kind.fade(KIND_FADE)
+        all_of_kind.add(num_accepted, tried)
 
     def note_idle(self, request_id: str) -> None:
         """A step went by in which nothing was guessed for a request."""

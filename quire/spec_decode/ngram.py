@@ -113,7 +113,7 @@ class NgramIndex:
         self._shift = 64 - bits
         self._latest_array = np.full(2**bits, -1, dtype=np.int32)
         self._earlier_array = np.full(2**bits, -1, dtype=np.int32)
-        self._latest, self._earlier = memoryview(self._latest_array), memoryview(self._earlier_array)
+        self._latest, self._earlier = self._latest_array.data, self._earlier_array.data
         self._num_tokens = 0
 
     def _key(self, token_ids: list[int]) -> int:

@@ -100,6 +100,8 @@ class FakeEngine:
         self.die_after: int | None = None
         self.fail_after: int | None = None
         self.num_cached_tokens = 0
+        self.drafts = (0, 0)
+        """How many tokens were guessed, and how many of them were right."""
         self.mean_logprob: Callable[[int], float] = lambda index: -1.0
         self.running: set[str] = set()
         self.closed: list[str] = []
@@ -204,7 +206,7 @@ class FakeEngine:
                     finished=finished,
                     prompt_logprobs=_prompt_logprobs(tokenized.token_ids, sampling_params),
                     num_cached_tokens=self.num_cached_tokens,
-                    metrics=_timeline(max(sequence.num_tokens for sequence in sequences)),
+                    metrics=_timeline(max(sequence.num_tokens for sequence in sequences), *self.drafts),
                 )
                 if offer is None or finished or not offer(output):
                     yield output
@@ -300,7 +302,7 @@ class _Sequence:
         return output
 
 
-def _timeline(num_steps: int) -> RequestStateStats:
+def _timeline(num_steps: int, num_drafts: int, num_accepted: int) -> RequestStateStats:
     """Half a second of waiting, one of prefill, then a quarter per token."""
     return RequestStateStats(
         arrival_time=10.0,
@@ -308,6 +310,8 @@ def _timeline(num_steps: int) -> RequestStateStats:
         scheduled_ts=10.5,
         first_token_ts=11.5,
         last_token_ts=11.5 + 0.25 * (num_steps - 1),
+        num_draft_tokens=num_drafts,
+        num_accepted_tokens=num_accepted,
     )
 
 

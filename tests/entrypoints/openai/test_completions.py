@@ -46,6 +46,18 @@ async def test_shape(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+async def test_drafts_are_told_of_if_there_were_any(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str
+) -> None:
+    engine.drafts = (7, 5)
+    asked = {"prompt": "Say"} if path == PATH else {"messages": [{"role": "user", "content": "Say"}]}
+    usage = (await client.post(path, json=asked)).json()["usage"]
+    assert usage["completion_tokens_details"] == {
+        "reasoning_tokens": 0, "accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2,
+    }  # fmt: skip
+
+
 async def test_max_tokens_is_16_unless_given(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.reply = lambda prompt, index: "x" * 100
     for given, expected in (({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 3}, 3)):
