@@ -18,9 +18,8 @@ from quire.config.engine import engine_fields
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError
 from quire.kernels import cpu
-from quire.models.checkpoint import resolve_model_dir
+from quire.models.checkpoint import read_model_config, resolve_model_dir
 from quire.models.generation_config import read_generation_config
-from quire.models.hf_config import read_hf_config
 from quire.models.registry import ModelRegistry
 from quire.platforms import choose_device
 from quire.plugins import load_general_plugins
@@ -56,7 +55,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     """
     load_general_plugins()
     model_dir = resolve_model_dir(config.model.model, config.model.revision, config.load.download_dir)
-    arch = read_hf_config(model_dir, config.model.hf_overrides, config.model.model_impl)
+    arch = read_model_config(model_dir, config.model.hf_overrides, config.model.model_impl)
     arch = dataclasses.replace(arch, generation=_generation_defaults(config, arch, model_dir))
     fit = config.model.max_model_len == FIT_MEMORY
     config = dataclasses.replace(

@@ -46,12 +46,16 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
         UnsupportedModelError: the architecture or an option is one that quire does not implement.
     """
     file = read_json_object(model_dir / "config.json")
-    config = JsonObject(file.where, {**file.values, **overrides}, refused=[])
-    architecture = _architecture(config)
-    arch = _read_all(architecture, config, ModelRegistry.resolve_config_reader(architecture, model_impl))
+    arch = read_config(JsonObject(file.where, {**file.values, **overrides}, refused=[]), model_impl)
     more = token_ids(generation_file(model_dir), "eos_token_id", arch.vocab_size)
     eos_token_ids = tuple(dict.fromkeys(arch.eos_token_ids + more))
     return replace(arch, eos_token_ids=eos_token_ids, generation=read_generation_config(model_dir))
+
+
+def read_config(config: JsonObject, model_impl: str) -> ModelArch:
+    """What an object with the keys of config.json says, as its family reads it; raises as `read_hf_config` does."""
+    architecture = _architecture(config)
+    return _read_all(architecture, config, ModelRegistry.resolve_config_reader(architecture, model_impl))
 
 
 def _read_all(architecture: str, config: JsonObject, reader: ConfigReader) -> ModelArch:
