@@ -28,6 +28,18 @@ _SAMPLING = {
     "repetition_penalty": "penalty_repeat",
 }
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_TURN_ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+)
+"""Tokens that end an answer in files that do not say so, as a model's generation_config.json would."""
+_HARMONY_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
+"""Those of gpt-oss, whose <|end|> is the end of one message among others."""
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QUANTIZED_DTYPE = "float16"
 """What is kept of a quantized weight that is no longer in integers: half the rounding of bfloat16 times eight."""
@@ -63,21 +75,35 @@ def architecture_of(model: GgufModel) -> GgufArchitecture:
 
 def _of_the_file(model: GgufModel) -> dict[str, Any]:
     """Keys of config.json whose values are in no key of the architecture."""
-    tokens = model.about("tokenizer.ggml")
-    ends = [tokens.get(key) for key in _ENDS if key in tokens]
+    about = model.about("tokenizer.ggml")
     return {
-        "vocab_size": _vocab_size(model),
+        "vocab_size": _vocab_size(model, about),
         "dtype": _dtype(model),
         "tie_word_embeddings": "output.weight" not in model.tensors,
-        "eos_token_id": list(dict.fromkeys(ends)),
-        "bos_token_id": tokens.get("bos_token_id"),
+        "eos_token_id": _ends(about),
+        "bos_token_id": about.get("bos_token_id"),
     }
 
 
-def _vocab_size(model: GgufModel) -> int:
+def _vocab_size(model: GgufModel, about: JsonObject) -> int:
     if "token_embd.weight" not in model.tensors:
         raise ModelLoadError(f"{model.path}: tensor 'token_embd.weight' is missing")
-    return model.tensors["token_embd.weight"][1].shape[0]
+    rows = model.tensors["token_embd.weight"][1].shape[0]
+    count = len(about.texts("tokens")) if "tokens" in about else 0
+    if count > rows:
+        raise ModelLoadError(
+            f"{model.path}: tokenizer.ggml.tokens has {count} tokens, and token_embd.weight {rows} rows"
+        )
+    return rows
+
+
+def _ends(about: JsonObject) -> list[int]:
+    """Tokens that end an answer: those that the file names, and those that are known for it by their text."""
+    named = [about.get(key) for key in _ENDS if key in about]
+    tokens = about.texts("tokens") if "tokens" in about else ()
+    known = _HARMONY_ENDS if "<|return|>" in tokens else _TURN_ENDS
+    found = [tokens.index(text) for text in known if text in tokens]
+    return list(dict.fromkeys([*named, *found]))
 
 
 def _dtype(model: GgufModel) -> str:
