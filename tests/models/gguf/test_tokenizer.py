@@ -16,14 +16,13 @@ import tokenizers
 from gguf import GGUFWriter, TokenType
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-import quire
 from quire.engine.text_bound import max_chars_per_token
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from quire.models.gguf.tokenizer import SPACE
+from tests.fixtures.gguf_models import DEMO, add_tokenizer, finish
 
-DEMO = Path(quire.__path__[0]) / "assets" / "quire-demo"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>")
 TEXT = (
     "the The THE it's I'LL we're don't hello worlds naïve Straße résumé 東京 你好世界 こんにちは カタカナ 안녕 привет "
@@ -62,28 +61,18 @@ def write_vocabulary(path: Path, kind: str, tokens: list[str], types: list[int],
     writer.add_token_types(types)
     for key, value in more.items():
         getattr(writer, f"add_{key}")(value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
 def written(path: Path, backend: tokenizers.Tokenizer, pre: str, **more: Any) -> Path:
     """A byte-level tokenizer's tables."""
-    state = json.loads(backend.to_str())
-    vocab = backend.get_vocab(with_added_tokens=True)
-    added = {token["content"]: token["special"] for token in state["added_tokens"]}
-    tokens = sorted(vocab, key=vocab.__getitem__)
-    types = {True: TokenType.CONTROL, False: TokenType.USER_DEFINED, None: TokenType.NORMAL}
-    return write_vocabulary(
-        path,
-        "gpt2",
-        tokens,
-        [types[added.get(token)] for token in tokens],
-        tokenizer_pre=pre,
-        token_merges=[" ".join(merge) for merge in state["model"]["merges"]],
-        **more,
-    )
+    writer = GGUFWriter(path, "llama")
+    add_tokenizer(writer, backend, pre)
+    for key, value in more.items():
+        getattr(writer, f"add_{key}")(value)
+    finish(writer)
+    return path
 
 
 def assert_same(ours: Tokenizer, theirs: tokenizers.Tokenizer) -> None:
