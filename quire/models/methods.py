@@ -17,7 +17,7 @@ from quire.kernels import cpu
 from quire.kernels.linear import WeightScheme
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
-from quire.layers.linear import Linear
+from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import QuantMethod, method_of
 from quire.layers.quantized.codec import Codec
 from quire.layers.quantized.method import Encoded, EncodedModule
@@ -119,7 +119,7 @@ class _Encodings:
     def _encoding(self, layer: Layer, name: str) -> Encoding | None:
         # A tied head is a table, which no method quantises but where its files say so.
         is_head = isinstance(layer, VocabEmbedding) and not layer.only_looked_up and name in self._stored
-        multiplied = isinstance(layer, Linear) or is_head
+        multiplied = isinstance(layer, MatrixLayer) and (is_head or not isinstance(layer, VocabEmbedding))
         encoding = self._says.encoding_of(name) if self._says is not None and multiplied else None
         if encoding is None or self._is_float(name, codec_of(encoding)):
             return None

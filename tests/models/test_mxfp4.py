@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModelError
 from quire.layers.quantized.codec import Coded
-from quire.layers.quantized.mxfp4 import Mxfp4
+from quire.layers.quantized.fp4 import Mxfp4Blocks
 from quire.layers.shard import Shard
 from quire.models import loader
 from quire.models.hf_config import read_hf_config
@@ -68,7 +68,7 @@ def test_numbers_are_those_of_transformers(dtype: torch.dtype) -> None:
     blocks, scales = random_blocks(0, 1, 8, 3)
     blocks.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
     expected = unpacked(blocks, scales)[0].t()
-    coded = Mxfp4().decoded({"blocks": blocks[0], "scales": scales[0]})
+    coded = Mxfp4Blocks().decoded({"blocks": blocks[0], "scales": scales[0]})
     assert isinstance(coded, Coded)
     assert torch.equal(coded.widened().to(dtype).float(), expected)
 

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def words_of(bits: int) -> tuple[int, int]:
+    """The fewest integers of so many bits that are a whole number of words of 32 bits, and this number."""
+    return (32, bits) if 32 % bits else (32 // bits, 1)
+
+
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
     """int32 or uint8 words of which each holds several integers, or a run of 32 several words -> uint8.
 

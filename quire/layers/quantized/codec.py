@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from quire.layers.slot import FLOATS
 class Axis:
     """A dimension of a tensor: `per` indices for every `unit` outputs or inputs, of which the last may be begun.
 
-    One that goes along neither has `per` indices, which every rank reads.
+    One that goes along neither has `per` indices, which every rank reads; 0: as many as the file has.
     """
 
     along: Literal["outputs", "inputs", "neither"]
@@ -54,19 +54,48 @@ def every(count: int = 1) -> Axis:
 class Stored:
     """A tensor of a module. Its parameter has the first of `dtypes`; the file may have any of them.
 
-    An `optional` one may be missing; one that is `unread` may be there and decides nothing that we compute. A tensor
-    that is `flat` has its elements in that order, whatever shape the file gives it.
+    An `optional` one may be missing. Of a `flat` one, and of a single number, the file may give any shape.
     """
 
     axes: tuple[Axis, ...]
     dtypes: Collection[torch.dtype] = (torch.float32, *FLOATS)
     optional: bool = False
-    unread: bool = False
     flat: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
         return next(iter(self.dtypes))
+
+    def as_long_as(self, shape: tuple[int, ...] | None) -> Stored:
+        """The same with the length that the file has, where that is what it says."""
+        if self.axes != (every(0),):
+            return self
+        return replace(self, axes=(every(shape[0] if shape else 1),))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Over how many outputs and inputs a scale goes; 0: over all."""
+
+    outputs: int = 1
+    inputs: int = 0
+
+    @property
+    def axes(self) -> tuple[Axis, Axis]:
+        """Of a tensor of scales."""
+        return outputs(self.outputs) if self.outputs else every(), inputs(
+            self.inputs
+        ) if self.inputs else every()
+
+    def by_row(self, scales: Tensor, num_rows: int) -> Tensor:
+        """A row of scales for each output: [N, G]."""
+        if self.outputs == 0:
+            return scales.expand(num_rows, -1)
+        return scales if self.outputs == 1 else scales.repeat_interleave(self.outputs, 0)[:num_rows]
+
+    def group(self, num_inputs: int) -> int:
+        """Inputs that share a scale."""
+        return self.inputs or num_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +130,9 @@ class Coded:
 
 class Codec:
     """Base of all codecs; the fields of one are the options of an `Encoding`."""
+
+    cuts: ClassVar[bool] = True
+    """Whether a part of the tensors stands for a part of the matrix; else all is read, and cut when it is decoded."""
 
     @property
     def input_unit(self) -> int:

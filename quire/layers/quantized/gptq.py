@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.layers.quantized.bits import unpacked
+from quire.layers.quantized.bits import unpacked, words_of
 from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs
-
-_WORD = 32
+from quire.layers.quantized.integers import group_indices
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,16 @@ class Gptq(Codec):
     reordered: bool = False
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
-        run = _WORD if _WORD % self.bits else _WORD // self.bits
-        words = run * self.bits // _WORD
+        run, words = words_of(self.bits)
         count = -(-num_inputs // self._group(num_inputs))
         groups = every(count) if self.reordered or self.group_size < 0 else inputs(self.group_size)
-        return {
+        tensors = {
             "qweight": Stored((inputs(run, words), outputs()), (torch.int32,)),
             "qzeros": Stored((groups, outputs(run, words)), (torch.int32,)),
             "scales": Stored((groups, outputs())),
-            "g_idx": self._order(),
         }
+        order = {"g_idx": Stored((inputs(),), (torch.int32,))}
+        return tensors | order if self.reordered else tensors
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
         data = unpacked(tensors["qweight"], self.bits, 0)
@@ -48,14 +47,8 @@ class Gptq(Codec):
             zeros = (zeros + 1) & ((1 << self.bits) - 1)
         if not self.reordered:
             return Coded(data.t(), self._group(len(data)), scales.t(), zeros.t())
-        groups = tensors["g_idx"].long()
-        if groups.min() < 0 or groups.max() >= len(scales):
-            raise ValueError(f"g_idx names group {int(groups.max())} of {len(scales)} (or one below 0)")
+        groups = group_indices("g_idx", tensors["g_idx"], len(scales))
         return Coded(data.t(), 1, scales[groups].t(), zeros[groups].t())
-
-    def _order(self) -> Stored:
-        """In the order of inputs it says nothing."""
-        return Stored((inputs(),), (torch.int32,), optional=not self.reordered, unread=not self.reordered)
 
     def _group(self, num_inputs: int) -> int:
         return num_inputs if self.group_size < 0 else self.group_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from quire.errors import ConfigError, ModelLoadError
 from quire.layers.base import parameter
 from quire.layers.quantization import QuantMethod
 from quire.layers.quantized.codec import Axis, Codec, Stored
-from quire.layers.slot import Part, Slot, length, sizes
+from quire.layers.slot import Part, Slot, length
 
 if TYPE_CHECKING:
     from quire.layers.matrix import MatrixLayer, Piece
@@ -35,7 +35,11 @@ class EncodedModule:
     def tensors(self, num_outputs: int, num_inputs: int) -> dict[str, Stored]:
         """What is there, or has to be."""
         wanted = self.codec.tensors(num_outputs, num_inputs)
-        return {name: stored for name, stored in wanted.items() if not stored.optional or name in self.shapes}
+        return {
+            name: stored.as_long_as(self.shapes.get(name))
+            for name, stored in wanted.items()
+            if not stored.optional or name in self.shapes
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +88,17 @@ class Encoded(QuantMethod):
     def create(self, layer: MatrixLayer) -> None:
         layer.weight = None
         for source, name, stored in self._tensors(layer):
-            if not stored.unread:
-                _check_cut(layer, source, name, stored)
-                shape = (self._length(layer, source, axis) for axis in stored.axes)
-                setattr(layer, source.parameter_name(name), parameter(*shape, dtype=stored.dtype))
+            _check_cut(layer, source, name, stored)
+            shape = (self._length(layer, source, axis) for axis in stored.axes)
+            setattr(layer, source.parameter_name(name), parameter(*shape, dtype=stored.dtype))
 
     def slots(self, layer: MatrixLayer, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         for source, name, stored in self._tensors(layer, names):
-            if stored.unread:
-                slots = [_no_slot(source.module.shapes[name], stored)]
-            else:
-                slots = self._slots_of(layer, source, name, stored)
-            for slot in slots:
+            for slot in self._slots_of(layer, source, name, stored):
                 yield f"{source.name}.{name}", slot
 
     def replaced(self, layer: MatrixLayer, device_type: str) -> Collection[str]:
-        return [
-            source.parameter_name(name) for source, name, stored in self._tensors(layer) if not stored.unread
-        ]
+        return [source.parameter_name(name) for source, name, _ in self._tensors(layer)]
 
     def finish(self, layer: MatrixLayer) -> None:
         device = getattr(layer, next(iter(self.replaced(layer, "cpu")))).device
@@ -118,16 +115,20 @@ class Encoded(QuantMethod):
     def _decoded(self, layer: MatrixLayer, source: _Source) -> Tensor:
         """What is read of a module: rows and inputs, of any float dtype."""
         tensors = {}
-        for name, stored in source.module.tensors(source.num_rows, layer.inputs).items():
-            if not stored.unread:
-                tensors[name] = getattr(layer, source.parameter_name(name)).data
-                delattr(layer, source.parameter_name(name))
+        for name in source.module.tensors(source.num_rows, layer.inputs):
+            tensors[name] = getattr(layer, source.parameter_name(name)).data
+            delattr(layer, source.parameter_name(name))
         try:
             coded = source.module.codec.decoded(tensors)
         except ValueError as error:
             raise ModelLoadError(f"{source.module.name}: {error}") from error
         rows = coded if isinstance(coded, Tensor) else coded.widened()
-        return rows[:, : length(self.read(layer))]
+        expected, read = (source.num_rows, layer.inputs), self.read(layer)
+        if not source.module.codec.cuts and tuple(rows.shape) != expected:
+            raise ModelLoadError(
+                f"{source.module.name}: the tensors are of a matrix {[*rows.shape]}, config.json implies {[*expected]}"
+            )
+        return rows[:, : length(read)] if source.module.codec.cuts else rows[:, read]
 
     def _slots_of(self, layer: MatrixLayer, source: _Source, name: str, stored: Stored) -> Iterator[Slot]:
         shape = tuple(axis.size(source.num_rows, layer.inputs) for axis in stored.axes)
@@ -168,25 +169,18 @@ class Encoded(QuantMethod):
         for piece in layer.pieces(names or [module.name for module in self._modules]):
             pieces.setdefault(piece.name, []).append(piece)
         for index, (module, (name, parts)) in enumerate(zip(self._modules, pieces.items(), strict=True)):
-            yield _Source(index, module, name, parts[0].num_rows, _takes(parts))
+            yield _Source(index, module, name, parts[0].num_rows, _takes(parts, module.codec.cuts))
 
 
-def _takes(pieces: Sequence[Piece]) -> list[_Take]:
-    """All of a module in one go where nothing is left to others, else piece by piece."""
+def _takes(pieces: Sequence[Piece], cuts: bool) -> list[_Take]:
+    """All of a module in one go where nothing is left to others, or nothing can be, else piece by piece."""
     num_rows = pieces[0].num_rows
-    if sum(length(piece.rows) for piece in pieces) == num_rows:
-        every = slice(0, num_rows)
-        return [_Take(every, every, tuple((piece.rows, piece.place) for piece in pieces))]
+    if not cuts or sum(length(piece.rows) for piece in pieces) == num_rows:
+        whole = slice(0, num_rows)
+        return [_Take(whole, whole, tuple((piece.rows, piece.place) for piece in pieces))]
     return [
         _Take(piece.rows, piece.region, ((slice(0, length(piece.rows)), piece.place),)) for piece in pieces
     ]
-
-
-def _no_slot(shape: tuple[int, ...], stored: Stored) -> Slot:
-    """For a tensor of which nothing is read."""
-    whole = Part.all(shape)
-    box = tuple(slice(0, 0) for _ in shape)
-    return Slot(torch.empty(sizes(box), dtype=stored.dtype), "zeros", replace(whole, box=box), stored.dtypes)
 
 
 def _check_cut(layer: MatrixLayer, source: _Source, name: str, stored: Stored) -> None:

@@ -16,7 +16,15 @@ CODECS: PluginTable[type[Codec]] = PluginTable(
     {
         "floats": f"{_HERE}.floats:Floats",
         "gptq": f"{_HERE}.gptq:Gptq",
-        "mxfp4": f"{_HERE}.mxfp4:Mxfp4",
+        "awq": f"{_HERE}.awq:Awq",
+        "int8": f"{_HERE}.integers:Int8",
+        "packed_integers": f"{_HERE}.integers:PackedIntegers",
+        "fp8": f"{_HERE}.fp8:Fp8",
+        "mxfp4_blocks": f"{_HERE}.fp4:Mxfp4Blocks",
+        "mxfp4": f"{_HERE}.fp4:Mxfp4",
+        "nvfp4": f"{_HERE}.fp4:Nvfp4",
+        "bnb_int8": f"{_HERE}.bitsandbytes:BnbInt8",
+        "bnb_4bit": f"{_HERE}.bitsandbytes:Bnb4",
     },
     subclass_of(Codec),
 )

@@ -22,13 +22,13 @@ def read_gptq(config: JsonObject) -> CheckpointQuantization:
     if not config.flag("lm_head", False):
         rules.append(EncodingRule(HEAD, None))
     rules.append(EncodingRule(EVERYTHING, _encoding(config, first_version)))
-    return CheckpointQuantization("gptq", tuple(rules))
+    return CheckpointQuantization("gptq", tuple(rules), unread=(r"\.g_idx$",))
 
 
 def _encoding(config: JsonObject, first_version: bool) -> Encoding:
     bits = config.integer("bits")
     if bits not in _BITS:
-        raise config.unsupported("bits", f"one of {', '.join(map(str, _BITS))}")
+        config.refuse("bits", f"one of {', '.join(map(str, _BITS))}")
     options = {
         "bits": bits,
         "group_size": group_size(config, "group_size"),

@@ -8,4 +8,4 @@ from quire.models.json_object import JsonObject
 
 def read_mxfp4(config: JsonObject) -> CheckpointQuantization:
     """What else it names, in `modules_to_not_convert`, is no expert."""
-    return CheckpointQuantization("mxfp4", (EncodingRule(r".*\.experts\..*", Encoding("mxfp4")),))
+    return CheckpointQuantization("mxfp4", (EncodingRule(r".*\.experts\..*", Encoding("mxfp4_blocks")),))

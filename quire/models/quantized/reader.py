@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 from quire.config.encoding import CheckpointQuantization
 from quire.errors import UnsupportedModelError
+from quire.models.json_object import JsonObject, read_json_object
 from quire.plugins import FACTORY, PluginTable
 
 if TYPE_CHECKING:
-    from quire.models.json_object import JsonObject
-
     MethodReader = Callable[[JsonObject], CheckpointQuantization]
 
 _HERE = "quire.models.quantized"
@@ -25,11 +24,25 @@ METHODS: PluginTable[MethodReader] = PluginTable(
     "a checkpoint's quant_method",
     {
         "gptq": f"{_HERE}.gptq:read_gptq",
+        "awq": f"{_HERE}.awq:read_awq",
+        "compressed-tensors": f"{_HERE}.compressed_tensors:read_compressed_tensors",
+        "fp8": f"{_HERE}.fp8:read_fp8",
+        "fbgemm_fp8": f"{_HERE}.fp8:read_fbgemm_fp8",
+        "modelopt": f"{_HERE}.modelopt:read_modelopt",
+        "bitsandbytes": f"{_HERE}.bitsandbytes:read_bitsandbytes",
         "mxfp4": f"{_HERE}.mxfp4:read_mxfp4",
     },
     FACTORY,
 )
 """By `quant_method`."""
+
+
+_FILES = (
+    ("hf_quant_config.json", "quantization", "modelopt"),
+    ("quantize_config.json", "", "gptq"),
+    ("quant_config.json", "", "awq"),
+)
+"""A file, the key in it, and the method that it is of."""
 
 
 def read_quantization(config: JsonObject, model_dir: Path) -> CheckpointQuantization | None:
@@ -51,4 +64,13 @@ def read_quantization(config: JsonObject, model_dir: Path) -> CheckpointQuantiza
 
 
 def _found(config: JsonObject, model_dir: Path) -> JsonObject | None:
-    return config.child("quantization_config") if "quantization_config" in config else None
+    """What config.json has, or a file that a tool leaves beside it."""
+    for key in ("quantization_config", "compression_config"):
+        if key in config:
+            return config.child(key)
+    for name, inside, method in _FILES:
+        if (model_dir / name).is_file():
+            file = read_json_object(model_dir / name)
+            found = file.child(inside) if inside else file
+            return JsonObject(found.where, {"quant_method": method} | found.values, refused=config.refused)
+    return None

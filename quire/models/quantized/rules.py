@@ -39,3 +39,15 @@ def beginning(config: JsonObject, key: str, pattern: str) -> str:
 def all_but_head(encoding: Encoding) -> list[EncodingRule]:
     """Every linear layer, less the output head."""
     return [EncodingRule(HEAD, None), EncodingRule(EVERYTHING, encoding)]
+
+
+def block_shape(config: JsonObject, key: str) -> tuple[int, int]:
+    """Outputs and inputs of a block.
+
+    Raises:
+        ModelLoadError: they are no two positive integers.
+    """
+    sides = [int(side) for side in config.numbers(key) if side == int(side) > 0]
+    if len(sides) != 2 or len(config.numbers(key)) != 2:
+        raise config.wrong(key, "two positive integers, outputs and inputs")
+    return sides[0], sides[1]
