@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -28,7 +29,8 @@ def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
 
 def _stream(words: Tensor, bits: int, width: int) -> Tensor:
     """[..., W] -> [..., W / bits, width]: each integer begins in one word and may end in the next."""
-    runs = torch.unflatten(words, -1, (-1, bits)).long() & ((1 << width) - 1)
+    whole = F.pad(words, (0, -words.shape[-1] % bits))
+    runs = torch.unflatten(whole, -1, (-1, bits)).long() & ((1 << width) - 1)
     first = torch.arange(width, device=words.device) * bits
     word, shift = first // width, first % width
     following = torch.cat([runs, torch.zeros_like(runs[..., :1])], -1)[..., word + 1]

@@ -19,7 +19,7 @@ from quire.layers.slot import FLOATS
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A dimension of a tensor: `per` indices for every `unit` outputs or inputs, of which the last may be begun.
+    """A dimension of a tensor: `per` indices for every `unit` outputs or inputs, the last of which may be begun.
 
     One that goes along neither has `per` indices, which every rank reads; 0: as many as the file has.
     """
@@ -31,11 +31,11 @@ class Axis:
     def size(self, outputs: int, inputs: int) -> int:
         """Indices in the file."""
         count = {"outputs": outputs, "inputs": inputs, "neither": 1}[self.along]
-        return -(-count // self.unit) * self.per
+        return -(-count * self.per // self.unit)
 
     def indices(self, side: slice) -> slice:
         """Those of some outputs or inputs, which begin at a whole unit."""
-        return slice(side.start // self.unit * self.per, -(-side.stop // self.unit) * self.per)
+        return slice(side.start // self.unit * self.per, -(-side.stop * self.per // self.unit))
 
 
 def outputs(unit: int = 1, per: int = 1) -> Axis:

@@ -25,6 +25,8 @@ CODECS: PluginTable[type[Codec]] = PluginTable(
         "nvfp4": f"{_HERE}.fp4:Nvfp4",
         "bnb_int8": f"{_HERE}.bitsandbytes:BnbInt8",
         "bnb_4bit": f"{_HERE}.bitsandbytes:Bnb4",
+        "hqq": f"{_HERE}.hqq:Hqq",
+        "torchao": f"{_HERE}.torchao:TorchAo",
     },
     subclass_of(Codec),
 )

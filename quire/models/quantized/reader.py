@@ -30,6 +30,8 @@ METHODS: PluginTable[MethodReader] = PluginTable(
         "fbgemm_fp8": f"{_HERE}.fp8:read_fbgemm_fp8",
         "modelopt": f"{_HERE}.modelopt:read_modelopt",
         "bitsandbytes": f"{_HERE}.bitsandbytes:read_bitsandbytes",
+        "hqq": f"{_HERE}.hqq:read_hqq",
+        "torchao": f"{_HERE}.torchao:read_torchao",
         "mxfp4": f"{_HERE}.mxfp4:read_mxfp4",
     },
     FACTORY,

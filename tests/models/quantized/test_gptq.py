@@ -129,3 +129,9 @@ def test_what_is_unknown_is_refused(options: dict[str, Any], llama: Path, tmp_pa
     path, _ = write(llama, tmp_path, writer.config(**options), writer, lambda name: "lm_head" not in name)
     with pytest.raises(UnsupportedModelError, match=f"{next(iter(options))} = .* is not supported"):
         load_tiny(path)
+
+
+def test_a_model_that_transformers_runs_reads_it_too(llama: Path, tmp_path: Path) -> None:
+    writer = Writer(4, 64)
+    quantized, floats = write(llama, tmp_path, writer.config(), writer, lambda name: "lm_head" not in name)
+    assert error_of_logits(quantized, floats, model_impl="transformers") < 1e-4

@@ -161,6 +161,60 @@ def bnb_4bit(kind: str, *, nested: bool) -> Writer:
     return writer
 
 
+def hqq(bits: int, axis: int) -> Writer:
+    """All numbers of the matrix in a row, in groups; a word's highest bits are those of the first part."""
+
+    def writer(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        per_word, count = (10, weight.numel() // 64) if bits == 3 else (8 // bits, weight.numel() // 64)
+        q = torch.randint(0, 1 << bits, (count, 64) if axis else (64, count), generator=random)
+        padded = torch.cat([q, q.new_zeros(-len(q) % per_word, q.shape[1])])
+        words = sum(part << bits * (per_word - 1 - i) for i, part in enumerate(padded.chunk(per_word)))
+        assert isinstance(words, Tensor)
+        shape = (count, 1) if axis else (1, count)
+        scale = 0.2 / (1 << bits) * torch.rand(shape, generator=random)
+        zero = (1 << bits) * torch.rand(shape, generator=random)
+        tensors = {
+            "W_q": words.to(torch.int32 if bits == 3 else torch.uint8),
+            "scale": scale,
+            "zero": zero,
+            "shape": torch.tensor(weight.shape),
+            "nbits": torch.tensor(bits),
+        }
+        return tensors, ((q - zero) * scale).reshape(weight.shape)
+
+    return writer
+
+
+def torchao(groups: int, *, floats: bool = False) -> Writer:
+    def writer(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        scales, spread = grid_scales(weight, 1, groups, random)
+        q = (30 * torch.randn(weight.shape, generator=random)).to(
+            torch.float8_e4m3fn if floats else torch.int8
+        )
+        tensors = {"_weight_qdata": q, "_weight_scale": scales}
+        if not floats:
+            tensors["_weight_zero_point"] = torch.ones_like(scales, dtype=torch.int8)
+        return tensors, (q.float() - int(not floats)) * spread
+
+    return writer
+
+
+def ao_config(name: str, **data: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": name, "_version": 2, "_data": data}},
+    }
+
+
+def hqq_config(bits: int, axis: int) -> dict[str, Any]:
+    weights = {"nbits": bits, "group_size": 64, "axis": axis, "view_as_float": False}
+    return {
+        "quant_method": "hqq",
+        "quant_config": {"weight_quant_params": weights},
+        "skip_modules": ["lm_head"],
+    }
+
+
 @dataclass(frozen=True)
 class Case:
     config: Mapping[str, Any]
@@ -238,6 +292,15 @@ CASES = {
     "bnb-fp4-nested": Case(
         BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
         bnb_4bit("fp4", nested=True),
+    ),
+    "hqq-4": Case(hqq_config(4, 1), hqq(4, 1)),
+    "hqq-3-across": Case(hqq_config(3, 0), hqq(3, 0)),
+    "hqq-2": Case(hqq_config(2, 1), hqq(2, 1)),
+    "ao-int8": Case(ao_config("Int8WeightOnlyConfig", granularity={"_type": "PerRow"}), torchao(0)),
+    "ao-fp8": Case(ao_config("Float8WeightOnlyConfig", granularity=None), torchao(0, floats=True)),
+    "ao-intx": Case(
+        ao_config("IntxWeightOnlyConfig", granularity={"_type": "PerGroup", "_data": {"group_size": 32}}),
+        torchao(32),
     ),
 }
 
