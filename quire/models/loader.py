@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
+from quire.config.quantization import QuantizationConfig
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import cpu, ops
 from quire.kernels.cpu.linear import packed_layout
@@ -194,22 +195,22 @@ def _rounds_activations(config: EngineConfig) -> bool:
     return False
 
 
+def _rounding(scheme: WeightScheme, kind: str, asked: QuantizationConfig) -> QuantMethod:
+    """The method that rounds weights to a kind while they are loaded."""
+    if kind == "int4":
+        scheme = replace(scheme, group_size=asked.group_size, symmetric=asked.symmetric)
+    return method_of(replace(scheme, kind=kind))
+
+
 def _methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
     """How each of the model's layers keeps its weight; a merged layer is left alone if one of its parts is."""
     asked = config.quantization
     kernels = config.kernels
     floats = WeightScheme(fast=_rounds_activations(config), invariant=kernels.batch_invariant)
     plain = method_of(floats)
-    rounded = replace(
-        floats,
-        group_size=asked.group_size,
-        symmetric=asked.symmetric,
-        fast=asked.fast,
-        per_tensor=asked.per_tensor,
-        vendor=asked.vendor,
-    )
-    quantized = method_of(replace(rounded, kind=asked.quantization)) if asked.quantization else plain
-    head = method_of(replace(rounded, kind=asked.head)) if asked.rounds_head else plain
+    rounded = replace(floats, fast=asked.fast, per_tensor=asked.per_tensor, vendor=asked.vendor)
+    quantized = _rounding(rounded, asked.quantization, asked) if asked.quantization else plain
+    head = _rounding(rounded, asked.head, asked) if asked.rounds_head else plain
     unmatched = set(asked.ignore)
     methods = []
     for names, layer in model.checkpoint_layers():
