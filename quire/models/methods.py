@@ -12,6 +12,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.config.encoding import Encoding
+from quire.config.quantization import QuantizationConfig
 from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.kernels.linear import WeightScheme
@@ -54,6 +55,13 @@ def _rounds_activations(config: EngineConfig) -> bool:
     return False
 
 
+def _rounding(scheme: WeightScheme, kind: str, asked: QuantizationConfig) -> QuantMethod:
+    """The method that rounds weights to a kind while they are loaded."""
+    if kind == "int4":
+        scheme = replace(scheme, group_size=asked.group_size, symmetric=asked.symmetric)
+    return method_of(replace(scheme, kind=kind))
+
+
 def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
     """How each layer of a model reads and keeps its weight; a merged one is not rounded if one of its parts is not.
 
@@ -65,16 +73,9 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
     kernels = config.kernels
     floats = WeightScheme(fast=_rounds_activations(config), invariant=kernels.batch_invariant)
     plain = method_of(floats)
-    rounded = replace(
-        floats,
-        group_size=asked.group_size,
-        symmetric=asked.symmetric,
-        fast=asked.fast,
-        per_tensor=asked.per_tensor,
-        vendor=asked.vendor,
-    )
-    quantized = method_of(replace(rounded, kind=asked.quantization)) if asked.quantization else plain
-    head = method_of(replace(rounded, kind=asked.head)) if asked.rounds_head else plain
+    rounded = replace(floats, fast=asked.fast, per_tensor=asked.per_tensor, vendor=asked.vendor)
+    quantized = _rounding(rounded, asked.quantization, asked) if asked.quantization else plain
+    head = _rounding(rounded, asked.head, asked) if asked.rounds_head else plain
     unmatched = set(asked.ignore)
     encodings = _Encodings(config)
     methods = []
