@@ -80,7 +80,9 @@ class CausalLM(Module):
             and self.config.arch.tie_word_embeddings
         ):
             return True
-        return any(re.search(pattern, tensor_name) for pattern in self.unused)
+        quantization = self.config.arch.quantization
+        unused = self.unused if quantization is None else (*self.unused, *quantization.unread)
+        return any(re.search(pattern, tensor_name) for pattern in unused)
 
 
 def output_head(config: EngineConfig, embedding: VocabEmbedding, name: str) -> VocabEmbedding:

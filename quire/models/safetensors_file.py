@@ -79,6 +79,10 @@ class SafetensorsFile:
         aligned = raw if info.start % info.dtype.itemsize == 0 else raw.clone()
         return aligned.view(info.dtype).view(info.shape)
 
+    def in_floats(self, info: TensorInfo) -> TensorInfo:
+        """The tensor: it is all that the file says."""
+        return info
+
     def part(self, info: TensorInfo, box: Box) -> Tensor:
         """A part of a tensor, in the file's memory if the tensor is."""
         return self.tensor(info)[box]

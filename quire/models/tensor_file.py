@@ -34,6 +34,9 @@ class TensorFile(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """None of them reaches outside the file."""
 
+    def in_floats(self, info: TensorInfo) -> TensorInfo:
+        """The same tensor as floats, if the file has it in another form and knows what that stands for."""
+
     def part(self, info: TensorInfo, box: Box) -> Tensor:
         """A part of a tensor, in the memory of the file if it is there in such numbers."""
 

@@ -203,12 +203,13 @@ def _plan(model: CausalLM, files: Sequence[TensorFile], model_dir: Path) -> dict
     sources: dict[str, _Source] = {}
     wrong: list[str] = []
     for file in files:
-        for info in file.tensors.values():
-            name = info.name if info.name in slots else prefix + info.name
-            at = f"{file.path}: tensor {info.name!r}"
+        for stored in file.tensors.values():
+            name = stored.name if stored.name in slots else prefix + stored.name
+            at = f"{file.path}: tensor {stored.name!r}"
             if name in sources:
                 wrong.append(f"{at} is also in {sources[name].file.path}")
             elif name in slots:
+                info = stored if stored.dtype in slots[name][0].dtypes else file.in_floats(stored)
                 sources[name] = _Source(file, _as_taken(info, slots[name]), slots[name])
                 wrong += (f"{at} {reason}" for reason in _why_unfit(info, slots[name]))
             elif not model.leaves_out(name):

@@ -7,16 +7,19 @@ what the model computes.
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quire.config.arch import CheckpointNames, ExpertStack, ModelArch
+from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.generation_config import sampling_defaults
 from quire.models.gguf.architectures import ARCHITECTURES, FACTORS, FREQUENCIES, GgufArchitecture
 from quire.models.gguf.model import GgufModel
+from quire.models.gguf.tensor_names import place_of
 from quire.models.hf_config import read_config
 from quire.models.json_object import JsonObject
 
@@ -60,7 +63,7 @@ def read_gguf_config(path: Path, overrides: dict[str, Any], model_impl: str = "a
     arch = read_config(JsonObject(str(path), values, refused=[]), model_impl)
     _refuse_unknown_keys(model)
     sampling = model.about("general.sampling").with_aliases(_SAMPLING)
-    return replace(_as_stored(arch, row), generation=sampling_defaults(sampling))
+    return replace(_as_stored(arch, model, row), generation=sampling_defaults(sampling))
 
 
 def architecture_of(model: GgufModel) -> GgufArchitecture:
@@ -122,10 +125,25 @@ def _refuse_unknown_keys(model: GgufModel) -> None:
         )
 
 
-def _as_stored(arch: ModelArch, row: GgufArchitecture) -> ModelArch:
+def _as_stored(arch: ModelArch, model: GgufModel, row: GgufArchitecture) -> ModelArch:
     """A model as the file's tensors are: under one architecture's names as under another's, experts in stacks."""
     merged = {} if row.merged else CheckpointNames().merged
     names = CheckpointNames(merged=merged, unused=tuple(f"^{name}$" for name in (FREQUENCIES, *FACTORS)))
     experts = arch.experts and replace(arch.experts, stack=ExpertStack())
     rope = arch.rope and replace(arch.rope, interleaved=row.interleaved)
-    return replace(arch, names=names, experts=experts, rope=rope, **row.fields)
+    return replace(
+        arch, names=names, experts=experts, rope=rope, quantization=_encodings(model, row), **row.fields
+    )
+
+
+def _encodings(model: GgufModel, row: GgufArchitecture) -> CheckpointQuantization | None:
+    """Which modules are in which of ggml's types; a rule has all of a type, as sparse models have very many modules."""
+    modules: dict[str, list[str]] = defaultdict(list)
+    for name, (_, entry) in model.tensors.items():
+        if entry.type.is_quantized:
+            module = re.escape(place_of(name, row.places).name.removesuffix(".weight"))
+            modules[entry.type.name].append(module.replace(r"\.experts\.", r"\.experts\.\d+\."))
+    rules = tuple(
+        EncodingRule("|".join(names), Encoding("ggml", {"type": kind})) for kind, names in modules.items()
+    )
+    return CheckpointQuantization("gguf", rules) if rules else None

@@ -18,8 +18,8 @@ from pathlib import Path
 from struct import Struct
 from typing import Any
 
+from quire.config.ggml_types import OTHERS, READ, TensorType
 from quire.errors import ModelLoadError
-from quire.models.gguf.types import OTHERS, READ, TensorType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -1,25 +1,27 @@
-"""The tensors of a GGUF file for the loader: under the names of our modules, and in floats.
+"""The tensors of a GGUF file for the loader, under the names of our modules.
 
-Invariant: a row of a tensor is whole blocks, so what is read of it is what is asked for, but for the rest of the blocks
-at both ends. Numbers are float32 as ggml's reference has them, or the file's own floats.
+Invariant: a quantized tensor is bytes, uint8 [..., bytes of a row], for whoever knows its type, and floats for others.
+A row is whole blocks, so what is read of floats is what is asked for, but for the rest of the blocks at both ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from quire.layers.quantized.ggml import dequantized
 from quire.layers.slot import Box
 from quire.models.gguf.config import architecture_of
-from quire.models.gguf.dequantize import dequantize, float_dtype
 from quire.models.gguf.file import GgufFile, TensorEntry
 from quire.models.gguf.model import GgufModel
 from quire.models.gguf.tensor_names import Places, place_of
 from quire.models.tensor_file import TensorFile, TensorInfo
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,21 @@ class GgufTensorFile:
         tensors = [_in_model(entry, places) for entry in file.tensors.values()]
         self.tensors: Mapping[str, GgufTensor] = {tensor.name: tensor for tensor in tensors}
 
+    def in_floats(self, info: TensorInfo) -> TensorInfo:
+        assert isinstance(info, GgufTensor), "one of `tensors`"
+        return replace(info, dtype=_FLOATS.get(info.entry.type.name, torch.float32), shape=_shape_of(info))
+
     def part(self, info: TensorInfo, box: Box) -> Tensor:
         assert isinstance(info, GgufTensor), "one of `tensors`"
-        kind, dtype = info.entry.type, float_dtype(info.entry.type)
-        raw = torch.frombuffer(
-            self._file.map, dtype=torch.uint8, count=info.end - info.start, offset=info.start
-        )
-        if dtype is not None:
-            return raw.view(dtype).view(info.shape)[box]
+        kind, num_bytes = info.entry.type, info.end - info.start
+        raw = torch.frombuffer(self._file.map, dtype=torch.uint8, count=num_bytes, offset=info.start)
+        if info.dtype is torch.uint8 or not kind.is_quantized:
+            return raw.view(info.dtype).view(info.shape)[box]
         *rows, columns = box
         first, last = columns.start // kind.size, -(-columns.stop // kind.size)
-        blocks = raw.view(*info.shape[:-1], -1)[(*rows, slice(first * kind.num_bytes, last * kind.num_bytes))]
-        skipped = first * kind.size
-        return dequantize(kind, blocks)[..., columns.start - skipped : columns.stop - skipped]
+        blocks = slice(first * kind.num_bytes, last * kind.num_bytes)
+        numbers = dequantized(kind, raw.view(*info.shape[:-1], -1)[(*rows, blocks)])
+        return numbers[..., columns.start - first * kind.size : columns.stop - first * kind.size]
 
     def read_part_into(self, info: TensorInfo, box: Box, memory: Tensor) -> None:
         memory.copy_(self.part(info, box).contiguous().view(-1).view(torch.uint8))
@@ -73,7 +77,14 @@ def gguf_tensor_files(path: Path) -> list[TensorFile]:
 
 def _in_model(entry: TensorEntry, places: Places) -> GgufTensor:
     place, shape = place_of(entry.name, places), list(entry.shape)
+    if entry.type.is_quantized:
+        shape[-1] = entry.row_bytes
     if place.new_axis is not None:
         shape.insert(place.new_axis, 1)
-    dtype = float_dtype(entry.type) or torch.float32
+    dtype = _FLOATS.get(entry.type.name, torch.uint8)
     return GgufTensor(place.name, dtype, tuple(shape), entry.start, entry.end, entry)
+
+
+def _shape_of(tensor: GgufTensor) -> tuple[int, ...]:
+    """In numbers."""
+    return (*tensor.shape[:-1], tensor.entry.shape[-1])

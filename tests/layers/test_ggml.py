@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.models.gguf.dequantize import dequantize, float_dtype
-from quire.models.gguf.types import OTHERS, READ
+from quire.config.ggml_types import OTHERS, READ
+from quire.layers.quantized.ggml import dequantized
 
 QUANTIZED = {code: kind for code, kind in READ.items() if kind.is_quantized}
 
@@ -19,7 +19,7 @@ def test_all_bytes_mean_what_they_mean_to_ggml(code: int) -> None:
     blocks = np.random.default_rng(code).integers(0, 256, (64, 3 * kind.num_bytes), dtype=np.uint8)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(code))
-    found = dequantize(kind, torch.from_numpy(blocks))
+    found = dequantized(kind, torch.from_numpy(blocks))
     assert found.shape == (64, 3 * kind.size)
     # Random scales are NaN now and then, and there is no word on the bits of a NaN.
     numbers = ~np.isnan(expected)
@@ -33,7 +33,6 @@ def test_types_have_the_sizes_of_the_package(code: int) -> None:
     kind = READ[code]
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(code)] == (kind.size, kind.num_bytes)
     assert gguf.GGMLQuantizationType(code).name == kind.name
-    assert (float_dtype(kind) is None) == kind.is_quantized
 
 
 def test_every_type_has_a_name() -> None:

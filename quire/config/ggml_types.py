@@ -44,6 +44,9 @@ READ: dict[int, TensorType] = {
 }
 """Those that quire reads."""
 
+TYPES: dict[str, TensorType] = {kind.name: kind for kind in READ.values()}
+"""Those by their names."""
+
 OTHERS: dict[int, str] = {
     9: "Q8_1",
     15: "Q8_K",

@@ -1,0 +1,195 @@
+"""Fills a layer from modules that a checkpoint has quantised, whatever their encodings.
+
+Invariant: what is read of a module is cut by the axes of its tensors, and what it stands for is kept as `kept` keeps
+floats; a module that the checkpoint has in floats may stand in one layer with others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError, ModelLoadError
+from quire.layers.base import parameter
+from quire.layers.quantization import QuantMethod
+from quire.layers.quantized.codec import Axis, Codec, Stored
+from quire.layers.slot import Part, Slot, length
+
+if TYPE_CHECKING:
+    from quire.layers.matrix import MatrixLayer, Piece
+
+
+@dataclass(frozen=True)
+class EncodedModule:
+    """A module of the checkpoint: its name, its codec, and the shapes of its tensors that are in the files."""
+
+    name: str
+    codec: Codec
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def tensors(self, num_outputs: int, num_inputs: int) -> dict[str, Stored]:
+        """What is there, or has to be."""
+        wanted = self.codec.tensors(num_outputs, num_inputs)
+        return {
+            name: stored.as_long_as(self.shapes.get(name))
+            for name, stored in wanted.items()
+            if not stored.optional or name in self.shapes
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Take:
+    """Rows that are read of a module's matrix, in the region that all ranks read, and where in the layer they go."""
+
+    rows: slice
+    region: slice
+    places: tuple[tuple[slice, slice], ...]
+    """Some of the rows, counted from the first that is read, and their place in the layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a layer takes of one module, whose matrix has `num_rows`; `name` is what slots call the module."""
+
+    index: int
+    module: EncodedModule
+    name: str
+    num_rows: int
+    takes: Sequence[_Take]
+
+    def parameter_name(self, tensor: str) -> str:
+        return f"stored{self.index}_{tensor.replace('.', '_')}"
+
+
+class Encoded(QuantMethod):
+    """Reads `modules`, which are merged in a layer in this order, and keeps the weight as `kept` keeps floats."""
+
+    name = "encoded"
+
+    def __init__(self, modules: Sequence[EncodedModule], kept: QuantMethod) -> None:
+        super().__init__(kept.scheme)
+        self._modules = modules
+        self._kept = kept
+        self.quantizes_rows = kept.quantizes_rows
+        self.spans_rows = kept.spans_rows
+
+    @property
+    def input_unit(self) -> int:
+        return math.lcm(self._kept.input_unit, *(module.codec.input_unit for module in self._modules))
+
+    def unrounded(self) -> QuantMethod:
+        return Encoded(self._modules, self._kept.unrounded())
+
+    def create(self, layer: MatrixLayer) -> None:
+        layer.weight = None
+        for source, name, stored in self._tensors(layer):
+            _check_cut(layer, source, name, stored)
+            shape = (self._length(layer, source, axis) for axis in stored.axes)
+            setattr(layer, source.parameter_name(name), parameter(*shape, dtype=stored.dtype))
+
+    def slots(self, layer: MatrixLayer, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        for source, name, stored in self._tensors(layer, names):
+            for slot in self._slots_of(layer, source, name, stored):
+                yield f"{source.name}.{name}", slot
+
+    def replaced(self, layer: MatrixLayer, device_type: str) -> Collection[str]:
+        return [source.parameter_name(name) for source, name, _ in self._tensors(layer)]
+
+    def finish(self, layer: MatrixLayer) -> None:
+        device = getattr(layer, next(iter(self.replaced(layer, "cpu")))).device
+        weight = torch.empty(layer.num_rows, length(self.read(layer)), dtype=layer.dtype, device=device)
+        for source in self._sources(layer):
+            rows, start = self._decoded(layer, source), 0
+            for take in source.takes:
+                for taken, place in take.places:
+                    weight[place] = rows[start + taken.start : start + taken.stop]
+                start += length(take.rows)
+        layer.adopt(weight)
+        self._kept.finish(layer)
+
+    def _decoded(self, layer: MatrixLayer, source: _Source) -> Tensor:
+        """What is read of a module: rows and inputs, of any float dtype."""
+        tensors = {}
+        for name in source.module.tensors(source.num_rows, layer.inputs):
+            tensors[name] = getattr(layer, source.parameter_name(name)).data
+            delattr(layer, source.parameter_name(name))
+        try:
+            coded = source.module.codec.decoded(tensors)
+        except ValueError as error:
+            raise ModelLoadError(f"{source.module.name}: {error}") from error
+        rows = coded if isinstance(coded, Tensor) else coded.widened()
+        expected, read = (source.num_rows, layer.inputs), self.read(layer)
+        if not source.module.codec.cuts and tuple(rows.shape) != expected:
+            raise ModelLoadError(
+                f"{source.module.name}: the tensors are of a matrix {[*rows.shape]}, config.json implies {[*expected]}"
+            )
+        return rows[:, : length(read)] if source.module.codec.cuts else rows[:, read]
+
+    def _slots_of(self, layer: MatrixLayer, source: _Source, name: str, stored: Stored) -> Iterator[Slot]:
+        shape = tuple(axis.size(source.num_rows, layer.inputs) for axis in stored.axes)
+        in_file = source.module.shapes.get(name, shape)
+        is_same = math.prod(in_file) == math.prod(shape) and (stored.flat or math.prod(shape) == 1)
+        target, start = getattr(layer, source.parameter_name(name)), 0
+        dim = next((dim for dim, axis in enumerate(stored.axes) if axis.along == "outputs"), None)
+        for take in source.takes if dim is not None else source.takes[:1]:
+            box = tuple(self._indices(layer, axis, take.rows) for axis in stored.axes)
+            region = [slice(0, size) for size in shape]
+            place = target
+            if dim is not None:
+                region[dim] = stored.axes[dim].indices(take.region)
+                place = target.narrow(dim, start, length(box[dim]))
+                start += length(box[dim])
+            part = Part(shape, tuple(region), box, in_file if is_same else None)
+            yield Slot(place, "zeros", part, stored.dtypes)
+
+    def _indices(self, layer: MatrixLayer, axis: Axis, rows: slice) -> slice:
+        """What is read along an axis."""
+        sides = {"outputs": rows, "inputs": self.read(layer), "neither": slice(0, 1)}
+        return axis.indices(sides[axis.along])
+
+    def _length(self, layer: MatrixLayer, source: _Source, axis: Axis) -> int:
+        takes = source.takes if axis.along == "outputs" else source.takes[:1]
+        return sum(length(self._indices(layer, axis, take.rows)) for take in takes)
+
+    def _tensors(
+        self, layer: MatrixLayer, names: Sequence[str] = ()
+    ) -> Iterator[tuple[_Source, str, Stored]]:
+        for source in self._sources(layer, names):
+            for name, stored in source.module.tensors(source.num_rows, layer.inputs).items():
+                yield source, name, stored
+
+    def _sources(self, layer: MatrixLayer, names: Sequence[str] = ()) -> Iterator[_Source]:
+        """The modules with what the layer takes of each; `names` are what slots call them, if it is something else."""
+        pieces: dict[str, list[Piece]] = {}
+        for piece in layer.pieces(names or [module.name for module in self._modules]):
+            pieces.setdefault(piece.name, []).append(piece)
+        for index, (module, (name, parts)) in enumerate(zip(self._modules, pieces.items(), strict=True)):
+            yield _Source(index, module, name, parts[0].num_rows, _takes(parts, module.codec.cuts))
+
+
+def _takes(pieces: Sequence[Piece], cuts: bool) -> list[_Take]:
+    """All of a module in one go where nothing is left to others, or nothing can be, else piece by piece."""
+    num_rows = pieces[0].num_rows
+    if not cuts or sum(length(piece.rows) for piece in pieces) == num_rows:
+        whole = slice(0, num_rows)
+        return [_Take(whole, whole, tuple((piece.rows, piece.place) for piece in pieces))]
+    return [
+        _Take(piece.rows, piece.region, ((slice(0, length(piece.rows)), piece.place),)) for piece in pieces
+    ]
+
+
+def _check_cut(layer: MatrixLayer, source: _Source, name: str, stored: Stored) -> None:
+    """Raises ConfigError: rows that are cut apart share an index of a tensor."""
+    ends = {
+        end for take in source.takes for side in (take.rows, take.region) for end in (side.start, side.stop)
+    }
+    for axis in stored.axes:
+        if axis.along == "outputs" and any(end % axis.unit for end in ends - {source.num_rows}):
+            raise ConfigError(
+                f"{layer.name}: {source.name}.{name} keeps {axis.unit} outputs together, which cannot be cut apart"
+            )
