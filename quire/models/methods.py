@@ -10,6 +10,9 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from quire.config import EngineConfig
 from quire.config.encoding import Encoding
 from quire.config.quantization import QuantizationConfig
@@ -19,13 +22,12 @@ from quire.kernels.linear import WeightScheme
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import MatrixLayer
-from quire.layers.quantization import QuantMethod, method_of
+from quire.layers.quantization import Float, QuantMethod, method_of
 from quire.layers.quantized.codec import Codec
 from quire.layers.quantized.method import Encoded, EncodedModule
 from quire.layers.quantized.table import codec_of
 from quire.layers.slot import FLOATS
 from quire.models.base import CausalLM
-from quire.models.tensor_file import TensorInfo
 from quire.models.weights import open_files
 
 logger = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
     quantized = _rounding(rounded, asked.quantization, asked) if asked.quantization else plain
     head = _rounding(rounded, asked.head, asked) if asked.rounds_head else plain
     unmatched = set(asked.ignore)
-    encodings = _Encodings(config)
+    encodings = _Encodings(config, rounded)
     methods = []
     for names, layer in model.checkpoint_layers():
         is_head = layer is model.lm_head
@@ -98,11 +100,15 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
 
 
 class _Encodings:
-    """What the checkpoint has quantised, by its rules; a module that is a float tensor in its files is no such."""
+    """What the checkpoint has quantised, by its rules; a module that is a float tensor in its files is no such.
 
-    def __init__(self, config: EngineConfig) -> None:
+    What kernels multiply by as it is has the options of `scheme`.
+    """
+
+    def __init__(self, config: EngineConfig, scheme: WeightScheme) -> None:
         self._says = config.arch.quantization
-        self._stored: Mapping[str, Mapping[str, TensorInfo]] = {}
+        self._scheme = scheme
+        self._stored: Mapping[str, Mapping[str, Tensor]] = {}
         if self._says is not None and config.load.load_format != "dummy":
             self._stored = _by_module(Path(config.model_dir))
 
@@ -111,11 +117,19 @@ class _Encodings:
         encodings = [self._encoding(layer, name) for name in names]
         if not any(encodings):
             return kept
+        assert isinstance(layer, MatrixLayer), "nothing else has an encoding"
         modules = [
-            EncodedModule(name, codec_of(encoding or _FLOATS), self._shapes(name))
+            EncodedModule(name, codec_of(encoding or _FLOATS), self._stored.get(name, {}))
             for name, encoding in zip(names, encodings, strict=True)
         ]
-        return Encoded(modules, kept)
+        return Encoded(modules, kept, self._packed(layer, modules) if isinstance(kept, Float) else None)
+
+    def _packed(self, layer: MatrixLayer, modules: Sequence[EncodedModule]) -> WeightScheme | None:
+        """The scheme that the numbers of all modules have; None where each is another, or none."""
+        first, *others = {module.scheme(layer.inputs) for module in modules}
+        if first is None or others:
+            return None
+        return replace(self._scheme, kind=first.kind, group_size=first.group_size, symmetric=first.symmetric)
 
     def _encoding(self, layer: Layer, name: str) -> Encoding | None:
         # A tied head is a table, which no method quantises but where its files say so.
@@ -132,16 +146,14 @@ class _Encodings:
         others = codec.tensors(1, 1).keys() - {"weight"}
         return "weight" in stored and stored["weight"].dtype in FLOATS and not others & stored.keys()
 
-    def _shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        return {tensor: info.shape for tensor, info in self._stored.get(name, {}).items()}
 
-
-def _by_module(model_dir: Path) -> Mapping[str, Mapping[str, TensorInfo]]:
-    """Module -> what is behind its name -> the tensor; behind a module's name may be several parts."""
-    modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+def _by_module(model_dir: Path) -> Mapping[str, Mapping[str, Tensor]]:
+    """Module -> what is behind its name -> the tensor, on the meta device; that may be several parts of a name."""
+    modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for file in open_files(model_dir):
         for name, info in file.tensors.items():
+            tensor = torch.empty(info.shape, dtype=info.dtype, device="meta")
             parts = name.split(".")
             for end in range(max(1, len(parts) - 3), len(parts)):
-                modules[".".join(parts[:end])][".".join(parts[end:])] = info
+                modules[".".join(parts[:end])][".".join(parts[end:])] = tensor
     return modules

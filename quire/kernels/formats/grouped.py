@@ -111,7 +111,7 @@ class GroupedFormat(Format):
         if self.per_byte == 2:
             steps = torch.stack([steps & 15, steps >> 4], 3)
         streams = (None if part is None else from_stream(part) for part in (weight.scales, weight.zeros))
-        return self._widened(steps.flatten(2), weight.scheme, *streams)
+        return self.widened(steps.flatten(2), weight.scheme, *streams)
 
     def to_rows(self, numbers: Numbers, scheme: WeightScheme) -> tuple[Tensor | None, ...]:
         self._check(numbers, scheme)
@@ -141,12 +141,12 @@ class GroupedFormat(Format):
             part.unsqueeze(1) if part is not None and part.dim() == 1 else part
             for part in (weight.scales, weight.zeros)
         )
-        return self._widened(codes, weight.scheme, *streams)
+        return self.widened(codes, weight.scheme, *streams)
 
-    def _widened(
-        self, codes: Tensor, scheme: WeightScheme, scales: Tensor | None, zeros: Tensor | None
+    def widened(
+        self, codes: Tensor, scheme: WeightScheme, scales: Tensor | None, zeros: Tensor | None = None
     ) -> Tensor:
-        """codes [..., K], and [..., G] of what groups have -> [..., K]."""
+        """codes [..., K], and [..., G] of what groups have, of any size -> float32 [..., K], or more."""
         assert scales is not None
         group = -(-codes.shape[-1] // scales.shape[-1]) if scheme.group_size == 0 else scheme.group_size
         groups = _padded(codes, scales.shape[-1] * group).unflatten(-1, (-1, group))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quire.kernels.linear import WeightScheme
 from quire.layers.quantized.bits import unpacked
-from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs
+from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs, scheme_of
 
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where, in a word, the integer of each of eight neighbouring outputs is."""
@@ -26,6 +27,9 @@ class Awq(Codec):
     """-1: one group of all inputs."""
     zero_points: bool = True
 
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("int4", max(self.group_size, 0), shifted=self.zero_points)
+
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
         groups = every() if self.group_size < 0 else inputs(self.group_size)
         tensors = {
@@ -36,11 +40,10 @@ class Awq(Codec):
         return tensors | zeros if self.zero_points else tensors
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
-        data = _by_output(tensors["qweight"])
         zeros = _by_output(tensors["qzeros"]) if self.zero_points else None
-        group = data.shape[1] if self.group_size < 0 else self.group_size
-        scales = tensors["scales"].t()
-        return Coded(data, group, scales, torch.full_like(scales, 8) if zeros is None else zeros)
+        return Coded.of(
+            "int4", max(self.group_size, 0), _by_output(tensors["qweight"]), tensors["scales"].t(), zeros
+        )
 
 
 def _by_output(words: Tensor) -> Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs
+from quire.kernels.formats import format_of
+from quire.kernels.formats.books import BookFormat
+from quire.kernels.linear import WeightScheme
+from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs, scheme_of
 
 _SCALES_PER_SCALE = 256
 """Blocks whose scales share one, where these are quantised, too."""
@@ -19,6 +22,9 @@ _SCALES_PER_SCALE = 256
 class BnbInt8(Codec):
     """weight int8 [N, K], and SCB [N], the largest magnitude of each output."""
 
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("int8", 0)
+
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
         return {
             "weight": Stored((outputs(), inputs()), (torch.int8,)),
@@ -27,7 +33,7 @@ class BnbInt8(Codec):
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
         data = tensors["weight"]
-        return Coded(data, data.shape[1], tensors["SCB"].unsqueeze(1) / 127)
+        return Coded.of("int8", 0, data, tensors["SCB"].float().unsqueeze(1) / 127)
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,13 @@ class Bnb4(Codec):
     @property
     def _state(self) -> str:
         return f"weight.quant_state.bitsandbytes__{self.kind}"
+
+    @property
+    def input_unit(self) -> int:
+        return self.block
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return None if num_inputs % self.block else scheme_of(self.kind, self.block)
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
         count = -(-num_outputs * num_inputs // self.block)
@@ -70,12 +83,22 @@ class Bnb4(Codec):
             outer = tensors["weight.nested_absmax"].repeat_interleave(_SCALES_PER_SCALE)[: len(scales)]
             scales = tensors["weight.nested_quant_map"][scales.int()] * outer + state.offset
         pairs = tensors["weight"].flatten()
-        numbers = tensors["weight.quant_map"][torch.stack((pairs >> 4, pairs & 15), 1).flatten().int()]
-        count = state.shape[0] * state.shape[1]
-        if not 0 <= len(numbers) - count <= 1:
-            raise ValueError(f"{self._state} says shape {state.shape}, and weight has {len(numbers)} numbers")
-        values = numbers * scales.repeat_interleave(self.block)[: len(numbers)]
-        return values[:count].view(*state.shape)
+        codes, book = torch.stack((pairs >> 4, pairs & 15), 1).flatten(), tensors["weight.quant_map"]
+        rows, columns = state.shape
+        if not 0 <= len(codes) - rows * columns <= 1:
+            raise ValueError(f"{self._state} says shape {state.shape}, and weight has {len(codes)} numbers")
+        if columns % self.block == 0:
+            self._check(book)
+            return Coded.of(self.kind, self.block, codes.view(rows, columns), scales.view(rows, -1))
+        values = book[codes.int()] * scales.repeat_interleave(self.block)[: len(codes)]
+        return values[: rows * columns].view(rows, columns)
+
+    def _check(self, book: Tensor) -> None:
+        """Raises ValueError: it is another book than the format's."""
+        expected = format_of(scheme_of(self.kind, self.block))
+        assert isinstance(expected, BookFormat), "one for each kind"
+        if not torch.allclose(book, expected.book.to(book.device), rtol=0.0, atol=1e-6):
+            raise ValueError(f"weight.quant_map is not {self.kind}'s")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from quire.kernels.formats.scaling import BlockScales
+from quire.kernels.formats import BlockScales, Numbers, format_of
+from quire.kernels.formats.grouped import GroupedFormat
+from quire.kernels.linear import WeightScheme
 from quire.layers.slot import FLOATS
 
 
@@ -53,7 +55,7 @@ def every(count: int = 1) -> Axis:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a module. Its parameter has the first of `dtypes`; the file may have any of them.
+    """A tensor of a module. The file may have any of `dtypes`, and the parameter has the first.
 
     An `optional` one may be missing. Of a `flat` one, and of a single number, the file may give any shape.
     """
@@ -67,11 +69,12 @@ class Stored:
     def dtype(self) -> torch.dtype:
         return next(iter(self.dtypes))
 
-    def as_long_as(self, shape: tuple[int, ...] | None) -> Stored:
-        """The same with the length that the file has, where that is what it says."""
-        if self.axes != (every(0),):
-            return self
-        return replace(self, axes=(every(shape[0] if shape else 1),))
+    def as_in_file(self, tensor: Tensor | None) -> Stored:
+        """The same in the dtype of the file, if it is one of these, and with its length, where that is what it says."""
+        dtypes = [tensor.dtype] if tensor is not None and tensor.dtype in self.dtypes else []
+        length = every(tensor.shape[0] if tensor is not None and tensor.dim() else 1)
+        axes = (length,) if self.axes == (every(0),) else self.axes
+        return replace(self, axes=axes, dtypes=(*dtypes, *self.dtypes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,39 +97,49 @@ class Grid:
             return scales.expand(num_rows, -1)
         return scales if self.outputs == 1 else scales.repeat_interleave(self.outputs, 0)[:num_rows]
 
-    def group(self, num_inputs: int) -> int:
-        """Inputs that share a scale."""
-        return self.inputs or num_inputs
-
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A matrix [N, K] as `(data - zeros) * scales - minimums`.
+    """A matrix [N, K] as numbers of a packed format, of which `group` values of k share a scale; 0: all."""
 
-    `data` is [N, K] of any dtype, the others [N, G] or None; `group` values of k share one of G, the last perhaps
-    fewer.
-    """
+    scheme: WeightScheme
+    numbers: Numbers
 
-    data: Tensor
-    group: int
-    scales: Tensor | BlockScales
-    zeros: Tensor | None = None
-    minimums: Tensor | BlockScales | None = None
+    @staticmethod
+    def of(
+        kind: str,
+        group: int,
+        data: Tensor,
+        scales: Tensor | BlockScales,
+        zeros: Tensor | BlockScales | None = None,
+    ) -> Coded:
+        """See `Numbers`; the group may be none of the format's."""
+        return Coded(scheme_of(kind, group, shifted=zeros is not None), Numbers(data, scales, zeros))
 
     def widened(self) -> Tensor:
-        """float32 [N, K]."""
-        values = self.data.float()
-        if self.zeros is not None:
-            values = values - self._spread(self.zeros)
-        values = values * self._spread(self.scales)
-        return values if self.minimums is None else values - self._spread(self.minimums)
+        """What it stands for: float32 [N, K]."""
+        kept, data = format_of(self.scheme), self.numbers.data
+        assert isinstance(kept, GroupedFormat), "floats are no codes"
+        scales, zeros = (
+            each.float() if isinstance(each, BlockScales) else each
+            for each in (self.numbers.scales, self.numbers.zeros)
+        )
+        return kept.widened(kept.codes(data), self.scheme, scales, zeros)[:, : data.shape[1]]
 
-    def _spread(self, of_groups: Tensor | BlockScales) -> Tensor:
-        """[N, G] -> [N, K], or [N, 1]."""
-        wide = of_groups.float()
-        if wide.shape[1] == 1:
-            return wide
-        return wide.repeat_interleave(self.group, 1)[:, : self.data.shape[1]]
+    def narrowed(self, inputs: slice) -> Coded:
+        """Those of some inputs, which begin at a whole group."""
+        group = self.scheme.group_size
+        groups = slice(inputs.start // group, -(-inputs.stop // group)) if group else slice(None)
+        data, *streams = self.numbers
+        if inputs == slice(0, data.shape[1]):
+            return self
+        cut = (each[:, groups] if isinstance(each, Tensor) else each for each in streams)
+        return Coded(self.scheme, Numbers(data[:, inputs], *cut))
+
+
+def scheme_of(kind: str, group: int, *, shifted: bool = False) -> WeightScheme:
+    """That of codes of a format; `shifted` by zero points or minimums."""
+    return WeightScheme(kind, group_size=group, symmetric=not shifted)
 
 
 class Codec:
@@ -140,6 +153,10 @@ class Codec:
         """Inputs that no cut splits."""
         axes = (axis for stored in self.tensors(1, 1).values() for axis in stored.axes)
         return math.lcm(*(axis.unit for axis in axes if axis.along == "inputs"))
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        """Of what is decoded, if kernels can multiply by it as it is; of optional tensors some are `present`."""
+        return None
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
         """What it reads of a module's matrix [N, K], by the names behind the module's."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs
+from quire.kernels.linear import WeightScheme
+from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs, scheme_of
 
 BLOCK = 32
 """Numbers of MXFP4 that share a scale."""
@@ -16,12 +17,14 @@ NV_BLOCK = 16
 """Of NVFP4."""
 _BIAS = 127
 """What the exponent of a scale of MXFP4 is larger by."""
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
 class Mxfp4Blocks(Codec):
     """As OpenAI writes MXFP4: blocks uint8 [N, K / 32, 16] and scales uint8 [N, K / 32]; a byte's low half is first."""
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("e2m1", BLOCK)
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
         return {
@@ -30,12 +33,15 @@ class Mxfp4Blocks(Codec):
         }
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
-        return Coded(_numbers(tensors["blocks"].flatten(1)), BLOCK, _powers(tensors["scales"]))
+        return Coded.of("e2m1", BLOCK, nibbles(tensors["blocks"].flatten(1)), _powers(tensors["scales"]))
 
 
 @dataclass(frozen=True)
 class Mxfp4(Codec):
     """As compressed-tensors writes it: weight_packed uint8 [N, K / 2] and weight_scale uint8 [N, K / 32]."""
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("e2m1", BLOCK)
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
         return {
@@ -44,7 +50,7 @@ class Mxfp4(Codec):
         }
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
-        return Coded(_numbers(tensors["weight_packed"]), BLOCK, _powers(tensors["weight_scale"]))
+        return Coded.of("e2m1", BLOCK, nibbles(tensors["weight_packed"]), _powers(tensors["weight_scale"]))
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,9 @@ class Nvfp4(Codec):
     scale_of_all: str = "weight_global_scale"
     divides: bool = True
 
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("e2m1", NV_BLOCK)
+
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
         return {
             self.packed: Stored((outputs(), inputs(2)), (torch.uint8,)),
@@ -67,20 +76,15 @@ class Nvfp4(Codec):
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
         of_all, scales = tensors[self.scale_of_all], tensors["weight_scale"].float()
-        return Coded(
-            _numbers(tensors[self.packed]), NV_BLOCK, scales / of_all if self.divides else scales * of_all
-        )
+        spread = scales / of_all if self.divides else scales * of_all
+        return Coded.of("e2m1", NV_BLOCK, nibbles(tensors[self.packed]), spread)
 
 
-def _numbers(pairs: Tensor) -> Tensor:
-    """Bytes [N, K / 2], whose low halves come first -> bfloat16 [N, K], which holds all sixteen numbers."""
-    numbers = torch.tensor(
-        [*_MAGNITUDES, *(-each for each in _MAGNITUDES)], dtype=torch.bfloat16, device=pairs.device
-    )
-    table = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=1)
-    return table[pairs.int()].flatten(-2)
+def nibbles(pairs: Tensor) -> Tensor:
+    """Bytes [N, K / 2], whose low halves come first -> uint8 [N, K]."""
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """Biased exponents, uint8 -> float32 powers of two (E8M0)."""
-    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - _BIAS)
+    """Biased exponents, uint8 -> powers of two (E8M0), which bfloat16 holds."""
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - _BIAS).bfloat16()

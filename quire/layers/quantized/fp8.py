@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, inputs, outputs
+from quire.kernels.linear import WeightScheme
+from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, inputs, outputs, scheme_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class Fp8(Codec):
     def _grid(self) -> Grid:
         return Grid(self.grid_outputs, self.grid_inputs)
 
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("fp8", self.grid_inputs)
+
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
         return {
             "weight": Stored((outputs(), inputs()), (torch.float8_e4m3fn,)),
@@ -32,4 +36,4 @@ class Fp8(Codec):
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
         data, grid = tensors["weight"], self._grid
-        return Coded(data, grid.group(data.shape[1]), grid.by_row(tensors[self.scale], len(data)))
+        return Coded.of("fp8", grid.inputs, data, grid.by_row(tensors[self.scale], len(data)))

@@ -1,25 +1,26 @@
 """The blocks of ggml's quantized types, as GGUF files have them.
 
-Each function takes blocks [B, bytes] uint8 and gives what `Coded` has of their numbers [B, size]. Widened, these are
-the bits that ggml's own reference makes. Names are ggml's: d and dmin are a block's scales, qs its numbers' low bits,
-qh the high ones. What is in 4 bits lies as the low halves of some bytes, then the high ones.
+Each function takes blocks [B, bytes] uint8 and gives the numbers of a packed format, a row for each block. Widened,
+these are the bits that ggml's own reference makes. Names are ggml's: d and dmin are a block's scales, qs its numbers'
+low bits, qh the high ones. What is in 4 bits lies as the low halves of some bytes, then the high ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from quire.config.ggml_types import TYPES, TensorType
-from quire.kernels.formats.scaling import BlockScales
-from quire.layers.quantized.codec import Codec, Coded, Stored, inputs, outputs
+from quire.kernels.formats import BlockScales, Numbers
+from quire.kernels.linear import WeightScheme
+from quire.layers.quantized.codec import Codec, Coded, Stored, inputs, outputs, scheme_of
 
-_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_E2M1_BIAS = 127
+S = TypeVar("S", Tensor, BlockScales)
 
 
 @dataclass(frozen=True)
@@ -28,28 +29,24 @@ class Ggml(Codec):
 
     type: str
 
-    @property
-    def _type(self) -> TensorType:
-        return TYPES[self.type]
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return _PACKED[self.type].scheme
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
-        rows = (outputs(), inputs(self._type.size, self._type.num_bytes))
-        return {"weight": Stored(rows, (torch.uint8,))}
+        kind = TYPES[self.type]
+        return {"weight": Stored((outputs(), inputs(kind.size, kind.num_bytes)), (torch.uint8,))}
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
-        return coded(self._type, tensors["weight"])
+        return coded(TYPES[self.type], tensors["weight"])
 
 
 def coded(kind: TensorType, rows: Tensor) -> Coded:
     """Whole blocks [N, bytes] uint8 of a quantized type."""
-    of_blocks = _BY_NAME[kind.name](rows.reshape(-1, kind.num_bytes))
-    return replace(
-        of_blocks,
-        data=_by_row(of_blocks.data, len(rows)),
-        scales=_by_row(of_blocks.scales, len(rows)),
-        zeros=None if of_blocks.zeros is None else _by_row(of_blocks.zeros, len(rows)),
-        minimums=None if of_blocks.minimums is None else _by_row(of_blocks.minimums, len(rows)),
-    )
+    packed = _PACKED[kind.name]
+    data, scales, zeros = packed.numbers(rows.reshape(-1, kind.num_bytes))
+    assert scales is not None, "every type has some"
+    by_row = (_by_row(scales, len(rows)), None if zeros is None else _by_row(zeros, len(rows)))
+    return Coded(packed.scheme, Numbers(_by_row(data, len(rows)), *by_row))
 
 
 def dequantized(kind: TensorType, rows: Tensor) -> Tensor:
@@ -58,100 +55,100 @@ def dequantized(kind: TensorType, rows: Tensor) -> Tensor:
     return coded(kind, flat).widened().view(*rows.shape[:-1], -1)
 
 
-def _by_row(of_blocks: Tensor | BlockScales, num_rows: int) -> Any:
+def _by_row(of_blocks: S, num_rows: int) -> S:
     """[B, n] -> [N, n of all of its blocks]."""
-    if isinstance(of_blocks, BlockScales):
-        return BlockScales(*(each.reshape(num_rows, -1) for each in of_blocks))
-    return of_blocks.reshape(num_rows, -1)
+    if isinstance(of_blocks, Tensor):
+        return of_blocks.reshape(num_rows, -1)
+    return BlockScales(*(each.reshape(num_rows, -1) for each in of_blocks))
 
 
-def _q4_0(blocks: Tensor) -> Coded:
-    d = _half(blocks[:, :2])
-    return Coded(_nibbles(blocks[:, 2:]), 32, d, zeros=torch.full_like(d, 8, dtype=torch.uint8))
+def _q4_0(blocks: Tensor) -> Numbers:
+    return Numbers(_nibbles(blocks[:, 2:]), _half(blocks[:, :2]))
 
 
-def _q4_1(blocks: Tensor) -> Coded:
-    return Coded(_nibbles(blocks[:, 4:]), 32, _half(blocks[:, :2]), minimums=-_half(blocks[:, 2:4]))
+def _q4_1(blocks: Tensor) -> Numbers:
+    return Numbers(_nibbles(blocks[:, 4:]), _half(blocks[:, :2]), -_half(blocks[:, 2:4]))
 
 
-def _q5_0(blocks: Tensor) -> Coded:
-    data = _nibbles(blocks[:, 6:]) + 16 * _bits(blocks[:, 2:6])
-    return Coded(data.to(torch.int8) - 16, 32, _half(blocks[:, :2]))
+def _q5_0(blocks: Tensor) -> Numbers:
+    return Numbers(_signed(_nibbles(blocks[:, 6:]), _bits(blocks[:, 2:6]), less=16), _half(blocks[:, :2]))
 
 
-def _q5_1(blocks: Tensor) -> Coded:
-    data = _nibbles(blocks[:, 8:]) + 16 * _bits(blocks[:, 4:8])
-    return Coded(data.to(torch.int8), 32, _half(blocks[:, :2]), minimums=-_half(blocks[:, 2:4]))
+def _q5_1(blocks: Tensor) -> Numbers:
+    data = _signed(_nibbles(blocks[:, 8:]), _bits(blocks[:, 4:8]))
+    return Numbers(data, _half(blocks[:, :2]), -_half(blocks[:, 2:4]))
 
 
-def _q8_0(blocks: Tensor) -> Coded:
-    return Coded(blocks[:, 2:].view(torch.int8), 32, _half(blocks[:, :2]))
+def _q8_0(blocks: Tensor) -> Numbers:
+    return Numbers(blocks[:, 2:].view(torch.int8), _half(blocks[:, :2]))
 
 
-def _q2_k(blocks: Tensor) -> Coded:
-    scales = blocks[:, :16]
-    minimums = _steps(scales >> 4, blocks[:, 82:84])
-    return Coded(
-        _planes(blocks[:, 16:80], bits=2), 16, _steps(scales & 15, blocks[:, 80:82]), minimums=minimums
-    )
+def _q2_k(blocks: Tensor) -> Numbers:
+    both = blocks[:, :16]
+    scales, minimums = _steps(both & 15, blocks[:, 80:82]), _steps(both >> 4, blocks[:, 82:84])
+    return Numbers(_planes(blocks[:, 16:80], bits=2), scales, minimums)
 
 
-def _q3_k(blocks: Tensor) -> Coded:
-    # A number is less by 4 where its bit of the mask is not set.
-    data = _planes(blocks[:, 32:96], bits=2) + 4 * _planes(blocks[:, :32], bits=1)
+def _q3_k(blocks: Tensor) -> Numbers:
+    # A number is less by 4 where its bit of the mask is not set, and 8 stands for 0.
+    data = 4 + _planes(blocks[:, 32:96], bits=2) + 4 * _planes(blocks[:, :32], bits=1)
     scales = _six_bits_of_16(blocks[:, 96:108]).to(torch.int8) - 32
-    return Coded(data.to(torch.int8) - 4, 16, _steps(scales, blocks[:, 108:110]))
+    return Numbers(data, _steps(scales, blocks[:, 108:110]))
 
 
-def _q4_k(blocks: Tensor) -> Coded:
-    scales, minimums = _scales_of_8(blocks)
-    return Coded(_planes(blocks[:, 16:], bits=4), 32, scales, minimums=minimums)
+def _q4_k(blocks: Tensor) -> Numbers:
+    return Numbers(_planes(blocks[:, 16:], bits=4), *_scales_of_8(blocks))
 
 
-def _q5_k(blocks: Tensor) -> Coded:
-    scales, minimums = _scales_of_8(blocks)
-    data = _planes(blocks[:, 48:], bits=4) + 16 * _planes(blocks[:, 16:48], bits=1)
-    return Coded(data.to(torch.int8), 32, scales, minimums=minimums)
+def _q5_k(blocks: Tensor) -> Numbers:
+    data = _signed(_planes(blocks[:, 48:], bits=4), _planes(blocks[:, 16:48], bits=1))
+    return Numbers(data, *_scales_of_8(blocks))
 
 
-def _q6_k(blocks: Tensor) -> Coded:
-    data = _planes(blocks[:, :128], bits=4, run=64) + 16 * _planes(blocks[:, 128:192], bits=2)
-    scales = blocks[:, 192:208].view(torch.int8)
-    return Coded(data.to(torch.int8) - 32, 16, _steps(scales, blocks[:, 208:]))
+def _q6_k(blocks: Tensor) -> Numbers:
+    low, high = _planes(blocks[:, :128], bits=4, run=64), _planes(blocks[:, 128:192], bits=2)
+    return Numbers(_signed(low, high, less=32), _steps(blocks[:, 192:208].view(torch.int8), blocks[:, 208:]))
 
 
-def _iq4_nl(blocks: Tensor) -> Coded:
-    return Coded(_looked_up(_IQ4_VALUES, _nibbles(blocks[:, 2:])), 32, _half(blocks[:, :2]))
+def _iq4_nl(blocks: Tensor) -> Numbers:
+    return Numbers(_nibbles(blocks[:, 2:]), _half(blocks[:, :2]))
 
 
-def _iq4_xs(blocks: Tensor) -> Coded:
+def _iq4_xs(blocks: Tensor) -> Numbers:
     high, low = _shifted(blocks[:, 2:4], bits=2), _shifted(blocks[:, 4:8], bits=4)
-    data = _looked_up(_IQ4_VALUES, _nibbles(blocks[:, 8:].reshape(-1, 16))).view(len(blocks), -1)
-    return Coded(data, 32, _steps((low + 16 * high).to(torch.int8) - 32, blocks[:, :2]))
+    data = _nibbles(blocks[:, 8:].reshape(-1, 16)).view(len(blocks), -1)
+    return Numbers(data, _steps(_signed(low, high, less=32), blocks[:, :2]))
 
 
-def _mxfp4(blocks: Tensor) -> Coded:
-    # The exponent of half a scale, because the values are doubled; below 2 that is a subnormal.
-    exponents = blocks[:, :1].int()
-    bits = torch.where(exponents < 2, 0x200000 << exponents.clamp(max=1), (exponents - 1) << 23)
-    return Coded(_looked_up(_E2M1_DOUBLED, _nibbles(blocks[:, 1:])), 32, bits.view(torch.float32))
+def _mxfp4(blocks: Tensor) -> Numbers:
+    exponents = blocks[:, :1].int() - _E2M1_BIAS
+    return Numbers(_nibbles(blocks[:, 1:]), torch.ldexp(torch.ones(len(blocks), 1), exponents).bfloat16())
 
 
-_BY_NAME: dict[str, Callable[[Tensor], Coded]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q2_K": _q2_k,
-    "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4,
+@dataclass(frozen=True)
+class _Packed:
+    """What blocks are in the packed format that holds them exactly."""
+
+    scheme: WeightScheme
+    numbers: Callable[[Tensor], Numbers]
+
+
+_PACKED: Mapping[str, _Packed] = {
+    "Q4_0": _Packed(scheme_of("int4", 32), _q4_0),
+    "Q4_1": _Packed(scheme_of("int4", 32, shifted=True), _q4_1),
+    "Q5_0": _Packed(scheme_of("int8", 32), _q5_0),
+    "Q5_1": _Packed(scheme_of("int8", 32, shifted=True), _q5_1),
+    "Q8_0": _Packed(scheme_of("int8", 32), _q8_0),
+    "Q2_K": _Packed(scheme_of("int4", 16, shifted=True), _q2_k),
+    "Q3_K": _Packed(scheme_of("int4", 16), _q3_k),
+    "Q4_K": _Packed(scheme_of("int4", 32, shifted=True), _q4_k),
+    "Q5_K": _Packed(scheme_of("int8", 32, shifted=True), _q5_k),
+    "Q6_K": _Packed(scheme_of("int8", 16), _q6_k),
+    "IQ4_NL": _Packed(scheme_of("iq4_nl", 32), _iq4_nl),
+    "IQ4_XS": _Packed(scheme_of("iq4_nl", 32), _iq4_xs),
+    "MXFP4": _Packed(scheme_of("e2m1", 32), _mxfp4),
 }
+"""By the names of `TYPES`."""
 
 
 def _half(pairs: Tensor) -> Tensor:
@@ -206,5 +203,6 @@ def _six_bits_of_16(packed: Tensor) -> Tensor:
     return low + 16 * high
 
 
-def _looked_up(values: tuple[int, ...], places: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.int8, device=places.device)[places.int()]
+def _signed(low: Tensor, high: Tensor, less: int = 0) -> Tensor:
+    """Numbers of their low four bits and the others, uint8, less so much: int8."""
+    return (low + 16 * high).to(torch.int8) - less

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quire.kernels.linear import WeightScheme
 from quire.layers.quantized.bits import unpacked, words_of
-from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs
-from quire.layers.quantized.integers import group_indices
+from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs, scheme_of
+from quire.layers.quantized.integers import group_indices, kind_of, unsigned
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,12 @@ class Gptq(Codec):
     group_size: int = 128
     """-1: one group of all inputs."""
     first_version: bool = True
+    symmetric: bool = False
     reordered: bool = False
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        group, shifted = max(self.group_size, 0), not self.symmetric
+        return None if self.reordered else scheme_of(kind_of(self.bits), group, shifted=shifted)
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
         run, words = words_of(self.bits)
@@ -40,15 +46,19 @@ class Gptq(Codec):
         return tensors | order if self.reordered else tensors
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
-        data = unpacked(tensors["qweight"], self.bits, 0)
-        scales = tensors["scales"]
-        zeros = unpacked(tensors["qzeros"], self.bits, 1)[:, : scales.shape[1]]
+        scales = tensors["scales"].t()
+        data = unpacked(tensors["qweight"], self.bits, 0).t()
+        zeros = unpacked(tensors["qzeros"], self.bits, 1)[:, : len(scales)].t()
         if self.first_version:
             zeros = (zeros + 1) & ((1 << self.bits) - 1)
-        if not self.reordered:
-            return Coded(data.t(), self._group(len(data)), scales.t(), zeros.t())
-        groups = group_indices("g_idx", tensors["g_idx"], len(scales))
-        return Coded(data.t(), 1, scales[groups].t(), zeros[groups].t())
+        if self.reordered:
+            groups = group_indices("g_idx", tensors["g_idx"], scales.shape[1])
+            return unsigned(self.bits, 1, data, scales[:, groups], zeros[:, groups])
+        if not self.symmetric:
+            return unsigned(self.bits, max(self.group_size, 0), data, scales, zeros)
+        if (zeros != 1 << (self.bits - 1)).any():
+            raise ValueError(f"sym is true, but qzeros are not all {1 << (self.bits - 1)}")
+        return unsigned(self.bits, max(self.group_size, 0), data, scales)
 
     def _group(self, num_inputs: int) -> int:
         return num_inputs if self.group_size < 0 else self.group_size

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quire.kernels.formats.integers import INT4_ZERO
+from quire.kernels.linear import INT8_ZERO, WeightScheme
 from quire.layers.quantized.bits import unpacked, words_of
-from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, every, inputs, outputs
+from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, every, inputs, outputs, scheme_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,9 @@ class Int8(Codec):
     def _grid(self) -> Grid:
         return Grid(self.grid_outputs, self.grid_inputs)
 
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("int8", self.grid_inputs, shifted="weight_zero_point" in present)
+
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
         return {
             "weight": Stored((outputs(), inputs()), (torch.int8,)),
@@ -31,13 +36,8 @@ class Int8(Codec):
         }
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
-        data, grid = tensors["weight"], self._grid
-        zeros = tensors.get("weight_zero_point")
-        return Coded(
-            data,
-            grid.group(data.shape[1]),
-            grid.by_row(tensors["weight_scale"], len(data)),
-            None if zeros is None else grid.by_row(zeros, len(data)),
+        return with_sign(
+            self._grid, tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
         )
 
 
@@ -54,6 +54,10 @@ class PackedIntegers(Codec):
     """0: one group of all inputs."""
     symmetric: bool = True
     reordered: bool = False
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        shifted = not self.symmetric
+        return None if self.reordered else scheme_of(kind_of(self.bits), self.group_size, shifted=shifted)
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
         run, words = words_of(self.bits)
@@ -72,15 +76,42 @@ class PackedIntegers(Codec):
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
         data, scales = unpacked(tensors["weight_packed"], self.bits, 1), tensors["weight_scale"]
-        if self.symmetric:
-            zeros = torch.full_like(scales, 1 << (self.bits - 1))
-        else:
-            zeros = unpacked(tensors["weight_zero_point"], self.bits, 0)[: len(data)]
-        if self.reordered:
-            data = data[:, : len(tensors["weight_g_idx"])]
-            groups = group_indices("weight_g_idx", tensors["weight_g_idx"], scales.shape[1])
-            return Coded(data, 1, scales[:, groups], zeros[:, groups])
-        return Coded(data, self.group_size or data.shape[1], scales, zeros)
+        zeros = None if self.symmetric else unpacked(tensors["weight_zero_point"], self.bits, 0)[: len(data)]
+        if not self.reordered:
+            return unsigned(self.bits, self.group_size, data, scales, zeros)
+        groups = group_indices("weight_g_idx", tensors["weight_g_idx"], scales.shape[1])
+        return unsigned(
+            self.bits,
+            1,
+            data[:, : len(groups)],
+            scales[:, groups],
+            None if zeros is None else zeros[:, groups],
+        )
+
+
+def kind_of(bits: int) -> str:
+    """The format that holds integers of so many."""
+    return "int8" if bits > 4 else "int4"
+
+
+def unsigned(bits: int, group: int, data: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Coded:
+    """Integers without sign, uint8, with such zero points, or else one in the middle of their range."""
+    if zeros is not None:
+        return Coded.of(kind_of(bits), group, data, scales, zeros)
+    middle, half = (INT8_ZERO, 1 << (bits - 1)) if bits > 4 else (INT4_ZERO, 1 << (bits - 1))
+    centred = data + (middle - half)
+    return Coded.of(
+        kind_of(bits), group, (centred ^ INT8_ZERO).view(torch.int8) if bits > 4 else centred, scales
+    )
+
+
+def with_sign(grid: Grid, data: Tensor, scales: Tensor, zeros: Tensor | None) -> Coded:
+    """int8 with scales, and perhaps zero points of that range, on a grid."""
+    by_row = grid.by_row(scales, len(data))
+    if zeros is None:
+        return Coded.of("int8", grid.inputs, data, by_row)
+    lifted = (grid.by_row(zeros, len(data)).to(torch.int16) + INT8_ZERO).to(torch.uint8)
+    return Coded.of("int8", grid.inputs, data.view(torch.uint8) ^ INT8_ZERO, by_row, lifted)
 
 
 def group_indices(name: str, tensor: Tensor, count: int) -> Tensor:

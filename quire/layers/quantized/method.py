@@ -9,15 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError
+from quire.kernels import ops
+from quire.kernels.formats import BlockScales, Numbers, format_of
+from quire.kernels.formats.grouped import GroupedFormat
+from quire.kernels.linear import Layout, WeightScheme
 from quire.layers.base import parameter
 from quire.layers.quantization import QuantMethod
-from quire.layers.quantized.codec import Axis, Codec, Stored
+from quire.layers.quantized.codec import Axis, Codec, Coded, Stored
 from quire.layers.slot import Part, Slot, length
 
 if TYPE_CHECKING:
@@ -26,20 +31,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EncodedModule:
-    """A module of the checkpoint: its name, its codec, and the shapes of its tensors that are in the files."""
+    """A module of the checkpoint: its name, its codec, and its tensors that are in the files, on the meta device."""
 
     name: str
     codec: Codec
-    shapes: Mapping[str, tuple[int, ...]]
+    in_files: Mapping[str, Tensor]
 
     def tensors(self, num_outputs: int, num_inputs: int) -> dict[str, Stored]:
         """What is there, or has to be."""
         wanted = self.codec.tensors(num_outputs, num_inputs)
         return {
-            name: stored.as_long_as(self.shapes.get(name))
+            name: stored.as_in_file(self.in_files.get(name))
             for name, stored in wanted.items()
-            if not stored.optional or name in self.shapes
+            if not stored.optional or name in self.in_files
         }
+
+    def scheme(self, num_inputs: int) -> WeightScheme | None:
+        """See `Codec.scheme`; None as well if the format does not have such groups."""
+        scheme = self.codec.scheme(num_inputs, self.in_files.keys())
+        kept = None if scheme is None else format_of(scheme)
+        return scheme if isinstance(kept, GroupedFormat) and scheme.group_size in kept.groups else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +76,30 @@ class _Source:
     def parameter_name(self, tensor: str) -> str:
         return f"stored{self.index}_{tensor.replace('.', '_')}"
 
+    def place(self, rows: Tensor, layer: Tensor) -> None:
+        """Copy what was read of the module, a row for each output, to where it is in the layer."""
+        start = 0
+        for take in self.takes:
+            for taken, place in take.places:
+                layer[place] = rows[start + taken.start : start + taken.stop]
+            start += length(take.rows)
+
 
 class Encoded(QuantMethod):
-    """Reads `modules`, which are merged in a layer in this order, and keeps the weight as `kept` keeps floats."""
+    """Reads `modules`, which are merged in a layer in this order, and keeps the weight as `kept` keeps floats.
+
+    With `packed`, of which scheme all of them are, their numbers stay what they are.
+    """
 
     name = "encoded"
 
-    def __init__(self, modules: Sequence[EncodedModule], kept: QuantMethod) -> None:
-        super().__init__(kept.scheme)
+    def __init__(
+        self, modules: Sequence[EncodedModule], kept: QuantMethod, packed: WeightScheme | None = None
+    ) -> None:
+        super().__init__(packed or kept.scheme)
         self._modules = modules
         self._kept = kept
+        self._packed = packed
         self.quantizes_rows = kept.quantizes_rows
         self.spans_rows = kept.spans_rows
 
@@ -102,37 +127,45 @@ class Encoded(QuantMethod):
 
     def finish(self, layer: MatrixLayer) -> None:
         device = getattr(layer, next(iter(self.replaced(layer, "cpu")))).device
+        decoded = [(source, self._decoded(layer, source)) for source in self._sources(layer)]
+        if self._packed is not None and self._is_packed(layer, device):
+            numbers = _joined(layer.num_rows, [(source, each.numbers) for source, each in decoded])
+            layout: Layout = "panels" if device.type == "cpu" else "rows"
+            layer.packed = format_of(self.scheme).from_numbers(numbers, self.scheme, layer.halves(), layout)
+            return
         weight = torch.empty(layer.num_rows, length(self.read(layer)), dtype=layer.dtype, device=device)
-        for source in self._sources(layer):
-            rows, start = self._decoded(layer, source), 0
-            for take in source.takes:
-                for taken, place in take.places:
-                    weight[place] = rows[start + taken.start : start + taken.stop]
-                start += length(take.rows)
+        for source, each in decoded:
+            source.place(each.widened() if isinstance(each, Coded) else each, weight)
         layer.adopt(weight)
         self._kept.finish(layer)
 
-    def _decoded(self, layer: MatrixLayer, source: _Source) -> Tensor:
-        """What is read of a module: rows and inputs, of any float dtype."""
+    def _is_packed(self, layer: MatrixLayer, device: torch.device) -> bool:
+        """Whether a kernel of the device multiplies by it; its reference would take the panels apart in each call."""
+        weight = torch.empty(0, dtype=layer.dtype, device=device)
+        return ops.pack_weight.takes(device.type, weight, self.scheme, layer.halves())
+
+    def _decoded(self, layer: MatrixLayer, source: _Source) -> Coded | Tensor:
+        """What is read of a module: rows and inputs."""
         tensors = {}
         for name in source.module.tensors(source.num_rows, layer.inputs):
             tensors[name] = getattr(layer, source.parameter_name(name)).data
             delattr(layer, source.parameter_name(name))
+        codec, expected = source.module.codec, (source.num_rows, layer.inputs)
         try:
-            coded = source.module.codec.decoded(tensors)
+            decoded = codec.decoded(tensors)
         except ValueError as error:
             raise ModelLoadError(f"{source.module.name}: {error}") from error
-        rows = coded if isinstance(coded, Tensor) else coded.widened()
-        expected, read = (source.num_rows, layer.inputs), self.read(layer)
-        if not source.module.codec.cuts and tuple(rows.shape) != expected:
+        shape = tuple((decoded.numbers.data if isinstance(decoded, Coded) else decoded).shape)
+        if not codec.cuts and shape != expected:
             raise ModelLoadError(
-                f"{source.module.name}: the tensors are of a matrix {[*rows.shape]}, config.json implies {[*expected]}"
+                f"{source.module.name}: the tensors are of a matrix {[*shape]}, config.json implies {[*expected]}"
             )
-        return rows[:, : length(read)] if source.module.codec.cuts else rows[:, read]
+        read = self.read(layer) if not codec.cuts else slice(0, length(self.read(layer)))
+        return decoded.narrowed(read) if isinstance(decoded, Coded) else decoded[:, read]
 
     def _slots_of(self, layer: MatrixLayer, source: _Source, name: str, stored: Stored) -> Iterator[Slot]:
         shape = tuple(axis.size(source.num_rows, layer.inputs) for axis in stored.axes)
-        in_file = source.module.shapes.get(name, shape)
+        in_file = tuple(source.module.in_files[name].shape) if name in source.module.in_files else shape
         is_same = math.prod(in_file) == math.prod(shape) and (stored.flat or math.prod(shape) == 1)
         target, start = getattr(layer, source.parameter_name(name)), 0
         dim = next((dim for dim, axis in enumerate(stored.axes) if axis.along == "outputs"), None)
@@ -170,6 +203,26 @@ class Encoded(QuantMethod):
             pieces.setdefault(piece.name, []).append(piece)
         for index, (module, (name, parts)) in enumerate(zip(self._modules, pieces.items(), strict=True)):
             yield _Source(index, module, name, parts[0].num_rows, _takes(parts, module.codec.cuts))
+
+
+def _joined(num_rows: int, modules: Sequence[tuple[_Source, Numbers]]) -> Numbers:
+    """The numbers of a layer from those of the modules in it."""
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+        whole = torch.empty(num_rows, parts[0].shape[1], dtype=dtype, device=parts[0].device)
+        for (source, _), part in zip(modules, parts, strict=True):
+            source.place(part, whole)
+        return whole
+
+    def streams(parts: Sequence[Any]) -> Any:
+        if parts[0] is None:
+            return None
+        if isinstance(parts[0], BlockScales):
+            return BlockScales(*(joined(each) for each in zip(*parts, strict=True)))
+        return joined(parts)
+
+    return Numbers(*(streams(each) for each in zip(*(numbers for _, numbers in modules), strict=True)))
 
 
 def _takes(pieces: Sequence[Piece], cuts: bool) -> list[_Take]:

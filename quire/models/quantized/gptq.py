@@ -33,6 +33,7 @@ def _encoding(config: JsonObject, first_version: bool) -> Encoding:
         "bits": bits,
         "group_size": group_size(config, "group_size"),
         "first_version": first_version,
+        "symmetric": config.flag("sym", True),
         "reordered": config.flag("desc_act", False),
     }
     return Encoding("gptq", options)

@@ -24,7 +24,7 @@ def assert_equal_logits(path: Path, oracle: Path) -> None:
     with torch.inference_mode():
         expected = [theirs(torch.tensor([sequence])).logits[0] for sequence in sequences]
     assert max(logits.abs().max().item() for logits in expected) > 0.5, "logits too small to tell anything"
-    model = load_tiny(path, max_model_len=32)
+    model = load_tiny(path, max_model_len=32, quantization_config={"mode": "precise"})
     for ours, other in zip(logits_of(model, sequences, chunk_sizes=[5]), expected, strict=True):
         torch.testing.assert_close(ours, other, rtol=0.0, atol=TOLERANCE)
 
@@ -34,6 +34,13 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert_equal_logits(*write_gguf(name, tmp_path))
 
 
+KEPT = {
+    Kind.Q4_0: ("int4", 32, True),
+    Kind.Q8_0: ("int8", 32, True),
+    Kind.Q4_K: ("int4", 32, False),
+    Kind.Q6_K: ("int8", 16, True),
+    Kind.IQ4_XS: ("iq4_nl", 32, True),
+}
 SMALL_BLOCKS = (
     Kind.F32,
     Kind.F16,
@@ -57,3 +64,15 @@ def test_types_with_small_blocks(kind: Kind, tmp_path: Path) -> None:
 def test_types_with_blocks_of_256(kind: Kind, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
     assert_equal_logits(*write_gguf("llama", tmp_path, kind, **sizes))
+
+
+@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
+def test_matrices_are_kept_in_the_numbers_of_the_file(kind: Kind, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
+    path, _ = write_gguf("llama", tmp_path, kind, **sizes)
+    model = load_tiny(path)
+    schemes = [
+        layer.packed.scheme for _, layer in model.checkpoint_layers() if getattr(layer, "packed", None)
+    ]
+    assert len(schemes) == 5
+    assert {(scheme.kind, scheme.group_size, scheme.symmetric) for scheme in schemes} == {KEPT[kind]}

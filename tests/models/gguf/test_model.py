@@ -29,7 +29,8 @@ QUESTIONS = ("What is the capital of France?", "Count from 3 to 9.", "hello")
 @pytest.mark.parametrize("kind", [Kind.BF16, Kind.Q8_0, Kind.Q4_0], ids=lambda kind: kind.name)
 def test_the_model_in_the_box_answers_as_transformers_does(kind: Kind, tmp_path: Path) -> None:
     path, oracle = write_demo(tmp_path, kind)
-    llm = LLM(str(path), dtype="float32", **MEMORY)
+    exact = {} if kind == Kind.BF16 else {"quantization_config": {"mode": "precise"}}
+    llm = LLM(str(path), dtype="float32", **exact, **MEMORY)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     outputs = llm.chat(chats, GREEDY, use_tqdm=False)
     model = oracle_of(oracle)

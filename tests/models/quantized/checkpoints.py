@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.kernels import reference
+from quire.layers.matrix import MatrixLayer
 from quire.models.base import CausalLM
 from quire.models.weights import SINGLE_NAME
 from tests.models.harness import load_tiny, logits_of
@@ -50,17 +52,19 @@ def error_of_logits(quantized: Path, floats: Path, **options: Any) -> float:
     from transformers import AutoModelForCausalLM
 
     expected = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32)(torch.tensor(IDS)).logits[0]
-    got = logits_of(load_tiny(quantized, **options), IDS, chunk_sizes=[5])[0]
+    precise = {"quantization_config": {"mode": "precise"}}
+    got = logits_of(load_tiny(quantized, **precise | options), IDS, chunk_sizes=[5])[0]
     return float((got - expected).abs().max() / expected.abs().max())
 
 
 def same(one: CausalLM, other: CausalLM, *, tolerance: float = 0.0) -> None:
-    """That two models hold the same weights, bit by bit unless products may be rounded in another order."""
+    """That two models stand for the same weights, bit by bit unless products may be rounded in another order."""
     for (_, ours), (_, theirs) in zip(one.checkpoint_layers(), other.checkpoint_layers(), strict=True):
-        got, want = ours.tensors(), theirs.tensors()
-        assert got.keys() == want.keys()
-        for name, tensor in want.items():
-            if tolerance:
-                torch.testing.assert_close(got[name], tensor, rtol=tolerance, atol=1e-9)
-            else:
-                assert torch.equal(got[name], tensor), ours.name
+        if isinstance(ours, MatrixLayer) and isinstance(theirs, MatrixLayer):
+            pairs = [(reference.unpack_weight(layer.matrix()).float() for layer in (ours, theirs))]
+        else:
+            got, want = ours.tensors(), theirs.tensors()
+            assert got.keys() == want.keys()
+            pairs = [(got[name], want[name]) for name in want]
+        for mine, yours in pairs:
+            torch.testing.assert_close(mine, yours, rtol=tolerance, atol=tolerance / 10, msg=ours.name)
