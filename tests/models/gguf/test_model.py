@@ -14,9 +14,11 @@ from gguf import GGUFWriter
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
+from quire.config.ggml_types import READ
 from quire.engine.startup import prepare
-from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
+from quire.errors import ConfigError, ModelLoadError, StartupError, UnsupportedModelError
 from quire.models.checkpoint import read_model_config, resolve_model_dir
+from quire.models.gguf.architectures import ARCHITECTURES
 from tests.fixtures.gguf_models import finish, write_demo, write_gguf
 from tests.fixtures.tiny_models import oracle_of
 from tests.models.harness import load_tiny
@@ -152,3 +154,18 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ModelLoadError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight' is in none of the files"
     ):
         load_tiny(bare(tmp_path / "x.gguf"))
+
+
+def test_the_other_load_format_is_refused(tmp_path: Path) -> None:
+    path = bare(tmp_path / "x.gguf")
+    with pytest.raises(ConfigError, match=r"--load-format is safetensors, but .*x\.gguf is a model in gguf"):
+        prepare(EngineConfig.from_args(model=str(path), load_format="safetensors"), "offline")
+    with pytest.raises(ConfigError, match=r"--load-format is gguf, but .* is a model in safetensors"):
+        prepare(EngineConfig.from_args(load_format="gguf"), "offline")
+
+
+def test_the_docs_name_all_that_is_read() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "quantization.md").read_text()
+    section = page.partition("\n## GGUF\n")[2]
+    assert all(f"`{name}`" in section for name in ARCHITECTURES)
+    assert all(f" {kind.name}" in section for kind in READ.values())
