@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from quire.kernels.linear import WeightScheme
 from quire.layers.quantized.codec import Codec, Coded, Stored, inputs, outputs, scheme_of
 
 _E2M1_BIAS = 127
-S = TypeVar("S", Tensor, BlockScales)
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,8 @@ def coded(kind: TensorType, rows: Tensor) -> Coded:
     """Whole blocks [N, bytes] uint8 of a quantized type."""
     packed = _PACKED[kind.name]
     data, scales, zeros = packed.numbers(rows.reshape(-1, kind.num_bytes))
-    assert scales is not None, "every type has some"
-    by_row = (_by_row(scales, len(rows)), None if zeros is None else _by_row(zeros, len(rows)))
-    return Coded(packed.scheme, Numbers(_by_row(data, len(rows)), *by_row))
+    by_row = (None if each is None else _by_row(each, len(rows)) for each in (scales, zeros))
+    return Coded(packed.scheme, Numbers(data.reshape(len(rows), -1), *by_row))
 
 
 def dequantized(kind: TensorType, rows: Tensor) -> Tensor:
@@ -55,7 +52,7 @@ def dequantized(kind: TensorType, rows: Tensor) -> Tensor:
     return coded(kind, flat).widened().view(*rows.shape[:-1], -1)
 
 
-def _by_row(of_blocks: S, num_rows: int) -> S:
+def _by_row(of_blocks: Tensor | BlockScales, num_rows: int) -> Tensor | BlockScales:
     """[B, n] -> [N, n of all of its blocks]."""
     if isinstance(of_blocks, Tensor):
         return of_blocks.reshape(num_rows, -1)
