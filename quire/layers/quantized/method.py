@@ -185,7 +185,8 @@ class Encoded(QuantMethod):
                 place = target.narrow(dim, start, length(box[dim]))
                 start += length(box[dim])
             part = Part(shape, tuple(region), box, in_file if is_same else None)
-            yield Slot(place, "zeros", part, stored.dtypes)
+            # What stands for all outputs is read by every layer that takes some of them.
+            yield Slot(place, "zeros", part, stored.dtypes, shared=dim is None)
 
     def _indices(self, layer: MatrixLayer, axis: Axis, rows: slice) -> slice:
         """What is read along an axis."""

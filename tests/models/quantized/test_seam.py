@@ -19,9 +19,11 @@ from quire.models.loader import load_model
 from quire.models.quantized.page import PAGE, page
 from quire.models.weights import SINGLE_NAME
 from tests.models.harness import load_tiny, prepared_config
-from tests.models.quantized.checkpoints import same, write
+from tests.models.quantized.checkpoints import error_of_logits, same, write
 from tests.models.quantized.test_gptq import Writer
 from tests.models.quantized.test_published_encodings import CASES, but_head
+
+FP8 = CASES["fp8-tensor"]
 
 
 def test_the_page_says_what_the_code_does() -> None:
@@ -45,6 +47,20 @@ def test_packed_weights_are_kept_in_a_file(name: str, llama: Path, tmp_path: Pat
     path, _ = write(llama, tmp_path / "model", dict(CASES[name].config), CASES[name].writer, but_head)
     config = prepared_config(path, packed_weights_cache=str(tmp_path / "cache"))
     same(*(load_model(config) for _ in range(2)))
+
+
+@pytest.mark.parametrize("kind", ["gptq", "fp8"])
+@pytest.mark.parametrize("family", ["deepseekv3", "qwen2moe", "phi3", "gptneox"])
+def test_all_kinds_of_layers_read_it(
+    family: str, kind: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Parts of one module in two layers, experts, q, k and v in one tensor, and in turns."""
+    writer, config = (
+        (Writer(4, 32), Writer(4, 32).config()) if kind == "gptq" else (FP8.writer, dict(FP8.config))
+    )
+    left = ("lm_head", "embed_out", "gate")
+    paths = write(tiny_model(family), tmp_path, config, writer, lambda name: not name.endswith(left))
+    assert error_of_logits(*paths) < 1e-4
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
