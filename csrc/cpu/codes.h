@@ -6,70 +6,70 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// Sixteen codes of k, at the step of the panel in which they stand, and one.
+// What codes stand for: sixteen of the i-th k of a step, of which there are four for each code in a byte; and one.
 struct Int8Values {
     static constexpr int64_t kPerByte = 1;
     int32_t zero;
 
-    Lanes16 at(const uint8_t* step, int64_t k) const {
-        return to_floats(bits_of(load_words(step), k % kQuad * 8, 255) - splat16(zero));
-    }
+    Lanes16 at(Ints16 step, int64_t i) const { return to_floats(bits_of(step, i * 8, 255) - splat16(zero)); }
     float of(uint8_t code) const { return static_cast<float>(code - zero); }
 };
+
+// Where the nibble of the i-th k of a step is in its output's word.
+constexpr int64_t nibble_shift(int64_t i) { return i % kQuad * 8 + shift_of(i); }
 
 struct Int4Values {
     static constexpr int64_t kPerByte = 2;
     int32_t zero;
 
-    Lanes16 at(const uint8_t* step, int64_t k) const {
-        return to_floats(bits_of(load_words(step), k % kQuad * 8 + shift_of(k), 15) - splat16(zero));
-    }
+    Lanes16 at(Ints16 step, int64_t i) const { return to_floats(bits_of(step, nibble_shift(i), 15) - splat16(zero)); }
     float of(uint8_t code) const { return static_cast<float>(code - zero); }
 };
 
-// E4M3 has an exponent of 4 bits and a mantissa of 3: at the place of a float's they are 2^120 times too small, subnormal
+// E4M3 has an exponent of 4 bits and a mantissa of 3: at the place of a float16's they are 2^8 times too small, subnormal
 // numbers included. It has no infinities, and one NaN.
-inline float from_e4m3(uint32_t code) {
-    const uint32_t magnitude = code & 0x7f, nan = (magnitude + 1) >> 7;
-    const uint32_t bits = magnitude << 20;
-    float scaled;
-    __builtin_memcpy(&scaled, &bits, sizeof scaled);
-    scaled *= 0x1p120f;
-    uint32_t result;
-    __builtin_memcpy(&result, &scaled, sizeof result);
-    result |= (code & 0x80) << 24 | nan * 0x7fc00000;
-    float value;
-    __builtin_memcpy(&value, &result, sizeof value);
-    return value;
-}
-
-// Sixteen words' bytes, or nibbles, one after the other.
-template <class Convert>
-inline Lanes16 each_word(const uint8_t* step, int64_t shift, uint32_t mask, Convert convert) {
-    uint32_t words[kPanel];
-    Float32 values[kPanel];
-    __builtin_memcpy(words, step, sizeof words);
-    for (int64_t j = 0; j < kPanel; ++j) values[j].value = convert(words[j] >> shift & mask);
-    return load16(values);
-}
-
 struct Fp8Values {
     static constexpr int64_t kPerByte = 1;
+    static constexpr float kStep = 256.0f;
 
-    Lanes16 at(const uint8_t* step, int64_t k) const { return each_word(step, k % kQuad * 8, 255, from_e4m3); }
-    float of(uint8_t code) const { return from_e4m3(code); }
+    static uint16_t half_of(uint32_t code) {
+        const uint32_t magnitude = code & 0x7f, nan = (magnitude + 1) >> 7;
+        return static_cast<uint16_t>((code & 0x80) << 8 | magnitude << 7 | nan * 0x7e00);
+    }
+    Lanes16 at(Ints16 step, int64_t i) const {
+        const Ints16 codes = bits_of(step, i * 8, 255);
+#ifdef __AVX512F__
+        const __m512i magnitude = _mm512_and_si512(codes.all, _mm512_set1_epi32(0x7f));
+        const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(codes.all, _mm512_set1_epi32(0x80)), 8);
+        const __m512i halves = _mm512_or_si512(sign, _mm512_slli_epi32(magnitude, 7));
+        const __mmask16 nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f));
+        const __m512i all = _mm512_mask_mov_epi32(halves, nan, _mm512_set1_epi32(0x7e00));
+        return Lanes16{_mm512_cvtph_ps(_mm512_cvtepi32_epi16(all))} * splat16(kStep);
+#else
+        uint32_t words[kPanel];
+        Float16 halves[kPanel];
+        __builtin_memcpy(words, &codes, sizeof words);
+        for (int64_t j = 0; j < kPanel; ++j) halves[j].bits = half_of(words[j]);
+        return load16(halves) * splat16(kStep);
+#endif
+    }
+    float of(uint8_t code) const { return to_float(Float16{half_of(code)}) * kStep; }
 };
 
 struct BookValues {
     static constexpr int64_t kPerByte = 2;
     const Float32* book;
 
-    Lanes16 at(const uint8_t* step, int64_t k) const {
-        const int64_t shift = k % kQuad * 8 + shift_of(k);
+    Lanes16 at(Ints16 step, int64_t i) const {
+        const Ints16 codes = bits_of(step, nibble_shift(i), 15);
 #ifdef __AVX512F__
-        return {_mm512_permutexvar_ps(bits_of(load_words(step), shift, 15).all, load16(book).all)};
+        return {_mm512_permutexvar_ps(codes.all, load16(book).all)};
 #else
-        return each_word(step, shift, 15, [&](uint32_t code) { return book[code].value; });
+        uint32_t words[kPanel];
+        Float32 values[kPanel];
+        __builtin_memcpy(words, &codes, sizeof words);
+        for (int64_t j = 0; j < kPanel; ++j) values[j] = book[words[j]];
+        return load16(values);
 #endif
     }
     float of(uint8_t code) const { return book[code].value; }
@@ -125,10 +125,13 @@ struct WidePanels {
             for_each_group(weight, start, count, [&](int64_t k, int64_t end, int64_t group) {
                 const Lanes16 scale = scales.at(group, 0);
                 const Shifts shifts(weight, zeros, group);
+                // Whole steps: what is behind the last k is never read.
                 const auto put = [&](auto weight_of) {
-                    for (; k < end; ++k, wide += kPanel) {
-                        const uint8_t* step = panel + byte_of(k, 0, values.kPerByte) - k % kQuad;
-                        store16(wide, weight_of(values.at(step, k)));
+                    constexpr int64_t kStep = kQuad * values.kPerByte;
+                    for (; k < end; k += kStep, wide += kStep * kPanel) {
+                        const Ints16 step = load_words(panel + byte_of(k, 0, values.kPerByte));
+#pragma GCC unroll 8
+                        for (int64_t i = 0; i < kStep; ++i) store16(wide + i * kPanel, weight_of(values.at(step, i)));
                     }
                 };
                 if (weight.packing.shifts()) put([&](Lanes16 value) { return shifts.of(value, scale); });

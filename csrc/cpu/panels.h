@@ -92,7 +92,7 @@ struct Weight {
 inline int64_t byte_of(int64_t k, int64_t j, int64_t per_byte) {
     return k / (kQuad * per_byte) * kStepBytes + j * kQuad + k % kQuad;
 }
-inline int64_t shift_of(int64_t k) { return k / kQuad % 2 * 4; }
+constexpr int64_t shift_of(int64_t k) { return k / kQuad % 2 * 4; }
 
 // Values of k that stand together in a panel of floats. Two bfloat16 are what one instruction multiplies and adds, the one
 // in the high half first; wherever there is none, a shift and a mask widen them.

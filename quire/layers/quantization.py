@@ -78,12 +78,12 @@ class QuantMethod:
     def finish(self, layer: MatrixLayer) -> None:
         """Bring the weight, all of which is there, into the one form in which it is kept."""
         assert layer.weight is not None, "a layer is finished once"
-        weight = layer.weight
+        weight = layer.rearranged(layer.weight.data)
         if self.replaced(layer, weight.device.type):
-            packed = ops.pack_weight(weight.data, self.scheme, layer.halves())
+            packed = ops.pack_weight(weight, self.scheme, layer.halves())
             layer.weight, layer.packed = None, self._own_columns(layer, packed)
         else:
-            layer.adopt(self._rounded(layer, weight.data))
+            layer.adopt(self._rounded(layer, weight))
 
     def read(self, layer: MatrixLayer) -> slice:
         """The inputs whose weights are read, of which a rank may keep fewer."""

@@ -127,7 +127,7 @@ class _Encodings:
     def _packed(self, layer: MatrixLayer, modules: Sequence[EncodedModule]) -> WeightScheme | None:
         """The scheme that the numbers of all modules have; None where each is another, or none."""
         first, *others = {module.scheme(layer.inputs) for module in modules}
-        if first is None or others:
+        if first is None or others or layer.rearranges:
             return None
         return replace(self._scheme, kind=first.kind, group_size=first.group_size, symmetric=first.symmetric)
 

@@ -247,7 +247,8 @@ def _why_unfit(info: TensorInfo, slots: list[Slot]) -> Iterator[str]:
         if info.dtype not in slot.dtypes:
             yield f"is {_text(info.dtype)}; expected {' or '.join(_text(dtype) for dtype in slot.dtypes)}"
             return
-    reason = why_not_covered(slots[0].source.shape, [slot.source.region for slot in slots])
+    regions = [slot.source.region for slot in slots if not slot.shared]
+    reason = why_not_covered(slots[0].source.shape, regions) if regions else None
     if reason is not None:
         yield f"does not go into the model once: {reason}"
 

@@ -123,7 +123,7 @@ class GroupedFormat(Format):
         if self.per_byte == 1:
             one = scheme.group_size == 0
             scales, zeros = (each[:, 0] if one and each is not None else each for each in streams)
-            return self.in_rows(self.codes(numbers.data)), scales, zeros
+            return self.in_rows(self.codes(numbers.data)).contiguous(), scales, zeros
         whole = self.codes(_padded(numbers.data, -(-numbers.data.shape[1] // group) * group))
         low, high = whole.unflatten(1, (-1, 2, group // 2)).unbind(2)
         count = whole.shape[1] // group

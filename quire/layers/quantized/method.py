@@ -47,10 +47,17 @@ class EncodedModule:
         }
 
     def scheme(self, num_inputs: int) -> WeightScheme | None:
-        """See `Codec.scheme`; None as well if the format does not have such groups."""
-        scheme = self.codec.scheme(num_inputs, self.in_files.keys())
-        kept = None if scheme is None else format_of(scheme)
-        return scheme if isinstance(kept, GroupedFormat) and scheme.group_size in kept.groups else None
+        """See `scheme_kept`."""
+        return scheme_kept(self.codec, num_inputs, self.in_files.keys())
+
+
+def scheme_kept(codec: Codec, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+    """See `Codec.scheme`; None as well if the format does not have such groups."""
+    scheme = codec.scheme(num_inputs, present)
+    if scheme is None:
+        return None
+    kept = format_of(scheme)
+    return scheme if isinstance(kept, GroupedFormat) and scheme.group_size in kept.groups else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +136,7 @@ class Encoded(QuantMethod):
         device = getattr(layer, next(iter(self.replaced(layer, "cpu")))).device
         decoded = [(source, self._decoded(layer, source)) for source in self._sources(layer)]
         if self._packed is not None and self._is_packed(layer, device):
-            numbers = _joined(layer.num_rows, [(source, each.numbers) for source, each in decoded])
+            numbers = _joined(layer.num_rows, [(source, _numbers(each)) for source, each in decoded])
             layout: Layout = "panels" if device.type == "cpu" else "rows"
             layer.packed = format_of(self.scheme).from_numbers(numbers, self.scheme, layer.halves(), layout)
             return
@@ -178,7 +185,8 @@ class Encoded(QuantMethod):
                 place = target.narrow(dim, start, length(box[dim]))
                 start += length(box[dim])
             part = Part(shape, tuple(region), box, in_file if is_same else None)
-            yield Slot(place, "zeros", part, stored.dtypes)
+            # What stands for all outputs is read by every layer that takes some of them.
+            yield Slot(place, "zeros", part, stored.dtypes, shared=dim is None)
 
     def _indices(self, layer: MatrixLayer, axis: Axis, rows: slice) -> slice:
         """What is read along an axis."""
@@ -203,6 +211,11 @@ class Encoded(QuantMethod):
             pieces.setdefault(piece.name, []).append(piece)
         for index, (module, (name, parts)) in enumerate(zip(self._modules, pieces.items(), strict=True)):
             yield _Source(index, module, name, parts[0].num_rows, _takes(parts, module.codec.cuts))
+
+
+def _numbers(decoded: Coded | Tensor) -> Numbers:
+    assert isinstance(decoded, Coded), "a codec that states a scheme decodes to it"
+    return decoded.numbers
 
 
 def _joined(num_rows: int, modules: Sequence[tuple[_Source, Numbers]]) -> Numbers:

@@ -29,7 +29,8 @@ def write(
     """The checkpoint of `source` with the linear layers that `only` takes by name quantised, and with their floats."""
     random = torch.Generator().manual_seed(0)
     quantized, floats = load_file(source / SINGLE_NAME), load_file(source / SINGLE_NAME)
-    for name in [name for name in floats if name.endswith("_proj.weight") or name == "lm_head.weight"]:
+    matrices = [name for name, tensor in floats.items() if tensor.dim() == 2 and "embed" not in name]
+    for name in matrices:
         module = name.removesuffix(".weight")
         if only(module):
             tensors, stands_for = writer(quantized.pop(name), random)

@@ -19,15 +19,11 @@ from tests.models.quantized.checkpoints import Writer, error_of_logits, same, wr
 from tests.models.quantized.test_gptq import pack
 
 NF4 = torch.tensor(
-    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635]
-    + [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
-    + [
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ]
 )
 _FP4 = torch.tensor([0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0]) / 12
@@ -147,7 +143,7 @@ def bnb_4bit(kind: str, *, nested: bool) -> Writer:
 
     def writer(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
         codes = torch.randint(0, 16, (weight.numel(),), generator=random)
-        table = NF4 if kind == "nf4" else FP4
+        table = (NF4 if kind == "nf4" else FP4).clone()
         state: dict[str, Any] = {
             "quant_type": kind,
             "blocksize": 64,
