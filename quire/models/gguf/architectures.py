@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.models.families.fields import MAX_LAYERS
 from quire.models.gguf.model import GgufModel
-from quire.models.gguf.tensor_names import SANDWICH, Places
+from quire.models.gguf.tensor_names import SANDWICH, Place, Places
 
 FREQUENCIES = "rope_freqs.weight"
 """What rotary frequencies are divided by: Llama 3's scaling, computed when the file was made."""
@@ -60,9 +60,9 @@ def _named(model: GgufModel, keys: Mapping[str, str]) -> Config:
     return values
 
 
-def _dense(model: GgufModel, architecture: str, **more: Any) -> Config:
+def _dense(model: GgufModel, architecture: str, sizes: Mapping[str, str] = _SIZES, **more: Any) -> Config:
     """What all have: sizes and the rotary embedding."""
-    config = _named(model, _SIZES) | {"architectures": [architecture]}
+    config = _named(model, sizes) | {"architectures": [architecture]}
     share = model.own.integer("embedding_length") // model.own.integer("attention.head_count")
     config.setdefault("head_dim", share)
     model.own.only("attention.value_length", config["head_dim"])
@@ -204,6 +204,19 @@ def _granite_moe(model: GgufModel) -> Config:
     return _dense(model, "GraniteMoeSharedForCausalLM", **_named(model, keys))
 
 
+def _lfm2(model: GgufModel) -> Config:
+    """Layers without heads of keys and values are short convolutions."""
+    counts = model.own.numbers("attention.head_count_kv")
+    sizes = {key: name for key, name in _SIZES.items() if key != "num_key_value_heads"}
+    config = _dense(model, "Lfm2ForCausalLM", sizes, **_named(model, {"conv_L_cache": "shortconv.l_cache"}))
+    return config | {
+        "num_key_value_heads": int(max(counts, default=0)),
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "norm_eps": config.get("rms_norm_eps"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
 _GRANITE = {
     "logits_scaling": "logit_scale",
     "embedding_multiplier": "embedding_scale",
@@ -227,6 +240,15 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         places={
             "post_attention_norm": "post_attention_layernorm",
             "attn_sinks.weight": "self_attn.sinks",
+        },
+    ),
+    "lfm2": GgufArchitecture(
+        _lfm2,
+        places={
+            "token_embd_norm": "model.norm",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.conv": Place("conv.conv", new_axis=1),
+            "shortconv.out_proj": "conv.out_proj",
         },
     ),
     "granite": GgufArchitecture(_granite, interleaved=True),
