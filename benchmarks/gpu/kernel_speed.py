@@ -43,7 +43,7 @@ TINY_ATTENTION: dict[str, Batch] = {
 }
 SCHEMES = {
     "int8": WeightScheme("int8"),
-    "int4": WeightScheme("int4"),
+    "int4": WeightScheme("int4", 32),
     "fp8": WeightScheme("fp8"),
     "fp8 by Triton": WeightScheme("fp8", vendor=False),
 }

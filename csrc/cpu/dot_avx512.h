@@ -16,6 +16,12 @@ struct Dots512 {
     static Quads high(const uint8_t* step) {
         return _mm512_and_si512(_mm512_srli_epi16(bytes(step), 4), _mm512_set1_epi8(15));
     }
+    struct Book {
+        __m512i bytes;
+        explicit Book(int64_t format)
+            : bytes(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(BookBytes(format).at)))) {}
+    };
+    static Quads looked_up(Quads codes, const Book& book) { return _mm512_shuffle_epi8(book.bytes, codes); }
     static void add(Sum& sum, Quads weights, const int32_t* x) {
         sum.all = _mm512_dpbusd_epi32(sum.all, weights, _mm512_set1_epi32(*x));
     }
@@ -23,7 +29,11 @@ struct Dots512 {
     static Ints16 total(const Sum& sum) { return {sum.all}; }
 };
 
-using Int8Dot = Int8DotOf<Dots512>;
-using Int4Dot = Int4DotOf<Dots512>;
+template <int64_t part>
+using Int8Dot = Int8DotOf<Dots512, part>;
+template <int64_t part>
+using Int4Dot = Int4DotOf<Dots512, part>;
+template <int64_t part>
+using BookDot = BookDotOf<Dots512, part>;
 
 }}}  // namespace quire::QUIRE_ISA

@@ -26,6 +26,14 @@ struct Dots256 {
         return {_mm256_and_si256(_mm256_srli_epi16(all.low, 4), nibble),
                 _mm256_and_si256(_mm256_srli_epi16(all.high, 4), nibble)};
     }
+    struct Book {
+        __m256i bytes;
+        explicit Book(int64_t format)
+            : bytes(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(BookBytes(format).at)))) {}
+    };
+    static Quads looked_up(Quads codes, const Book& book) {
+        return {_mm256_shuffle_epi8(book.bytes, codes.low), _mm256_shuffle_epi8(book.bytes, codes.high)};
+    }
     static void add(Sum& sum, const Quads& weights, const int32_t* x) {
         const __m256i values = _mm256_set1_epi32(*x);
         sum.low = _mm256_dpbusd_avx_epi32(sum.low, weights.low, values);
@@ -35,7 +43,11 @@ struct Dots256 {
     static Ints16 total(const Sum& sum) { return {reinterpret_cast<Ints>(sum.low), reinterpret_cast<Ints>(sum.high)}; }
 };
 
-using Int8Dot = Int8DotOf<Dots256>;
-using Int4Dot = Int4DotOf<Dots256>;
+template <int64_t part>
+using Int8Dot = Int8DotOf<Dots256, part>;
+template <int64_t part>
+using Int4Dot = Int4DotOf<Dots256, part>;
+template <int64_t part>
+using BookDot = BookDotOf<Dots256, part>;
 
 }}}  // namespace quire::QUIRE_ISA

@@ -13,6 +13,7 @@ struct DotsNeon {
     static Quads load(const uint8_t* step) {
         return {{vld1q_u8(step), vld1q_u8(step + 16), vld1q_u8(step + 32), vld1q_u8(step + 48)}};
     }
+    static Quads bytes(const uint8_t* step) { return taken(load(step)); }
     static Quads low(const uint8_t* step) {
         Quads quads = load(step);
         for (uint8x16_t& four : quads.at) four = vandq_u8(four, vdupq_n_u8(15));
@@ -22,6 +23,15 @@ struct DotsNeon {
         Quads quads = load(step);
         for (uint8x16_t& four : quads.at) four = vshrq_n_u8(four, 4);
         return quads;
+    }
+
+    struct Book {
+        uint8x16_t bytes;
+        explicit Book(int64_t format) : bytes(vld1q_u8(BookBytes(format).at)) {}
+    };
+    static Quads looked_up(Quads codes, const Book& book) {
+        for (uint8x16_t& four : codes.at) four = vqtbl1q_u8(book.bytes, four);
+        return taken(codes);
     }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8) || defined(__ARM_FEATURE_DOTPROD)
@@ -37,7 +47,7 @@ struct DotsNeon {
 
     static constexpr int32_t kTaken = 0;
 
-    static Quads bytes(const uint8_t* step) { return load(step); }
+    static Quads taken(Quads quads) { return quads; }
     static void add(Sum& sum, const Quads& weights, const int32_t* x) {
         const int8x16_t values = vreinterpretq_s8_s32(vld1q_dup_s32(x));
         for (int i = 0; i < 4; ++i) sum.at[i] = vusdotq_s32(sum.at[i], weights.at[i], values);
@@ -47,8 +57,7 @@ struct DotsNeon {
 
     static constexpr int32_t kTaken = 128;
 
-    static Quads bytes(const uint8_t* step) {
-        Quads quads = load(step);
+    static Quads taken(Quads quads) {
         for (uint8x16_t& four : quads.at) four = veorq_u8(four, vdupq_n_u8(128));
         return quads;
     }
@@ -88,7 +97,11 @@ struct DotsNeon {
 #endif
 };
 
-using Int8Dot = Int8DotOf<DotsNeon>;
-using Int4Dot = Int4DotOf<DotsNeon>;
+template <int64_t part>
+using Int8Dot = Int8DotOf<DotsNeon, part>;
+template <int64_t part>
+using Int4Dot = Int4DotOf<DotsNeon, part>;
+template <int64_t part>
+using BookDot = BookDotOf<DotsNeon, part>;
 
 }}}  // namespace quire::QUIRE_ISA

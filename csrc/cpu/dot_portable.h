@@ -26,6 +26,11 @@ struct PlainDots {
         for (int64_t i = 0; i < kStepBytes; ++i) quads.bytes[i] = step[i] >> 4;
         return quads;
     }
+    using Book = BookBytes;
+    static Quads looked_up(Quads codes, const Book& book) {
+        for (uint8_t& byte : codes.bytes) byte = book.at[byte];
+        return codes;
+    }
     static void add(Sum& sum, const Quads& weights, const int32_t* x) {
         int8_t quad[kQuad];
         __builtin_memcpy(quad, x, sizeof quad);
@@ -45,7 +50,11 @@ struct PlainDots {
     }
 };
 
-using Int8Dot = Int8DotOf<PlainDots>;
-using Int4Dot = Int4DotOf<PlainDots, 5>;
+template <int64_t part>
+using Int8Dot = Int8DotOf<PlainDots, part>;
+template <int64_t part>
+using Int4Dot = Int4DotOf<PlainDots, part, 5>;
+template <int64_t part>
+using BookDot = BookDotOf<PlainDots, part, 5>;
 
 }}}  // namespace quire::QUIRE_ISA

@@ -11,13 +11,16 @@
 namespace quire { namespace QUIRE_ISA { namespace {
 
 // How all experts' matrices of one place are packed.
-struct Matrix { int64_t group, fast, format; };
+struct Matrix {
+    Packing packing;
+    int64_t fast;
+};
 
 // An expert's matrices as its row of the table has them; what is not there is null.
 struct ExpertMatrix {
     const void* data;
     const void* scales;
-    const uint8_t* zeros;
+    const void* zeros;
     const Float32* bias;
 };
 struct Expert { ExpertMatrix up, down; };
@@ -36,11 +39,11 @@ struct Experts {
     int64_t choices() const { return tokens * top_k; }
     Weight up_weight(int64_t expert) const {
         const ExpertMatrix& matrix = table[expert].up;
-        return {matrix.data, matrix.scales, matrix.zeros, 2 * inner, hidden, 2, up.group};
+        return {matrix.data, matrix.scales, matrix.zeros, 2 * inner, hidden, 2, up.packing};
     }
     Weight down_weight(int64_t expert) const {
         const ExpertMatrix& matrix = table[expert].down;
-        return {matrix.data, matrix.scales, matrix.zeros, hidden, inner, 1, down.group};
+        return {matrix.data, matrix.scales, matrix.zeros, hidden, inner, 1, down.packing};
     }
 };
 

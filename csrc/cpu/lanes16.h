@@ -25,6 +25,7 @@ inline Lanes16 splat16(float x) { return {_mm512_set1_ps(x)}; }
 inline Ints16 splat16(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Lanes16 fma(Lanes16 a, Lanes16 b, Lanes16 c) { return {_mm512_fmadd_ps(a.all, b.all, c.all)}; }
 inline Lanes16 operator*(Lanes16 a, Lanes16 b) { return {a.all * b.all}; }
+inline Lanes16 operator-(Lanes16 a, Lanes16 b) { return {a.all - b.all}; }
 inline Ints16 operator*(Ints16 a, Ints16 b) { return {_mm512_mullo_epi32(a.all, b.all)}; }
 inline Ints16 operator-(Ints16 a, Ints16 b) { return {_mm512_sub_epi32(a.all, b.all)}; }
 inline Lanes16 to_floats(Ints16 v) { return {_mm512_cvtepi32_ps(v.all)}; }
@@ -65,6 +66,7 @@ inline Lanes16 splat16(float x) { return {splat(x), splat(x)}; }
 inline Ints16 splat16(int32_t x) { return {x + Ints{}, x + Ints{}}; }
 inline Lanes16 fma(Lanes16 a, Lanes16 b, Lanes16 c) { return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)}; }
 inline Lanes16 operator*(Lanes16 a, Lanes16 b) { return {a.low * b.low, a.high * b.high}; }
+inline Lanes16 operator-(Lanes16 a, Lanes16 b) { return {a.low - b.low, a.high - b.high}; }
 inline Ints16 operator*(Ints16 a, Ints16 b) { return {a.low * b.low, a.high * b.high}; }
 inline Ints16 operator-(Ints16 a, Ints16 b) { return {a.low - b.low, a.high - b.high}; }
 inline Lanes16 to_floats(Ints16 v) { return {__builtin_convertvector(v.low, Vec), __builtin_convertvector(v.high, Vec)}; }

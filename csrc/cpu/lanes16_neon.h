@@ -22,6 +22,7 @@ inline Lanes16 fma(Lanes16 a, Lanes16 b, Lanes16 c) {
     return floats_of([&](int i) { return vfmaq_f32(c.at[i], a.at[i], b.at[i]); });
 }
 inline Lanes16 operator*(Lanes16 a, Lanes16 b) { return floats_of([&](int i) { return vmulq_f32(a.at[i], b.at[i]); }); }
+inline Lanes16 operator-(Lanes16 a, Lanes16 b) { return floats_of([&](int i) { return vsubq_f32(a.at[i], b.at[i]); }); }
 inline Ints16 operator*(Ints16 a, Ints16 b) { return ints_of([&](int i) { return vmulq_s32(a.at[i], b.at[i]); }); }
 inline Ints16 operator-(Ints16 a, Ints16 b) { return ints_of([&](int i) { return vsubq_s32(a.at[i], b.at[i]); }); }
 inline Lanes16 to_floats(Ints16 v) { return floats_of([&](int i) { return vcvtq_f32_s32(v.at[i]); }); }

@@ -43,10 +43,10 @@ struct TiledIntKernel : IntKernel<Panels, true> {
     }
 
     // The weights of a chunk as bytes.
-    static const uint8_t* unpacked(uint8_t* bytes, const uint8_t* weights) {
+    const uint8_t* unpacked(uint8_t* bytes, const uint8_t* weights) const {
         if constexpr (Dot::kQuads == 1) return weights;
         for (int64_t step = 0; step < Base::kChunkSteps; ++step) {
-            const typename Dot::Weights unpacked = Dot::unpack(weights + step * kStepBytes);
+            const typename Dot::Weights unpacked = Dot::unpack(weights + step * kStepBytes, this->panels.book());
             __builtin_memcpy(bytes + step * sizeof unpacked, &unpacked, sizeof unpacked);
         }
         written();
@@ -88,10 +88,9 @@ struct TiledIntKernel : IntKernel<Panels, true> {
             dot(dots, x.words + part * Dot::kPart / kQuad, weights + part * Dot::kPart * kPanel, last_size);
             const auto group = groups.at(0, part);
             for (int64_t r = 0; r < rows; ++r) {
-                const int32_t start = x.sums[part * rows + r];
-                const __m512i from = _mm512_set1_epi32(Groups::kZeros ? 0 : start);
-                const Ints16 total = {_mm512_add_epi32(_mm512_load_si512(dots + r * kPanel), from)};
-                products[r] = group.add(products[r], total, start);
+                const __m512i start = _mm512_set1_epi32(x.starts[part * rows + r]);
+                const Ints16 total = {_mm512_add_epi32(_mm512_load_si512(dots + r * kPanel), start)};
+                products[r] = group.add(products[r], total, x.minus[part * rows + r]);
             }
         }
         for (int64_t r = 0; r < rows; ++r) {

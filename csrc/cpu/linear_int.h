@@ -24,66 +24,72 @@ static_assert(kInt8Pair > static_cast<int64_t>(kActivationMax), "rounding two va
 constexpr float kActivationMin = 1e-30f;
 
 // A tile of R packed rows from some chunk on: words [quad][R] of four values each; per chunk the scale of each row, [chunk][R];
-// and per part of a chunk the sum of its activations, or what its sum starts with if one zero point serves all weights.
+// and per part of a chunk what its sum starts with, and the activations' own sum, negated, which minimums are multiplied by.
 struct PackedRows {
     const int32_t* words;
     const Float32* scales;
-    const int32_t* sums;
+    const int32_t* starts;
+    const Float32* minus;
 };
 
-// What the weights of P panels are besides integers, from some chunk on: nothing yet, where there is a scale per output.
+// What the weights of P panels are besides integers, from some part of k on: nothing yet, where there is a scale per output.
 struct NoGroups {
-    static constexpr bool kZeros = false;
     NoGroups at(int64_t, int64_t) const { return {}; }
-    Lanes16 add(Lanes16, Ints16 sum, int32_t) const { return to_floats(sum); }
+    Lanes16 add(Lanes16, Ints16 sum, Float32) const { return to_floats(sum); }
 };
 
-// Or a scale per group of 2^log_parts parts, and a zero point where the format stores them: [group][16], and `stride` from one
-// panel to the next.
-template <bool has_zeros>
+// Or a scale, and perhaps a minimum, per group of 2^log_parts parts; the streams of further panels are `stride` bytes on. A
+// zero point is a minimum, too: its distance from the one that is taken out with the activations, times the scale. Where
+// there is neither, a minimum that is added all the same is 0.
+template <bool has_shifts>
 struct Groups {
-    static constexpr bool kZeros = has_zeros;
-    const BFloat16* scales;
-    const uint8_t* zeros;
-    int64_t stride, first_part;
+    Stream scales, zeros;
+    int64_t scales_stride, zeros_stride, first_part;
     int log_parts;
+    int32_t taken_zero;
 
     struct Group {
-        Lanes16 scale;
-        Ints16 zero;
+        Lanes16 scale, minimum;
 
-        Lanes16 add(Lanes16 before, Ints16 sum, int32_t x_sum) const {
-            return fma(to_floats(has_zeros ? sum - zero * splat16(x_sum) : sum), scale, before);
+        Lanes16 add(Lanes16 before, Ints16 sum, Float32 minus) const {
+            const Lanes16 after = fma(to_floats(sum), scale, before);
+            return has_shifts ? fma(minimum, splat16(minus.value), after) : after;
         }
     };
 
     Group at(int64_t panel, int64_t part) const {
-        const int64_t at = panel * stride + ((first_part + part) >> log_parts) * kPanel;
-        return {load16(scales + at), has_zeros ? load16(zeros + at) : Ints16{}};
+        const int64_t group = (first_part + part) >> log_parts;
+        const Lanes16 scale = scales.at(group, panel * scales_stride);
+        return {scale, has_shifts ? zeros.minimum(group, panel * zeros_stride, scale, taken_zero) : scale};
     }
 };
 
 inline Vec swapped(Vec pairs) { return __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6); }
 
 template <class Dot>
-inline typename Dot::Weights weights_of(const uint8_t* panel, int64_t step) { return Dot::unpack(panel + step * kStepBytes); }
+inline typename Dot::Weights weights_of(const uint8_t* panel, int64_t step, const typename Dot::Book& book) {
+    return Dot::unpack(panel + step * kStepBytes, book);
+}
 template <class Dot>
-inline const typename Dot::Weights& weights_of(const typename Dot::Weights* panel, int64_t step) { return panel[step]; }
+inline const typename Dot::Weights& weights_of(const typename Dot::Weights* panel, int64_t step, const typename Dot::Book&) {
+    return panel[step];
+}
 
 // acc = starts + x . w over a part of k, whose weights begin at `first`, for P panels `panel_stride` elements apart. The
 // packed weights at `next` are fetched meanwhile.
 template <int R, int P, Fetch fetch, class Dot, class W>
 inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc)[R][P], const int32_t* starts,
                                                          const int32_t* words, const W* w, int64_t panel_stride,
-                                                         int64_t first, const uint8_t* next) {
+                                                         int64_t first, const typename Dot::Book& book,
+                                                         const uint8_t* next) {
     for (int p = 0; p < P; ++p) {
-        for (int r = 0; r < R; ++r) acc[r][p] = Dot::start(starts ? starts[r] : 0);
+        for (int r = 0; r < R; ++r) acc[r][p] = Dot::start(starts[r]);
     }
     for (int64_t step = 0; step < Dot::kPart / (kQuad * Dot::kQuads); ++step) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) {
             __builtin_prefetch(next + p * panel_stride + (first + step) * kStepBytes, 0, fetch);
-            const typename Dot::Weights& weights = weights_of<Dot>(w + p * panel_stride, first + step);
+            const typename Dot::Weights& weights = weights_of<Dot>(w + p * panel_stride, first + step, book);
 #pragma GCC unroll 2
             for (int quad = 0; quad < Dot::kQuads; ++quad) {
 #pragma GCC unroll 12
@@ -98,7 +104,7 @@ inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc
 // weights at `next` are fetched meanwhile.
 template <int R, int P, Fetch fetch, class Dot, class W, class Groups>
 inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W* w, int64_t panel_stride, const Groups& groups,
-                            int64_t chunks, const uint8_t* next) {
+                            const typename Dot::Book& book, int64_t chunks, const uint8_t* next) {
     constexpr int kParts = kChunk / Dot::kPart, kSteps = Dot::kPart / (kQuad * Dot::kQuads);
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         Lanes16 products[R][P] = {};
@@ -106,17 +112,16 @@ inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W
         for (int i = 0; i < kParts; ++i) {
             const int64_t part = chunk * kParts + i;
             typename Dot::Sum acc[R][P];
-            multiply_part<R, P, fetch, Dot>(acc, Groups::kZeros ? nullptr : x.sums, x.words, w, panel_stride, part * kSteps,
-                                            next);
+            multiply_part<R, P, fetch, Dot>(acc, x.starts, x.words, w, panel_stride, part * kSteps, book, next);
 #pragma GCC unroll 4
             for (int p = 0; p < P; ++p) {
                 const auto group = groups.at(p, part);
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
-                    products[r][p] = group.add(products[r][p], Dot::total(acc[r][p]), x.sums[r]);
+                    products[r][p] = group.add(products[r][p], Dot::total(acc[r][p]), x.minus[r]);
                 }
             }
-            x.words += kSteps * Dot::kQuads * R, x.sums += R;
+            x.words += kSteps * Dot::kQuads * R, x.starts += R, x.minus += R;
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
@@ -129,66 +134,72 @@ inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W
     }
 }
 
-// int8 panels: a scale per output, which is applied at the end.
-struct Int8Panels {
+// Panels of codes, whose integers are multiplied as they are.
+template <class DotType>
+struct CodePanels {
     const Weight& weight;
 
-    using Dot = Int8Dot;
-    static constexpr bool kDirect = false;
-    static constexpr int32_t kZero = kInt8Zero;
-    static constexpr bool kPairs = true;
-    static constexpr bool kZeros = false;
+    using Dot = DotType;
 
-    int64_t depth() const { return weight.inputs; }
-    int64_t steps() const { return weight.steps(kInt8); }
-    const uint8_t* panel(int64_t index) const { return static_cast<const uint8_t*>(weight.data) + index * steps() * kStepBytes; }
+    int32_t zero() const { return zero_of(weight.packing); }
+    int64_t steps() const { return weight.steps(); }
+    const uint8_t* panel(int64_t index) const { return weight.panel(index); }
+    typename Dot::Book book() const { return typename Dot::Book(weight.packing.format); }
+    // What a step of an integer is worth.
+    float unit() const { return weight.packing.has_book() ? book_of(weight.packing.format).unit : 1.0f; }
+};
+
+// int8 with a scale per output, which is applied at the end.
+struct Int8Panels : CodePanels<Int8Dot<kChunk>> {
+    static constexpr bool kPairs = true, kShifts = false;
+
     NoGroups groups(int64_t, int64_t) const { return {}; }
 
-    void widen(Float32* wide, int64_t index, int64_t start, int64_t count) const {
-        for (int64_t k = start; k < start + count; ++k, wide += kPanel) {
-            const uint8_t* step = panel(index) + byte_of(k, 0, kInt8) - k % kQuad;
-            store16(wide, to_floats(bits_of(load_words(step), k % kQuad * 8, 255) - splat16(kInt8Zero)));
-        }
-    }
-
     void scale(Float32* sums, int64_t index) const {
-        store16(sums, load16(sums) * load16(static_cast<const Float32*>(weight.scales) + index * kPanel));
+        store16(sums, load16(sums) * weight.scale_stream().at(index, 0));
     }
 };
 
-// int4 panels: scales, and perhaps zero points, per group of k.
-template <bool has_zeros>
-struct Int4Panels {
-    const Weight& weight;
+// Codes with scales, and perhaps zero points or minimums, per group of k.
+template <class DotType, bool pairs, bool shifts>
+struct GroupPanels : CodePanels<DotType> {
+    static constexpr bool kPairs = pairs, kShifts = shifts;
+    using CodePanels<DotType>::weight;
 
-    using Dot = Int4Dot;
-    static constexpr bool kDirect = false;
-    static constexpr int32_t kZero = kInt4Zero;
-    static constexpr bool kPairs = false;
-    static constexpr bool kZeros = has_zeros;
-
-    int64_t depth() const { return weight.inputs; }
-    int64_t steps() const { return weight.steps(kInt4); }
-    const uint8_t* panel(int64_t index) const { return static_cast<const uint8_t*>(weight.data) + index * steps() * kStepBytes; }
-
-    Groups<has_zeros> groups(int64_t index, int64_t first_part) const {
-        const int64_t stride = weight.groups() * kPanel, at = index * stride;
-        return {static_cast<const BFloat16*>(weight.scales) + at, weight.zeros + at, stride, first_part,
-                __builtin_ctzll(weight.group / Dot::kPart)};
-    }
-
-    void widen(Float32* wide, int64_t index, int64_t start, int64_t count) const {
-        for (int64_t k = start; k < start + count; ++k, wide += kPanel) {
-            const int64_t at = (index * weight.groups() + k / weight.group) * kPanel;
-            const uint8_t* step = panel(index) + byte_of(k, 0, kInt4) - k % kQuad;
-            const Ints16 q = bits_of(load_words(step), k % kQuad * 8 + shift_of(k), 15);
-            const Ints16 zero = has_zeros ? load16(weight.zeros + at) : splat16(kInt4Zero);
-            store16(wide, to_floats(q - zero) * load16(static_cast<const BFloat16*>(weight.scales) + at));
-        }
+    Groups<shifts> groups(int64_t index, int64_t first_part) const {
+        const int64_t count = weight.groups(), group = weight.packing.group;
+        const Stream scales = weight.scale_stream(), zeros = weight.zero_stream();
+        return {scales.from(index, count), zeros.from(index, count), scales.panel_bytes(count), zeros.panel_bytes(count),
+                first_part, group ? __builtin_ctzll(static_cast<uint64_t>(group / DotType::kPart)) : 62, this->zero()};
     }
 
     void scale(Float32*, int64_t) const {}
 };
+
+template <int64_t part, bool shifts>
+using Int8Groups = GroupPanels<Int8Dot<part>, true, shifts>;
+template <int64_t part, bool shifts>
+using Int4Groups = GroupPanels<Int4Dot<part>, false, shifts>;
+
+template <int64_t part>
+using BookGroups = GroupPanels<BookDot<part>, true, false>;
+
+template <class Type>
+struct Of { using type = Type; };
+
+// Calls body(Of<Panels>{}) with the panels of a format, for the fast mode; there must be one.
+template <class Body>
+inline auto with_code_panels(const Packing& packing, Body body) {
+    const bool fine = packing.group == 16, shifts = packing.shifts();
+    if (packing.has_book()) return fine ? body(Of<BookGroups<16>>{}) : body(Of<BookGroups<32>>{});
+    if (packing.format == kInt4) {
+        if (fine) return body(Of<Int4Groups<16, true>>{});
+        return shifts ? body(Of<Int4Groups<32, true>>{}) : body(Of<Int4Groups<32, false>>{});
+    }
+    if (!packing.group && !shifts) return body(Of<Int8Panels>{});
+    if (fine) return body(Of<Int8Groups<16, true>>{});
+    return shifts ? body(Of<Int8Groups<32, true>>{}) : body(Of<Int8Groups<32, false>>{});
+}
 
 // With `whole_chunks` a row's chunk lies together, as tiles have it, and not the rows' values of a quad.
 template <class Panels, bool whole_chunks = false>
@@ -204,20 +215,26 @@ struct IntKernel {
     // Steps whose weights are unpacked together: 16 KiB of registers, half of a first-level cache.
     static constexpr int64_t kWideSteps = 16384 / static_cast<int64_t>(sizeof(typename Dot::Weights));
     static constexpr int64_t kBlockChunks = kWideSteps / kChunkSteps;
+    static constexpr bool kUnpacks = Dot::kUnpackTiles != kNever;
 
     int64_t chunks() const { return job.weight.padded() / kChunk; }
 
-    // The scratch memory: words of all rows of the block, then their scales, then their sums; each tile is contiguous.
+    // The scratch memory: words of all rows of the block, then their scales, then what their sums start with, and then their
+    // negated sums; each tile is contiguous.
     int32_t* words(int64_t row) const { return static_cast<int32_t*>(job.scratch) + row * chunks() * kChunkWords; }
     Float32* scales(const Tiling& tiling, int64_t row) const {
         return reinterpret_cast<Float32*>(words(tiling.rows)) + row * chunks();
     }
-    int32_t* sums_of(const Tiling& tiling, int64_t row) const {
+    int32_t* starts(const Tiling& tiling, int64_t row) const {
         return words(tiling.rows) + (tiling.rows + row * kParts) * chunks();
+    }
+    Float32* minus(const Tiling& tiling, int64_t row) const {
+        return reinterpret_cast<Float32*>(starts(tiling, tiling.rows)) + row * kParts * chunks();
     }
     PackedRows packed(const Tiling& tiling, int64_t tile, int64_t chunk) const {
         const int64_t start = tiling.start(tile), skip = chunk * tiling.size(tile);
-        return {words(start) + skip * kChunkWords, scales(tiling, start) + skip, sums_of(tiling, start) + skip * kParts};
+        return {words(start) + skip * kChunkWords, scales(tiling, start) + skip, starts(tiling, start) + skip * kParts,
+                minus(tiling, start) + skip * kParts};
     }
 
     void pack(const Tiling& tiling, int64_t tile) const {
@@ -234,12 +251,13 @@ struct IntKernel {
     // Rounds a chunk of `size` values of a row; `at` is where its scale stands among the tile's.
     void pack_chunk(const Tiling& tiling, int64_t start, int64_t at, int64_t rows, const Float32* x, int64_t size) const {
         alignas(32) int8_t rounded[kChunk] = {};
-        scales(tiling, start)[at].value = round_chunk(rounded, x, size);
+        scales(tiling, start)[at].value = round_chunk(rounded, x, size) * panels.unit();
         const int64_t chunk = at / rows, row = at % rows;
         for (int64_t part = 0; part < kParts; ++part) {
             const int8_t* values = rounded + part * Dot::kPart;
-            sums_of(tiling, start)[(chunk * kParts + part) * rows + row] =
-                Panels::kZeros ? sum_of(values, Dot::kPart) : Dot::start_word(values, -Panels::kZero);
+            const int64_t place = (chunk * kParts + part) * rows + row;
+            starts(tiling, start)[place] = Dot::start_word(values, -panels.zero());
+            if (Panels::kShifts) minus(tiling, start)[place].value = static_cast<float>(-sum_of(values, Dot::kPart));
         }
         int32_t* out = words(start) + chunk * kChunkWords * rows + row * (whole_chunks ? kChunkWords : 1);
         constexpr int64_t kBytes = whole_chunks ? kChunk : kQuad;
@@ -298,7 +316,7 @@ struct IntKernel {
             for_panels<R, kMostRows, 1>(count, [&](auto width, int64_t p) {
                 multiply_chunks<R, decltype(width)::value, kSoon, Dot>(
                     sums + p * kPanel, count * kPanel, packed(tiling, 0, 0), packed_weights(panel + p, 0),
-                    panels.steps() * kStepBytes, panels.groups(panel + p, 0), chunks(),
+                    panels.steps() * kStepBytes, panels.groups(panel + p, 0), panels.book(), chunks(),
                     packed_weights(panel + p, 0) + kBytesAhead);
             });
         });
@@ -310,22 +328,26 @@ struct IntKernel {
         constexpr int64_t kBlockBytes = kWideSteps * kStepBytes;
         const int64_t first_row = tiling.start(tiles.begin);
         const bool unpacks = tiles.end - tiles.begin >= Dot::kUnpackTiles;
-        typename Dot::Weights unpacked[kWideSteps];
+        typename Dot::Weights unpacked[kUnpacks ? kWideSteps : 1];
         for (int64_t chunk = 0; chunk < chunks(); chunk += kBlockChunks) {
             const int64_t left = chunks() - chunk, size = left < kBlockChunks ? left : kBlockChunks;
             const uint8_t* from = packed_weights(panel, chunk);
-            for (int64_t step = 0; unpacks && step < size * kChunkSteps; ++step) {
-                unpacked[step] = Dot::unpack(from + step * kStepBytes);
+            if constexpr (kUnpacks) {
+                for (int64_t step = 0; unpacks && step < size * kChunkSteps; ++step) {
+                    unpacked[step] = Dot::unpack(from + step * kStepBytes, panels.book());
+                }
             }
             for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
                 with_rows<kMostRows>(tiling.size(tile), [&](auto rows) {
                     auto multiply = [&](const auto* weights) {
                         multiply_chunks<decltype(rows)::value, 1, kLater, Dot>(
                             sums + (tiling.start(tile) - first_row) * stride, stride, packed(tiling, tile, chunk), weights, int64_t{0},
-                            panels.groups(panel, chunk * kParts), size, from + kBlockBytes);
+                            panels.groups(panel, chunk * kParts), panels.book(), size, from + kBlockBytes);
                     };
-                    if (unpacks) multiply(unpacked);
-                    else multiply(from);
+                    if constexpr (kUnpacks) {
+                        if (unpacks) return multiply(unpacked);
+                    }
+                    multiply(from);
                 });
             }
         }

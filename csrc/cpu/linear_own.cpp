@@ -11,11 +11,13 @@ namespace quire {
 namespace QUIRE_BASE {
 int64_t packed_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, const void* bias,
                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
-                      int64_t group, int64_t activation, int64_t fast, int64_t format);
+                      int64_t group, int64_t scales_type, int64_t zeros_type, int64_t activation, int64_t fast,
+                      int64_t format);
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table, void* scratch,
                 int64_t scratch_bytes, int64_t tokens, int64_t top_k, int64_t count, int64_t hidden, int64_t inner,
-                int64_t activation, int64_t up_group, int64_t up_fast, int64_t up_format, int64_t down_group,
-                int64_t down_fast, int64_t down_format);
+                int64_t activation, int64_t up_group, int64_t up_scales, int64_t up_zeros, int64_t up_fast,
+                int64_t up_format, int64_t down_group, int64_t down_scales, int64_t down_zeros, int64_t down_fast,
+                int64_t down_format);
 }
 
 namespace QUIRE_ISA { namespace {
@@ -71,50 +73,49 @@ bool with_bfloat16(Body) { return false; }
 
 // Calls body with what makes kernels, if this set has any of its own for the fast mode of a format, and says whether.
 template <class Body>
-bool with_own(int64_t format, bool zeros, int64_t rows, Body body) {
-    switch (format) {
-        case kBFloat16: return with_bfloat16(body);
-        case kInt8: return with_integers<Int8Panels>(rows, body);
-        case kInt4:
-            return zeros ? with_integers<Int4Panels<true>>(rows, body) : with_integers<Int4Panels<false>>(rows, body);
-        default: return false;
-    }
+bool with_own(const Packing& packing, int64_t rows, Body body) {
+    if (packing.format == kBFloat16) return with_bfloat16(body);
+    if (packing.is_float() || packing.format == kFp8) return false;
+    return with_code_panels(packing, [&](auto of) { return with_integers<typename decltype(of)::type>(rows, body); });
 }
 
 bool has_own(const Experts& call, const Matrix& matrix) {
-    return matrix.fast && with_own(matrix.format, false, call.choices() / call.count, [](auto) {});
+    return matrix.fast && with_own(matrix.packing, call.choices() / call.count, [](auto) {});
 }
 
 }  // namespace
 
 int64_t packed_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, const void* bias,
                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
-                      int64_t group, int64_t activation, int64_t fast, int64_t format) {
+                      int64_t group, int64_t scales_type, int64_t zeros_type, int64_t activation, int64_t fast,
+                      int64_t format) {
     const Linear job = contiguous(
         static_cast<Float32*>(out), static_cast<const Float32*>(x), static_cast<const Float32*>(bias), scratch, rows,
-        activation, {data, scales, static_cast<const uint8_t*>(zeros), outputs, inputs, halves, group});
+        activation, {data, scales, zeros, outputs, inputs, halves, {group, scales_type, zeros_type, format}});
     const auto run_job = [&](auto kernel_of) { run(job, kernel_of); };
-    if (fast && scratch_bytes >= needed_scratch(job) && with_own(format, zeros, rows, run_job)) return 0;
+    if (fast && scratch_bytes >= needed_scratch(job) && with_own(job.weight.packing, rows, run_job)) return 0;
     return QUIRE_BASE::packed_linear(out, x, data, scales, zeros, bias, scratch, scratch_bytes, rows, outputs, inputs, halves,
-                                     group, activation, fast, format);
+                                     group, scales_type, zeros_type, activation, fast, format);
 }
 
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table, void* scratch,
                 int64_t scratch_bytes, int64_t tokens, int64_t top_k, int64_t count, int64_t hidden, int64_t inner,
-                int64_t activation, int64_t up_group, int64_t up_fast, int64_t up_format, int64_t down_group,
-                int64_t down_fast, int64_t down_format) {
+                int64_t activation, int64_t up_group, int64_t up_scales, int64_t up_zeros, int64_t up_fast,
+                int64_t up_format, int64_t down_group, int64_t down_scales, int64_t down_zeros, int64_t down_fast,
+                int64_t down_format) {
     const Experts call = {
         static_cast<Float32*>(out), static_cast<const Float32*>(x), static_cast<const int32_t*>(chosen),
         static_cast<const Float32*>(weights), static_cast<const Expert*>(table), static_cast<Float32*>(scratch),
-        tokens, top_k, count, hidden, inner, activation, {up_group, up_fast, up_format},
-        {down_group, down_fast, down_format}};
+        tokens, top_k, count, hidden, inner, activation, {{up_group, up_scales, up_zeros, up_format}, up_fast},
+        {{down_group, down_scales, down_zeros, down_format}, down_fast}};
     if (!has_own(call, call.up) || !has_own(call, call.down) || scratch_bytes < 4 * ExpertMemory(call).floats ||
         count_refused(call)) {
         return QUIRE_BASE::experts(out, x, chosen, weights, table, scratch, scratch_bytes, tokens, top_k, count, hidden,
-                                   inner, activation, up_group, up_fast, up_format, down_group, down_fast, down_format);
+                                   inner, activation, up_group, up_scales, up_zeros, up_fast, up_format, down_group, down_scales,
+                                   down_zeros, down_fast, down_format);
     }
     run_experts(call, [&](const Matrix& matrix, Block* blocks, int64_t blocks_count) {
-        with_own(matrix.format, blocks->job.weight.zeros, call.choices() / call.count,
+        with_own(matrix.packing, call.choices() / call.count,
                  [=](auto kernel_of) { run_together(blocks, blocks_count, kernel_of); });
     });
     return 0;

@@ -3,7 +3,7 @@
 #include <cstddef>
 
 #include "memory.h"
-#include "panels.h"
+#include "codes.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
@@ -75,14 +75,14 @@ inline void quantize(const T* x, int64_t n, float scale, float low, float high, 
 
 template <class T>
 inline void pack_int8(uint8_t* out, float* scales, const T* rows, const Weight& to, int64_t panel) {
-    __builtin_memset(out, kInt8Zero, static_cast<size_t>(to.steps(kInt8) * kStepBytes));
+    __builtin_memset(out, kInt8Zero, static_cast<size_t>(to.panel_bytes()));
     for (int64_t j = 0; j < kPanel; ++j) scales[j] = 0.0f;
     for (int64_t j = 0; j < to.count(panel); ++j) {
         const T* row = rows + (to.row(panel) + j) * to.inputs;
         const Range range = range_of(row, to.inputs);
         scales[j] = scale_of(range.high > -range.low ? range.high : -range.low, 127.0f);
         quantize(row, to.inputs, scales[j], -127.0f, 127.0f, [&](int64_t k, int64_t q) {
-            out[byte_of(k, j, kInt8)] = static_cast<uint8_t>(q + kInt8Zero);
+            out[byte_of(k, j, 1)] = static_cast<uint8_t>(q + kInt8Zero);
         });
     }
 }
@@ -103,92 +103,114 @@ inline Steps steps_of(Range range, bool symmetric) {
 
 template <class T>
 inline void pack_int4(uint8_t* out, BFloat16* scales, uint8_t* zeros, const T* rows, const Weight& to, int64_t panel) {
-    __builtin_memset(out, 0, static_cast<size_t>(to.steps(kInt4) * kStepBytes));
+    __builtin_memset(out, 0, static_cast<size_t>(to.panel_bytes()));
     for (int64_t i = 0; i < to.groups() * kPanel; ++i) {
         scales[i] = BFloat16{};
         if (zeros) zeros[i] = 0;
     }
     for (int64_t j = 0; j < to.count(panel); ++j) {
-        for (int64_t group = 0; group * to.group < to.inputs; ++group) {
-            const int64_t start = group * to.group, left = to.inputs - start, n = left < to.group ? left : to.group;
+        for_each_group(to, 0, to.inputs, [&](int64_t start, int64_t end, int64_t group) {
+            const int64_t n = end - start;
             const T* x = rows + (to.row(panel) + j) * to.inputs + start;
             const Steps steps = steps_of(range_of(x, n), !zeros);
             scales[group * kPanel + j] = steps.scale;
             if (zeros) zeros[group * kPanel + j] = static_cast<uint8_t>(steps.zero);
             const float low = static_cast<float>(-steps.zero), high = low + 15.0f;
             quantize(x, n, steps.width, low, high, [&](int64_t k, int64_t q) {
-                out[byte_of(start + k, j, kInt4)] |= static_cast<uint8_t>((q + steps.zero) << shift_of(start + k));
+                out[byte_of(start + k, j, 2)] |= static_cast<uint8_t>((q + steps.zero) << shift_of(start + k));
             });
-        }
+        });
     }
 }
 
 template <class T>
-inline int64_t pack_panel(const Weight& to, const T* rows, int64_t panel, int64_t format) {
-    void *data = const_cast<void*>(to.data), *scales = const_cast<void*>(to.scales);
-    uint8_t* zeros = const_cast<uint8_t*>(to.zeros);
-    const int64_t groups = to.groups(), bytes = to.panel_bytes(format);
-    switch (format) {
-        case kInt8:
-            pack_int8(static_cast<uint8_t*>(data) + panel * bytes, static_cast<float*>(scales) + panel * kPanel, rows, to,
-                      panel);
-            return 0;
+inline void pack_panel(const Weight& to, const T* rows, int64_t panel) {
+    uint8_t* data = const_cast<uint8_t*>(to.panel(panel));
+    void *scales = const_cast<void*>(to.scales), *zeros = const_cast<void*>(to.zeros);
+    const int64_t first = panel * to.groups() * kPanel;
+    switch (to.packing.format) {
+        case kInt8: return pack_int8(data, static_cast<float*>(scales) + first, rows, to, panel);
         case kInt4:
-            pack_int4(static_cast<uint8_t*>(data) + panel * bytes, static_cast<BFloat16*>(scales) + panel * groups * kPanel,
-                      zeros ? zeros + panel * groups * kPanel : nullptr, rows, to, panel);
-            return 0;
-        default:
-            pack_floats(reinterpret_cast<T*>(static_cast<uint8_t*>(data) + panel * bytes), rows, to, panel);
-            return 0;
+            return pack_int4(data, static_cast<BFloat16*>(scales) + first, zeros ? static_cast<uint8_t*>(zeros) + first : nullptr,
+                             rows, to, panel);
+        default: return pack_floats(reinterpret_cast<T*>(data), rows, to, panel);
     }
 }
 
-// Element k of one output; `lane` of `panel`.
-inline float element(const Weight& from, int64_t panel, int64_t lane, int64_t k, int64_t format) {
-    const int64_t start = panel * from.padded() * kPanel;
-    const uint8_t* bytes = static_cast<const uint8_t*>(from.data) + panel * from.steps(format) * kStepBytes;
-    switch (format) {
-        case kFloat32: return static_cast<const float*>(from.data)[start + place(k, lane, Float32{})];
-        case kBFloat16: return to_float(static_cast<const BFloat16*>(from.data)[start + place(k, lane, BFloat16{})]);
-        case kFloat16: return to_float(static_cast<const Float16*>(from.data)[start + place(k, lane, Float16{})]);
-        case kInt8:
-            return static_cast<float>(bytes[byte_of(k, lane, kInt8)] - kInt8Zero) *
-                   static_cast<const float*>(from.scales)[panel * kPanel + lane];
-        default: {
-            const int64_t group = (panel * from.groups() + k / from.group) * kPanel + lane;
-            const int32_t zero = from.zeros ? from.zeros[group] : kInt4Zero, q = bytes[byte_of(k, lane, kInt4)];
-            return static_cast<float>((q >> shift_of(k) & 15) - zero) *
-                   to_float(static_cast<const BFloat16*>(from.scales)[group]);
-        }
+// What is packed here: int8 with a float32 scale per output, and int4 with bfloat16 scales and integer zero points.
+inline bool is_packed_here(const Packing& packing) {
+    const int64_t zeros = packing.zeros_type;
+    switch (packing.format) {
+        case kInt8: return !packing.group && packing.scales_type == kFloat32 && zeros == kNoStream;
+        case kInt4: return packing.scales_type == kBFloat16 && (zeros == kNoStream || zeros == kBytes);
+        default: return packing.is_float();
     }
+}
+
+inline float lane_of(Lanes16 lanes, int64_t lane) {
+    Float32 all[kPanel];
+    store16(all, lanes);
+    return all[lane].value;
+}
+
+// One output of a panel of floats.
+template <class T>
+inline void read_floats(float* out, const Weight& from, int64_t panel, int64_t lane, T) {
+    const T* data = reinterpret_cast<const T*>(from.panel(panel));
+    for (int64_t k = 0; k < from.inputs; ++k) out[k] = to_float(data[place(k, lane, T{})]);
+}
+
+// One output of a panel of codes, rounded as WidePanels does.
+inline void read_codes(float* out, const Weight& from, int64_t panel, int64_t lane) {
+    const Stream scales = from.scale_stream().from(panel, from.groups()), zeros = from.zero_stream().from(panel, from.groups());
+    const uint8_t* data = from.panel(panel);
+    with_values(from.packing, [&](auto values) {
+        for_each_group(from, 0, from.inputs, [&](int64_t k, int64_t end, int64_t group) {
+            const Shifts shifts(from, zeros, group);
+            const float scale = lane_of(scales.at(group, 0), lane);
+            const float point = lane_of(shifts.point, lane), minimum = lane_of(shifts.minimum, lane);
+            for (; k < end; ++k) {
+                const uint8_t byte = data[byte_of(k, lane, values.kPerByte)];
+                const uint8_t code = values.kPerByte == 1 ? byte : byte >> shift_of(k) & 15;
+                out[k] = (values.of(code) - point) * scale - minimum;
+            }
+        });
+        return int64_t{0};
+    });
 }
 
 }  // namespace
 
+// Returns -1 for a format whose numbers are not found here.
 int64_t pack_weight(void* data, void* scales, void* zeros, const void* rows, int64_t outputs, int64_t inputs,
-                    int64_t halves, int64_t group, int64_t dtype, int64_t format) {
-    if (format > kFloat16 && format != kInt8 && format != kInt4) return -1;
+                    int64_t halves, int64_t group, int64_t scales_type, int64_t zeros_type, int64_t dtype, int64_t format) {
+    const Weight to = {data, scales, zeros, outputs, inputs, halves, {group, scales_type, zeros_type, format}};
+    if (!is_packed_here(to.packing)) return -1;
     return with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
-        const Weight to = {data, scales, static_cast<uint8_t*>(zeros), outputs, inputs, halves, group};
-        prefer_huge_pages(data, to.panels() * to.panel_bytes(format));
+        prefer_huge_pages(data, to.panels() * to.panel_bytes());
         share(to.panels(), kElementWork * outputs * inputs,
-              [&](int64_t panel) { pack_panel(to, static_cast<const T*>(rows), panel, format); });
+              [&](int64_t panel) { pack_panel(to, static_cast<const T*>(rows), panel); });
         return int64_t{0};
     });
 }
 
 // Returns how many ids are outside the table; their rows are left as they were.
 int64_t packed_embedding(void* out, const int64_t* ids, const void* data, const void* scales, const void* zeros,
-                         int64_t count, int64_t outputs, int64_t inputs, int64_t halves, int64_t group, int64_t format) {
-    if (format < kFloat32 || format > kInt4) return -1;
-    const Weight from = {data, scales, static_cast<const uint8_t*>(zeros), outputs, inputs, halves, group};
+                         int64_t count, int64_t outputs, int64_t inputs, int64_t halves, int64_t group, int64_t scales_type,
+                         int64_t zeros_type, int64_t format) {
+    const Weight from = {data, scales, zeros, outputs, inputs, halves, {group, scales_type, zeros_type, format}};
+    if (format > kFloat16 && with_values(from.packing, [](auto) { return int64_t{0}; })) return -1;
     Refusals refused;
     share(count, kElementWork * count * inputs, [&](int64_t i) {
         if (ids[i] < 0 || ids[i] >= outputs) return refused.add();
         const int64_t half = from.half(), n = ids[i] % half, panel = n / kPanel * halves + ids[i] / half;
         float* row = static_cast<float*>(out) + i * inputs;
-        for (int64_t k = 0; k < inputs; ++k) row[k] = element(from, panel, n % kPanel, k, format);
+        if (!from.packing.is_float()) return read_codes(row, from, panel, n % kPanel);
+        with_dtype(format, [&](auto t) {
+            read_floats(row, from, panel, n % kPanel, t);
+            return int64_t{0};
+        });
     });
     return refused.count();
 }

@@ -1,79 +1,98 @@
 // Packed weights: how a matrix [N, K] lies in memory so that every kernel can vectorise over outputs.
 //
-// A panel holds 16 outputs. Float panels are [K][16], and of bfloat16 [K / 2][16][2], the second of two k first; integer
-// panels walk k in quads, because four bytes of k are what one
-// dot-product instruction eats per output. A step is 64 bytes: one quad of int8, [16][4], or two of int4, the first in the
-// low nibbles and the second in the high ones. Integers are stored without sign, with a zero point. Rows beyond N and k
-// beyond K hold anything finite: activations are 0 there. A matrix in two halves (gate and up of an MLP) alternates their
+// A panel holds 16 outputs. Float panels are [K][16], and of bfloat16 [K / 2][16][2], the second of two k first. Panels of
+// codes walk k in quads, because four bytes of k are what one dot-product instruction eats per output. A step is 64 bytes:
+// one quad of 8 bits, [16][4], or two of 4 bits, the first in the low nibbles and the second in the high ones. Integers are
+// stored without sign, with a zero point. Rows beyond N and k beyond K hold anything finite: activations are 0 there. A matrix in two halves (gate and up of an MLP) alternates their
 // panels, so that the outputs that belong together are made together. One layout serves all instruction sets.
 
 #pragma once
 
-#include "kernels.h"
-#include "lanes16.h"
+#include "scaling.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-constexpr int64_t kPanel = 16;
 constexpr int64_t kQuad = 4;
 constexpr int64_t kStepBytes = kPanel * kQuad;
 
-// Values of k that share a scale of activations; integer panels hold whole chunks.
+// Values of k that share a scale of activations; panels of codes hold whole chunks.
 constexpr int64_t kChunk = 64;
 
 // Formats of packed weights, by the codes that callers pass; the first three are those of DType.
-enum Format : int64_t { kInt8 = 3, kInt4 = 4 };
+enum Format : int64_t { kInt8 = 3, kInt4 = 4, kFp8 = 5, kE2M1 = 6, kIQ4NL = 7, kNF4 = 8, kFP4 = 9 };
 
-// Zero points where none are stored.
-constexpr int32_t kInt8Zero = 128, kInt4Zero = 8;
+// Zero points where none are stored; a book's are of its integers.
+constexpr int32_t kInt8Zero = 128, kInt4Zero = 8, kBookZero = 128;
 
-// A packed matrix. Integer formats: int8 has a float32 scale per output; int4 has a bfloat16 scale, and an integer zero
-// point in 0..15, per output and group of k, [panel][group][16]. k is padded to whole groups and chunks; of floats
-// to their group alone, which is 2 for bfloat16 and else 1.
+// How matrices are packed: values of k that share a scale, 0 if all of an output do, and the types of scales and of zero
+// points or minimums. For floats `group` is what k is padded to a multiple of: 2 for bfloat16 and else 1.
+struct Packing {
+    int64_t group, scales_type, zeros_type, format;
+
+    bool is_float() const { return format <= kFloat16; }
+    bool has_book() const { return format >= kE2M1; }
+    bool shifts() const { return zeros_type != kNoStream; }
+    // Codes in a byte, of formats that have codes.
+    int64_t per_byte() const { return format == kInt8 || format == kFp8 ? 1 : 2; }
+};
+
+// What is taken out of codes, or of what a book makes of them, before they are scaled.
+inline int32_t zero_of(const Packing& packing) {
+    switch (packing.format) {
+        case kInt8: return kInt8Zero;
+        case kInt4: return packing.shifts() ? 0 : kInt4Zero;
+        default: return packing.has_book() ? kBookZero : 0;
+    }
+}
+
+// A packed matrix. k is padded to whole groups, and of codes to whole chunks.
 struct Weight {
     const void* data;
     const void* scales;
-    const uint8_t* zeros;
-    int64_t outputs, inputs, halves, group;
+    const void* zeros;
+    int64_t outputs, inputs, halves;
+    Packing packing;
 
     int64_t half() const { return outputs / halves; }
     int64_t panels() const { return (half() + kPanel - 1) / kPanel * halves; }
     int64_t padded() const {
-        const int64_t unit = group <= 2 || group > kChunk ? group : kChunk;
+        const int64_t group = packing.group, unit = packing.is_float() || group > kChunk ? group : kChunk;
         return (inputs + unit - 1) / unit * unit;
     }
-    int64_t groups() const { return padded() / group; }
+    int64_t group_inputs() const { return packing.group ? packing.group : padded(); }
+    int64_t groups() const { return padded() / group_inputs(); }
+    Stream scale_stream() const { return {scales, packing.scales_type, packing.group}; }
+    Stream zero_stream() const { return {zeros, packing.zeros_type, packing.group}; }
     // First row of a panel, and how many of its outputs exist.
     int64_t row(int64_t panel) const { return panel % halves * half() + panel / halves * kPanel; }
     int64_t count(int64_t panel) const {
         const int64_t left = half() - panel / halves * kPanel;
         return left < kPanel ? left : kPanel;
     }
-    // Steps of a panel of integers.
-    int64_t steps(int64_t format) const { return padded() / (format == kInt4 ? 2 * kQuad : kQuad); }
-    int64_t panel_bytes(int64_t format) const {
-        if (format == kInt8 || format == kInt4) return steps(format) * kStepBytes;
-        return padded() * kPanel * (format == kFloat32 ? 4 : 2);
+    // Steps of a panel of codes.
+    int64_t steps() const { return padded() / (kQuad * packing.per_byte()); }
+    int64_t panel_bytes() const {
+        return packing.is_float() ? padded() * kPanel * (packing.format == kFloat32 ? 4 : 2) : steps() * kStepBytes;
     }
+    const uint8_t* panel(int64_t index) const { return static_cast<const uint8_t*>(data) + index * panel_bytes(); }
     // The matrix of some outputs of one that is not in halves, from `first` on, both whole panels.
-    Weight some(int64_t first, int64_t count, int64_t format) const {
+    Weight some(int64_t first, int64_t count) const {
         const int64_t skipped = first / kPanel;
-        const auto from = [skipped](const void* at, int64_t bytes) { return static_cast<const uint8_t*>(at) + skipped * bytes; };
         Weight part = *this;
         part.outputs = count;
-        part.data = from(data, panel_bytes(format));
-        if (scales) part.scales = from(scales, kPanel * (format == kInt4 ? 2 * groups() : 4));
-        if (zeros) part.zeros = from(zeros, kPanel * groups());
+        part.data = panel(skipped);
+        if (packing.is_float()) return part;
+        part.scales = scale_stream().from(skipped, groups()).data;
+        part.zeros = zero_stream().from(skipped, groups()).data;
         return part;
     }
 };
 
-// Where lane j's value of k stands in a panel of integers: a byte, and the nibble in it.
-inline int64_t byte_of(int64_t k, int64_t j, int64_t format) {
-    const int64_t step = format == kInt4 ? k / (2 * kQuad) : k / kQuad;
-    return step * kStepBytes + j * kQuad + k % kQuad;
+// Where lane j's value of k stands in a panel of codes: a byte, and the nibble in it.
+inline int64_t byte_of(int64_t k, int64_t j, int64_t per_byte) {
+    return k / (kQuad * per_byte) * kStepBytes + j * kQuad + k % kQuad;
 }
-inline int64_t shift_of(int64_t k) { return k / kQuad % 2 * 4; }
+constexpr int64_t shift_of(int64_t k) { return k / kQuad % 2 * 4; }
 
 // Values of k that stand together in a panel of floats. Two bfloat16 are what one instruction multiplies and adds, the one
 // in the high half first; wherever there is none, a shift and a mask widen them.

@@ -13,7 +13,6 @@ struct PerHead {
     void* scratch;
     int64_t tokens, heads, token_stride, head_stride;
     Weight weight;
-    int64_t format;
 
     int64_t outputs() const { return weight.outputs / heads; }
     // Tokens, and heads, that are multiplied together: at most kBlockRows rows in all.
@@ -27,7 +26,7 @@ struct PerHead {
     Linear job(int64_t head, int64_t token, int64_t count, int64_t place) const {
         return {out + (token * heads + head) * outputs(), x + token * token_stride + head * head_stride, nullptr,
                 static_cast<Float32*>(scratch) + place * row_floats(), count, kNone,
-                weight.some(head * outputs(), outputs(), format), token_stride, weight.outputs};
+                weight.some(head * outputs(), outputs()), token_stride, weight.outputs};
     }
 };
 

@@ -9,8 +9,8 @@
 
 #include <cstdint>
 
-#define QUIRE_CPU_ABI_VERSION 8
-#define QUIRE_CPU_WEIGHT_LAYOUT "panels-4"
+#define QUIRE_CPU_ABI_VERSION 9
+#define QUIRE_CPU_WEIGHT_LAYOUT "panels-5"
 #define QUIRE_CPU_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace quire {

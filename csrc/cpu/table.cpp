@@ -20,14 +20,16 @@ int64_t rotary_embedding(void* q, void* k, const int64_t* positions, const void*
                          int64_t q_head_stride, int64_t k_heads, int64_t k_token_stride, int64_t k_head_stride,
                          int64_t interleaved, int64_t dtype);
 int64_t pack_weight(void* data, void* scales, void* zeros, const void* rows, int64_t outputs, int64_t inputs,
-                    int64_t halves, int64_t group, int64_t dtype, int64_t format);
+                    int64_t halves, int64_t group, int64_t scales_type, int64_t zeros_type, int64_t dtype, int64_t format);
 int64_t packed_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, const void* bias,
                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
-                      int64_t group, int64_t activation, int64_t fast, int64_t format);
+                      int64_t group, int64_t scales_type, int64_t zeros_type, int64_t activation, int64_t fast,
+                      int64_t format);
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table, void* scratch,
                 int64_t scratch_bytes, int64_t tokens, int64_t top_k, int64_t count, int64_t hidden, int64_t inner,
-                int64_t activation, int64_t up_group, int64_t up_fast, int64_t up_format, int64_t down_group,
-                int64_t down_fast, int64_t down_format);
+                int64_t activation, int64_t up_group, int64_t up_scales, int64_t up_zeros, int64_t up_fast,
+                int64_t up_format, int64_t down_group, int64_t down_scales, int64_t down_zeros, int64_t down_fast,
+                int64_t down_format);
 int64_t route(void* chosen, void* weights, const void* logits, const void* bias, int64_t rows, int64_t count,
               int64_t top_k, int64_t kind, int64_t groups, int64_t top_groups, int64_t group_members, int64_t normalized,
               float scale, float reach, int64_t dtype);
@@ -54,7 +56,8 @@ int64_t rg_lru(void* out, const void* x, const void* weights, const void* bias, 
                const int32_t* starts, const int32_t* lengths, const int32_t* tables, int64_t rows, int64_t requests,
                int64_t table_width, int64_t block_size, int64_t num_blocks, int64_t stride, int64_t heads, int64_t size);
 int64_t packed_embedding(void* out, const int64_t* ids, const void* data, const void* scales, const void* zeros,
-                         int64_t count, int64_t outputs, int64_t inputs, int64_t halves, int64_t group, int64_t format);
+                         int64_t count, int64_t outputs, int64_t inputs, int64_t halves, int64_t group,
+                         int64_t scales_type, int64_t zeros_type, int64_t format);
 int64_t layer_norm(void* out, const void* x, const void* weight, const void* bias, int64_t outer, int64_t inner,
                    int64_t outer_stride, int64_t inner_stride, int64_t n, float eps, int64_t dtype,
                    int64_t weight_dtype);
@@ -85,7 +88,8 @@ int64_t bidirectional_attention(void* out, const void* q, const void* k, const v
                                 int64_t dtype);
 int64_t per_head_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, void* scratch,
                         int64_t scratch_bytes, int64_t tokens, int64_t heads, int64_t token_stride, int64_t head_stride,
-                        int64_t outputs, int64_t inputs, int64_t group, int64_t fast, int64_t format);
+                        int64_t outputs, int64_t inputs, int64_t group, int64_t scales_type, int64_t zeros_type,
+                        int64_t fast, int64_t format);
 int64_t write_latents(void* q, const void* rows, const void* norm, const int64_t* positions, const void* cos_sin, void* cache,
                       const int64_t* slots, int64_t tokens, int64_t num_positions, int64_t rank, int64_t rope, int64_t heads,
                       int64_t q_token_stride, int64_t q_head_stride, int64_t row_stride, int64_t num_slots,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from quire.config.encoding import CheckpointQuantization
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -90,8 +92,6 @@ class ExpertStack:
     weight: str = ".weight"
     """What is behind the layer's name; nothing, in many."""
     bias: str = ".bias"
-    mxfp4: bool = False
-    """Whether matrices are in 4 bits, as `quire.layers.mxfp4` says, in tensors of their own."""
 
 
 @dataclass(frozen=True)
@@ -308,6 +308,8 @@ class ModelArch:
     generation: dict[str, float] = field(default_factory=dict)
     """Default sampling parameters of generation_config.json, by `SamplingParams` field name."""
     names: CheckpointNames = field(default_factory=CheckpointNames)
+    quantization: CheckpointQuantization | None = None
+    """None where all weights are floats."""
 
     block: str = "sequential"
     """How a layer puts norms, attention and MLP together: a key of `quire.models.blocks.BLOCKS`."""

@@ -18,7 +18,7 @@ class ModelConfig(Config):
 
     model: str = option(
         DEMO_MODEL,
-        "Local directory, Hugging Face id, or one of the toys in the box: quire-demo, quire-demo-embed.",
+        "Local directory, GGUF file, Hugging Face id, or one of the toys in the box: quire-demo, quire-demo-embed.",
     )
     tokenizer: str | None = option(None, "Directory or id of the tokenizer; default: the model's own.")
     revision: str | None = option(None, "Branch, tag or commit of a Hugging Face id.")
@@ -92,8 +92,8 @@ class LoadConfig(Config):
 
     load_format: str = option(
         "auto",
-        "auto or safetensors: the checkpoint's safetensors files; dummy: random weights made from config.json.",
-        choices=("auto", "safetensors", "dummy"),
+        "auto: what the model has; safetensors or gguf: these alone; dummy: random weights made from config.json.",
+        choices=("auto", "safetensors", "gguf", "dummy"),
     )
     download_dir: str | None = option(
         None, "Where Hugging Face downloads are kept; default: the hub's cache."

@@ -65,8 +65,10 @@ class QuantizationConfig(Config):
                 choices = ", ".join(map(str, _CHOICES[key]))
                 raise ConfigError(f"--quantization-config: {key} must be one of {choices}, got {value!r}")
 
-    def check(self, device: str) -> None:
+    def check(self, device: str, *, encoded: bool = False) -> None:
         """Refuse what this type of device cannot do, and keys that would do nothing.
+
+        `encoded` says that the checkpoint's weights are quantised already.
 
         Raises:
             ConfigError: names them.
@@ -77,20 +79,20 @@ class QuantizationConfig(Config):
             raise ConfigError(
                 f"--quantization {self.quantization} needs {method.needs}; on a CPU there are {others}"
             )
-        useless = set(self.quantization_config) - self._used_keys(device)
+        useless = set(self.quantization_config) - self._used_keys(device, encoded)
         if useless:
             scheme = self.quantization or "no --quantization"
             raise ConfigError(
                 f"--quantization-config: {', '.join(sorted(useless))} means nothing with {scheme} on {device}"
             )
 
-    def _used_keys(self, device: str) -> set[str]:
+    def _used_keys(self, device: str, encoded: bool) -> set[str]:
         cpu_only = {"mode"} if device != "cpu" else set()
         if self.quantization is not None:
             keys = {*METHODS[self.quantization].keys, *METHODS[self.head].keys, "head", "ignore"}
         else:
             keys = {*METHODS[self.head].keys, "head"} if self.rounds_head else set()
-        return keys - cpu_only
+        return (keys | {"mode"} if encoded else keys) - cpu_only
 
     @property
     def rounds_head(self) -> bool:

@@ -18,9 +18,9 @@ from quire.config.engine import engine_fields
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError
 from quire.kernels import cpu
-from quire.models.checkpoint import resolve_model_dir
+from quire.models.checkpoint import read_model_config, resolve_model_dir
 from quire.models.generation_config import read_generation_config
-from quire.models.hf_config import read_hf_config
+from quire.models.gguf.model import is_gguf
 from quire.models.pooling.settle import Settled, settle_pooling
 from quire.models.registry import ModelRegistry
 from quire.platforms import choose_device
@@ -58,7 +58,8 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     """
     load_general_plugins()
     model_dir = resolve_model_dir(config.model.model, config.model.revision, config.load.download_dir)
-    arch = read_hf_config(model_dir, config.model.hf_overrides, config.model.model_impl)
+    _check_load_format(config, model_dir)
+    arch = read_model_config(model_dir, config.model.hf_overrides, config.model.model_impl)
     arch = dataclasses.replace(arch, generation=_generation_defaults(config, arch, model_dir))
     fit = config.model.max_model_len == FIT_MEMORY
     config = dataclasses.replace(
@@ -93,12 +94,18 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.observability.check()
     config.structured_outputs.check()
     check_speculation(config)
-    config.quantization.check(config.device.device)
+    config.quantization.check(config.device.device, encoded=config.arch.quantization is not None)
     config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
     _check_batch_invariant(config)
     for field, reason in without_effect(config):
         logger.warning("%s: changes nothing, %s", field, reason)
     return config
+
+
+def _check_load_format(config: EngineConfig, model_dir: Path) -> None:
+    found, asked = "gguf" if is_gguf(model_dir) else "safetensors", config.load.load_format
+    if asked in ("gguf", "safetensors") and asked != found:
+        raise ConfigError(f"--load-format is {asked}, but {model_dir} is a model in {found}")
 
 
 def _settled(config: EngineConfig, choice: Choice) -> EngineConfig:

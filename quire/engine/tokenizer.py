@@ -23,6 +23,8 @@ from quire.engine.special_tokens import Template, read_template
 from quire.engine.text_bound import max_chars_per_token
 from quire.engine.token_bytes import TextPlace, TokenBytes
 from quire.errors import ModelLoadError, ValidationError
+from quire.models.gguf.model import is_gguf
+from quire.models.gguf.tokenizer import read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +69,14 @@ class Tokenizer:
 
     @staticmethod
     def from_dir(directory: Path) -> Tokenizer:
-        """Load the tokenizer of a checkpoint directory.
+        """Load the tokenizer of a checkpoint directory, or of a model in GGUF.
 
         Raises:
             ModelLoadError: there is no tokenizer, or its files cannot be read.
         """
+        if is_gguf(directory):
+            found = read_tokenizer(directory)
+            return Tokenizer(found.backend, found.settings, found.chat_templates)
         settings = _read_json(directory / "tokenizer_config.json")
         return Tokenizer(_load_backend(directory), settings, _chat_templates(directory, settings))
 

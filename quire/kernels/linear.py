@@ -28,9 +28,9 @@ Layout = Literal["panels", "rows"]
 class WeightScheme:
     """How a weight is kept.
 
-    "float": as it is. "int8": a scale per output. "int4": a scale, and without `symmetric` a zero point, per
-    output and `group_size` values of k. "fp8" (E4M3, on GPUs): a scale per output or, `per_tensor`, one for all;
-    activations are rounded to E4M3 too, with a scale per token.
+    "float": as it is. "int8" and "int4": a scale, and without `symmetric` a zero point or a minimum, per output and
+    `group_size` values of k; 0: one for all of an output. "fp8" (E4M3, on GPUs): a scale per output or, `per_tensor`,
+    one for all; activations are rounded to E4M3 too, with a scale per token.
 
     `fast` is for CPUs: integers are multiplied by activations rounded to 8 bits, with a scale per token and 64
     values of k (see `ops.packed_linear`), and bfloat16 by activations rounded to bfloat16; otherwise weights are
@@ -39,7 +39,7 @@ class WeightScheme:
     """
 
     kind: str = "float"
-    group_size: int = 32
+    group_size: int = 0
     symmetric: bool = True
     fast: bool = True
     per_tensor: bool = False
@@ -58,8 +58,8 @@ class Native(NamedTuple):
 
     tensors: tuple[Tensor, Tensor, Tensor]
     """Data, scales and zeros; what is not there is empty."""
-    sizes: tuple[int, int, int, int]
-    """Outputs, inputs, halves, and values of k that share a scale, 1 if there is none."""
+    sizes: tuple[int, int, int, int, int, int]
+    """Outputs, inputs, halves, values of k that share a scale, and the codes of the types of scales and zeros."""
     format: tuple[int, int]
     """Whether fast, and the code of the format."""
     padded: int
@@ -72,14 +72,15 @@ class PackedWeight:
 
     `halves` is 2 where the panels of the first and second half of N alternate (gate and up), else 1. With P
     panels and G groups, `data` is [P, K, 16] for floats, but for bfloat16 [P, K / 2, 16, 2], the second of two k first;
-    uint8 [P, K / 4, 16, 4] for int8, with zero point 128; and uint8 [P, K / 8, 16, 4] for int4, the first four of
-    eight k in the low nibbles and the others in the high ones. K is padded, of integers to whole chunks and
-    groups. `scales` is float32 [P, 16] for int8 and bfloat16 [P, G, 16] for int4; `zeros` is uint8 [P, G, 16], or
-    None where every zero point is 8.
+    uint8 [P, K / 4, 16, 4] of codes of 8 bits, those of int8 with zero point 128; and uint8 [P, K / 8, 16, 4] of codes
+    of 4 bits, the first four of eight k in the low nibbles and the others in the high ones. K is padded, of codes to
+    whole chunks and groups. `scales` and `zeros` are [P, G, 16]: scales in float32, bfloat16 or float16; zeros in
+    uint8, which are zero points, or floats, which are minimums; or either as blocks (`formats.scaling`). Without
+    `zeros` int4's zero point is 8.
 
     So it is in the layout "panels", that of CPUs. In "rows", that of GPUs, outputs are apart: floats [N, K]; int8 or
-    E4M3 [N, K] with float32 scales [N]; int4 uint8 [N, G * group / 2], where byte i of a group has k = i in its low
-    nibble and k = i + group / 2 in its high one, with bfloat16 scales and uint8 zeros [N, G].
+    E4M3 [N, K] with scales [N], or of groups [N, G]; codes of 4 bits uint8 [N, G * group / 2], where byte i of a group
+    has k = i in its low nibble and k = i + group / 2 in its high one, with scales and zeros [N, G].
     """
 
     scheme: WeightScheme

@@ -310,8 +310,7 @@ def _vendor_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.
 
 
 def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
-    kept = format_of(scheme)
-    return kept.pack(weight, scheme, halves, kept.layouts[0])
+    return format_of(scheme).pack(weight, scheme, halves, "panels")
 
 
 def unpack_weight(weight: PackedWeight) -> Tensor:
@@ -325,21 +324,24 @@ def packed_linear(
     bias: Tensor | None = None,
     activation: GatedActivation | None = None,
 ) -> Tensor:
-    out = linear(seen_by(weight, x), unpack_weight(weight).float(), bias)
+    out = linear(seen_by(weight, x), format_of(weight.scheme).multiplied(weight).float(), bias)
     return (out if activation is None else GATED[activation](out)).to(x.dtype)
 
 
 def seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
     """Activations as a weight sees them, in float32."""
     scheme = weight.scheme
-    if isinstance(x, QuantizedRows) or scheme.kind == "fp8":
-        return (x if isinstance(x, QuantizedRows) else quantize_rows(x)).float()
+    if isinstance(x, QuantizedRows):
+        return x.float()
+    if scheme.kind == "fp8":
+        rounds = weight.layout == "rows" and not scheme.group_size
+        return (quantize_rows(x) if rounds else x).float()
     if not scheme.fast:
         return x.float()
     if scheme.kind == "float":
         return (x.bfloat16() if weight.data.dtype == torch.bfloat16 else x).float()
     chunks = whole_chunks(x.float()).unflatten(-1, (-1, CHUNK))
-    return _rounded(chunks, 2 if scheme.kind == "int8" else 1).flatten(-2)[..., : x.shape[-1]]
+    return _rounded(chunks, format_of(scheme).together).flatten(-2)[..., : x.shape[-1]]
 
 
 def _rounded(x: Tensor, together: int) -> Tensor:

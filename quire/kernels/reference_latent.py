@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.formats import format_of
 from quire.kernels.linear import PackedWeight
-from quire.kernels.reference import paged_attention, rms_norm, rotary_embedding, seen_by, unpack_weight
+from quire.kernels.reference import paged_attention, rms_norm, rotary_embedding, seen_by
 
 
 def per_head_linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    matrices = torch.unflatten(unpack_weight(weight).float(), 0, (x.shape[1], -1))
+    matrices = torch.unflatten(format_of(weight.scheme).multiplied(weight).float(), 0, (x.shape[1], -1))
     return torch.einsum("thk,hnk->thn", seen_by(weight, x), matrices).to(x.dtype)
 
 

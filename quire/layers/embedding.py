@@ -68,11 +68,12 @@ class VocabEmbedding(MatrixLayer):
         assert self.weight is not None
         return ops.linear(hidden, self.weight, self.bias, torch.float32)
 
-    def finish_loading(self) -> None:
-        if self.unit_rows:
-            assert self.weight is not None, "a layer is finished once"
-            self.adopt(F.normalize(self.weight.float()).to(self.weight.dtype))
-        super().finish_loading()
+    @property
+    def rearranges(self) -> bool:
+        return self.unit_rows
+
+    def rearranged(self, weight: Tensor) -> Tensor:
+        return F.normalize(weight.float()).to(weight.dtype) if self.unit_rows else weight
 
     def _rows(self, ids: Tensor) -> Tensor:
         if self.packed is not None:

@@ -20,9 +20,6 @@ from quire.layers.activation import FUSED
 from quire.layers.base import Module, activation_dtype, device_type, model_dtype
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
-from quire.layers.mxfp4 import Mxfp4
-from quire.layers.quantization import QuantMethod
-from quire.layers.shard import WHOLE, Shard
 from quire.layers.slot import Slot
 
 
@@ -32,9 +29,6 @@ class _InStack(MatrixLayer):
     index: int
     count: int
     stack = ExpertStack()
-
-    def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
-        super().create_weights(Mxfp4(method) if self.stack.mxfp4 else method, shard)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         suffixes = {"weight": self.stack.weight, "bias": self.stack.bias}

@@ -4,18 +4,17 @@ Shapes: T tokens, K input features, N output features, Hq/Hkv query and key-valu
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.linear import FLOAT, QuantizedRows
+from quire.kernels.linear import QuantizedRows
 from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer, Piece
-from quire.layers.quantization import QuantMethod, method_of
+from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Cut, Shard, Span
 from quire.layers.slot import length
 from quire.layers.step import StepContext
@@ -74,7 +73,7 @@ class ExactLinear(Linear):
     """A small one whose weight is never rounded, whatever the method, because what it makes decides of much else."""
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
-        super().create_weights(method_of(replace(FLOAT, invariant=method.scheme.invariant)), shard)
+        super().create_weights(method.unrounded(), shard)
 
 
 class QKVLinear(Linear):

@@ -177,6 +177,15 @@ class MatrixLayer(Layer):
         """Outputs and inputs of the rank's share of the finished matrix."""
         return self.num_rows, length(self.columns)
 
+    @property
+    def rearranges(self) -> bool:
+        """Whether what is multiplied by is not the checkpoint's matrix but made of it: its numbers cannot stay."""
+        return False
+
+    def rearranged(self, weight: Tensor) -> Tensor:
+        """What is multiplied by, of the checkpoint's matrix."""
+        return weight
+
     def halves(self) -> int:
         """In how many parts the outputs are packed."""
         return 1

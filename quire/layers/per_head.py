@@ -71,9 +71,12 @@ class PerHeadLinear(MatrixLayer):
         unit = self.spans[0].unit
         return rows // unit * columns, unit
 
-    def finish_loading(self) -> None:
-        if self.inverted:
-            assert self.weight is not None, "a layer is finished once"
-            heads = torch.unflatten(self.weight.data, 0, (-1, self.spans[0].unit))
-            self.adopt(heads.transpose(1, 2).flatten(0, 1).contiguous())
-        super().finish_loading()
+    @property
+    def rearranges(self) -> bool:
+        return self.inverted
+
+    def rearranged(self, weight: Tensor) -> Tensor:
+        if not self.inverted:
+            return weight
+        heads = torch.unflatten(weight, 0, (-1, self.spans[0].unit))
+        return heads.transpose(1, 2).flatten(0, 1).contiguous()

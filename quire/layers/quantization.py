@@ -7,6 +7,7 @@ and the finish; the loader gives each layer its method; kernels know packed form
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
@@ -30,9 +31,9 @@ class QuantMethod:
     """
 
     name: ClassVar[str]
-    quantizes_rows: ClassVar[bool] = False
+    quantizes_rows: bool = False
     """Whether products take `QuantizedRows`."""
-    spans_rows: ClassVar[bool] = False
+    spans_rows: bool = False
     """Whether a scale stands for all k of an output: a rank that has some of them reads them all to find it."""
 
     def __init__(self, scheme: WeightScheme = FLOAT) -> None:
@@ -42,6 +43,10 @@ class QuantMethod:
     def input_unit(self) -> int:
         """Inputs that no cut splits."""
         return 1
+
+    def unrounded(self) -> QuantMethod:
+        """The same for a layer whose weight is never rounded: what is read, kept as floats."""
+        return method_of(replace(FLOAT, invariant=self.scheme.invariant))
 
     def create(self, layer: MatrixLayer) -> None:
         """Give a layer its parameters, uninitialised.
@@ -73,12 +78,12 @@ class QuantMethod:
     def finish(self, layer: MatrixLayer) -> None:
         """Bring the weight, all of which is there, into the one form in which it is kept."""
         assert layer.weight is not None, "a layer is finished once"
-        weight = layer.weight
+        weight = layer.rearranged(layer.weight.data)
         if self.replaced(layer, weight.device.type):
-            packed = ops.pack_weight(weight.data, self.scheme, layer.halves())
+            packed = ops.pack_weight(weight, self.scheme, layer.halves())
             layer.weight, layer.packed = None, self._own_columns(layer, packed)
         else:
-            layer.adopt(self._rounded(layer, weight.data))
+            layer.adopt(self._rounded(layer, weight))
 
     def read(self, layer: MatrixLayer) -> slice:
         """The inputs whose weights are read, of which a rank may keep fewer."""

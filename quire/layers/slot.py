@@ -1,7 +1,7 @@
 """Which part of a checkpoint's tensor goes where in a layer.
 
-Invariant: the regions of a tensor's slots cover it, each element once. What a slot takes lies in its region; the rest
-of the region is what the same slot takes on other ranks, and is knowingly left to them.
+Invariant: the regions of a tensor's slots cover it, each element once unless it is shared. What a slot takes lies in
+its region; the rest of the region is what the same slot takes on other ranks, and is knowingly left to them.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -84,6 +84,7 @@ class Slot:
     `convert`, if there is one, makes what the target is to hold, but for its dtype, from rows of the part (its first
     dimension), one row from each: an offset, integers out of packed ones. `init` is what random weights put into the
     target instead. `adopt` is there if the layer reads the part once, in `finish_loading`, and so needs no copy of it.
+    A `shared` slot takes what others may take as well.
     """
 
     target: Tensor
@@ -92,6 +93,7 @@ class Slot:
     dtypes: Collection[torch.dtype] = FLOATS
     convert: Callable[[Tensor], Tensor] | None = None
     adopt: Callable[[Tensor], None] | None = None
+    shared: bool = False
 
     def __post_init__(self) -> None:
         taken, given = sizes(self.source.box), tuple(self.target.shape)

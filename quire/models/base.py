@@ -94,7 +94,9 @@ class CausalLM(Module):
         is_tied = kind == "weight" and self.config.arch.tie_word_embeddings
         if head == self.renamed.get("lm_head", "lm_head") and (is_tied or self.config.pooling is not None):
             return True
-        return any(re.search(pattern, tensor_name) for pattern in self.unused)
+        quantization = self.config.arch.quantization
+        unused = self.unused if quantization is None else (*self.unused, *quantization.unread)
+        return any(re.search(pattern, tensor_name) for pattern in unused)
 
 
 def output_head(config: EngineConfig, embedding: VocabEmbedding, name: str) -> VocabEmbedding | None:

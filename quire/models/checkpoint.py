@@ -1,16 +1,21 @@
-"""Turns what the user calls a model into a directory on this machine.
+"""Turns what the user calls a model into a directory on this machine, or a file in GGUF, and reads what it is.
 
-Invariant: resolved once, at start-up; config, tokenizer and weights are all opened from the one directory returned
-here, so they always belong together.
+Invariant: resolved once, at start-up; config, tokenizer and weights are all opened from the one path returned here, so
+they always belong together.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import quire
 from quire.config import IN_THE_BOX
+from quire.config.arch import ModelArch
 from quire.errors import ModelLoadError
+from quire.models.gguf.config import read_gguf_config
+from quire.models.gguf.model import gguf_in, is_gguf, part_paths
+from quire.models.hf_config import read_hf_config
 
 # No pickled weights and no code: only what quire can read.
 _WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
@@ -19,23 +24,34 @@ _WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 def resolve_model_dir(model: str, revision: str | None, download_dir: str | None) -> Path:
     """The directory of a local path, of a model in the box, or of a Hugging Face id, which is downloaded if need be.
 
+    Of a model in GGUF it is the file, or the first one of a split, also where a directory has nothing else.
+
     Raises:
-        ModelLoadError: there is no such directory or id, or it cannot be fetched.
+        ModelLoadError: there is no such directory, file or id, or it cannot be fetched.
     """
     path = Path(model).expanduser()
     if model and path.is_dir():
-        return path.resolve()
+        path = path.resolve()
+        return path if (path / "config.json").exists() else gguf_in(path) or path
     if model in IN_THE_BOX:
         return _in_the_box(model)
     if path.is_file():
+        if is_gguf(path):
+            return part_paths(path.absolute())[0]
         raise ModelLoadError(
-            f"model {model!r} is a file; it must be a directory with config.json and *.safetensors"
+            f"model {model!r} is a file; it must be a directory with config.json and *.safetensors, or a *.gguf file"
         )
     if not model or path.is_absolute() or model.startswith(".") or model.count("/") > 1:
         raise ModelLoadError(
             f"model {model!r} is no directory, no Hugging Face id (owner/name) and not {' or '.join(IN_THE_BOX)}"
         )
     return _downloaded(model, revision, download_dir)
+
+
+def read_model_config(model_dir: Path, overrides: dict[str, Any], model_impl: str = "auto") -> ModelArch:
+    """The shape and options of the model that `resolve_model_dir` found; see `read_hf_config`, `read_gguf_config`."""
+    read = read_gguf_config if is_gguf(model_dir) else read_hf_config
+    return read(model_dir, overrides, model_impl)
 
 
 def _in_the_box(model: str) -> Path:

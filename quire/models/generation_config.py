@@ -26,7 +26,11 @@ def read_generation_config(directory: Path) -> dict[str, float]:
     Raises:
         ModelLoadError: the file is malformed or a value is out of range.
     """
-    file = generation_file(directory)
+    return sampling_defaults(generation_file(directory))
+
+
+def sampling_defaults(file: JsonObject) -> dict[str, float]:
+    """Those of an object with the keys of generation_config.json; raises as `read_generation_config` does."""
     found = {
         name: file.number(name, low=low, high=high) for name, (low, high) in _SAMPLING.items() if name in file
     }

@@ -16,6 +16,7 @@ from quire.errors import UnsupportedModelError
 from quire.models.generation_config import generation_file, read_generation_config, token_ids
 from quire.models.json_object import JsonObject, read_json_object
 from quire.models.pooling.architectures import made_for
+from quire.models.quantized.reader import read_quantization
 from quire.models.registry import ModelRegistry
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 # Option -> values under which it changes nothing that we compute; a family that reads it knows better.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "quantization_config": (),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "alibi": (False,),
@@ -58,11 +58,21 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
     """
     file = config_json(model_dir, overrides)
     config = JsonObject(file.where, file.values, refused=[])
-    architecture = made_for(architecture_of(config), model_impl).served_as
-    arch = _read_all(architecture, config, ModelRegistry.resolve_config_reader(architecture, model_impl))
+    quantization = read_quantization(config, model_dir)
+    arch = read_config(config, model_impl)
     more = token_ids(generation_file(model_dir), "eos_token_id", arch.vocab_size)
-    eos_token_ids = tuple(dict.fromkeys(arch.eos_token_ids + more))
-    return replace(arch, eos_token_ids=eos_token_ids, generation=read_generation_config(model_dir))
+    return replace(
+        arch,
+        eos_token_ids=tuple(dict.fromkeys(arch.eos_token_ids + more)),
+        generation=read_generation_config(model_dir),
+        quantization=quantization,
+    )
+
+
+def read_config(config: JsonObject, model_impl: str) -> ModelArch:
+    """What an object with the keys of config.json says, as its family reads it; raises as `read_hf_config` does."""
+    architecture = made_for(architecture_of(config), model_impl).served_as
+    return _read_all(architecture, config, ModelRegistry.resolve_config_reader(architecture, model_impl))
 
 
 def _read_all(architecture: str, config: JsonObject, reader: ConfigReader) -> ModelArch:
@@ -75,7 +85,7 @@ def _read_all(architecture: str, config: JsonObject, reader: ConfigReader) -> Mo
         config.only(key, *_NEUTRAL[key])
     refused += config.refused or []
     if refused:
-        raise UnsupportedModelError("; ".join(sorted(map(str, refused))))
+        raise UnsupportedModelError("; ".join(sorted({*map(str, refused)})))
     return arch
 
 

@@ -7,8 +7,6 @@ hardly more memory than the loaded model.
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -16,15 +14,14 @@ from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelLoadError
-from quire.kernels import cpu, ops
+from quire.kernels import ops
 from quire.kernels.cpu.linear import packed_layout
-from quire.kernels.linear import WeightScheme
 from quire.layers.attention import attention_backends
 from quire.layers.base import Layer, device_type, model_dtype
-from quire.layers.quantization import QuantMethod, method_of
 from quire.layers.shard import WHOLE, Shard
 from quire.models.base import CausalLM
 from quire.models.construction import construct
+from quire.models.methods import quant_methods
 from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.pooling.model import PoolingModel
 from quire.models.registry import ModelRegistry
@@ -67,7 +64,7 @@ def without_weights(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
         model = construct(model_cls, config)
         if config.pooling is not None:
             model = PoolingModel(model, config.pooling)
-        methods = _methods(model, config)
+        methods = quant_methods(model, config)
         for (_, layer), method in zip(model.checkpoint_layers(), methods, strict=True):
             layer.create_weights(method, shard)
     return model
@@ -173,60 +170,3 @@ class _Staging:
 
     def _memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-
-
-def _rounds_activations(config: EngineConfig) -> bool:
-    """Whether bfloat16 weights meet activations in bfloat16.
-
-    Raises:
-        ConfigError: it is asked for, and no kernel here multiplies bfloat16.
-    """
-    asked = config.kernels.matmul_precision
-    here = config.device.device == "cpu" and config.model.dtype == "bfloat16" and cpu.available()
-    if asked == "highest" or not here:
-        return False
-    if cpu.multiplies_bfloat16():
-        if asked == "auto":
-            logger.info("matmul_precision is medium: this processor multiplies bfloat16 at twice the speed")
-        return True
-    if asked == "medium":
-        raise ConfigError(
-            "--matmul-precision medium rounds activations to bfloat16, which pays on AVX512-BF16 or AMX alone; "
-            f"here are {cpu.status()}: give highest, or auto"
-        )
-    return False
-
-
-def _methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
-    """How each of the model's layers keeps its weight; a merged layer is left alone if one of its parts is."""
-    asked = config.quantization
-    kernels = config.kernels
-    floats = WeightScheme(fast=_rounds_activations(config), invariant=kernels.batch_invariant)
-    plain = method_of(floats)
-    rounded = replace(
-        floats,
-        group_size=asked.group_size,
-        symmetric=asked.symmetric,
-        fast=asked.fast,
-        per_tensor=asked.per_tensor,
-        vendor=asked.vendor,
-    )
-    quantized = method_of(replace(rounded, kind=asked.quantization)) if asked.quantization else plain
-    head = method_of(replace(rounded, kind=asked.head)) if asked.rounds_head else plain
-    unmatched = set(asked.ignore)
-    methods = []
-    for names, layer in model.checkpoint_layers():
-        is_head = layer is model.lm_head
-        names = [*names, "lm_head"] if is_head else names
-        hits = {pattern for pattern in asked.ignore for name in names if fnmatchcase(name, pattern + "*")}
-        if hits and is_head and "head" in asked.quantization_config:
-            raise ConfigError(
-                f"--quantization-config: head is {asked.head!r}, but ignore leaves it alone by {min(hits)!r}"
-            )
-        unmatched -= hits
-        methods.append(plain if hits else head if is_head else quantized)
-    if unmatched:
-        raise ConfigError(
-            f"--quantization-config: ignore names {sorted(unmatched)[0]!r}, which no layer bears"
-        )
-    return methods

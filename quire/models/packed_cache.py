@@ -50,7 +50,7 @@ def packed_key(model: CausalLM, layout: str) -> str:
     """
     config = model.config
     is_random = config.load.load_format == "dummy"
-    files = [] if is_random else [path for _, path in all_weight_files(model, Path(config.model_dir))]
+    files = [] if is_random else [path for _, path in all_weight_files(Path(config.model_dir), model.folders)]
     parts = {
         "format": (FORMAT, __version__, layout),
         "arch": dataclasses.asdict(dataclasses.replace(config.arch, generation={})),

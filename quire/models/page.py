@@ -58,12 +58,11 @@ NOTES = """
 - Falcon 1B's linear biases are computed in float32. transformers rounds them to bfloat16, which shows after 256 tokens.
 - QWen (2023) contexts end at `seq_length`: beyond it the model would rescale queries by the length of the prompt.
 - TeleChat's end at `training_seqlen`, for the same reason.
-- gpt-oss's experts may be in MXFP4; they are decoded while they load, and kept as `--dtype` and `--quantization` say.
+- gpt-oss's experts may be floats or in MXFP4, and no other [quantised form](quantized_checkpoints.md).
 - Llama 4 is the text model by itself (`Llama4ForCausalLM`), with one expert for each token.
 - Gemma 3n is the text model by itself (`Gemma3nForCausalLM`), with MLPs of one size in all layers.
 - MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.
-- Checkpoints in fp8 with a scale for each block, as DeepSeek-V3's and Kimi K2's are published, are refused: take a copy
-  in bfloat16. Layers that guess the token after the next (MTP) are left out.
+- Layers that guess the token after the next (MTP, DeepSeek-V3) are left out.
 - Latent attention (DeepSeek and others) keeps its cache in float32, bfloat16 or float16, not in int8 or fp8.
 - Encoders' positions are learned or rotated; NomicBERT's texts end at the 2048 tokens that it was trained on, and Jina
   embeddings v3 is served without its adapters. A checkpoint whose norms are called gamma and beta is refused.

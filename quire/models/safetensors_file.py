@@ -12,7 +12,6 @@ import os
 import stat
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.layers.slot import Box
+from quire.models.tensor_file import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000
 
@@ -42,17 +42,6 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor of a file; `start` and `end` are byte positions in the file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 class SafetensorsFile:
@@ -93,6 +82,14 @@ class SafetensorsFile:
         raw = self.raw(info.start, info.end)
         aligned = raw if info.start % info.dtype.itemsize == 0 else raw.clone()
         return aligned.view(info.dtype).view(info.shape)
+
+    def in_floats(self, info: TensorInfo) -> TensorInfo:
+        """The tensor: it is all that the file says."""
+        return info
+
+    def part(self, info: TensorInfo, box: Box) -> Tensor:
+        """A part of a tensor, in the file's memory if the tensor is."""
+        return self.tensor(info)[box]
 
     def raw(self, start: int, end: int) -> Tensor:
         """Part of the file, header included: uint8 [end - start]."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.slot import Slot, sizes
-from quire.models.safetensors_file import SafetensorsFile, TensorInfo
+from quire.models.tensor_file import TensorFile, TensorInfo
 
 BUFFER_BYTES = 16 << 20
 NUM_BUFFERS = 8
@@ -93,7 +93,7 @@ class _Buffer:
 class _Piece:
     """A slot, or as much of it as fits into a buffer."""
 
-    file: SafetensorsFile
+    file: TensorFile
     info: TensorInfo
     slot: Slot
 
@@ -114,7 +114,7 @@ class StagedCopy:
         self._buffers = deque(_Buffer(stream.memory(buffer_bytes)) for _ in range(NUM_BUFFERS))
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "read weights")
 
-    def fill(self, parts: Iterable[tuple[SafetensorsFile, TensorInfo, Slot]]) -> None:
+    def fill(self, parts: Iterable[tuple[TensorFile, TensorInfo, Slot]]) -> None:
         self._stream.begin()
         reading: deque[tuple[_Piece, _Buffer, Future[Tensor]]] = deque()
         for part in parts:
@@ -135,7 +135,7 @@ class StagedCopy:
         buffer.last_copy = self._stream.send(read.result(), piece.slot)
         self._buffers.append(buffer)
 
-    def _pieces(self, file: SafetensorsFile, info: TensorInfo, slot: Slot) -> Iterator[_Piece]:
+    def _pieces(self, file: TensorFile, info: TensorInfo, slot: Slot) -> Iterator[_Piece]:
         max_elements = self._buffer_bytes // info.dtype.itemsize
         return (_Piece(file, info, piece) for piece in _cut(slot, max_elements))
 

@@ -1,4 +1,4 @@
-"""Fills a model's parameters from the safetensors files of a directory, or with random numbers.
+"""Fills a model's parameters from the files of a checkpoint, or with random numbers.
 
 Invariant: every part of every tensor of the checkpoint goes to exactly one slot or is knowingly left out, by the model
 or to another rank, and every slot gets its part; this is settled from the files' headers before a byte of data is read.
@@ -7,7 +7,7 @@ or to another rank, and every slot gets its part; this is settled from the files
 import hashlib
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
@@ -21,8 +21,11 @@ from tqdm import tqdm
 from quire.errors import ModelLoadError
 from quire.layers.slot import Slot, sizes, why_not_covered
 from quire.models.base import CausalLM
+from quire.models.gguf.model import is_gguf, part_paths
+from quire.models.gguf.tensors import gguf_tensor_files
 from quire.models.json_object import read_json_object
-from quire.models.safetensors_file import SafetensorsFile, TensorInfo
+from quire.models.safetensors_file import SafetensorsFile
+from quire.models.tensor_file import TensorFile, TensorInfo
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -44,7 +47,7 @@ class Weights(Protocol):
 class TensorReader(Protocol):
     """How tensors of files get to where the model is."""
 
-    def fill(self, parts: Iterable[tuple[SafetensorsFile, TensorInfo, Slot]]) -> None:
+    def fill(self, parts: Iterable[tuple[TensorFile, TensorInfo, Slot]]) -> None:
         """As `Weights.fill`."""
 
     def close(self) -> None:
@@ -54,9 +57,9 @@ class TensorReader(Protocol):
 class MappedCopy:
     """Fills slots on the host straight from the mapped file."""
 
-    def fill(self, parts: Iterable[tuple[SafetensorsFile, TensorInfo, Slot]]) -> None:
+    def fill(self, parts: Iterable[tuple[TensorFile, TensorInfo, Slot]]) -> None:
         for file, info, slot in parts:
-            slot.fill(file.tensor(info)[slot.source.box])
+            slot.fill(file.part(info, slot.source.box))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -64,7 +67,7 @@ class MappedCopy:
 
 @dataclass(frozen=True)
 class _Source:
-    file: SafetensorsFile
+    file: TensorFile
     info: TensorInfo
     slots: list[Slot]
 
@@ -78,21 +81,21 @@ class CheckpointWeights:
     """The tensors of the checkpoint in `model_dir`, each checked against the model's slots of its name.
 
     Raises:
-        ModelLoadError: no safetensors file; a file is corrupt; tensors are missing, left over, stored twice, or of the
+        ModelLoadError: no file with weights; a file is corrupt; tensors are missing, left over, stored twice, or of the
             wrong shape or dtype; parts of them are taken twice or not at all. One message names all files and tensors.
     """
 
     def __init__(
         self, model: CausalLM, model_dir: Path, reader: TensorReader, *, show_progress: bool
     ) -> None:
-        files = [SafetensorsFile(path, folder) for folder, path in all_weight_files(model, model_dir)]
+        files = open_files(model_dir, model.folders)
         self._sources = _plan(model, files, model_dir)
         hidden = not (show_progress and sys.stderr.isatty())
         self._num_slots_left = sum(len(source.slots) for source in self._sources.values())
         total = sum(source.num_bytes for source in self._sources.values())
         self._progress = tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden)
         self._reader = reader
-        self._in_use: list[tuple[SafetensorsFile, TensorInfo, Slot]] = []
+        self._in_use: list[tuple[TensorFile, TensorInfo, Slot]] = []
 
     def fill(self, slots: Iterable[tuple[str, Slot]]) -> None:
         sources = [(self._sources[name], slot) for name, slot in slots]
@@ -154,18 +157,27 @@ def _generator(key: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
-def all_weight_files(model: CausalLM, model_dir: Path) -> list[tuple[str, Path]]:
-    """The files of a model's checkpoint, each with its folder there; raises as `weight_files` does."""
-    folders = ("", *model.folders)
-    return [(folder, path) for folder in folders for path in weight_files(model_dir / folder)]
+def open_files(model_dir: Path, folders: Iterable[str] = ()) -> Sequence[TensorFile]:
+    """The files that make up the checkpoint, checked; raises as `CheckpointWeights`."""
+    if is_gguf(model_dir):
+        return gguf_tensor_files(model_dir)
+    return [SafetensorsFile(path, folder) for folder, path in all_weight_files(model_dir, folders)]
+
+
+def all_weight_files(model_dir: Path, folders: Iterable[str] = ()) -> list[tuple[str, Path]]:
+    """The files of a checkpoint and of some of its folders, each with that folder; raises as `weight_files` does."""
+    return [(folder, path) for folder in ("", *folders) for path in weight_files(model_dir / folder)]
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The files that make up the checkpoint: those the index names, else model.safetensors, else all *.safetensors.
+    """The files that make up the checkpoint: a model in GGUF, or else those the index names, or model.safetensors, or
+    all *.safetensors.
 
     Raises:
         ModelLoadError: there are none, or the index is malformed or names a missing file.
     """
+    if is_gguf(model_dir):
+        return part_paths(model_dir)
     if (model_dir / INDEX_NAME).exists():
         return _indexed_files(model_dir)
     if (model_dir / SINGLE_NAME).exists():
@@ -189,27 +201,26 @@ def _indexed_files(model_dir: Path) -> list[Path]:
     return [model_dir / name for name in sorted(set(names))]
 
 
-def _plan(model: CausalLM, files: list[SafetensorsFile], model_dir: Path) -> dict[str, _Source]:
+def _plan(model: CausalLM, files: Sequence[TensorFile], model_dir: Path) -> dict[str, _Source]:
     """Match tensors with slots: the slots' name -> the tensor."""
     slots = model.checkpoint_slots()
     prefix = _missing_prefix(model, files)
     sources: dict[str, _Source] = {}
     wrong: list[str] = []
     for file in files:
-        for own_name, info in file.tensors.items():
+        for own_name, stored in file.tensors.items():
             name = own_name if own_name in slots else prefix + own_name
-            at = f"{file.path}: tensor {info.name!r}"
+            at = f"{file.path}: tensor {stored.name!r}"
             if name in sources:
                 wrong.append(f"{at} is also in {sources[name].file.path}")
             elif name in slots:
+                info = stored if stored.dtype in slots[name][0].dtypes else file.in_floats(stored)
                 sources[name] = _Source(file, _as_taken(info, slots[name]), slots[name])
                 wrong += (f"{at} {reason}" for reason in _why_unfit(info, slots[name]))
             elif not model.leaves_out(name):
                 wrong.append(f"{at} has no place in {type(model).__name__}")
     wrong += (
-        f"{model_dir}: tensor {name!r} is in none of the safetensors files"
-        for name in slots
-        if name not in sources
+        f"{model_dir}: tensor {name!r} is in none of the files" for name in slots if name not in sources
     )
     if wrong:
         raise ModelLoadError(_in_one_sentence(wrong))
@@ -227,7 +238,7 @@ def _in_one_sentence(wrong: list[str]) -> str:
     return "; ".join([*wrong[:_MOST_TOLD], *([f"and {more} more such tensors"] if more > 0 else [])])
 
 
-def _missing_prefix(model: CausalLM, files: list[SafetensorsFile]) -> str:
+def _missing_prefix(model: CausalLM, files: Sequence[TensorFile]) -> str:
     present = any(name.startswith(model.base_prefix) for file in files for name in file.tensors)
     return "" if present else model.base_prefix
 
@@ -241,7 +252,8 @@ def _why_unfit(info: TensorInfo, slots: list[Slot]) -> Iterator[str]:
         if info.dtype not in slot.dtypes:
             yield f"is {_text(info.dtype)}; expected {' or '.join(_text(dtype) for dtype in slot.dtypes)}"
             return
-    reason = why_not_covered(slots[0].source.shape, [slot.source.region for slot in slots])
+    regions = [slot.source.region for slot in slots if not slot.shared]
+    reason = why_not_covered(slots[0].source.shape, regions) if regions else None
     if reason is not None:
         yield f"does not go into the model once: {reason}"
 

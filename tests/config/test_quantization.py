@@ -52,6 +52,7 @@ def test_keys_without_effect_are_refused() -> None:
         QuantizationConfig("int8", {"group_size": 32, "symmetric": True}).check("cpu")
     with pytest.raises(ConfigError, match="mode means nothing with no --quantization"):
         QuantizationConfig(None, {"mode": "fast"}).check("cpu")
+    QuantizationConfig(None, {"mode": "fast"}).check("cpu", encoded=True)
     QuantizationConfig().check("cpu")
 
 

@@ -221,15 +221,24 @@ def linear(dtype: torch.dtype) -> Iterator[Arguments]:
 
 FLOATS = [FLOAT, replace(FLOAT, fast=True)]
 INTEGERS = [
-    *(WeightScheme("int8", fast=fast) for fast in (True, False)),
-    *(
-        WeightScheme("int4", group_size, symmetric, fast)
-        for group_size in (32, 64, 128)
-        for symmetric in (True, False)
-        for fast in (True, False)
-    ),
+    WeightScheme(kind, group_size, symmetric, fast)
+    for kind, groups in (("int8", (0, 16, 32)), ("int4", (0, 16, 32, 128)))
+    for group_size in groups
+    for symmetric in (True, False)
+    for fast in (True, False)
 ]
-SCHEMES = [*FLOATS, *INTEGERS]
+OTHERS = [
+    *(
+        WeightScheme(kind, group_size)
+        for kind, group_size in (("e2m1", 16), ("nf4", 64), ("iq4_nl", 32), ("fp4", 0))
+    ),
+    *(
+        WeightScheme(kind, group_size, fast=False)
+        for kind, group_size in (("e2m1", 32), ("nf4", 64), ("fp8", 0))
+    ),
+    WeightScheme("fp8", 128, fast=False),
+]
+SCHEMES = [*FLOATS, *INTEGERS, *OTHERS]
 
 
 @cases

@@ -14,7 +14,7 @@ from quire.kernels.cpu import library
 from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import FLOAT, GatedActivation, WeightScheme
-from tests.kernels.op_cases import FLOATS, INTEGERS, ROUTINGS, random_experts
+from tests.kernels.op_cases import ROUTINGS, SCHEMES, random_experts
 
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
@@ -25,7 +25,7 @@ from quire.kernels.cpu.tape import Arena, record
 
 FORMATS = [
     *((FLOAT, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
-    *((scheme, torch.bfloat16) for scheme in (*FLOATS[1:], *INTEGERS)),
+    *((scheme, torch.bfloat16) for scheme in SCHEMES[1:]),
 ]
 every_format = pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=str)
 COUNT, TOP_K, HIDDEN, INNER = 7, 3, 90, 50

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.formats import format_of
 from quire.kernels.linear import WeightScheme
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 20, 4
@@ -202,7 +203,8 @@ def test_narrow_linear_rounds_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("per_tensor", [False, True])
 def test_fp8_weights_are_the_nearest_e4m3_numbers(per_tensor: bool) -> None:
     weight = torch.randn(6, 50) * torch.tensor([1e-6, 0.02, 1.0, 30.0, 1e4, 0.0])[:, None]
-    packed = reference.pack_weight(weight, WeightScheme("fp8", per_tensor=per_tensor))
+    scheme = WeightScheme("fp8", per_tensor=per_tensor)
+    packed = format_of(scheme).pack(weight, scheme, 1, "rows")
     assert packed.scales is not None
     assert packed.data.dtype == torch.float8_e4m3fn
     assert len(packed.scales.unique()) == (1 if per_tensor else 6)

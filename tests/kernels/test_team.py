@@ -117,7 +117,11 @@ def products(scheme: WeightScheme, dtype: torch.dtype, rows: int) -> Callable[[]
 @pytest.mark.parametrize("rows", [1, 3, 16, 70, 400])
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
-    [(FLOAT, torch.bfloat16), (WeightScheme("int8"), torch.float32), (WeightScheme("int4"), torch.float32)],
+    [
+        (FLOAT, torch.bfloat16),
+        (WeightScheme("int8"), torch.float32),
+        (WeightScheme("int4", 32), torch.float32),
+    ],
     ids=["bfloat16", "int8", "int4"],
 )
 def test_neither_threads_nor_the_order_of_pieces_changes_a_bit(

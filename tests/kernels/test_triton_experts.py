@@ -20,7 +20,12 @@ from tests.kernels.op_cases import ROUTINGS, close, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are meant
 FLOAT = WeightScheme(fast=False)
-INTEGERS = [WeightScheme("int8"), WeightScheme("int4"), WeightScheme("int4", 64, symmetric=False)]
+INTEGERS = [
+    WeightScheme("int8"),
+    WeightScheme("int4", 32),
+    WeightScheme("int4", 64, symmetric=False),
+    WeightScheme("e2m1", 32),
+]
 FP8 = WeightScheme("fp8")
 COUNT, TOP_K, HIDDEN, INNER = 5, 2, 45, 35
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 6e-3}

@@ -19,7 +19,13 @@ from tests.kernels.op_cases import close, make_metadata, randn
 
 DTYPES = [torch.float32, torch.float16]
 """What the interpreter gets right."""
-SCHEMES = [WeightScheme(fast=False), WeightScheme("int8"), WeightScheme("int4"), WeightScheme("fp8")]
+SCHEMES = [
+    WeightScheme(fast=False),
+    WeightScheme("int8"),
+    WeightScheme("int4", 32),
+    WeightScheme("fp8"),
+    WeightScheme("fp8", 128),
+]
 BATCHES = {
     "empty": [],
     "decode": [(1, 9), (1, 33), (1, 16)],

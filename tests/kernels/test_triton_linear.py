@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.errors import ConfigError
 from quire.kernels import ops, reference
+from quire.kernels.formats import Numbers, format_of
 from quire.kernels.linear import PackedWeight, WeightScheme
 from quire.kernels.triton import fp8, linear, matmul, quantize, widen
 from tests.fixtures.quick import quick
@@ -20,6 +21,12 @@ from tests.kernels.op_cases import randn
 DTYPES = [torch.float32, torch.float16]
 """What the interpreter gets right."""
 INTEGERS = [WeightScheme("int8"), *(WeightScheme("int4", g, s) for g in (32, 128) for s in (True, False))]
+CODES = [
+    *(WeightScheme("int8", group, symmetric) for group, symmetric in ((32, True), (16, False), (0, False))),
+    *(WeightScheme("int4", group, symmetric) for group, symmetric in ((16, True), (0, False))),
+    *(WeightScheme(kind, group) for kind, group in (("e2m1", 16), ("iq4_nl", 32), ("nf4", 0), ("fp8", 128))),
+]
+"""What is multiplied as the floats that codes stand for."""
 FP8 = [WeightScheme("fp8", per_tensor=per_tensor) for per_tensor in (False, True)]
 FLOAT = WeightScheme(invariant=True)
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3}
@@ -35,7 +42,7 @@ def stands_for(weight: Tensor, scheme: WeightScheme) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", quick(DTYPES, [torch.float16]), ids=str)
-@pytest.mark.parametrize("scheme", quick(INTEGERS, INTEGERS[::2]), ids=str)
+@pytest.mark.parametrize("scheme", quick([*INTEGERS, *CODES], [*INTEGERS[::2], *CODES[::4]]), ids=str)
 def test_integer_linear(scheme: WeightScheme, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tolerance = TOLERANCES[dtype]
@@ -55,7 +62,7 @@ def test_integer_linear(scheme: WeightScheme, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("scheme", INTEGERS[:2], ids=str)
+@pytest.mark.parametrize("scheme", [*INTEGERS[:2], CODES[0]], ids=str)
 def test_a_matrix_in_one_part_or_in_several(
     scheme: WeightScheme, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +75,7 @@ def test_a_matrix_in_one_part_or_in_several(
     torch.testing.assert_close(linear.packed_linear(x, packed, bias), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("scheme", INTEGERS, ids=str)
+@pytest.mark.parametrize("scheme", [*INTEGERS, *CODES], ids=str)
 def test_many_rows_are_left_to_the_vendors_library(
     scheme: WeightScheme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +87,7 @@ def test_many_rows_are_left_to_the_vendors_library(
     assert torch.equal(linear.packed_linear(x, packed, bias), want)
 
 
-@pytest.mark.parametrize("scheme", [*INTEGERS, FLOAT], ids=str)
+@pytest.mark.parametrize("scheme", [*INTEGERS, *CODES, FLOAT], ids=str)
 def test_packed_embedding(scheme: WeightScheme) -> None:
     torch.manual_seed(0)
     weight = matrix(31, 1100)
@@ -93,12 +100,29 @@ def test_packed_embedding(scheme: WeightScheme) -> None:
     assert torch.equal(outside[2], rounded[3])
 
 
-@pytest.mark.parametrize("scheme", INTEGERS, ids=str)
+@pytest.mark.parametrize("scheme", [*INTEGERS, *CODES], ids=str)
 def test_widened_is_rounded_once(scheme: WeightScheme) -> None:
     torch.manual_seed(0)
     weight = matrix(9, 140)
     packed = linear.pack_weight(weight, scheme)
     assert torch.equal(widen.widened(packed, torch.float16), stands_for(weight, scheme).half())
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("group", [0, 32])
+def test_minimums(kind: str, group: int) -> None:
+    torch.manual_seed(0)
+    shape, groups = (34, 300), -(-300 // group) if group else 1
+    data = torch.randint(0, 16, shape, dtype=torch.uint8)
+    data = data.view(torch.int8) if kind == "int8" else data
+    scheme, streams = (
+        WeightScheme(kind, group, False),
+        (torch.rand(34, groups).half(), torch.rand(34, groups)),
+    )
+    packed = format_of(scheme).from_numbers(Numbers(data, *streams), scheme, layout="rows")
+    x, want = randn(3, 300), reference.unpack_weight(packed)
+    assert torch.equal(widen.widened(packed, torch.float32), want)
+    torch.testing.assert_close(linear.packed_linear(x, packed), x @ want.T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,7 +135,9 @@ def test_invariant_linear(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", quick(DTYPES, [torch.float16]), ids=str)
-@pytest.mark.parametrize("scheme", quick([FLOAT, *INTEGERS[:3], *FP8], [FLOAT, INTEGERS[1], FP8[0]]), ids=str)
+@pytest.mark.parametrize(
+    "scheme", quick([FLOAT, *INTEGERS[:3], *CODES[:2], *FP8], [FLOAT, INTEGERS[1], CODES[0], FP8[0]]), ids=str
+)
 def test_an_invariant_weight_gives_a_row_the_same_bits_in_any_batch(
     scheme: WeightScheme, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

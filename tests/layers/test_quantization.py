@@ -92,7 +92,7 @@ def test_a_method_of_ones_own_reads_a_quantised_checkpoint(
 
     nibbles, floats = checkpoints
     expected = loader.load_model(prepared_config(floats), shard)
-    monkeypatch.setattr(loader, "_methods", by_name)
+    monkeypatch.setattr(loader, "quant_methods", by_name)
     model = loader.load_model(prepared_config(nibbles), shard)
     for (_, ours), (_, theirs) in zip(model.checkpoint_layers(), expected.checkpoint_layers(), strict=True):
         got, want = ours.tensors(), theirs.tensors()

@@ -19,7 +19,7 @@ from quire.kv_cache.spec import KVCacheConfig, RecurrentStateSpec, fit_states
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
-from quire.models.hf_config import read_hf_config
+from quire.models.checkpoint import read_model_config
 from quire.models.loader import load_model
 from quire.models.registry import ModelRegistry
 from quire.worker.block_table import BlockTable
@@ -34,7 +34,7 @@ def prepared_config(model_dir: Path, **args: Any) -> EngineConfig:
     args = {"dtype": "float32", "block_size": BLOCK_SIZE, "device": "cpu"} | args
     config = EngineConfig.from_args(model=str(model_dir), **args)
     impl = config.model.model_impl
-    arch = read_hf_config(model_dir, config.model.hf_overrides, impl)
+    arch = read_model_config(model_dir, config.model.hf_overrides, impl)
     place = ModelRegistry.place_of(arch.architecture, impl)
     return dataclasses.replace(config, model_dir=str(model_dir), model_arch=arch, model_class=place)
 

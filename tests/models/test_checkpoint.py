@@ -46,9 +46,9 @@ def test_neither_directory_nor_id(model: str) -> None:
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"")
+    (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(ModelLoadError, match="is a file; it must be a directory"):
-        resolve_model_dir(str(tmp_path / "model.gguf"), None, None)
+        resolve_model_dir(str(tmp_path / "model.bin"), None, None)
 
 
 def test_hugging_face_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,7 +316,10 @@ def test_malformed_values(changes: dict[str, Any], words: list[str], tmp_path: P
     [
         ({"rope_scaling": {"rope_type": "mystery"}}, ['rope_type = "mystery"', "llama3", "yarn"]),
         ({"hidden_act": "mish"}, ['hidden_act = "mish"', "silu"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq", "absent"]),
+        (
+            {"quantization_config": {"quant_method": "mystery"}},
+            ["quantization_config", "mystery", "known are", "gptq"],
+        ),
         ({"is_encoder_decoder": True}, ["is_encoder_decoder = true"]),
         ({"alibi": True}, ["alibi = true"]),
         ({"torch_dtype": "float8_e4m3fn"}, ['torch_dtype = "float8_e4m3fn"', "bfloat16"]),
@@ -334,11 +337,14 @@ def test_unsupported_options(changes: dict[str, Any], words: list[str], tmp_path
         assert word in str(error.value)
 
 
+BITS = {"quant_method": "gptq", "bits": 5, "checkpoint_format": "marlin"}
+
+
 def test_all_unsupported_options_are_named_at_once(tmp_path: Path) -> None:
-    changes = {"hidden_act": "mish", "quantization_config": {"bits": 3}, "rope_scaling": {"type": "mystery"}}
+    changes = {"hidden_act": "mish", "quantization_config": BITS, "rope_scaling": {"type": "mystery"}}
     with pytest.raises(UnsupportedModelError) as error:
         read(tmp_path, LLAMA | changes)
-    for word in ("mish", "bits", "mystery"):
+    for word in ("mish", "bits = 5", "mystery"):
         assert word in str(error.value)
 
 
@@ -539,10 +545,13 @@ def test_latent_sizes_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
             read(tmp_path, OF_FAMILY["DeepseekV3ForCausalLM"] | {key: size})
 
 
-def test_checkpoints_of_deepseek_v3_in_fp8_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_of_deepseek_v3_are_in_blocks_of_fp8(tmp_path: Path) -> None:
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    with pytest.raises(UnsupportedModelError, match="quantization_config"):
-        read(tmp_path, OF_FAMILY["DeepseekV3ForCausalLM"] | {"quantization_config": fp8})
+    arch = read(tmp_path, OF_FAMILY["DeepseekV3ForCausalLM"] | {"quantization_config": fp8})
+    assert arch.quantization is not None
+    encoding = arch.quantization.encoding_of("model.layers.1.mlp.experts.0.up_proj")
+    assert encoding is not None
+    assert encoding.options == {"grid_outputs": 128, "grid_inputs": 128, "scale": "weight_scale_inv"}
 
 
 @pytest.mark.parametrize("rank", [None, 24])

@@ -13,13 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import UnsupportedModelError
-from quire.layers.mxfp4 import decoded
+from quire.layers.quantized.codec import Coded
+from quire.layers.quantized.fp4 import Mxfp4Blocks
 from quire.layers.shard import Shard
 from quire.models import loader
 from quire.models.hf_config import read_hf_config
 from quire.models.staged_copy import StagedCopy
 from quire.models.weights import SINGLE_NAME
 from tests.models.harness import prepared_config
+from tests.models.quantized.checkpoints import same
 from tests.models.test_staged_copy import LateStream
 
 PACKED = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
@@ -66,7 +68,9 @@ def test_numbers_are_those_of_transformers(dtype: torch.dtype) -> None:
     blocks, scales = random_blocks(0, 1, 8, 3)
     blocks.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
     expected = unpacked(blocks, scales)[0].t()
-    assert torch.equal(decoded(blocks[0], scales[0], dtype).float(), expected)
+    coded = Mxfp4Blocks().decoded({"blocks": blocks[0], "scales": scales[0]})
+    assert isinstance(coded, Coded)
+    assert torch.equal(coded.widened().to(dtype).float(), expected)
 
 
 @pytest.mark.parametrize(
@@ -96,15 +100,8 @@ def test_packed_weights_are_kept_in_a_file_like_any_others(
     same(*(loader.load_model(config) for _ in range(2)))
 
 
-def test_another_method_is_refused(checkpoints: tuple[Path, Path]) -> None:
+def test_experts_in_another_method_are_refused(checkpoints: tuple[Path, Path]) -> None:
     with pytest.raises(
-        UnsupportedModelError, match='quant_method = "awq" is not supported; it must be one of mxfp4'
+        UnsupportedModelError, match='quant_method = "gptq" is not supported; it must be one of mxfp4'
     ):
-        read_hf_config(checkpoints[0], {"quantization_config": {"quant_method": "awq"}})
-
-
-def same(one: Any, other: Any) -> None:
-    for (_, ours), (_, theirs) in zip(one.checkpoint_layers(), other.checkpoint_layers(), strict=True):
-        got, want = ours.tensors(), theirs.tensors()
-        assert got.keys() == want.keys()
-        assert all(torch.equal(got[name], want[name]) for name in want), ours.name
+        read_hf_config(checkpoints[0], {"quantization_config": {"quant_method": "gptq", "bits": 4}})

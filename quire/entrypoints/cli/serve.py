@@ -16,7 +16,7 @@ from quire.entrypoints.cli.options import EngineCommand, engine_config, server_c
 def serve(ctx: click.Context, /, model_argument: str | None, **params: Any) -> int:
     """Serve MODEL over HTTP.
 
-    MODEL is a directory or a Hugging Face id; without one, quire-demo, the toy in the box.
+    MODEL is a directory, a GGUF file or a Hugging Face id; without one, quire-demo, the toy in the box.
     """
     params["model"] = _one_model(ctx, model_argument, params["model"])
     engine, server = engine_config(params), server_config(params)

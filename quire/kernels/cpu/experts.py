@@ -26,7 +26,7 @@ class NativeExperts(NamedTuple):
     sizes: tuple[int, int, int]
     """Experts, hidden size and intermediate size."""
     formats: tuple[int, ...]
-    """Of both matrices: values of k that share a scale, whether fast, and the code of the format."""
+    """Of both matrices: values of k that share a scale, the types of scales and zeros, whether fast, and the format."""
     row_floats: int
     """What a row of packed activations takes."""
 
@@ -84,7 +84,7 @@ def _check_routing(routing: Routing, count: int) -> None:
 def _checked(of: ExpertWeights) -> NativeExperts:
     """What the kernel is told: weights never change, so they are checked once."""
     up, down = _alike("gate_up", of.gate_up, len(of)), _alike("down", of.down, len(of))
-    (outputs, hidden, halves, up_group), (down_outputs, inner, _, down_group) = up.sizes, down.sizes
+    (outputs, hidden, halves, *up_groups), (down_outputs, inner, _, *down_groups) = up.sizes, down.sizes
     if halves != 2 or outputs != 2 * inner or down_outputs != hidden:
         raise ValueError(
             f"experts: gate_up [{outputs}, {hidden}] in {halves} halves, down [{down_outputs}, {inner}]"
@@ -94,7 +94,7 @@ def _checked(of: ExpertWeights) -> NativeExperts:
         *_addresses("down", of.down, of.down_bias, hidden),
     )
     table = torch.from_numpy(np.array(columns, dtype=np.int64).T.copy())
-    formats = (up_group, *up.format, down_group, *down.format)
+    formats = (*up_groups, *up.format, *down_groups, *down.format)
     native = NativeExperts(table, (len(of), hidden, inner), formats, max(up.padded, down.padded) + 1)
     object.__setattr__(of, "native", native)
     return native

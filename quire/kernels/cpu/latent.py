@@ -28,7 +28,7 @@ class _Cache(NamedTuple):
 def per_head_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     op = "per_head_linear"
     dtype_code(op, "x", x)
-    matrix, (outputs, inputs, halves, group), kernel_format, padded = weight.native or checked(op, weight)
+    matrix, (outputs, inputs, halves, *groups), kernel_format, padded = weight.native or checked(op, weight)
     wide = x.float()
     tokens, heads, *strides, size = check_heads(op, "x", wide, torch.float32)
     if size != inputs or halves != 1 or not heads or outputs % (heads * PANEL):
@@ -38,7 +38,7 @@ def per_head_linear(x: Tensor, weight: PackedWeight) -> Tensor:
         )
     out = empty(wide, tokens, heads, outputs // heads)
     scratch = SCRATCH.of(min(tokens * heads, BLOCK_ROWS) * (padded + 1))
-    sizes = (scratch.nbytes, tokens, heads, *strides, outputs, inputs, group)
+    sizes = (scratch.nbytes, tokens, heads, *strides, outputs, inputs, *groups)
     call(op, (out, wide, *matrix, scratch), *sizes, *kernel_format)
     return out if x.dtype is torch.float32 else out.to(x.dtype)
 

@@ -23,7 +23,7 @@ from quire.kernels.formats import FLOAT_CODES
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 8, "panels-4"
+ABI_VERSION, WEIGHT_LAYOUT = 9, "panels-5"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 
@@ -38,9 +38,9 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "activate": ("out x", "qqq"),
     "silu_and_mul": ("out x", "qqq"),
     "rotary_embedding": ("q k positions cos_sin_cache", "qqqqqqqqqqq"),
-    "pack_weight": ("data scales zeros weight", "qqqqqq"),
-    "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqq"),
-    "experts": ("out x chosen weights table scratch", "qqqqqqqqqqqqq"),
+    "pack_weight": ("data scales zeros weight", "qqqqqqqq"),
+    "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqqqq"),
+    "experts": ("out x chosen weights table scratch", "qqqqqqqqqqqqqqqqq"),
     "route": ("chosen weights logits bias", "qqqqqqqqddq"),
     "causal_conv": ("out x weight bias states query_start_loc seq_lens block_tables", "qqqqqqqqqq"),
     "selective_scan": (
@@ -59,7 +59,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
         "out x weights bias rates states gates query_start_loc seq_lens block_tables",
         "qqqqqqqq",
     ),
-    "packed_embedding": ("out ids data scales zeros", "qqqqqq"),
+    "packed_embedding": ("out ids data scales zeros", "qqqqqqqq"),
     "layer_norm": ("out x weight bias", "qqqqqdqq"),
     "gelu_and_mul": ("out x", "qqqq"),
     "embedding": ("out ids weight", "qqq"),
@@ -76,7 +76,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
         "out q k v query_start_loc seq_lens alibi_slopes relative_bias",
         "qqqqqqqqqqqqqdq",
     ),
-    "per_head_linear": ("out x data scales zeros scratch", "qqqqqqqqqq"),
+    "per_head_linear": ("out x data scales zeros scratch", "qqqqqqqqqqqq"),
     "write_latents": ("q rows norm positions cos_sin_cache cache slot_mapping", "qqqqqqqqqqdqqq"),
     "latent_attention": ("out q q_rope cache query_start_loc seq_lens block_tables", "qqqqqqqqqqqqdqq"),
     "unusable_rows": ("out logits", "qq"),

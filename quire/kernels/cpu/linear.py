@@ -12,11 +12,13 @@ from quire.kernels.cpu import library
 from quire.kernels.cpu.calls import NOTHING, call, empty, recording
 from quire.kernels.cpu.checks import check_array, check_index, dtype_code, say
 from quire.kernels.cpu.huge_pages import matrix_memory
-from quire.kernels.formats import format_of
+from quire.kernels.formats import STREAM_CODES, format_of
 from quire.kernels.linear import GatedActivation, Native, PackedWeight, WeightScheme, num_panels
 
 ACTIVATIONS: dict[GatedActivation | None, int] = {None: 0, "silu_and_mul": 1, "clamped_swiglu": 2}
 """The codes of `enum Activation` in csrc/cpu/linear.h."""
+_NO_STREAM = -1
+"""Stands for the type of what is not there: `kNoStream` of csrc/cpu/scaling.h."""
 BLOCK_ROWS = 192
 """Rows that a kernel packs at a time, as in csrc/cpu/linear.h; it checks the scratch memory that follows from it."""
 
@@ -32,6 +34,8 @@ def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> Packed
     code = dtype_code("pack_weight", "weight", weight)
     if weight.dim() != 2 or not weight.numel() or halves not in (1, 2) or weight.shape[0] % halves:
         raise ValueError(f"pack_weight: weight must be [N, K] in {halves} halves; it is {say(weight)}")
+    if not _rounded_here(scheme):
+        return format_of(scheme).pack(weight, scheme, halves, "panels")
     packed = _empty(weight, scheme, halves)
     matrix, sizes, (_, layout), _ = checked("pack_weight", packed)
     call("pack_weight", (*matrix, weight.contiguous()), *sizes, code, layout)
@@ -46,7 +50,7 @@ def packed_linear(
 ) -> Tensor:
     dtype_code("packed_linear", "x", x)
     matrix, sizes, kernel_format, padded = weight.native or checked("packed_linear", weight)
-    outputs, inputs, halves, _ = sizes
+    outputs, inputs, halves, *_ = sizes
     *lead, columns = x.shape
     if columns != inputs:
         raise ValueError(f"packed_linear: x must have {inputs} columns; it is {say(x)}")
@@ -99,11 +103,21 @@ def checked(op: str, weight: PackedWeight) -> Native:
     """What kernels are told of a weight: a packed weight never changes, so it is checked once."""
     kept, scheme, dtype = format_of(weight.scheme), weight.scheme, weight.data.dtype
     kept.check(op, weight)
-    sizes = (weight.outputs, weight.inputs, weight.halves, kept.group(scheme, dtype))
+    scales, zeros = (
+        _NO_STREAM if part is None else STREAM_CODES[part.dtype] for part in (weight.scales, weight.zeros)
+    )
+    sizes = (weight.outputs, weight.inputs, weight.halves, kept.group(scheme, dtype), scales, zeros)
     padded = kept.padded(scheme, dtype, weight.inputs)
     native = Native(_tensors(weight), sizes, (int(scheme.fast), kept.code(dtype)), padded)
     object.__setattr__(weight, "native", native)
     return native
+
+
+def _rounded_here(scheme: WeightScheme) -> bool:
+    """Whether C++ rounds such weights; others are rare, and torch does."""
+    return scheme.kind in ("float", "int4") or (
+        scheme.kind == "int8" and scheme.symmetric and not scheme.group_size
+    )
 
 
 def _tensors(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:

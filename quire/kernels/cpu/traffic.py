@@ -6,10 +6,16 @@ Invariant: of activations nothing is counted, since they are in the caches; weig
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from quire.kernels.cpu import library
+from quire.kernels.formats import STREAM_CODES
+from quire.kernels.formats.scaling import BLOCK
 
 _BITS = {0: 32, 1: 16, 2: 16, 3: 8, 4: 4}
 """Of a weight, by `enum Format` of csrc/cpu/panels.h."""
+_STREAM_BITS = {-1: 0} | {code: 8 * dtype.itemsize for dtype, code in STREAM_CODES.items()}
+"""Of what a group is scaled or shifted by, but for the steps of blocks."""
 
 
 def num_bytes(name: str, arguments: bytes) -> int:
@@ -22,27 +28,32 @@ def label(name: str, arguments: bytes) -> str:
     """The op, and for a product the matrix: outputs x inputs."""
     if name != "packed_linear":
         return name
-    outputs, inputs = library.unpacked(name, arguments)[-7:-5]
+    outputs, inputs = library.unpacked(name, arguments)[-9:-7]
     return f"{name} {outputs}x{inputs}"
 
 
 def _of_linear(values: Sequence[int]) -> int:
-    outputs, inputs, _, group, _, _, weight_format = values[-7:]
-    return _of_matrix(outputs, inputs, group, weight_format)
+    outputs, inputs, _, *groups, _, _, weight_format = values[-9:]
+    return _of_matrix(outputs, inputs, groups, weight_format)
 
 
-def _of_matrix(outputs: int, inputs: int, group: int, weight_format: int) -> int:
-    scales = {3: 4 * outputs, 4: 2 * outputs * inputs // group}.get(weight_format, 0)
-    return outputs * inputs * _BITS[weight_format] // 8 + scales
+def _of_matrix(outputs: int, inputs: int, groups: Sequence[int], weight_format: int) -> int:
+    """`groups` are the values of k of one, and the types of scales and zeros."""
+    size, *streams = groups
+    numbers = outputs * inputs
+    of_groups = outputs * -(-inputs // size) if size else outputs
+    bits = numbers * _BITS[weight_format] + sum(of_groups * _STREAM_BITS[each] for each in streams)
+    blocks = streams.count(STREAM_CODES[torch.int8])
+    return (bits + 16 * blocks * numbers // BLOCK) // 8
 
 
 def _of_experts(values: Sequence[int]) -> int:
     """Of those that the step chose."""
     chosen, tokens, top_k, hidden, inner = (values[i] for i in (2, 7, 8, 10, 11))
-    (up_group, _, up_format), (down_group, _, down_format) = values[13:16], values[16:19]
+    (*up_groups, _, up_format), (*down_groups, _, down_format) = values[13:18], values[18:23]
     used = len({*(ctypes.c_int32 * (tokens * top_k)).from_address(chosen)})
-    up = _of_matrix(2 * inner, hidden, up_group, up_format)
-    return used * (up + _of_matrix(hidden, inner, down_group, down_format))
+    up = _of_matrix(2 * inner, hidden, up_groups, up_format)
+    return used * (up + _of_matrix(hidden, inner, down_groups, down_format))
 
 
 def _of_attention(values: Sequence[int]) -> int:
@@ -53,8 +64,8 @@ def _of_attention(values: Sequence[int]) -> int:
 
 
 def _of_heads(values: Sequence[int]) -> int:
-    outputs, inputs, group, _, weight_format = values[-5:]
-    return _of_matrix(outputs, inputs, group, weight_format)
+    outputs, inputs, *groups, _, weight_format = values[-7:]
+    return _of_matrix(outputs, inputs, groups, weight_format)
 
 
 def _of_latents(values: Sequence[int]) -> int:

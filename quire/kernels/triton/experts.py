@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.kernels.experts import ExpertWeights, stacked
 from quire.kernels.linear import PackedWeight
+from quire.kernels.triton.codes import book_of
 from quire.kernels.triton.launch import next_power_of_2
 from quire.kernels.triton.product import BLOCK_M, BLOCK_N, as_multiplied, format_options, product_tile
 
@@ -85,9 +86,9 @@ def _activated(gate, up, KIND: tl.constexpr):
 
 @triton.jit
 def _gate_up(
-    out, x, x_scales, row_stride, chosen, order, starts, data, scales, zeros, bias, count, top_k, hidden, inner,
+    out, x, x_scales, row_stride, chosen, order, starts, data, scales, zeros, book, bias, count, top_k, hidden, inner,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, BY_CHOICE: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    OWN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     expert, first, end = _tile(chosen, order, starts, count, BLOCK_M, BY_CHOICE)
@@ -101,8 +102,8 @@ def _gate_up(
     column_used = column < 2 * inner
     output = expert.to(tl.int64) * 2 * inner + column % 2 * inner + column // 2
     sums = product_tile(
-        x, x_scales, token, row_stride, used, data, scales, zeros, output, column_used, hidden,
-        KIND, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
+        x, x_scales, token, row_stride, used, data, scales, zeros, book, output, column_used, hidden,
+        OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias + output, mask=column_used, other=0.0)[None, :]
@@ -116,9 +117,9 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    out, x, x_scales, chosen, order, starts, data, scales, zeros, bias, count, hidden, inner,
+    out, x, x_scales, chosen, order, starts, data, scales, zeros, book, bias, count, hidden, inner,
     HAS_BIAS: tl.constexpr, BY_CHOICE: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    OWN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     expert, first, end = _tile(chosen, order, starts, count, BLOCK_M, BY_CHOICE)
@@ -130,8 +131,8 @@ def _down(
     column_used = column < hidden
     output = expert.to(tl.int64) * hidden + column
     sums = product_tile(
-        x, x_scales, place, inner, used, data, scales, zeros, output, column_used, inner,
-        KIND, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
+        x, x_scales, place, inner, used, data, scales, zeros, book, output, column_used, inner,
+        OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias + output, mask=column_used, other=0.0)[None, :]
@@ -168,7 +169,7 @@ class _Matrices(NamedTuple):
     bias: Tensor | None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.data, self.scales, self.zeros, self.bias
+        return self.data, self.scales, self.zeros, book_of(self.one), self.bias
 
 
 def _matrices(matrices: tuple[PackedWeight, ...], biases: tuple[Tensor, ...]) -> _Matrices:
@@ -201,13 +202,13 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Te
     most = choices // BLOCK_M + count
     tiles, by_choice = min(most, choices), choices <= most
 
-    rows, row_scales = as_multiplied(x, up.one.scheme)
+    rows, row_scales = as_multiplied(x, up.one)
     between = torch.empty(choices, inner, dtype=x.dtype, device=device)
     _gate_up[(tiles, triton.cdiv(2 * inner, BLOCK_N))](
         between, rows, row_scales, rows.stride(0), chosen, order, starts, *up.tensors(), count, top_k, hidden, inner,
         ACTIVATION=of.activation, HAS_BIAS=up.bias is not None, BY_CHOICE=by_choice, **format_options(up.one),
     )  # fmt: skip
-    rows, row_scales = as_multiplied(between, down.one.scheme)
+    rows, row_scales = as_multiplied(between, down.one)
     made = torch.empty(choices, hidden, dtype=torch.float32, device=device)
     _down[(tiles, triton.cdiv(hidden, BLOCK_N))](
         made, rows, row_scales, chosen, order, starts, *down.tensors(), count, hidden, inner,

@@ -20,6 +20,7 @@ from quire.kernels.linear import PackedWeight
 from quire.kernels.triton import launch
 from quire.kernels.triton.attention import is_decode
 from quire.kernels.triton.attention_kernels import LOG2_E, joined
+from quire.kernels.triton.codes import book_of, has_own_product
 from quire.kernels.triton.launch import next_power_of_2, num_warps
 from quire.kernels.triton.norm import normed
 from quire.kernels.triton.product import BLOCK_M, BLOCK_N, format_options, product_tile
@@ -34,19 +35,19 @@ MAX_PARTS_BYTES = 1 << 28
 
 @triton.jit(do_not_specialize=["tokens"])
 def _per_head(
-    out, x, x_scales, token_stride, head_stride, data, scales, zeros, tokens, outputs, inputs,
-    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    out, x, x_scales, token_stride, head_stride, data, scales, zeros, book, tokens, outputs, inputs,
+    OWN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     head = tl.program_id(2)
     used, column_used = token < tokens, column < outputs
-    if KIND == "fp8":
+    if OWN and KIND == "fp8":
         x_scales += head * tokens
     sums = product_tile(
-        x + head * head_stride, x_scales, token, token_stride, used, data, scales, zeros,
-        head * outputs + column, column_used, inputs, KIND, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
+        x + head * head_stride, x_scales, token, token_stride, used, data, scales, zeros, book,
+        head * outputs + column, column_used, inputs, OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     place = (token.to(tl.int64) * tl.num_programs(2) + head)[:, None] * outputs + column[None, :]
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=used[:, None] & column_used[None, :])
@@ -59,13 +60,13 @@ def per_head_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     out = torch.empty(tokens, heads, outputs, dtype=x.dtype, device=x.device)
     if out.numel():
         scales = None
-        if weight.scheme.kind == "fp8":
+        if weight.scheme.kind == "fp8" and has_own_product(weight):
             rows = quantize_rows(x.flatten(0, 1))
             x, scales = rows.values.view(x.shape), rows.scales.view(tokens, heads).t().contiguous()
         grid = (triton.cdiv(tokens, BLOCK_M), triton.cdiv(outputs, BLOCK_N), heads)
         _per_head[grid](
             out, x, scales, x.stride(0), x.stride(1), weight.data, weight.scales, weight.zeros,
-            tokens, outputs, inputs, **format_options(weight),
+            book_of(weight), tokens, outputs, inputs, **format_options(weight),
         )  # fmt: skip
     return out
 

@@ -1,9 +1,9 @@
-"""Linear layers on packed weights that stay rows: integers are widened in registers while they are multiplied.
+"""Linear layers on packed weights that stay rows: codes are widened in registers while they are multiplied.
 
-int8 has a scale per output, int4 a scale (and a zero point) per output and group of k; see `quire.kernels.linear`
-for the schemes. Half of an int4 group stands in the low nibbles and half in the high ones, so that both meet
-activations that lie side by side. Many rows at a time are multiplied by the vendor's library, with the weight
-widened once. Floats are packed, as they are, for batch-invariant products only.
+int8 with a scale per output, and int4 with a scale (and a zero point) per output and group of k, are scaled as sums;
+all other codes are multiplied as the floats that they stand for. Half of a group of 4 bits stands in the low nibbles
+and half in the high ones, so that both meet activations that lie side by side. Many rows at a time are multiplied by
+the vendor's library, with the weight widened once. Floats are packed, as they are, for batch-invariant products only.
 
 Invariant: a tile of outputs and the number of parts into which k is cut depend on the matrix alone, and the parts are
 added in order. Where a scheme is invariant, so is the number of rows in a tile, and nothing depends on the batch.
@@ -25,6 +25,7 @@ from quire.kernels.formats import format_of
 from quire.kernels.linear import GatedActivation, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.triton import fp8
 from quire.kernels.triton.activation import silu_and_mul
+from quire.kernels.triton.codes import book_of, code_options, code_tile, has_own_product
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.launch import next_power_of_2
 from quire.kernels.triton.matmul import invariant_linear
@@ -32,7 +33,7 @@ from quire.kernels.triton.quantize import quantize_rows
 from quire.kernels.triton.widen import widened
 
 BLOCK_N = 64
-INT8_BLOCK_K = 128
+INT8_BLOCK_K, CODE_BLOCK_K = 128, 64
 INVARIANT_BLOCK_M = 64
 MAX_ROWS = 256
 """Rows beyond which widening the whole weight for the vendor's library costs less than multiplying here."""
@@ -97,6 +98,23 @@ def _multiply_int4(
     _store(out, sums, bias, row, output, rows, outputs, HAS_BIAS)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_codes(
+    out, x, data, scales, zeros, book, bias, rows, outputs, inputs, x_row, steps_per_part,
+    HAS_BIAS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.program_id(2) * steps_per_part * BLOCK_K
+    end = tl.minimum(begin + steps_per_part * BLOCK_K, inputs)
+    sums = code_tile(
+        x + row.to(tl.int64)[:, None] * x_row, row < rows, data, scales, zeros, book, output.to(tl.int64),
+        output < outputs, begin, end, inputs, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    _store(out, sums, bias, row, output, rows, outputs, HAS_BIAS)
+
+
 @triton.jit
 def _store(out, sums, bias, row, output, rows, outputs, HAS_BIAS: tl.constexpr):
     """Put a tile of this program's part into out [parts, rows, outputs]."""
@@ -138,9 +156,10 @@ def packed_linear(
     bias: Tensor | None = None,
     activation: GatedActivation | None = None,
 ) -> Tensor:
-    """See `ops.packed_linear`; but for fp8, activations keep their dtype."""
+    """See `ops.packed_linear`; but for fp8 without groups, activations keep their dtype."""
     rows = x if isinstance(x, QuantizedRows) else x.flatten(0, -2)
-    out = _LINEAR[weight.scheme.kind](rows, weight, bias)
+    multiply = _OWN.get(weight.scheme.kind, _code_linear) if has_own_product(weight) else _code_linear
+    out = multiply(rows, weight, bias)
     out = out.view(*x.shape[:-1], weight.outputs)
     return out if activation is None else _GATED[activation](out)
 
@@ -171,7 +190,7 @@ def _fp8_linear(x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | 
     return multiply(rows, weight.data, weight.scales, bias)
 
 
-def _integer_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     if len(x) > MAX_ROWS and not weight.scheme.invariant:
         return F.linear(x, widened(weight, x.dtype), None if bias is None else bias.to(x.dtype))
     out = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=x.device)
@@ -189,15 +208,15 @@ def _integer_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Ten
     return out
 
 
-_LINEAR: dict[str, Callable[[Any, PackedWeight, Tensor | None], Tensor]] = {
+_OWN: dict[str, Callable[[Any, PackedWeight, Tensor | None], Tensor]] = {
     "float": _float_linear,
-    "int8": _integer_linear,
-    "int4": _integer_linear,
     "fp8": _fp8_linear,
 }
 
 
 def _block_k(weight: PackedWeight) -> int:
+    if not has_own_product(weight):
+        return CODE_BLOCK_K
     return format_of(weight.scheme).group_in_rows(weight.scheme) or INT8_BLOCK_K
 
 
@@ -217,13 +236,19 @@ def _multiply(
     block_m = min(max(next_power_of_2(rows), 16), 64)
     block_m = INVARIANT_BLOCK_M if weight.scheme.invariant else block_m
     grid = (triton.cdiv(outputs, BLOCK_N), triton.cdiv(rows, block_m), num_parts)
-    if weight.scheme.kind == "int8":
+    if not has_own_product(weight):
+        _multiply_codes[grid](
+            out, x, weight.data, weight.scales, weight.zeros, book_of(weight), bias, rows, outputs, inputs, x.stride(0),
+            steps_per_part, HAS_BIAS=bias is not None, **code_options(weight), BLOCK_M=block_m, BLOCK_N=BLOCK_N,
+            BLOCK_K=CODE_BLOCK_K, num_stages=3,
+        )  # fmt: skip
+    elif weight.scheme.kind == "int8":
         _multiply_int8[grid](
             out, x, weight.data, weight.scales, bias, rows, outputs, inputs, x.stride(0), steps_per_part,
             HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=INT8_BLOCK_K, num_stages=3,
         )  # fmt: skip
     else:
-        group = weight.scheme.group_size
+        group = format_of(weight.scheme).group_in_rows(weight.scheme)
         _multiply_int4[grid](
             out, x, weight.data, weight.scales, weight.zeros, bias, rows, outputs, inputs, x.stride(0),
             triton.cdiv(inputs, group), steps_per_part,

@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.formats import format_of
-from quire.kernels.linear import PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import PackedWeight, QuantizedRows
+from quire.kernels.triton.codes import code_options, code_tile, has_own_product
 from quire.kernels.triton.quantize import quantize_rows
 
 BLOCK_M, BLOCK_N = 64, 128
-_BLOCK_K = {"float": 64, "int8": 128, "fp8": 128}
+_BLOCK_K = {"float": 64, "int8": 128, "fp8": 128, "int4": 0}
+_CODE_BLOCK_K = 64
 
 
 @triton.jit
@@ -69,8 +70,8 @@ def _int4_tile(
 
 @triton.jit
 def product_tile(
-    x, x_scales, row, row_stride, row_used, data, scales, zeros, output, output_used, inputs,
-    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    x, x_scales, row, row_stride, row_used, data, scales, zeros, book, output, output_used, inputs,
+    OWN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows [M] of x times outputs [N] of the matrices, counted from the first one's: float32 [M, N].
@@ -79,9 +80,14 @@ def product_tile(
     """
     x_start = x + (row.to(tl.int64) * row_stride)[:, None]
     output = output.to(tl.int64)
-    if KIND == "int4":
+    if not OWN:
+        return code_tile(
+            x_start, row_used, data, scales, zeros, book, output, output_used, 0, inputs, inputs, KIND, GROUP, ZEROS,
+            BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    elif KIND == "int4":
         return _int4_tile(
-            x_start, row_used, data, scales, zeros, output, output_used, inputs, BLOCK_M, BLOCK_N, GROUP, HAS_ZEROS
+            x_start, row_used, data, scales, zeros, output, output_used, inputs, BLOCK_M, BLOCK_N, GROUP, ZEROS == 1
         )  # fmt: skip
     else:
         w_start = data + (output * inputs)[None, :]
@@ -93,9 +99,9 @@ def product_tile(
         return sums
 
 
-def as_multiplied(x: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
-    """Rows [T, K] as such a weight multiplies them, and their scales, if there are any."""
-    if scheme.kind != "fp8":
+def as_multiplied(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor | None]:
+    """Rows [T, K] as a weight multiplies them, and their scales, if there are any."""
+    if weight.scheme.kind != "fp8" or not has_own_product(weight):
         return x, None
     rows: QuantizedRows = quantize_rows(x)
     return rows.values, rows.scales
@@ -103,14 +109,12 @@ def as_multiplied(x: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | Non
 
 def format_options(weight: PackedWeight) -> dict[str, Any]:
     """What a kernel with `product_tile` is compiled for: a weight's format, and the tile."""
-    scheme = weight.scheme
-    return {
-        "KIND": scheme.kind,
-        "GROUP": format_of(scheme).group_in_rows(scheme),
-        "HAS_ZEROS": weight.zeros is not None,
+    own, options = has_own_product(weight), code_options(weight)
+    return options | {
+        "OWN": own,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
-        "BLOCK_K": _BLOCK_K.get(scheme.kind, 0),
+        "BLOCK_K": _BLOCK_K[options["KIND"]] if own else _CODE_BLOCK_K,
         "num_warps": 4,
         "num_stages": 3,
     }

@@ -47,5 +47,5 @@ def _stack(config: JsonObject) -> ExpertStack:
     """As OpenAI publishes them, experts are in MXFP4; once they are floats they are also transposed."""
     if "quantization_config" in config:
         config.child("quantization_config").choice("quant_method", ("mxfp4",))
-        return replace(_STACK, mxfp4=True)
+        return _STACK
     return replace(_STACK, transposed=("gate_up_proj", "down_proj"))

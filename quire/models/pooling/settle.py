@@ -12,6 +12,7 @@ from quire.config import EngineConfig
 from quire.config.arch import ModelArch
 from quire.config.pooling import PoolingSpec
 from quire.errors import ConfigError, ModelLoadError
+from quire.models.gguf.model import is_gguf
 from quire.models.hf_config import architecture_of, config_json
 from quire.models.json_object import JsonObject
 from quire.models.pooling.architectures import GENERATES, Made, made_for
@@ -31,6 +32,13 @@ _CLASSIFIERS: dict[str, tuple[str, str]] = {
     "process_reward": (TOKEN_CLASSIFY, "step"),
 }
 """What a model with a head is for -> what requests want of it, and how it pools."""
+
+
+def _file_of(config: EngineConfig, model_dir: Path) -> JsonObject:
+    """config.json, or of a model in GGUF, which says nothing of pooling, what its architecture would have there."""
+    if is_gguf(model_dir):
+        return JsonObject(str(model_dir), {"architectures": [config.arch.architecture]})
+    return config_json(model_dir, config.model.hf_overrides)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ def settle_pooling(config: EngineConfig) -> Settled:
         UnsupportedModelError: a file asks for something that is not done.
     """
     model_dir, asked = Path(config.model_dir), config.model
-    file = config_json(model_dir, asked.hf_overrides)
+    file = _file_of(config, model_dir)
     architecture = architecture_of(file)
     made = made_for(architecture, asked.model_impl)
     layout = read_sentence_transformer(model_dir) if asked.runner != "generate" else None

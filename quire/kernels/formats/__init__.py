@@ -1,0 +1,37 @@
+"""The formats in which weights are kept, an object each: how they are rounded, how they lie, what they stand for.
+
+A kind of `WeightScheme` is a row of `FORMATS`; the kernels of a device have a table of the kinds that they multiply. A
+new format says here what its numbers are, in panels, in rows or in both, and is then packed, checked and unpacked.
+"""
+
+from collections.abc import Mapping
+
+from quire.kernels.formats.base import Format, Numbers, whole_chunks
+from quire.kernels.formats.books import BOOKS
+from quire.kernels.formats.floats import FLOAT_CODES, FloatFormat
+from quire.kernels.formats.fp8 import FP8_MAX, Fp8Format
+from quire.kernels.formats.integers import Int4Format, Int8Format
+from quire.kernels.formats.scaling import STREAM_CODES, BlockScales
+from quire.kernels.linear import WeightScheme
+
+__all__ = [
+    "FLOAT_CODES",
+    "FORMATS",
+    "FP8_MAX",
+    "STREAM_CODES",
+    "BlockScales",
+    "Format",
+    "Numbers",
+    "format_of",
+    "whole_chunks",
+]
+
+FORMATS: Mapping[str, Format] = {
+    each.kind: each for each in (FloatFormat(), Int8Format(), Int4Format(), Fp8Format(), *BOOKS)
+}
+"""By the kinds of `WeightScheme`."""
+
+
+def format_of(scheme: WeightScheme) -> Format:
+    """The format of such weights."""
+    return FORMATS[scheme.kind]

@@ -1,0 +1,54 @@
+"""Weights as they are."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.formats.base import Format, Numbers, Part
+from quire.kernels.linear import PAIR, PANEL, PackedWeight, WeightScheme, to_panels
+
+FLOAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What the C++ kernels call float types: `enum DType` of csrc/cpu/quire_cpu.h."""
+
+
+class FloatFormat(Format):
+    """As they are; in panels two k of bfloat16 stand together, the second one first."""
+
+    kind = "float"
+
+    def code(self, dtype: torch.dtype) -> int:
+        return FLOAT_CODES[dtype]
+
+    def group(self, scheme: WeightScheme, dtype: torch.dtype) -> int:
+        return PAIR if dtype is torch.bfloat16 else 1
+
+    def padded(self, scheme: WeightScheme, dtype: torch.dtype, inputs: int) -> int:
+        unit = self.group(scheme, dtype)
+        return -(-inputs // unit) * unit
+
+    def parts(self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int) -> tuple[Part, ...]:
+        padded = self.padded(scheme, dtype, inputs)
+        shape = (panels, padded // PAIR, PANEL, PAIR) if dtype is torch.bfloat16 else (panels, padded, PANEL)
+        return (Part(shape, dtype if dtype in FLOAT_CODES else torch.float32),)
+
+    def quantized(self, rows: Tensor, scheme: WeightScheme) -> Numbers:
+        return Numbers(rows)
+
+    def to_panels(self, numbers: Numbers, scheme: WeightScheme, halves: int) -> tuple[Tensor | None, ...]:
+        by_k = to_panels(numbers.data, halves).transpose(1, 2)
+        if by_k.dtype is torch.bfloat16:
+            whole = F.pad(by_k, (0, 0, 0, by_k.shape[1] % PAIR))
+            by_k = torch.unflatten(whole, 1, (-1, PAIR)).flip(2).transpose(2, 3)
+        return by_k.contiguous(), None, None
+
+    def from_panels(self, weight: PackedWeight) -> Tensor:
+        by_k = weight.data
+        if by_k.dtype is torch.bfloat16:
+            by_k = by_k.transpose(2, 3).flip(2).flatten(1, 2)
+        return by_k.transpose(1, 2)
+
+    def to_rows(self, numbers: Numbers, scheme: WeightScheme) -> tuple[Tensor | None, ...]:
+        return numbers.data, None, None
+
+    def from_rows(self, weight: PackedWeight) -> Tensor:
+        return weight.data

@@ -1,0 +1,199 @@
+"""What all formats with a scale per output and group of k have in common, whatever their numbers are."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.formats.base import Format, Numbers, Part
+from quire.kernels.formats.scaling import (
+    BLOCK,
+    STREAM_CODES,
+    BlockScales,
+    from_stream,
+    stream_shape,
+    to_stream,
+)
+from quire.kernels.linear import PANEL, QUAD, PackedWeight, WeightScheme, to_panels
+
+ROW_GROUP = 128
+"""Of codes of 4 bits in rows, where one scale stands for all k of an output: groups that share it."""
+
+
+class GroupedFormat(Format):
+    """Codes of 4 or 8 bits that stand for values, with a scale, and perhaps a zero point or a minimum, per group.
+
+    With a scale s, a code c and its value v, a weight is s * v; with a zero point z, s * (c - z); with a minimum m,
+    s * v - m.
+    """
+
+    per_byte: ClassVar[int]
+    """Codes in a byte."""
+    groups: ClassVar[tuple[int, ...]] = (0, 16, 32, 64, 128, 256)
+    """Values of k that may share a scale; 0: all of an output."""
+    can_shift: ClassVar[bool] = False
+    """Whether there may be zero points and minimums."""
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
+    """Of the scales that `quantized` makes."""
+
+    def codes(self, data: Tensor) -> Tensor:
+        """The uint8 codes of numbers as checkpoints have them.
+
+        Raises:
+            TypeError: they are no such numbers.
+        """
+        raise NotImplementedError
+
+    def values(self, codes: Tensor, scheme: WeightScheme) -> Tensor:
+        """What codes stand for before they are scaled, in float32."""
+        raise NotImplementedError
+
+    def in_rows(self, codes: Tensor) -> Tensor:
+        """Codes of 8 bits in the type that a GPU reads."""
+        raise NotImplementedError
+
+    def zero(self, scheme: WeightScheme) -> int:
+        """The code whose value is 0, of integers."""
+        return 0
+
+    def group(self, scheme: WeightScheme, dtype: torch.dtype) -> int:
+        if scheme.group_size not in self.groups:
+            choices = ", ".join(map(str, self.groups))
+            raise ValueError(f"{self.kind}: group_size must be one of {choices}; it is {scheme.group_size}")
+        if not (scheme.symmetric or self.can_shift):
+            raise ValueError(f"{self.kind}: there are no zero points and no minimums; symmetric is False")
+        return scheme.group_size
+
+    def group_in_rows(self, scheme: WeightScheme) -> int:
+        return scheme.group_size or (ROW_GROUP if self.per_byte == 2 else 0)
+
+    def parts(self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int) -> tuple[Part, ...]:
+        streams = (self.scale_dtype,) if scheme.symmetric else (self.scale_dtype, torch.uint8)
+        return self._parts(scheme, panels, inputs, streams)
+
+    def expected(self, op: str, weight: PackedWeight, panels: int) -> tuple[Part, ...]:
+        streams = [part.dtype for part in (weight.scales, weight.zeros) if part is not None]
+        known = all(dtype in STREAM_CODES for dtype in streams) and torch.uint8 not in streams[:1]
+        if not known or (torch.int8 in streams and not weight.scheme.group_size):
+            raise TypeError(f"{op}: a {self.kind} weight cannot have scales and zero points in {streams}")
+        wanted = 2 - weight.scheme.symmetric
+        return self._parts(weight.scheme, panels, weight.inputs, (*streams, torch.float32)[:wanted])
+
+    def _parts(
+        self, scheme: WeightScheme, panels: int, inputs: int, streams: Sequence[torch.dtype]
+    ) -> tuple[Part, ...]:
+        padded = self.padded(scheme, torch.uint8, inputs)
+        group = scheme.group_size or padded
+        data = Part((panels, padded // (self.per_byte * QUAD), PANEL, QUAD), torch.uint8)
+        return data, *(Part(stream_shape(each, panels, padded // group, group), each) for each in streams)
+
+    def to_panels(self, numbers: Numbers, scheme: WeightScheme, halves: int) -> tuple[Tensor | None, ...]:
+        self._check(numbers, scheme)
+        inputs = numbers.data.shape[1]
+        padded = self.padded(scheme, torch.uint8, inputs)
+        codes = self.codes(to_panels(_padded(numbers.data, padded), halves))
+        if self.per_byte == 2:
+            low, high = codes.unflatten(2, (-1, 2, QUAD)).unbind(3)  # [P, 16, K / 8, 4]
+            steps = low | high << 4
+        else:
+            steps = codes.unflatten(2, (-1, QUAD))
+        count = padded // (scheme.group_size or padded)
+        streams = (
+            None if each is None else to_stream(each, halves, count)
+            for each in (numbers.scales, numbers.zeros)
+        )
+        return steps.transpose(1, 2).contiguous(), *streams
+
+    def from_panels(self, weight: PackedWeight) -> Tensor:
+        steps = weight.data.transpose(1, 2)  # [P, 16, steps, 4]
+        if self.per_byte == 2:
+            steps = torch.stack([steps & 15, steps >> 4], 3)
+        streams = (None if part is None else from_stream(part) for part in (weight.scales, weight.zeros))
+        return self.widened(steps.flatten(2), weight.scheme, *streams)
+
+    def to_rows(self, numbers: Numbers, scheme: WeightScheme) -> tuple[Tensor | None, ...]:
+        self._check(numbers, scheme)
+        group = self.group_in_rows(scheme)
+        streams = [
+            each.float() if isinstance(each, BlockScales) else each
+            for each in (numbers.scales, numbers.zeros)
+        ]
+        if self.per_byte == 1:
+            one = scheme.group_size == 0
+            scales, zeros = (each[:, 0] if one and each is not None else each for each in streams)
+            return self.in_rows(self.codes(numbers.data)).contiguous(), scales, zeros
+        whole = self.codes(_padded(numbers.data, -(-numbers.data.shape[1] // group) * group))
+        low, high = whole.unflatten(1, (-1, 2, group // 2)).unbind(2)
+        count = whole.shape[1] // group
+        scales, zeros = (None if each is None else each.expand(-1, count).contiguous() for each in streams)
+        return (low | high << 4).flatten(1), scales, zeros
+
+    def from_rows(self, weight: PackedWeight) -> Tensor:
+        group = self.group_in_rows(weight.scheme)
+        if self.per_byte == 2:
+            packed = weight.data.unflatten(-1, (-1, group // 2))
+            codes = torch.cat([packed & 15, packed >> 4], -1).flatten(1)
+        else:
+            codes = self.codes(weight.data)
+        streams = (
+            part.unsqueeze(1) if part is not None and part.dim() == 1 else part
+            for part in (weight.scales, weight.zeros)
+        )
+        return self.widened(codes, weight.scheme, *streams)
+
+    def widened(
+        self, codes: Tensor, scheme: WeightScheme, scales: Tensor | None, zeros: Tensor | None = None
+    ) -> Tensor:
+        """codes [..., K], and [..., G] of what groups have, of any size -> float32 [..., K], or more."""
+        assert scales is not None
+        group = -(-codes.shape[-1] // scales.shape[-1]) if scheme.group_size == 0 else scheme.group_size
+        groups = _padded(codes, scales.shape[-1] * group).unflatten(-1, (-1, group))
+        scale, values = scales.float().unsqueeze(-1), self.values(groups, scheme)
+        if zeros is None:
+            return (values * scale).flatten(-2)
+        shift = zeros.float().unsqueeze(-1)
+        if zeros.dtype is torch.uint8:
+            return ((values - (shift - self.zero(scheme))) * scale).flatten(-2)
+        return (values * scale - shift).flatten(-2)
+
+    def _check(self, numbers: Numbers, scheme: WeightScheme) -> None:
+        """That they are of the scheme.
+
+        Raises:
+            ValueError, TypeError: they are not.
+        """
+        outputs, inputs = numbers.data.shape
+        group = self.group(scheme, torch.uint8) or inputs
+        shape, given = (outputs, -(-inputs // group)), (numbers.scales, numbers.zeros)
+        for name, each, wanted in zip(("scales", "zeros"), given, (True, not scheme.symmetric), strict=True):
+            if (each is not None) != wanted:
+                raise ValueError(
+                    f"{self.kind}: {name} must {'' if wanted else 'not '}be given; symmetric is {scheme.symmetric}"
+                )
+            if each is not None:
+                _check_stream(
+                    f"{self.kind}: {name} of [{outputs}, {inputs}] in groups of {group}", each, shape
+                )
+        if any(isinstance(each, BlockScales) for each in given) and (inputs % BLOCK or not scheme.group_size):
+            raise ValueError(
+                f"{self.kind}: steps are of {BLOCK} values of k in groups; the matrix is [{outputs}, {inputs}]"
+            )
+
+
+def _check_stream(name: str, of: Tensor | BlockScales, shape: tuple[int, int]) -> None:
+    of_groups = of if isinstance(of, Tensor) else of.factors
+    if of_groups.shape != shape:
+        raise ValueError(f"{name} must be {list(shape)}; they are {list(of_groups.shape)}")
+    if isinstance(of, BlockScales):
+        types, steps = (of.factors.dtype, of.steps.dtype), list(of.steps.shape)
+        if types != (torch.int8, torch.float16) or steps[0] != shape[0] or shape[1] % steps[1]:
+            raise ValueError(f"{name} must be int8 with float16 steps; they are {types}, steps {steps}")
+    elif of.dtype not in STREAM_CODES or of.dtype is torch.int8:
+        raise TypeError(f"{name} cannot be {of.dtype}")
+
+
+def _padded(rows: Tensor, size: int) -> Tensor:
+    """[..., K] -> [..., size], with zeros."""
+    return F.pad(rows.view(torch.uint8), (0, size - rows.shape[-1])).view(rows.dtype)

@@ -1,0 +1,64 @@
+"""What groups of k are scaled by, or shifted by: how it is written, and how it lies in panels.
+
+A stream of them is float32, bfloat16 or float16 (a number for each group), uint8 (integer zero points), or int8, which
+stands for blocks of 256 k: 16 steps in float16, then 16 factors for each group of the block.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.linear import PANEL, to_panels
+
+BLOCK = 256
+"""Values of k whose groups have a step in common."""
+STREAM_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
+"""What the C++ kernels call them: `enum Stream` of csrc/cpu/scaling.h."""
+_STEP_BYTES = 2 * PANEL
+
+
+class BlockScales(NamedTuple):
+    """Scales, or minimums, of groups as K-quants have them: integers times a step that a block of 256 k shares.
+
+    `factors` is int8 [N, G] and `steps` float16 [N, K / 256]. What they stand for is exact in float32.
+    """
+
+    factors: Tensor
+    steps: Tensor
+
+    def float(self) -> Tensor:
+        """Of each group, in float32: [N, G]."""
+        each = self.factors.shape[1] // self.steps.shape[1]
+        return self.factors.float() * self.steps.float().repeat_interleave(each, 1)
+
+
+def stream_shape(dtype: torch.dtype, panels: int, groups: int, group: int) -> tuple[int, ...]:
+    """Of the stream of so many panels and groups of `group` values of k."""
+    if dtype is not torch.int8:
+        return panels, groups, PANEL
+    each = BLOCK // group
+    return panels, groups // each, _STEP_BYTES + each * PANEL
+
+
+def to_stream(of: Tensor | BlockScales, halves: int, groups: int) -> Tensor:
+    """[N, G] -> panels, with zeros for further outputs and groups."""
+    if isinstance(of, Tensor):
+        return _by_group(F.pad(of, (0, groups - of.shape[1])), halves)
+    blocks = of.steps.shape[1]
+    steps = _by_group(of.steps, halves).view(torch.int8)
+    return torch.cat([steps, _by_group(of.factors, halves).unflatten(1, (blocks, -1)).flatten(2)], 2)
+
+
+def from_stream(stream: Tensor) -> Tensor:
+    """The inverse; blocks come out as what they stand for: [P, 16, G]."""
+    if stream.dtype is not torch.int8:
+        return stream.transpose(1, 2)
+    steps = stream[..., :_STEP_BYTES].contiguous().view(torch.float16).float()
+    factors = stream[..., _STEP_BYTES:].unflatten(2, (-1, PANEL)).float()
+    return (factors * steps.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
+
+
+def _by_group(rows: Tensor, halves: int) -> Tensor:
+    return to_panels(rows, halves).transpose(1, 2).contiguous()

@@ -1,0 +1,1 @@
+"""Checkpoints whose matrices are quantised already: what their tensors are, and what these stand for."""

@@ -1,0 +1,90 @@
+"""E2M1 numbers of 4 bits: MXFP4 (OCP microscaling formats, 2023) and NVFP4 (NVIDIA, 2025), as several write them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.linear import WeightScheme
+from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs, scheme_of
+
+BLOCK = 32
+"""Numbers of MXFP4 that share a scale."""
+NV_BLOCK = 16
+"""Of NVFP4."""
+_BIAS = 127
+"""What the exponent of a scale of MXFP4 is larger by."""
+
+
+@dataclass(frozen=True)
+class Mxfp4Blocks(Codec):
+    """As OpenAI writes MXFP4: blocks uint8 [N, K / 32, 16] and scales uint8 [N, K / 32]; a byte's low half is first."""
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("e2m1", BLOCK)
+
+    def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
+        return {
+            "blocks": Stored((outputs(), inputs(BLOCK), every(BLOCK // 2)), (torch.uint8,)),
+            "scales": Stored((outputs(), inputs(BLOCK)), (torch.uint8,)),
+        }
+
+    def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
+        return Coded.of("e2m1", BLOCK, nibbles(tensors["blocks"].flatten(1)), _powers(tensors["scales"]))
+
+
+@dataclass(frozen=True)
+class Mxfp4(Codec):
+    """As compressed-tensors writes it: weight_packed uint8 [N, K / 2] and weight_scale uint8 [N, K / 32]."""
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("e2m1", BLOCK)
+
+    def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
+        return {
+            "weight_packed": Stored((outputs(), inputs(2)), (torch.uint8,)),
+            "weight_scale": Stored((outputs(), inputs(BLOCK)), (torch.uint8,)),
+        }
+
+    def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
+        return Coded.of("e2m1", BLOCK, nibbles(tensors["weight_packed"]), _powers(tensors["weight_scale"]))
+
+
+@dataclass(frozen=True)
+class Nvfp4(Codec):
+    """Packed numbers uint8 [N, K / 2], weight_scale float8_e4m3fn [N, K / 16], and a scale of all of the matrix.
+
+    compressed-tensors divides by that one, ModelOpt multiplies by it.
+    """
+
+    packed: str = "weight_packed"
+    scale_of_all: str = "weight_global_scale"
+    divides: bool = True
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("e2m1", NV_BLOCK)
+
+    def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
+        return {
+            self.packed: Stored((outputs(), inputs(2)), (torch.uint8,)),
+            "weight_scale": Stored((outputs(), inputs(NV_BLOCK)), (torch.float8_e4m3fn,)),
+            self.scale_of_all: Stored((every(),)),
+        }
+
+    def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
+        of_all, scales = tensors[self.scale_of_all], tensors["weight_scale"].float()
+        spread = scales / of_all if self.divides else scales * of_all
+        return Coded.of("e2m1", NV_BLOCK, nibbles(tensors[self.packed]), spread)
+
+
+def nibbles(pairs: Tensor) -> Tensor:
+    """Bytes [N, K / 2], whose low halves come first -> uint8 [N, K]."""
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """Biased exponents, uint8 -> powers of two (E8M0), which bfloat16 holds."""
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - _BIAS).bfloat16()

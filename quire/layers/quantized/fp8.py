@@ -1,0 +1,39 @@
+"""E4M3 (P. Micikevicius et al., "FP8 formats for deep learning", 2022) with scales for blocks of the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.linear import WeightScheme
+from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, inputs, outputs, scheme_of
+
+
+@dataclass(frozen=True)
+class Fp8(Codec):
+    """weight float8_e4m3fn [N, K], and its scales on a grid: of the matrix, of outputs, or of blocks of it."""
+
+    grid_outputs: int = 0
+    grid_inputs: int = 0
+    scale: str = "weight_scale"
+    """What scales are called; weights are multiplied by them, whatever that says."""
+
+    @property
+    def _grid(self) -> Grid:
+        return Grid(self.grid_outputs, self.grid_inputs)
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("fp8", self.grid_inputs)
+
+    def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
+        return {
+            "weight": Stored((outputs(), inputs()), (torch.float8_e4m3fn,)),
+            self.scale: Stored(self._grid.axes, flat=True),
+        }
+
+    def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
+        data, grid = tensors["weight"], self._grid
+        return Coded.of("fp8", grid.inputs, data, grid.by_row(tensors[self.scale], len(data)))

@@ -1,0 +1,64 @@
+"""GPTQ (E. Frantar et al., 2022, arXiv:2210.17323) as AutoGPTQ and GPTQModel write it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.linear import WeightScheme
+from quire.layers.quantized.bits import unpacked, words_of
+from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs, scheme_of
+from quire.layers.quantized.integers import group_indices, kind_of, unsigned
+
+
+@dataclass(frozen=True)
+class Gptq(Codec):
+    """Integers of 2, 3, 4 or 8 bits, of which words hold those of neighbouring inputs.
+
+    qweight int32 [K * bits / 32, N]; qzeros int32 [G, N * bits / 32], whose zero points are less by one in the first
+    version; scales [G, N]; g_idx int32 [K], the group of each input, which are in any order if `reordered`.
+    """
+
+    bits: int = 4
+    group_size: int = 128
+    """-1: one group of all inputs."""
+    first_version: bool = True
+    symmetric: bool = False
+    reordered: bool = False
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        group, shifted = max(self.group_size, 0), not self.symmetric
+        return None if self.reordered else scheme_of(kind_of(self.bits), group, shifted=shifted)
+
+    def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
+        run, words = words_of(self.bits)
+        count = -(-num_inputs // self._group(num_inputs))
+        groups = every(count) if self.reordered or self.group_size < 0 else inputs(self.group_size)
+        tensors = {
+            "qweight": Stored((inputs(run, words), outputs()), (torch.int32,)),
+            "qzeros": Stored((groups, outputs(run, words)), (torch.int32,)),
+            "scales": Stored((groups, outputs())),
+        }
+        order = {"g_idx": Stored((inputs(),), (torch.int32,))}
+        return tensors | order if self.reordered else tensors
+
+    def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
+        scales = tensors["scales"].t()
+        data = unpacked(tensors["qweight"], self.bits, 0).t()
+        zeros = unpacked(tensors["qzeros"], self.bits, 1)[:, : len(scales)].t()
+        if self.first_version:
+            zeros = (zeros + 1) & ((1 << self.bits) - 1)
+        if self.reordered:
+            groups = group_indices("g_idx", tensors["g_idx"], scales.shape[1])
+            return unsigned(self.bits, 1, data, scales[:, groups], zeros[:, groups])
+        if not self.symmetric:
+            return unsigned(self.bits, max(self.group_size, 0), data, scales, zeros)
+        if (zeros != 1 << (self.bits - 1)).any():
+            raise ValueError(f"sym is true, but qzeros are not all {1 << (self.bits - 1)}")
+        return unsigned(self.bits, max(self.group_size, 0), data, scales)
+
+    def _group(self, num_inputs: int) -> int:
+        return num_inputs if self.group_size < 0 else self.group_size

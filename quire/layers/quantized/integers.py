@@ -1,0 +1,126 @@
+"""Integers with a scale for each output, group of inputs or matrix, as compressed-tensors writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.formats.integers import INT4_ZERO
+from quire.kernels.linear import INT8_ZERO, WeightScheme
+from quire.layers.quantized.bits import unpacked, words_of
+from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, every, inputs, outputs, scheme_of
+
+
+@dataclass(frozen=True)
+class Int8(Codec):
+    """weight int8 [N, K], weight_scale on a grid, and perhaps weight_zero_point int8 on the same."""
+
+    grid_outputs: int = 1
+    grid_inputs: int = 0
+
+    @property
+    def _grid(self) -> Grid:
+        return Grid(self.grid_outputs, self.grid_inputs)
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("int8", self.grid_inputs, shifted="weight_zero_point" in present)
+
+    def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
+        return {
+            "weight": Stored((outputs(), inputs()), (torch.int8,)),
+            "weight_scale": Stored(self._grid.axes, flat=True),
+            "weight_zero_point": Stored(self._grid.axes, (torch.int8,), optional=True, flat=True),
+        }
+
+    def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
+        return with_sign(
+            self._grid, tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
+        )
+
+
+@dataclass(frozen=True)
+class PackedIntegers(Codec):
+    """Integers of some bits, larger by half their range, of which words hold those of neighbouring inputs.
+
+    weight_packed int32 [N, K * bits / 32]; weight_scale [N, G]; weight_zero_point int32 [N * bits / 32, G], larger by
+    as much, unless `symmetric`; weight_g_idx int32 [K], the group of each input, if they are in another order.
+    """
+
+    bits: int = 4
+    group_size: int = 0
+    """0: one group of all inputs."""
+    symmetric: bool = True
+    reordered: bool = False
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        shifted = not self.symmetric
+        return None if self.reordered else scheme_of(kind_of(self.bits), self.group_size, shifted=shifted)
+
+    def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
+        run, words = words_of(self.bits)
+        _, groups = Grid(1, self.group_size).axes
+        if self.reordered:
+            groups = every(-(-num_inputs // self.group_size))
+        tensors = {
+            "weight_packed": Stored((outputs(), inputs(run, words)), (torch.int32,)),
+            "weight_scale": Stored((outputs(), groups)),
+        }
+        if not self.symmetric:
+            tensors["weight_zero_point"] = Stored((outputs(run, words), groups), (torch.int32,))
+        if self.reordered:
+            tensors["weight_g_idx"] = Stored((inputs(),), (torch.int32,))
+        return tensors
+
+    def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
+        data, scales = unpacked(tensors["weight_packed"], self.bits, 1), tensors["weight_scale"]
+        zeros = None if self.symmetric else unpacked(tensors["weight_zero_point"], self.bits, 0)[: len(data)]
+        if not self.reordered:
+            return unsigned(self.bits, self.group_size, data, scales, zeros)
+        groups = group_indices("weight_g_idx", tensors["weight_g_idx"], scales.shape[1])
+        return unsigned(
+            self.bits,
+            1,
+            data[:, : len(groups)],
+            scales[:, groups],
+            None if zeros is None else zeros[:, groups],
+        )
+
+
+def kind_of(bits: int) -> str:
+    """The format that holds integers of so many."""
+    return "int8" if bits > 4 else "int4"
+
+
+def unsigned(bits: int, group: int, data: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Coded:
+    """Integers without sign, uint8, with such zero points, or else one in the middle of their range."""
+    if zeros is not None:
+        return Coded.of(kind_of(bits), group, data, scales, zeros)
+    middle, half = (INT8_ZERO, 1 << (bits - 1)) if bits > 4 else (INT4_ZERO, 1 << (bits - 1))
+    centred = data + (middle - half)
+    return Coded.of(
+        kind_of(bits), group, (centred ^ INT8_ZERO).view(torch.int8) if bits > 4 else centred, scales
+    )
+
+
+def with_sign(grid: Grid, data: Tensor, scales: Tensor, zeros: Tensor | None) -> Coded:
+    """int8 with scales, and perhaps zero points of that range, on a grid."""
+    by_row = grid.by_row(scales, len(data))
+    if zeros is None:
+        return Coded.of("int8", grid.inputs, data, by_row)
+    lifted = (grid.by_row(zeros, len(data)).to(torch.int16) + INT8_ZERO).to(torch.uint8)
+    return Coded.of("int8", grid.inputs, data.view(torch.uint8) ^ INT8_ZERO, by_row, lifted)
+
+
+def group_indices(name: str, tensor: Tensor, count: int) -> Tensor:
+    """The group of each input, int64.
+
+    Raises:
+        ValueError: it is none of so many groups.
+    """
+    groups = tensor.long()
+    for wrong in groups[(groups < 0) | (groups >= count)][:1].tolist():
+        raise ValueError(f"{name} names group {wrong}; there are {count}")
+    return groups

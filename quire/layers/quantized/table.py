@@ -1,0 +1,44 @@
+"""The codecs by the kinds of `Encoding`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.config.encoding import Encoding
+from quire.layers.quantized.codec import Codec
+from quire.plugins import PluginTable, subclass_of
+
+_HERE = "quire.layers.quantized"
+
+CODECS: PluginTable[type[Codec]] = PluginTable(
+    "quire.codecs",
+    "an encoding of a checkpoint's weights",
+    {
+        "floats": f"{_HERE}.floats:Floats",
+        "gptq": f"{_HERE}.gptq:Gptq",
+        "ggml": f"{_HERE}.ggml:Ggml",
+        "awq": f"{_HERE}.awq:Awq",
+        "int8": f"{_HERE}.integers:Int8",
+        "packed_integers": f"{_HERE}.integers:PackedIntegers",
+        "fp8": f"{_HERE}.fp8:Fp8",
+        "mxfp4_blocks": f"{_HERE}.fp4:Mxfp4Blocks",
+        "mxfp4": f"{_HERE}.fp4:Mxfp4",
+        "nvfp4": f"{_HERE}.fp4:Nvfp4",
+        "bnb_int8": f"{_HERE}.bitsandbytes:BnbInt8",
+        "bnb_4bit": f"{_HERE}.bitsandbytes:Bnb4",
+        "hqq": f"{_HERE}.hqq:Hqq",
+        "torchao": f"{_HERE}.torchao:TorchAo",
+    },
+    subclass_of(Codec),
+)
+
+
+def codec_of(encoding: Encoding) -> Codec:
+    """The codec of an encoding.
+
+    Raises:
+        ConfigError: there is none of its kind.
+    """
+    kind: Any = CODECS.resolve(encoding.kind)
+    codec: Codec = kind(**encoding.options)
+    return codec

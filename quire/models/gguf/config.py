@@ -1,0 +1,149 @@
+"""From a GGUF file's metadata to a `ModelArch`, by way of the config.json that the model's family would have.
+
+Invariant: torch-free. What a family's keys mean is known to its reader in `families/` alone; here and in
+`architectures` stands what GGUF calls them. A key of the architecture that nobody asked for is refused: it may change
+what the model computes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quire.config.arch import CheckpointNames, ExpertStack, ModelArch
+from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.models.generation_config import sampling_defaults
+from quire.models.gguf.architectures import ARCHITECTURES, FACTORS, FREQUENCIES, GgufArchitecture
+from quire.models.gguf.model import GgufModel
+from quire.models.gguf.tensor_names import place_of
+from quire.models.hf_config import read_config
+from quire.models.json_object import JsonObject
+
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_TURN_ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+)
+"""Tokens that end an answer in files that do not say so, as a model's generation_config.json would."""
+_HARMONY_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
+"""Those of gpt-oss, whose <|end|> is the end of one message among others."""
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_QUANTIZED_DTYPE = "float16"
+"""What is kept of a quantized weight that is no longer in integers: half the rounding of bfloat16 times eight."""
+_SAY_NOTHING = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon")
+"""Keys of an architecture that change nothing, as the tensors say the same or no model here has what they say."""
+
+
+def read_gguf_config(path: Path, overrides: dict[str, Any], model_impl: str = "auto") -> ModelArch:
+    """The shape and options of a model in GGUF; `overrides` replace top-level keys of the config.json it stands for.
+
+    Raises:
+        ModelLoadError: a file is missing, malformed or lacks a key; the message names file, key and what is allowed.
+        UnsupportedModelError: the architecture, a key or an option is one that quire does not implement.
+    """
+    model = GgufModel(path)
+    row = architecture_of(model)
+    values = _of_the_file(model) | row.config(model) | overrides
+    arch = read_config(JsonObject(str(path), values, refused=[]), model_impl)
+    _refuse_unknown_keys(model)
+    sampling = model.about("general.sampling").with_aliases(_SAMPLING)
+    return replace(_as_stored(arch, model, row), generation=sampling_defaults(sampling))
+
+
+def architecture_of(model: GgufModel) -> GgufArchitecture:
+    """The row of a model's architecture; raises UnsupportedModelError if there is none."""
+    if model.architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{model.path}: general.architecture is {model.architecture!r}, which quire does not read from GGUF; "
+            f"known are {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[model.architecture]
+
+
+def _of_the_file(model: GgufModel) -> dict[str, Any]:
+    """Keys of config.json whose values are in no key of the architecture."""
+    about = model.about("tokenizer.ggml")
+    return {
+        "vocab_size": _vocab_size(model, about),
+        "dtype": _dtype(model),
+        "tie_word_embeddings": "output.weight" not in model.tensors,
+        "eos_token_id": _ends(about),
+        "bos_token_id": about.get("bos_token_id"),
+    }
+
+
+def _vocab_size(model: GgufModel, about: JsonObject) -> int:
+    if "token_embd.weight" not in model.tensors:
+        raise ModelLoadError(f"{model.path}: tensor 'token_embd.weight' is missing")
+    rows = model.tensors["token_embd.weight"][1].shape[0]
+    count = len(about.texts("tokens")) if "tokens" in about else 0
+    if count > rows:
+        raise ModelLoadError(
+            f"{model.path}: tokenizer.ggml.tokens has {count} tokens, and token_embd.weight {rows} rows"
+        )
+    return rows
+
+
+def _ends(about: JsonObject) -> list[int]:
+    """Tokens that end an answer: those that the file names, and those that are known for it by their text."""
+    named = [about.get(key) for key in _ENDS if key in about]
+    tokens = about.texts("tokens") if "tokens" in about else ()
+    known = _HARMONY_ENDS if "<|return|>" in tokens else _TURN_ENDS
+    found = [tokens.index(text) for text in known if text in tokens]
+    return list(dict.fromkeys([*named, *found]))
+
+
+def _dtype(model: GgufModel) -> str:
+    """That of most of the weights' bytes."""
+    sizes: Counter[str] = Counter()
+    for _, entry in model.tensors.values():
+        sizes[_DTYPES.get(entry.type.name, _QUANTIZED_DTYPE)] += entry.end - entry.start
+    return sizes.most_common(1)[0][0]
+
+
+def _refuse_unknown_keys(model: GgufModel) -> None:
+    unknown = sorted(model.own.values.keys() - model.own.asked - set(_SAY_NOTHING))
+    if unknown:
+        raise UnsupportedModelError(
+            f"{model.own.where}: {', '.join(unknown)}: quire does not know what this changes in such a model"
+        )
+
+
+def _as_stored(arch: ModelArch, model: GgufModel, row: GgufArchitecture) -> ModelArch:
+    """A model as the file's tensors are: under one architecture's names as under another's, experts in stacks."""
+    merged = {} if row.merged else CheckpointNames().merged
+    names = CheckpointNames(merged=merged, unused=tuple(f"^{name}$" for name in (FREQUENCIES, *FACTORS)))
+    experts = arch.experts and replace(arch.experts, stack=ExpertStack())
+    rope = arch.rope and replace(arch.rope, interleaved=row.interleaved)
+    return replace(
+        arch, names=names, experts=experts, rope=rope, quantization=_encodings(model, row), **row.fields
+    )
+
+
+def _encodings(model: GgufModel, row: GgufArchitecture) -> CheckpointQuantization | None:
+    """Which modules are in which of ggml's types; a rule has all of a type, as sparse models have very many modules."""
+    modules: dict[str, list[str]] = defaultdict(list)
+    for name, (_, entry) in model.tensors.items():
+        if entry.type.is_quantized:
+            module = re.escape(place_of(name, row.places).name.removesuffix(".weight"))
+            modules[entry.type.name].append(module.replace(r"\.experts\.", r"\.experts\.\d+\."))
+    rules = tuple(
+        EncodingRule("|".join(names), Encoding("ggml", {"type": kind})) for kind, names in modules.items()
+    )
+    return CheckpointQuantization("gguf", rules) if rules else None

@@ -1,0 +1,249 @@
+"""Reads one GGUF file: its metadata, and where its tensors are.
+
+Format (versions 2 and 3, little-endian): the magic, the version, how many tensors and keys there are; each key with its
+type and value; each tensor with its name, shape (the fastest dimension first), type and place; from the next multiple
+of the alignment on, the tensors.
+Invariant: torch-free. Everything is checked against the file's size before it is taken, so a count costs no more memory
+than the file has bytes for it, and no tensor reaches outside the file or into another.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import stat
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+from quire.config.ggml_types import OTHERS, READ, TensorType
+from quire.errors import ModelLoadError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_DIMS = 4
+MAX_ALIGNMENT = 1 << 16
+MAX_NESTING = 4
+_U32, _U64 = Struct("<I"), Struct("<Q")
+_SCALARS: dict[int, Struct] = {
+    code: Struct(f"<{kind}")
+    for code, kind in {
+        0: "B",
+        1: "b",
+        2: "H",
+        3: "h",
+        4: "I",
+        5: "i",
+        6: "f",
+        7: "?",
+        10: "Q",
+        11: "q",
+        12: "d",
+    }.items()
+}
+_STRING, _ARRAY = 8, 9
+_LEAST_KEY = 8 + 4 + 1
+"""Bytes that a key takes at least: its name's length, its type, a value."""
+_LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor; `shape` has the rows' length last, `start` and `end` are byte positions in the file."""
+
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of what lies along the last dimension."""
+        return self.shape[-1] // self.type.size * self.type.num_bytes
+
+
+class GgufFile:
+    """A checked, mapped file: `metadata` by key, `tensors` by name in the order of the data.
+
+    Numbers of metadata are int, float or bool, strings are str, arrays are lists of these.
+
+    Raises:
+        ModelLoadError: the file cannot be read, is truncated or malformed, or has a tensor of a type that quire does
+            not know; the message names file, key or tensor, and the values that disagree.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            about = path.stat()
+            if not stat.S_ISREG(about.st_mode):  # a pipe would be waited for
+                raise self._error("is no file")
+            self._size = about.st_size
+            with path.open("rb") as file:
+                magic = file.read(4)
+                if magic != MAGIC:
+                    raise self._error(f"no GGUF file: it begins with {magic!r}, not {MAGIC!r}")
+                # A private writable map: torch wants writable memory, and nothing ever reaches the file.
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+        self._place = len(MAGIC)
+        num_tensors, num_keys = self._read_counts()
+        self.metadata = self._read_metadata(num_keys)
+        entries = [self._read_entry() for _ in range(num_tensors)]
+        self.tensors = self._placed(entries)
+
+    def release(self, entry: TensorEntry) -> None:
+        """Let the system have the memory of a tensor back; if it is read again, it is read from the file."""
+        start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
+        self.map.madvise(mmap.MADV_DONTNEED, start, entry.end - start)
+
+    def _read_counts(self) -> tuple[int, int]:
+        version = int(self._number(_U32, "the version"))
+        if version not in VERSIONS:
+            # A file of the other byte order has the version in the upper half.
+            hint = ": a big-endian file" if version & 0xFFFF == 0 else ""
+            raise self._error(f"version {version}{hint} is not supported; it must be little-endian, 2 or 3")
+        num_tensors = int(self._number(_U64, "the number of tensors"))
+        num_keys = int(self._number(_U64, "the number of keys"))
+        self._check_count("tensors", num_tensors, _LEAST_TENSOR)
+        self._check_count("keys", num_keys, _LEAST_KEY)
+        return num_tensors, num_keys
+
+    def _read_metadata(self, count: int) -> dict[str, Any]:
+        metadata: dict[str, Any] = {}
+        for index in range(count):
+            key = self._string(f"the name of key {index}")
+            if key in metadata:
+                raise self._error(f"key {key!r} appears twice")
+            metadata[key] = self._value(int(self._number(_U32, f"the type of {key!r}")), key)
+        return metadata
+
+    def _value(self, code: int, key: str, depth: int = 0) -> Any:
+        if code == _STRING:
+            return self._string(f"the value of {key!r}")
+        if code == _ARRAY:
+            return self._array(key, depth)
+        if code not in _SCALARS:
+            raise self._error(f"key {key!r} has the unknown type {code}; known are 0 to 12")
+        return self._number(_SCALARS[code], f"the value of {key!r}")
+
+    def _array(self, key: str, depth: int) -> list[Any]:
+        if depth == MAX_NESTING:
+            raise self._error(f"key {key!r} nests arrays more than {MAX_NESTING} deep")
+        code = int(self._number(_U32, f"the type of {key!r}"))
+        count = int(self._number(_U64, f"the length of {key!r}"))
+        if code == _STRING:
+            return self._strings(count, key)
+        if code not in _SCALARS:
+            self._check_count(f"values of {key!r}", count, 8)
+            return [self._value(code, key, depth + 1) for _ in range(count)]
+        kind = _SCALARS[code]
+        self._check_count(f"values of {key!r}", count, kind.size)
+        start = self._take(count * kind.size, f"the values of {key!r}")
+        return list(Struct(f"<{count}{kind.format[1:]}").unpack_from(self.map, start))
+
+    def _read_entry(self) -> TensorEntry:
+        """Check one tensor by itself; `start` is still counted from the data on."""
+        name = self._string("the name of a tensor")
+        num_dims = int(self._number(_U32, f"the shape of tensor {name!r}"))
+        if not 1 <= num_dims <= MAX_DIMS:
+            raise self._error(
+                f"tensor {name!r} has {num_dims} dimensions, at least 1 and at most {MAX_DIMS} possible"
+            )
+        sides = [int(self._number(_U64, f"the shape of tensor {name!r}")) for _ in range(num_dims)]
+        if 0 in sides:
+            raise self._error(f"tensor {name!r} has shape {sides[::-1]}, and must have elements")
+        kind = self._tensor_type(name, int(self._number(_U32, f"the type of tensor {name!r}")))
+        start = int(self._number(_U64, f"the place of tensor {name!r}"))
+        if sides[0] % kind.size:
+            raise self._error(
+                f"tensor {name!r}: rows of {sides[0]} are no multiple of {kind.name}'s blocks of {kind.size}"
+            )
+        num_bytes = math.prod(sides) // kind.size * kind.num_bytes
+        return TensorEntry(name, kind, tuple(reversed(sides)), start, start + num_bytes)
+
+    def _tensor_type(self, name: str, code: int) -> TensorType:
+        if code not in READ:
+            known = ", ".join(kind.name for kind in READ.values())
+            raise self._error(
+                f"tensor {name!r} is of type {OTHERS.get(code, code)}, which quire does not read; known are {known}"
+            )
+        return READ[code]
+
+    def _placed(self, entries: list[TensorEntry]) -> dict[str, TensorEntry]:
+        """The tensors where they are in the file, each in bytes of its own."""
+        alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise self._error(
+                f"general.alignment is {alignment!r}; it must be a power of two in [8, {MAX_ALIGNMENT}]"
+            )
+        data = -(-self._place // alignment) * alignment
+        placed: dict[str, TensorEntry] = {}
+        for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
+            if entry.name in placed:
+                raise self._error(f"tensor {entry.name!r} appears twice")
+            if entry.start % alignment:
+                raise self._error(
+                    f"tensor {entry.name!r} begins at byte {entry.start} of the data, no multiple of {alignment}"
+                )
+            whole = TensorEntry(entry.name, entry.type, entry.shape, data + entry.start, data + entry.end)
+            if whole.end > self._size:
+                raise self._error(
+                    f"truncated: tensor {whole.name!r} ends at byte {whole.end} of {self._size}"
+                )
+            placed[whole.name] = whole
+        for one, other in pairwise(placed.values()):
+            if other.start < one.end:
+                raise self._error(
+                    f"tensor {other.name!r} begins at byte {other.start}, and {one.name!r} before it ends at {one.end}"
+                )
+        return placed
+
+    def _strings(self, count: int, key: str) -> list[str]:
+        """As many `_string`s, of which a vocabulary has hundreds of thousands."""
+        self._check_count(f"values of {key!r}", count, _U64.size)
+        unpack, data, size, place = _U64.unpack_from, self.map, self._size, self._place
+        values = []
+        for index in range(count):
+            start = place + _U64.size
+            place = start + unpack(data, place)[0] if start <= size else start
+            if place > size:
+                raise self._error(f"truncated: value {index} of {key!r} ends at byte {place} of {size}")
+            values.append(data[start:place])
+        self._place = place
+        return [self._text(value, f"a value of {key!r}") for value in values]
+
+    def _string(self, what: str) -> str:
+        length = int(self._number(_U64, what))
+        start = self._take(length, what)
+        return self._text(self.map[start : start + length], what)
+
+    def _text(self, encoded: bytes, what: str) -> str:
+        try:
+            return encoded.decode()
+        except UnicodeDecodeError as error:
+            raise self._error(f"{what} is no UTF-8, by its byte {error.start}") from None
+
+    def _number(self, kind: Struct, what: str) -> Any:
+        return kind.unpack_from(self.map, self._take(kind.size, what))[0]
+
+    def _take(self, num_bytes: int, what: str) -> int:
+        """Step over so many bytes, which are there; where they begin."""
+        start = self._place
+        if num_bytes > self._size - start:
+            raise self._error(f"truncated: {what} ends at byte {start + num_bytes} of {self._size}")
+        self._place = start + num_bytes
+        return start
+
+    def _check_count(self, what: str, count: int, least_bytes: int) -> None:
+        most = (self._size - self._place) // least_bytes
+        if count > most:
+            raise self._error(f"truncated: it says that it has {count} {what}, and has room for {most}")
+
+    def _error(self, problem: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.path}: {problem}")

@@ -1,0 +1,117 @@
+"""A model in GGUF: the file, or the files into which it was split, as one.
+
+Invariant: torch-free. All parts of a split are there, in order, and no tensor is in two of them.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelLoadError
+from quire.models.gguf.file import GgufFile, TensorEntry
+from quire.models.json_object import JsonObject
+
+SUFFIX = ".gguf"
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+MAX_PARTS = 10_000
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a model is such a file, and not a directory."""
+    return path.suffix == SUFFIX
+
+
+def gguf_in(directory: Path) -> Path | None:
+    """The one model in GGUF that a directory has; None if there is none.
+
+    Raises:
+        ModelLoadError: there are several.
+    """
+    found = sorted(path for path in directory.glob(f"*{SUFFIX}") if _number(path) == 1)
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:8])
+        raise ModelLoadError(f"{directory} has {len(found)} GGUF models: name one of {names}")
+    return found[0] if found else None
+
+
+def _number(path: Path) -> int:
+    match = _PART.fullmatch(path.name)
+    return int(match["number"]) if match else 1
+
+
+def part_paths(path: Path) -> list[Path]:
+    """The file itself, or all of the split that it begins.
+
+    Raises:
+        ModelLoadError: it is not the first of its split, or one is missing.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    if int(match["number"]) != 1 or not 1 <= count <= MAX_PARTS:
+        raise ModelLoadError(f"{path}: is part {int(match['number'])} of {count}; name the first one")
+    paths = [
+        path.with_name(f"{match['stem']}-{number + 1:05}-of-{count:05}{SUFFIX}") for number in range(count)
+    ]
+    missing = [each.name for each in paths if not each.is_file()]
+    if missing:
+        raise ModelLoadError(f"{path}: {missing[0]}, another part of it, is missing")
+    return paths
+
+
+class GgufModel:
+    """The metadata of the first file, and all tensors by name, each with the file that has it.
+
+    Raises:
+        ModelLoadError: as `GgufFile` and `part_paths`; a tensor is in two files; what the files say of their number is
+            not what there is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files = [GgufFile(part) for part in part_paths(path)]
+        self.metadata: dict[str, Any] = self.files[0].metadata
+        self.tensors: dict[str, tuple[GgufFile, TensorEntry]] = {}
+        for file in self.files:
+            for name, entry in file.tensors.items():
+                if name in self.tensors:
+                    raise ModelLoadError(
+                        f"{file.path}: tensor {name!r} is also in {self.tensors[name][0].path}"
+                    )
+                self.tensors[name] = (file, entry)
+        self._check_split()
+        self.architecture = self.about("general").text("architecture")
+        self.own = self.about(self.architecture)
+        """The keys of the architecture; what was asked of it is what has been understood."""
+
+    def about(self, group: str) -> JsonObject:
+        """The keys that begin with `group` and a dot, without these."""
+        prefix = f"{group}."
+        values = {
+            key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)
+        }
+        return JsonObject(f"{self.path}: {group}", values)
+
+    def floats(self, name: str) -> list[float] | None:
+        """The numbers of a small tensor in float32; None if there is no such tensor."""
+        if name not in self.tensors:
+            return None
+        file, entry = self.tensors[name]
+        if entry.type.name != "F32":
+            raise ModelLoadError(f"{file.path}: tensor {name!r} is {entry.type.name}; expected F32")
+        return array("f", file.map[entry.start : entry.end]).tolist()
+
+    def _check_split(self) -> None:
+        split = self.about("split")
+        told = split.integer("count", 1, low=0) or 1
+        if told != len(self.files):
+            raise ModelLoadError(f"{self.path}: split.count is {told}, and its name says {len(self.files)}")
+        count = split.optional_integer("tensors.count", low=0)
+        if count is not None and len(self.files) > 1 and count != len(self.tensors):
+            raise ModelLoadError(
+                f"{self.path}: split.tensors.count is {count}, and there are {len(self.tensors)}"
+            )

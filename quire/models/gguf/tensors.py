@@ -1,0 +1,90 @@
+"""The tensors of a GGUF file for the loader, under the names of our modules.
+
+Invariant: a quantized tensor is bytes, uint8 [..., bytes of a row], for whoever knows its type, and floats for others.
+A row is whole blocks, so what is read of floats is what is asked for, but for the rest of the blocks at both ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.layers.quantized.ggml import dequantized
+from quire.layers.slot import Box
+from quire.models.gguf.config import architecture_of
+from quire.models.gguf.file import GgufFile, TensorEntry
+from quire.models.gguf.model import GgufModel
+from quire.models.gguf.tensor_names import Places, place_of
+from quire.models.tensor_file import TensorFile, TensorInfo
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class GgufTensor(TensorInfo):
+    """A tensor under its name in the model."""
+
+    entry: TensorEntry
+
+
+class GgufTensorFile:
+    """See `TensorFile`; `places` are those of the architecture."""
+
+    def __init__(self, file: GgufFile, places: Places) -> None:
+        self.path: Path = file.path
+        self._file = file
+        tensors = [_in_model(entry, places) for entry in file.tensors.values()]
+        self.tensors: Mapping[str, GgufTensor] = {tensor.name: tensor for tensor in tensors}
+
+    def in_floats(self, info: TensorInfo) -> TensorInfo:
+        assert isinstance(info, GgufTensor), "one of `tensors`"
+        return replace(info, dtype=_FLOATS.get(info.entry.type.name, torch.float32), shape=_shape_of(info))
+
+    def part(self, info: TensorInfo, box: Box) -> Tensor:
+        assert isinstance(info, GgufTensor), "one of `tensors`"
+        kind, num_bytes = info.entry.type, info.end - info.start
+        raw = torch.frombuffer(self._file.map, dtype=torch.uint8, count=num_bytes, offset=info.start)
+        if info.dtype is torch.uint8 or not kind.is_quantized:
+            return raw.view(info.dtype).view(info.shape)[box]
+        *rows, columns = box
+        first, last = columns.start // kind.size, -(-columns.stop // kind.size)
+        blocks = slice(first * kind.num_bytes, last * kind.num_bytes)
+        numbers = dequantized(kind, raw.view(*info.shape[:-1], -1)[(*rows, blocks)])
+        return numbers[..., columns.start - first * kind.size : columns.stop - first * kind.size]
+
+    def read_part_into(self, info: TensorInfo, box: Box, memory: Tensor) -> None:
+        memory.copy_(self.part(info, box).contiguous().view(-1).view(torch.uint8))
+
+    def release(self, info: TensorInfo) -> None:
+        assert isinstance(info, GgufTensor), "one of `tensors`"
+        self._file.release(info.entry)
+
+
+def gguf_tensor_files(path: Path) -> list[TensorFile]:
+    """The files of a model in GGUF.
+
+    Raises:
+        ModelLoadError: as `GgufModel`.
+        UnsupportedModelError: quire does not know the architecture.
+    """
+    model = GgufModel(path)
+    return [GgufTensorFile(file, architecture_of(model).places) for file in model.files]
+
+
+def _in_model(entry: TensorEntry, places: Places) -> GgufTensor:
+    place, shape = place_of(entry.name, places), list(entry.shape)
+    if entry.type.is_quantized:
+        shape[-1] = entry.row_bytes
+    if place.new_axis is not None:
+        shape.insert(place.new_axis, 1)
+    dtype = _FLOATS.get(entry.type.name, torch.uint8)
+    return GgufTensor(place.name, dtype, tuple(shape), entry.start, entry.end, entry)
+
+
+def _shape_of(tensor: GgufTensor) -> tuple[int, ...]:
+    """In numbers."""
+    return (*tensor.shape[:-1], tensor.entry.shape[-1])

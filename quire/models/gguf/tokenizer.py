@@ -1,0 +1,211 @@
+"""Builds the tokenizer of a GGUF file from the tables in it, with the `tokenizers` library.
+
+Two kinds of tables: `llama`, SentencePiece's pieces with scores, of which the pair that makes the best piece is merged
+first (Kudo and Richardson, 2018, arXiv:1808.06226); and `gpt2`, byte-level BPE with a list of merges (Radford et al.,
+2019). Invariant: torch-free; every id is that of the file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.models.gguf.model import GgufModel
+from quire.models.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from quire.models.json_object import JsonObject
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+"""Values of `token_type`; the rest are plain (1), unused (5) or bytes (6)."""
+_TEMPLATE = "tokenizer.chat_template"
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""What SentencePiece writes for a space."""
+
+
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """What a file says of its tokenizer; `settings` has the keys of tokenizer_config.json."""
+
+    backend: Tokenizer
+    settings: dict[str, Any]
+    chat_templates: dict[str, str]
+
+
+def read_tokenizer(path: Path) -> GgufTokenizer:
+    """The tokenizer and chat templates of a model in GGUF.
+
+    Raises:
+        ModelLoadError: a table is missing, malformed, or does not fit another.
+        UnsupportedModelError: the kind of tokenizer, or how it cuts words, is one that quire does not know.
+    """
+    model = GgufModel(path)
+    tables = _Tables(model.about("tokenizer.ggml"))
+    if tables.kind not in _KINDS:
+        raise UnsupportedModelError(
+            f"{path}: tokenizer.ggml.model is {tables.kind!r}; known are {', '.join(_KINDS)}"
+        )
+    backend, adds_bos = _KINDS[tables.kind](tables)
+    _add_tokens(backend, tables)
+    _add_around(backend, tables, adds_bos)
+    settings = {f"{name}_token": tables.named(name) for name in ("bos", "eos")}
+    return GgufTokenizer(backend, settings, dict(_chat_templates(model)))
+
+
+class _Tables:
+    """The vocabulary of a file: `tokens` by id, and what is said of each of them."""
+
+    def __init__(self, about: JsonObject) -> None:
+        self.about = about
+        self.kind = about.text("model")
+        self.tokens = about.texts("tokens")
+        self.vocab = {token: index for index, token in enumerate(self.tokens)}
+        if len(self.vocab) < len(self.tokens):
+            twice = next(token for index, token in enumerate(self.tokens) if self.vocab[token] != index)
+            first = self.tokens.index(twice)
+            raise ModelLoadError(f"{about.where}: tokens {first} and {self.vocab[twice]} are both {twice!r}")
+        self.types = self.numbers("token_type") if "token_type" in about else [1] * len(self.tokens)
+
+    def numbers(self, key: str) -> list[Any]:
+        """A number for each token."""
+        values = list(self.about.numbers(key))
+        if len(values) != len(self.tokens):
+            raise ModelLoadError(
+                f"{self.about.where}: {key} has {len(values)} values for {len(self.tokens)} tokens"
+            )
+        return values
+
+    def of_type(self, kind: int) -> Iterator[str]:
+        return (token for token, its in zip(self.tokens, self.types, strict=True) if its == kind)
+
+    def named(self, name: str) -> str | None:
+        """The token that the file names so, "bos" or another; None if it names none."""
+        index = self.about.optional_integer(f"{name}_token_id", low=0)
+        if index is not None and index >= len(self.tokens):
+            raise self.about.wrong(f"{name}_token_id", f"below {len(self.tokens)}, the number of tokens")
+        return None if index is None else self.tokens[index]
+
+
+def _sentence_pieces(tables: _Tables) -> tuple[Tokenizer, bool]:
+    """A tokenizer of pieces, and whether texts get a first token unless the file says otherwise."""
+    prefixed = tables.about.flag("add_space_prefix", True)
+    unknown = tables.named("unknown") or next(tables.of_type(UNKNOWN), None)
+    backend = Tokenizer(
+        models.BPE(
+            vocab=tables.vocab,
+            merges=_merges_of(tables),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    before = [normalizers.Prepend(SPACE)] if prefixed else []
+    backend.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return backend, True
+
+
+def _merges_of(tables: _Tables) -> list[tuple[str, str]]:
+    """All pairs of pieces that make a piece, the best one first; of those for one piece, that with the longest left."""
+    scores, vocab = tables.numbers("scores"), tables.vocab
+    pairs = [
+        (-scores[index], -cut, piece)
+        for piece, index in vocab.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocab and piece[cut:] in vocab
+    ]
+    pairs.sort(key=itemgetter(0, 1))
+    return [(piece[:-minus_cut], piece[-minus_cut:]) for _, minus_cut, piece in pairs]
+
+
+def _byte_pairs(tables: _Tables) -> tuple[Tokenizer, bool]:
+    """As `_sentence_pieces`, of byte-level BPE."""
+    cut = _pre_tokenizer(tables.about)
+    backend = Tokenizer(
+        models.BPE(vocab=tables.vocab, merges=list(_listed_merges(tables)), ignore_merges=cut.ignores_merges)
+    )
+    if cut.composes:
+        backend.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in cut.expressions]
+    prefixed = tables.about.flag("add_space_prefix", False)
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=prefixed, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_of])
+    backend.decoder = decoders.ByteLevel()
+    return backend, cut.adds_bos
+
+
+def _pre_tokenizer(about: JsonObject) -> PreTokenizer:
+    if "pre" not in about:
+        logger.warning(
+            "%s: pre is missing, as in files of before May 2024: words are cut by default, and not as the model's "
+            "own tokenizer did",
+            about.where,
+        )
+    name = about.text("pre", "default")
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(f"{about.where}: pre is {name!r}; known are {', '.join(PRE_TOKENIZERS)}")
+    return PRE_TOKENIZERS[name]
+
+
+def _listed_merges(tables: _Tables) -> Iterator[tuple[str, str]]:
+    for merge in tables.about.texts("merges"):
+        left, _, right = merge.partition(" ")
+        if not {left, right, left + right} <= tables.vocab.keys():
+            raise ModelLoadError(
+                f"{tables.about.where}: merge {merge!r} is not of tokens, or does not make one"
+            )
+        yield left, right
+
+
+_KINDS: dict[str, Callable[[_Tables], tuple[Tokenizer, bool]]] = {
+    "llama": _sentence_pieces,
+    "gpt2": _byte_pairs,
+}
+"""By `tokenizer.ggml.model`."""
+
+
+def _add_tokens(backend: Tokenizer, tables: _Tables) -> None:
+    """What is a token wherever it is spelled out: unknown and control tokens, which are special, and those of users."""
+    special = [
+        AddedToken(token, normalized=False, special=True)
+        for kind in (UNKNOWN, CONTROL)
+        for token in tables.of_type(kind)
+    ]
+    plain = [AddedToken(token, normalized=False) for token in tables.of_type(USER_DEFINED)]
+    backend.add_special_tokens(special)
+    backend.add_tokens(plain)
+
+
+def _add_around(backend: Tokenizer, tables: _Tables, adds_bos: bool) -> None:
+    """The tokens that go before and behind every text."""
+    around = {
+        "bos": tables.about.flag("add_bos_token", adds_bos),
+        "eos": tables.about.flag("add_eos_token", False),
+    }
+    named = {name: tables.named(name) for name, added in around.items() if added}
+    for name, token in named.items():
+        if token is None and f"add_{name}_token" in tables.about:
+            raise ModelLoadError(
+                f"{tables.about.where}: add_{name}_token is true, and there is no {name}_token_id"
+            )
+    bos, eos = named.get("bos"), named.get("eos")
+    tokens = [token for token in (bos, eos) if token is not None]
+    if tokens:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[token for token in (bos, "$A", eos) if token is not None],
+            special_tokens=[(token, tables.vocab[token]) for token in dict.fromkeys(tokens)],
+        )
+
+
+def _chat_templates(model: GgufModel) -> Iterator[tuple[str, str]]:
+    for key, template in model.metadata.items():
+        if (key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")) and isinstance(template, str):
+            yield key.removeprefix(_TEMPLATE).removeprefix(".") or "default", template

@@ -1,0 +1,159 @@
+"""How each layer of a model reads its weight from the checkpoint, and how it keeps it.
+
+Invariant: decided for all layers before one has memory, from the config and the headers of the checkpoint's files.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.config.encoding import Encoding
+from quire.config.quantization import QuantizationConfig
+from quire.errors import ConfigError
+from quire.kernels import cpu
+from quire.kernels.linear import WeightScheme
+from quire.layers.base import Layer
+from quire.layers.embedding import VocabEmbedding
+from quire.layers.matrix import MatrixLayer
+from quire.layers.quantization import Float, QuantMethod, method_of
+from quire.layers.quantized.codec import Codec
+from quire.layers.quantized.method import Encoded, EncodedModule
+from quire.layers.quantized.table import codec_of
+from quire.layers.slot import FLOATS
+from quire.models.base import CausalLM
+from quire.models.weights import open_files
+
+logger = logging.getLogger(__name__)
+
+_FLOATS = Encoding("floats")
+
+
+def _rounds_activations(config: EngineConfig) -> bool:
+    """Whether bfloat16 weights meet activations in bfloat16.
+
+    Raises:
+        ConfigError: it is asked for, and no kernel here multiplies bfloat16.
+    """
+    asked = config.kernels.matmul_precision
+    here = config.device.device == "cpu" and config.model.dtype == "bfloat16" and cpu.available()
+    if asked == "highest" or not here:
+        return False
+    if cpu.multiplies_bfloat16():
+        if asked == "auto":
+            logger.info("matmul_precision is medium: this processor multiplies bfloat16 at twice the speed")
+        return True
+    if asked == "medium":
+        raise ConfigError(
+            "--matmul-precision medium rounds activations to bfloat16, which pays on AVX512-BF16 or AMX alone; "
+            f"here are {cpu.status()}: give highest, or auto"
+        )
+    return False
+
+
+def _rounding(scheme: WeightScheme, kind: str, asked: QuantizationConfig) -> QuantMethod:
+    """The method that rounds weights to a kind while they are loaded."""
+    if kind == "int4":
+        scheme = replace(scheme, group_size=asked.group_size, symmetric=asked.symmetric)
+    return method_of(replace(scheme, kind=kind))
+
+
+def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
+    """How each layer of a model reads and keeps its weight; a merged one is not rounded if one of its parts is not.
+
+    Raises:
+        ConfigError: what is to be left alone does not exist, or what is asked for is not to be had here.
+        ModelLoadError: the checkpoint's files cannot be read.
+    """
+    asked = config.quantization
+    kernels = config.kernels
+    floats = WeightScheme(fast=_rounds_activations(config), invariant=kernels.batch_invariant)
+    plain = method_of(floats)
+    rounded = replace(floats, fast=asked.fast, per_tensor=asked.per_tensor, vendor=asked.vendor)
+    quantized = _rounding(rounded, asked.quantization, asked) if asked.quantization else plain
+    head = _rounding(rounded, asked.head, asked) if asked.rounds_head else plain
+    unmatched = set(asked.ignore)
+    encodings = _Encodings(config, rounded)
+    methods = []
+    for names, layer in model.checkpoint_layers():
+        is_head = layer is model.lm_head
+        known_as = [*names, "lm_head"] if is_head else names
+        hits = {pattern for pattern in asked.ignore for name in known_as if fnmatchcase(name, pattern + "*")}
+        if hits and is_head and "head" in asked.quantization_config:
+            raise ConfigError(
+                f"--quantization-config: head is {asked.head!r}, but ignore leaves it alone by {min(hits)!r}"
+            )
+        unmatched -= hits
+        method = plain if hits else head if is_head else quantized
+        methods.append(encodings.method(layer, names, method))
+    if unmatched:
+        raise ConfigError(
+            f"--quantization-config: ignore names {sorted(unmatched)[0]!r}, which no layer bears"
+        )
+    return methods
+
+
+class _Encodings:
+    """What the checkpoint has quantised, by its rules; a module that is a float tensor in its files is no such.
+
+    What kernels multiply by as it is has the options of `scheme`.
+    """
+
+    def __init__(self, config: EngineConfig, scheme: WeightScheme) -> None:
+        self._says = config.arch.quantization
+        self._scheme = scheme
+        self._stored: Mapping[str, Mapping[str, Tensor]] = {}
+        if self._says is not None and config.load.load_format != "dummy":
+            self._stored = _by_module(Path(config.model_dir))
+
+    def method(self, layer: Layer, names: Sequence[str], kept: QuantMethod) -> QuantMethod:
+        """That of a layer which holds the checkpoint's modules `names`, and keeps floats as `kept` does."""
+        encodings = [self._encoding(layer, name) for name in names]
+        if not any(encodings):
+            return kept
+        assert isinstance(layer, MatrixLayer), "nothing else has an encoding"
+        modules = [
+            EncodedModule(name, codec_of(encoding or _FLOATS), self._stored.get(name, {}))
+            for name, encoding in zip(names, encodings, strict=True)
+        ]
+        return Encoded(modules, kept, self._packed(layer, modules) if isinstance(kept, Float) else None)
+
+    def _packed(self, layer: MatrixLayer, modules: Sequence[EncodedModule]) -> WeightScheme | None:
+        """The scheme that the numbers of all modules have; None where each is another, or none."""
+        first, *others = {module.scheme(layer.inputs) for module in modules}
+        if first is None or others or layer.rearranges:
+            return None
+        return replace(self._scheme, kind=first.kind, group_size=first.group_size, symmetric=first.symmetric)
+
+    def _encoding(self, layer: Layer, name: str) -> Encoding | None:
+        # A tied head is a table, which no method quantises but where its files say so.
+        is_head = isinstance(layer, VocabEmbedding) and not layer.only_looked_up and name in self._stored
+        multiplied = isinstance(layer, MatrixLayer) and (is_head or not isinstance(layer, VocabEmbedding))
+        encoding = self._says.encoding_of(name) if self._says is not None and multiplied else None
+        if encoding is None or self._is_float(name, codec_of(encoding)):
+            return None
+        return encoding
+
+    def _is_float(self, name: str, codec: Codec) -> bool:
+        """Whether the files have a float weight, and nothing else that the codec would read."""
+        stored = self._stored.get(name, {})
+        others = codec.tensors(1, 1).keys() - {"weight"}
+        return "weight" in stored and stored["weight"].dtype in FLOATS and not others & stored.keys()
+
+
+def _by_module(model_dir: Path) -> Mapping[str, Mapping[str, Tensor]]:
+    """Module -> what is behind its name -> the tensor, on the meta device; that may be several parts of a name."""
+    modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for file in open_files(model_dir):
+        for name, info in file.tensors.items():
+            tensor = torch.empty(info.shape, dtype=info.dtype, device="meta")
+            parts = name.split(".")
+            for end in range(max(1, len(parts) - 3), len(parts)):
+                modules[".".join(parts[:end])][".".join(parts[end:])] = tensor
+    return modules

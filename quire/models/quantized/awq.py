@@ -1,0 +1,29 @@
+"""AWQ's config, as AutoAWQ and transformers write it."""
+
+from __future__ import annotations
+
+from quire.config.encoding import CheckpointQuantization, Encoding
+from quire.models.json_object import JsonObject
+from quire.models.quantized.gptq import group_size
+from quire.models.quantized.rules import all_but_head, containing, names
+
+
+def read_awq(config: JsonObject) -> CheckpointQuantization:
+    """Files that AutoAWQ leaves have shorter keys."""
+    old = {"bits": "w_bit", "group_size": "q_group_size"}
+    config = config.with_aliases(
+        {new: key for new, key in old.items() if key in config and new not in config}
+    )
+    if config.integer("bits") != 4:
+        raise config.unsupported("bits", "4")
+    if config.text("version", "gemm").lower() != "gemm":
+        raise config.unsupported("version", "gemm")
+    encoding = Encoding(
+        "awq",
+        {
+            "group_size": group_size(config, "group_size"),
+            "zero_points": config.flag("zero_point", True),
+        },
+    )
+    rules = containing(names(config, "modules_to_not_convert"))
+    return CheckpointQuantization("awq", (*rules, *all_but_head(encoding)))

@@ -1,0 +1,22 @@
+"""bitsandbytes' config, as transformers writes it."""
+
+from __future__ import annotations
+
+from quire.config.encoding import CheckpointQuantization, Encoding
+from quire.models.json_object import JsonObject
+from quire.models.quantized.rules import all_but_head, containing, names
+
+
+def read_bitsandbytes(config: JsonObject) -> CheckpointQuantization:
+    """Outliers that LLM.int8() keeps apart are of activations; the weights are integers, all of them."""
+    if config.flag("load_in_4bit", False):
+        kind = config.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+        nested = config.flag("bnb_4bit_use_double_quant", False)
+        config.only("bnb_4bit_quant_storage", "uint8")
+        encoding = Encoding("bnb_4bit", {"kind": kind, "nested": nested})
+    elif config.flag("load_in_8bit", False):
+        encoding = Encoding("bnb_int8")
+    else:
+        raise config.wrong("load_in_4bit", "true, or load_in_8bit")
+    left = containing(names(config, "llm_int8_skip_modules"))
+    return CheckpointQuantization("bitsandbytes", (*left, *all_but_head(encoding)), (r"\.weight_format$",))

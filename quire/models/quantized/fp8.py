@@ -1,0 +1,37 @@
+"""Configs of checkpoints in E4M3, with scales for matrices, their outputs (FBGEMM) or their blocks (DeepSeek)."""
+
+from __future__ import annotations
+
+from quire.config.encoding import CheckpointQuantization, Encoding
+from quire.models.json_object import JsonObject
+from quire.models.quantized.rules import all_but_head, block_shape, containing, names
+
+UNREAD = (
+    r"\.(input_scale|input_scale_ub|activation_scale)$",  # activations are rounded, if at all, by what they are
+    r"\.(k|v|q|kv|prob)_scale$",
+    r"\.[kv]_proj\.(k|v|output)_scale$",
+)
+"""Scales of activations and of keys and values, for which a cache of ours finds its own."""
+
+
+def read_fp8(config: JsonObject) -> CheckpointQuantization:
+    """Weights have a scale for each block of `weight_block_size`, else one for the whole matrix."""
+    config.choice("activation_scheme", ("dynamic", "static"), "dynamic")
+    if "weight_block_size" in config:
+        rows, columns = block_shape(config, "weight_block_size")
+        encoding = Encoding(
+            "fp8", {"grid_outputs": rows, "grid_inputs": columns, "scale": "weight_scale_inv"}
+        )
+    else:
+        encoding = Encoding("fp8", {"grid_outputs": 0})
+    return _quantization("fp8", config, encoding)
+
+
+def read_fbgemm_fp8(config: JsonObject) -> CheckpointQuantization:
+    """A scale for each output."""
+    return _quantization("fbgemm_fp8", config, Encoding("fp8", {"grid_outputs": 1}))
+
+
+def _quantization(method: str, config: JsonObject, encoding: Encoding) -> CheckpointQuantization:
+    left = containing(names(config, "modules_to_not_convert", "ignored_layers"))
+    return CheckpointQuantization(method, (*left, *all_but_head(encoding)), UNREAD)

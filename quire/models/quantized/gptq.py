@@ -1,0 +1,51 @@
+"""GPTQ's config, as AutoGPTQ and GPTQModel write it."""
+
+from __future__ import annotations
+
+from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
+from quire.models.json_object import JsonObject
+from quire.models.quantized.rules import EVERYTHING, HEAD, beginning
+
+_BITS = (2, 3, 4, 8)
+
+
+def read_gptq(config: JsonObject) -> CheckpointQuantization:
+    """`dynamic` has patterns of modules with options of their own, or, after "-:", that are floats."""
+    config.choice("pack_dtype", ("int32",), "int32")
+    first_version = config.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq"
+    rules = []
+    dynamic = config.child("dynamic")
+    for key in dynamic.values:
+        pattern = beginning(config, "dynamic", key.removeprefix("+:").removeprefix("-:"))
+        own = config.with_values(**dynamic.child(key).values)
+        rules.append(EncodingRule(pattern, None if key.startswith("-:") else _encoding(own, first_version)))
+    if not config.flag("lm_head", False):
+        rules.append(EncodingRule(HEAD, None))
+    rules.append(EncodingRule(EVERYTHING, _encoding(config, first_version)))
+    return CheckpointQuantization("gptq", tuple(rules), unread=(r"\.g_idx$",))
+
+
+def _encoding(config: JsonObject, first_version: bool) -> Encoding:
+    bits = config.integer("bits")
+    if bits not in _BITS:
+        config.refuse("bits", f"one of {', '.join(map(str, _BITS))}")
+    options = {
+        "bits": bits,
+        "group_size": group_size(config, "group_size"),
+        "first_version": first_version,
+        "symmetric": config.flag("sym", True),
+        "reordered": config.flag("desc_act", False),
+    }
+    return Encoding("gptq", options)
+
+
+def group_size(config: JsonObject, key: str, default: int = 128) -> int:
+    """A number of inputs, or -1: all of them.
+
+    Raises:
+        ModelLoadError: it is something else.
+    """
+    size = config.integer(key, default, low=-1)
+    if size == 0:
+        raise config.wrong(key, "a positive integer, or -1 for all inputs")
+    return size

@@ -1,0 +1,29 @@
+"""NVIDIA ModelOpt's config, which stands in a file of its own or in config.json."""
+
+from __future__ import annotations
+
+from fnmatch import translate
+
+from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
+from quire.models.json_object import JsonObject
+from quire.models.quantized.fp8 import UNREAD
+from quire.models.quantized.rules import all_but_head, names
+
+_ENCODINGS = {
+    "FP8": Encoding("fp8", {"grid_outputs": 0}),
+    "FP8_PER_CHANNEL_PER_TOKEN": Encoding("fp8", {"grid_outputs": 1}),
+    "NVFP4": Encoding("nvfp4", {"packed": "weight", "scale_of_all": "weight_scale_2", "divides": False}),
+}
+
+
+def read_modelopt(config: JsonObject) -> CheckpointQuantization:
+    """Modules that are left alone are named with wildcards, or by the beginning of their names."""
+    algorithm = config.choice("quant_algo", tuple(_ENCODINGS))
+    if algorithm == "NVFP4" and config.integer("group_size", 16) != 16:
+        raise config.unsupported("group_size", "16")
+    left = [
+        EncodingRule(pattern, None)
+        for name in names(config, "exclude_modules", "ignore")
+        for pattern in (translate(name), translate(f"{name}.*"))
+    ]
+    return CheckpointQuantization("modelopt", (*left, *all_but_head(_ENCODINGS[algorithm])), UNREAD)

@@ -1,0 +1,182 @@
+"""Writes docs/quantized_checkpoints.md: `python -m quire.models.quantized.page [FILE]`.
+
+Invariant: how each row's weights are kept is asked of its codec, so the page says what the loader does.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config.encoding import Encoding
+from quire.kernels.linear import WeightScheme
+from quire.layers.quantized.method import scheme_kept
+from quire.layers.quantized.table import codec_of
+from quire.models.json_object import JsonObject
+from quire.models.quantized.reader import METHODS
+
+PAGE = Path("docs/quantized_checkpoints.md")
+
+_LAYER = "model.layers.0.mlp.up_proj"
+_INPUTS = 4096
+
+INTRODUCTION = """\
+# Quantised checkpoints
+
+This page is generated: `python -m quire.models.quantized.page`.
+
+A directory whose config.json has a `quantization_config` (or a file of the tool's beside it: quantize_config.json,
+quant_config.json, hf_quant_config.json) is served like any other; nothing has to be said:
+
+```
+quire serve path/to/model-GPTQ-Int4
+```
+
+Where one of quire's packed formats holds exactly the numbers of the file, they are packed as they are: weights are
+those of the checkpoint. What is left of error is that of the mode ([quantization](quantization.md)): "fast", the
+default, rounds the activations of integers to 8 bits on a CPU; `--quantization-config '{"mode": "precise"}'` does not.
+Everything else ("floats") is decoded in float32 while it loads and kept as `--dtype` says: `--dtype float32` keeps it
+exactly, in four bytes for each weight. "Shifted" are numbers with zero points or minimums.
+
+| method | what | kept as |
+|---|---|---|
+"""
+
+NOTES = """
+Names that the config leaves alone (`ignore`, `modules_to_not_convert`, `dynamic` and others), different bits in
+different layers, and modules that are floats in the files all the same are followed, module by module. Where modules
+that quire merges (q, k and v; gate and up) are quantised differently, the merged matrix is decoded to floats. With
+`--quantization` weights are decoded and rounded anew.
+
+The tests hold for every row that logits are within 1e-4, in float32 and the precise mode, of transformers' with the
+weights that the method's definition makes of the file, and that two ranks share it where its groups can be cut.
+
+## Limits
+
+- Activations are not rounded as a checkpoint says (dynamic, static, `input_scale`), but by the mode.
+- Scales of keys and values are left out: a cache in int8 has one for each vector, which it finds itself.
+- Refused, by name: sparse weights and transforms (compressed-tensors), GPTQ's marlin layout, AWQ's gemv layout, bits
+  that the table does not have, quantised scales (HQQ), torchao's int4 classes that are laid out for one GPU.
+- A file that disagrees with its config (shapes, group sizes, `sym`, `g_idx`) is an error at start-up that names file,
+  tensor and both values.
+"""
+
+
+@dataclass(frozen=True)
+class _Example:
+    """A row: what it is called, and a config of it."""
+
+    what: str
+    config: dict[str, Any]
+
+
+def _compressed(what: str, form: str, **weights: Any) -> _Example:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return _Example(what, {"quant_method": "compressed-tensors", "format": form, "config_groups": groups})
+
+
+def _ao(what: str, name: str, **data: Any) -> _Example:
+    config = {"quant_type": {"default": {"_type": name, "_data": data}}}
+    return _Example(what, {"quant_method": "torchao"} | config)
+
+
+_GPTQ = {"quant_method": "gptq", "group_size": 128}
+_BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+_HQQ = {"quant_method": "hqq"}
+_GROUP = {"_type": "PerGroup", "_data": {"group_size": 32}}
+EXAMPLES = (
+    _Example("2, 3 or 4 bits, `sym`", _GPTQ | {"bits": 4, "sym": True}),
+    _Example("2, 3 or 4 bits", _GPTQ | {"bits": 4, "sym": False}),
+    _Example("8 bits", _GPTQ | {"bits": 8, "sym": False}),
+    _Example("`desc_act`", _GPTQ | {"bits": 4, "desc_act": True}),
+    _Example("4 bits, gemm", {"quant_method": "awq", "bits": 4, "group_size": 128}),
+    _compressed("w4a16 (2 and 3 bits too)", "pack-quantized", num_bits=4, strategy="group", group_size=128),
+    _compressed(
+        "w4a16, zero points", "pack-quantized", num_bits=4, strategy="group", group_size=128, symmetric=False
+    ),
+    _compressed(
+        "w4a16, `actorder` group",
+        "pack-quantized",
+        num_bits=4,
+        strategy="group",
+        group_size=128,
+        actorder="group",
+    ),
+    _compressed("w8a16, per channel", "pack-quantized", num_bits=8, strategy="channel"),
+    _compressed("w8a8", "int-quantized", num_bits=8, strategy="channel"),
+    _compressed("fp8, per tensor", "float-quantized", num_bits=8, type="float", strategy="tensor"),
+    _compressed("fp8, per channel", "float-quantized", num_bits=8, type="float", strategy="channel"),
+    _compressed(
+        "fp8, blocks",
+        "float-quantized",
+        num_bits=8,
+        type="float",
+        strategy="block",
+        block_structure=[128, 128],
+    ),
+    _compressed(
+        "NVFP4", "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
+    ),
+    _compressed("MXFP4", "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+    _Example("per tensor", {"quant_method": "fp8"}),
+    _Example("blocks (DeepSeek-V3)", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    _Example("per output", {"quant_method": "fbgemm_fp8"}),
+    _Example("FP8", {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    _Example("NVFP4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    _Example("NF4, scales quantised or not", _BNB | {"bnb_4bit_quant_type": "nf4"}),
+    _Example("FP4, scales quantised or not", _BNB | {"bnb_4bit_quant_type": "fp4"}),
+    _Example("LLM.int8()", {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    _Example(
+        "1 to 4 bits, `axis` 1",
+        _HQQ | {"quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 1}}},
+    ),
+    _Example(
+        "8 bits, `axis` 1",
+        _HQQ | {"quant_config": {"weight_quant_params": {"nbits": 8, "group_size": 64, "axis": 1}}},
+    ),
+    _Example(
+        "`axis` 0",
+        _HQQ | {"quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 0}}},
+    ),
+    _ao("Int8WeightOnly, Int8DynamicActivationInt8Weight", "Int8WeightOnlyConfig"),
+    _ao("IntxWeightOnly, Int8DynamicActivationIntxWeight", "IntxWeightOnlyConfig", granularity=_GROUP),
+    _ao("Float8WeightOnly, Float8DynamicActivationFloat8Weight", "Float8WeightOnlyConfig"),
+    _Example("experts (gpt-oss)", {"quant_method": "mxfp4"}),
+)
+
+
+def page() -> str:
+    """The whole page."""
+    rows = (f"| {each.config['quant_method']} | {each.what} | {_kept(each)} |" for each in EXAMPLES)
+    return INTRODUCTION + "\n".join(rows) + "\n" + NOTES
+
+
+def _kept(example: _Example) -> str:
+    method = example.config["quant_method"]
+    layer = "model.layers.0.mlp.experts.0.up_proj" if method == "mxfp4" else _LAYER
+    encoding = METHODS.resolve(method)(JsonObject("config.json", example.config)).encoding_of(layer)
+    assert encoding is not None, f"{example} says nothing of {layer}"
+    return _said(_scheme(encoding))
+
+
+def _scheme(encoding: Encoding) -> WeightScheme | None:
+    codec = codec_of(encoding)
+    needed = [name for name, stored in codec.tensors(_INPUTS, _INPUTS).items() if not stored.optional]
+    return scheme_kept(codec, _INPUTS, needed)
+
+
+def _said(scheme: WeightScheme | None) -> str:
+    if scheme is None:
+        return "floats"
+    over = f"groups of {scheme.group_size}" if scheme.group_size else "a scale per output"
+    return f"{scheme.kind}, {over}{'' if scheme.symmetric else ', shifted'}"
+
+
+def main() -> None:
+    (Path(sys.argv[1]) if sys.argv[1:] else PAGE).write_text(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Finds what a checkpoint says of its quantisation, and has it read by whoever knows the method.
+
+Invariant: torch-free, and the only place that knows methods by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.config.encoding import CheckpointQuantization
+from quire.errors import UnsupportedModelError
+from quire.models.json_object import JsonObject, read_json_object
+from quire.plugins import FACTORY, PluginTable
+
+if TYPE_CHECKING:
+    MethodReader = Callable[[JsonObject], CheckpointQuantization]
+
+_HERE = "quire.models.quantized"
+
+METHODS: PluginTable[MethodReader] = PluginTable(
+    "quire.checkpoint_methods",
+    "a checkpoint's quant_method",
+    {
+        "gptq": f"{_HERE}.gptq:read_gptq",
+        "awq": f"{_HERE}.awq:read_awq",
+        "compressed-tensors": f"{_HERE}.compressed_tensors:read_compressed_tensors",
+        "fp8": f"{_HERE}.fp8:read_fp8",
+        "fbgemm_fp8": f"{_HERE}.fp8:read_fbgemm_fp8",
+        "modelopt": f"{_HERE}.modelopt:read_modelopt",
+        "bitsandbytes": f"{_HERE}.bitsandbytes:read_bitsandbytes",
+        "hqq": f"{_HERE}.hqq:read_hqq",
+        "torchao": f"{_HERE}.torchao:read_torchao",
+        "mxfp4": f"{_HERE}.mxfp4:read_mxfp4",
+    },
+    FACTORY,
+)
+"""By `quant_method`."""
+
+
+_FILES = (
+    ("hf_quant_config.json", "quantization", "modelopt"),
+    ("quantize_config.json", "", "gptq"),
+    ("quant_config.json", "", "awq"),
+)
+"""A file, the key in it, and the method that it is of."""
+
+
+def read_quantization(config: JsonObject, model_dir: Path) -> CheckpointQuantization | None:
+    """What config.json, or a file beside it, says of the matrices; None: they are floats.
+
+    Raises:
+        ModelLoadError: it is malformed.
+        UnsupportedModelError: nobody knows the method, or it asks for something that quire does not do.
+    """
+    found = _found(config, model_dir)
+    if found is None:
+        return None
+    method = found.text("quant_method")
+    if method not in METHODS.names():
+        raise UnsupportedModelError(
+            f"{found.where}: quant_method = {method!r} is not supported; known are {', '.join(METHODS.names())}"
+        )
+    return METHODS.resolve(method)(found)
+
+
+def _found(config: JsonObject, model_dir: Path) -> JsonObject | None:
+    """What config.json has, or a file that a tool leaves beside it."""
+    for key in ("quantization_config", "compression_config"):
+        if key in config:
+            return config.child(key)
+    for name, inside, method in _FILES:
+        if (model_dir / name).is_file():
+            file = read_json_object(model_dir / name)
+            found = file.child(inside) if inside else file
+            return JsonObject(found.where, {"quant_method": method} | found.values, refused=config.refused)
+    return None

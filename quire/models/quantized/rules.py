@@ -1,0 +1,53 @@
+"""Rules by patterns of the several kinds in which configs name modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from quire.config.encoding import Encoding, EncodingRule
+from quire.models.json_object import JsonObject
+
+EVERYTHING = ".*"
+HEAD = r"(.*\.)?lm_head"
+"""The output head, which most methods leave alone without saying so."""
+
+
+def names(config: JsonObject, *keys: str) -> tuple[str, ...]:
+    """The first list of names that is there, or none."""
+    return next((config.texts(key) for key in keys if key in config), ())
+
+
+def containing(parts: Iterable[str]) -> list[EncodingRule]:
+    """Modules in whose names such a part stands are floats."""
+    return [EncodingRule(f".*{re.escape(part)}.*", None) for part in parts]
+
+
+def beginning(config: JsonObject, key: str, pattern: str) -> str:
+    """The pattern of names that begin as a regular expression says.
+
+    Raises:
+        ModelLoadError: it is none.
+    """
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise config.wrong(key, f"regular expressions; {pattern!r} is none: {error}") from error
+    return f"(?:{pattern}).*"
+
+
+def all_but_head(encoding: Encoding) -> list[EncodingRule]:
+    """Every linear layer, less the output head."""
+    return [EncodingRule(HEAD, None), EncodingRule(EVERYTHING, encoding)]
+
+
+def block_shape(config: JsonObject, key: str) -> tuple[int, int]:
+    """Outputs and inputs of a block.
+
+    Raises:
+        ModelLoadError: they are no two positive integers.
+    """
+    sides = [int(side) for side in config.numbers(key) if side == int(side) > 0]
+    if len(sides) != 2 or len(config.numbers(key)) != 2:
+        raise config.wrong(key, "two positive integers, outputs and inputs")
+    return sides[0], sides[1]

@@ -1,0 +1,171 @@
+"""What is a model in GGUF and what is refused, and its way through the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
+
+from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.config.ggml_types import READ
+from quire.engine.startup import prepare
+from quire.errors import ConfigError, ModelLoadError, StartupError, UnsupportedModelError
+from quire.models.checkpoint import read_model_config, resolve_model_dir
+from quire.models.gguf.architectures import ARCHITECTURES
+from tests.fixtures.gguf_models import finish, write_demo, write_gguf
+from tests.fixtures.tiny_models import oracle_of
+from tests.models.harness import load_tiny
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+MEMORY = {"max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 * 2**20}
+QUESTIONS = ("What is the capital of France?", "Count from 3 to 9.", "hello")
+
+
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.Q8_0, Kind.Q4_0], ids=lambda kind: kind.name)
+def test_the_model_in_the_box_answers_as_transformers_does(kind: Kind, tmp_path: Path) -> None:
+    path, oracle = write_demo(tmp_path, kind)
+    exact = {} if kind == Kind.BF16 else {"quantization_config": {"mode": "precise"}}
+    llm = LLM(str(path), dtype="float32", **exact, **MEMORY)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    outputs = llm.chat(chats, GREEDY, use_tqdm=False)
+    model = oracle_of(oracle)
+    for output in outputs:
+        prompt = torch.tensor([output.prompt_token_ids])
+        ids = model.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=[0, 2])
+        assert list(output.outputs[0].token_ids) == ids[0, prompt.shape[1] :].tolist()
+    own = LLM(**MEMORY).chat(chats, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == [output.prompt for output in own]
+    assert [output.prompt_token_ids for output in outputs] == [output.prompt_token_ids for output in own]
+
+
+def test_a_split_model_is_the_same_model(tmp_path: Path) -> None:
+    whole, _ = write_gguf("mixtral", tmp_path)
+    (tmp_path / "parts").mkdir()
+    first, _ = write_gguf("mixtral", tmp_path / "parts", max_tensors=7)
+    assert first.name == "model-00001-of-00004.gguf"
+    models = [load_tiny(path).state_dict() for path in (whole, first)]
+    assert models[0].keys() == models[1].keys()
+    assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
+    (tmp_path / "parts" / "oracle").rename(tmp_path / "oracle2")
+    assert resolve_model_dir(str(tmp_path / "parts"), None, None) == first
+    with pytest.raises(ModelLoadError, match="is part 2 of 4; name the first one"):
+        resolve_model_dir(str(first.with_name("model-00002-of-00004.gguf")), None, None)
+    first.with_name("model-00003-of-00004.gguf").unlink()
+    with pytest.raises(ModelLoadError, match=r"model-00003-of-00004\.gguf, another part of it, is missing"):
+        resolve_model_dir(str(first), None, None)
+
+
+def test_a_directory_with_one_model_is_that_model(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.gguf").touch()
+    with pytest.raises(ModelLoadError, match=r"has 2 GGUF models: name one of a\.gguf, b\.gguf"):
+        resolve_model_dir(str(tmp_path), None, None)
+    (tmp_path / "a.gguf").unlink()
+    assert resolve_model_dir(str(tmp_path), None, None) == tmp_path / "b.gguf"
+    (tmp_path / "config.json").touch()
+    assert resolve_model_dir(str(tmp_path), None, None) == tmp_path
+
+
+def test_a_link_to_a_model_is_followed_to_the_other_parts_beside_it(tmp_path: Path) -> None:
+    """As the cache of the Hugging Face hub has it, where files bear the names of their contents."""
+    (tmp_path / "blob").touch()
+    (tmp_path / "model.gguf").symlink_to(tmp_path / "blob")
+    assert resolve_model_dir(str(tmp_path / "model.gguf"), None, None) == tmp_path / "model.gguf"
+    assert resolve_model_dir(str(tmp_path), None, None) == tmp_path / "model.gguf"
+
+
+def test_packed_weights_are_kept_and_made_again_for_another_file(tmp_path: Path) -> None:
+    path, _ = write_gguf("qwen2", tmp_path)
+    args: dict[str, Any] = {"packed_weights_cache": str(tmp_path / "cache"), "quantization": "int8"}
+    first, second = (load_tiny(path, **args) for _ in range(2))
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    ids = torch.arange(4)
+    assert torch.equal(first.model.embed_tokens(ids), second.model.embed_tokens(ids))
+    write_gguf("qwen2", tmp_path, Kind.Q4_0)
+    load_tiny(path, **args)
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_what_the_metadata_says_reaches_the_config(tmp_path: Path) -> None:
+    path, _ = write_gguf("gemma3", tmp_path)
+    arch = read_model_config(path, {})
+    assert arch.layer_types == ("sliding_attention", "full_attention")
+    assert arch.sliding_window == 8
+    assert arch.rope is not None
+    assert (arch.rope.kind, arch.rope.factor, arch.rope.theta) == ("linear", 4.0, 1e6)
+    assert (arch.eos_token_ids, arch.bos_token_id) == ((2,), 1)
+    assert read_model_config(path, {"max_position_embeddings": 99}).max_position_embeddings == 99
+    config = prepare(EngineConfig.from_args(model=str(path), skip_tokenizer_init=True), "offline")
+    assert (config.model.dtype, config.model_dir) == ("float16", str(path))
+
+
+def bare(path: Path, architecture: str = "llama", **keys: Any) -> Path:
+    """A file without weights but for an embedding table of 8 rows."""
+    writer = GGUFWriter(path, architecture)
+    sizes = {"embedding_length": 32, "block_count": 1, "feed_forward_length": 32, "context_length": 64}
+    sizes |= {"attention.head_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
+    for key, value in (sizes | keys).items():
+        if value is not None:
+            name = key if key.startswith("tokenizer") else f"{architecture}.{key}"
+            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    writer.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
+    finish(writer)
+    return path
+
+
+@pytest.mark.item(26)
+@pytest.mark.parametrize(
+    ("keys", "error", "words"),
+    [
+        (
+            {"architecture": "bert"},
+            UnsupportedModelError,
+            "general.architecture is 'bert'.* known are llama, qwen2",
+        ),
+        ({"embedding_length": None}, ModelLoadError, "'embedding_length' is missing"),
+        ({"embedding_length": "x"}, ModelLoadError, "embedding_length must be an integer"),
+        ({"block_count": 10**6}, ModelLoadError, "num_hidden_layers must be an integer in"),
+        ({"attention.clamp_kqv": 3.0}, UnsupportedModelError, "attention.clamp_kqv: quire does not know"),
+        ({"attention.value_length": 8}, UnsupportedModelError, "attention.value_length = 8 is not supported"),
+        ({"rope.scaling.type": "ntk"}, UnsupportedModelError, 'rope.scaling.type = "ntk" is not supported'),
+        ({"feed_forward_length": [32, 64]}, UnsupportedModelError, "the same in all layers"),
+        ({"tokenizer.ggml.tokens": ["a"] * 9}, ModelLoadError, "has 9 tokens, and token_embd.weight 8 rows"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_metadata_that_is_refused(
+    keys: dict[str, Any], error: type[StartupError], words: str, tmp_path: Path
+) -> None:
+    path = bare(tmp_path / "x.gguf", **keys)
+    with pytest.raises(error, match=rf"x\.gguf.*{words}"):
+        read_model_config(path, {})
+
+
+@pytest.mark.item(26)
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelLoadError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight' is in none of the files"
+    ):
+        load_tiny(bare(tmp_path / "x.gguf"))
+
+
+def test_the_other_load_format_is_refused(tmp_path: Path) -> None:
+    path = bare(tmp_path / "x.gguf")
+    with pytest.raises(ConfigError, match=r"--load-format is safetensors, but .*x\.gguf is a model in gguf"):
+        prepare(EngineConfig.from_args(model=str(path), load_format="safetensors"), "offline")
+    with pytest.raises(ConfigError, match=r"--load-format is gguf, but .* is a model in safetensors"):
+        prepare(EngineConfig.from_args(load_format="gguf"), "offline")
+
+
+def test_the_docs_name_all_that_is_read() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "quantization.md").read_text()
+    section = page.partition("\n## GGUF\n")[2]
+    assert all(f"`{name}`" in section for name in ARCHITECTURES)
+    assert all(f" {kind.name}" in section for kind in READ.values())

@@ -1,0 +1,295 @@
+"""Tokenizers out of GGUF's tables, against those that the tables were made of, on 5,000 strings each."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from gguf import GGUFWriter, TokenType
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+
+from quire.engine.text_bound import max_chars_per_token
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.models.gguf.pre_tokenizers import PRE_TOKENIZERS
+from quire.models.gguf.tokenizer import SPACE
+from tests.fixtures.gguf_models import DEMO, add_tokenizer, finish
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>")
+TEXT = (
+    "the The THE it's I'LL we're don't hello worlds naïve Straße résumé 東京 你好世界 こんにちは カタカナ 안녕 привет "
+    "Ελλάδα مرحبا नमस्ते ไทย 👍🏽 👩‍👩‍👧 ﬁne ①②③ Ⅻ 1 12 123 1234 1234567 3.14 1,000 x+=1 foo_bar() fooBar HTTPServer "
+    "-- ... ¿qué? “quoted” /path/to €5 $10 50% a/b\\c #tag @user <b> {x: [1]} e\u0301 \ufeff \u200b ÅÅ ǅ ªº ʰ ͅ"
+)
+WORDS = TEXT.split()
+SPACES = (" ", "  ", "   ", "\n", "\n\n", " \n", "\t", "\r\n", "\u00a0", "\u3000", "")
+
+
+@functools.cache
+def strings(count: int = 5000) -> list[str]:
+    """Words, spaces, special tokens and any characters at all, in a row."""
+    draw = random.Random(17)
+
+    def piece() -> str:
+        kind = draw.random()
+        if kind < 0.05:
+            return draw.choice(SPECIAL)
+        if kind < 0.15:
+            return "".join(chr(draw.choice([*range(1, 0xD800), *range(0x10000, 0x10400)])) for _ in range(3))
+        return draw.choice(WORDS)
+
+    return ["".join(piece() + draw.choice(SPACES) for _ in range(draw.randrange(12))) for _ in range(count)]
+
+
+@functools.cache
+def corpus() -> list[str]:
+    return [re.sub("|".join(map(re.escape, SPECIAL)), "", text) for text in strings(300)]
+
+
+def write_vocabulary(path: Path, kind: str, tokens: list[str], types: list[int], **more: Any) -> Path:
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(kind)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for key, value in more.items():
+        getattr(writer, f"add_{key}")(value)
+    finish(writer)
+    return path
+
+
+def written(path: Path, backend: tokenizers.Tokenizer, pre: str, **more: Any) -> Path:
+    """A byte-level tokenizer's tables."""
+    writer = GGUFWriter(path, "llama")
+    add_tokenizer(writer, backend, pre)
+    for key, value in more.items():
+        getattr(writer, f"add_{key}")(value)
+    finish(writer)
+    return path
+
+
+def assert_same(ours: Tokenizer, theirs: tokenizers.Tokenizer) -> None:
+    for text in strings():
+        ids = theirs.encode(text).ids
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == theirs.decode(ids), text
+
+
+def trained(splits: Any, normalizer: Any = None) -> tokenizers.Tokenizer:
+    """Byte-level BPE of words that are cut so."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizer
+    backend.pre_tokenizer = splits
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=list(SPECIAL),
+    )
+    backend.train_from_iterator(corpus(), trainer)
+    backend.add_tokens([AddedToken("foo_bar", normalized=False)])
+    return backend
+
+
+def of_expression(expression: str) -> Any:
+    cut = pre_tokenizers.Split(Regex(expression), "isolated")
+    return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def llama3() -> tokenizers.Tokenizer:
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    return trained(of_expression(TikTokenConverter("").pattern))
+
+
+def qwen2() -> tokenizers.Tokenizer:
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    return trained(of_expression(PRETOKENIZE_REGEX), normalizers.NFC())
+
+
+@functools.cache
+def gpt2() -> tokenizers.Tokenizer:
+    return trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
+
+
+def smollm() -> tokenizers.Tokenizer:
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    return trained(pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]))
+
+
+def demo() -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+
+
+BYTE_LEVEL: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "llama-bpe": llama3,
+    "qwen2": qwen2,
+    "gpt-2": gpt2,
+    "smollm": smollm,
+    "quire-demo": demo,
+}
+
+
+@pytest.mark.parametrize("pre", BYTE_LEVEL)
+def test_byte_pairs(pre: str, tmp_path: Path) -> None:
+    theirs = BYTE_LEVEL[pre]()
+    ours = Tokenizer.from_dir(written(tmp_path / "x.gguf", theirs, pre, add_bos_token=False))
+    assert_same(ours, theirs)
+    assert ours.special_tokens == {
+        token for token in ours.special_tokens if theirs.token_to_id(token) is not None
+    }
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_every_way_to_cut_words_keeps_the_text(pre: str, tmp_path: Path) -> None:
+    backend = gpt2()
+    ours = Tokenizer.from_dir(written(tmp_path / "x.gguf", backend, pre, add_bos_token=False))
+    assert max_chars_per_token(ours._backend) is not None
+    for text in strings(300):
+        kept = Tokenizer(backend, {}).encode(text)
+        composed = normalizers.NFC().normalize_str(text) if PRE_TOKENIZERS[pre].composes else text
+        assert ours.decode(ours.encode(text), skip_special_tokens=False) == composed
+        assert ours.encode(text, allow_special=False) != kept or not any(s in text for s in SPECIAL)
+
+
+@functools.cache
+def sentence_pieces() -> tuple[list[str], list[float], list[int]]:
+    """Control tokens, bytes and pieces in the order in which they were merged, each a little worse than the last."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    backend.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=1500, show_progress=False))
+    learned = json.loads(backend.to_str())["model"]
+    letters = [token for token in learned["vocab"] if len(token) == 1 and token < "\u3000"]
+    merged = [token for token in dict.fromkeys(map("".join, learned["merges"])) if max(token) < "\u3000"]
+    first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL] + [TokenType.BYTE] * 256
+    scores = [0.0] * len(first) + [-float(rank) for rank in range(len(merged) + len(letters))]
+    types += [TokenType.NORMAL] * (len(merged) + len(letters))
+    return [*first, *merged, *letters], scores, types
+
+
+def merged_by_score(text: str, tokens: dict[str, int], scores: list[float]) -> list[int]:
+    """SentencePiece's way, said plainly: the best piece that two neighbours make, the leftmost of the best first."""
+    pieces = list(text)
+    while True:
+        made = [(scores[tokens[a + b]], -i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in tokens]
+        if not made:
+            break
+        place = -max(made)[1]
+        pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
+    return [
+        index
+        for piece in pieces
+        for index in ([tokens[piece]] if piece in tokens else [3 + byte for byte in piece.encode()])
+    ]
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_sentence_pieces(prefixed: bool, tmp_path: Path) -> None:
+    tokens, scores, types = sentence_pieces()
+    path = write_vocabulary(
+        tmp_path / "x.gguf",
+        "llama",
+        tokens,
+        types,
+        token_scores=scores,
+        bos_token_id=1,
+        eos_token_id=2,
+        unk_token_id=0,
+        add_space_prefix=prefixed,
+    )
+    ours, vocab = Tokenizer.from_dir(path), {token: index for index, token in enumerate(tokens)}
+    assert (ours.bos_token, ours.eos_token) == ("<s>", "</s>")
+    assert max_chars_per_token(ours._backend) is not None
+    for text in strings():
+        plain = text.replace("<s>", "").replace("</s>", "")
+        written_so = (SPACE if prefixed and plain else "") + plain.replace(" ", SPACE)
+        ids = merged_by_score(written_so, vocab, scores)
+        assert ours.encode(plain) == [1, *ids], plain
+        # A first space is taken away, which the text's own is not when one went before it.
+        assert ours.decode(ids) == plain
+
+
+def test_special_tokens_stand_between_texts_of_their_own(tmp_path: Path) -> None:
+    tokens, scores, types = sentence_pieces()
+    path = write_vocabulary(
+        tmp_path / "x.gguf", "llama", tokens, types, token_scores=scores, add_bos_token=False
+    )
+    ours = Tokenizer.from_dir(path)
+    assert ours.encode("it<s>it") == [*ours.encode("it"), 1, *ours.encode("it")]
+    assert 1 not in ours.encode("it<s>it", allow_special=False)
+
+
+def test_what_goes_around_a_text(tmp_path: Path) -> None:
+    backend = gpt2()
+    ends = {"bos_token_id": 2, "eos_token_id": 3}
+    for pre, more, expected in (
+        ("gpt-2", {}, ([], [])),
+        ("llama-bpe", {}, ([2], [])),
+        ("llama-bpe", {"add_bos_token": False}, ([], [])),
+        ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, ([2], [3])),
+    ):
+        ours = Tokenizer.from_dir(written(tmp_path / "x.gguf", backend, pre, **ends, **more))
+        first, last = expected
+        assert ours.encode("it") == [*first, *ours.encode("it", add_special_tokens=False), *last]
+
+
+def test_chat_templates(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "x.gguf",
+        gpt2(),
+        "gpt-2",
+        chat_template=[{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}],
+    )
+    ours = Tokenizer.from_dir(path)
+    assert ours.chat_template == "A"
+    assert ours.chat_templates == {"default": "A", "tool_use": "B"}
+
+
+@pytest.mark.item(26)
+@pytest.mark.parametrize(
+    ("kind", "more", "error", "words"),
+    [
+        ("t5", {}, UnsupportedModelError, "tokenizer.ggml.model is 't5'; known are llama, gpt2"),
+        ("gpt2", {"tokenizer_pre": "none"}, UnsupportedModelError, "pre is 'none'; known are default, gpt-2"),
+        ("gpt2", {"token_merges": ["a c"]}, ModelLoadError, "merge 'a c' is not of tokens"),
+        ("gpt2", {"token_merges": ["ab"]}, ModelLoadError, "merge 'ab' is not of tokens"),
+        ("gpt2", {}, ModelLoadError, "key 'merges' is missing"),
+        ("llama", {}, ModelLoadError, "key 'scores' is missing"),
+        ("llama", {"token_scores": [0.0]}, ModelLoadError, "scores has 1 values for 3 tokens"),
+        (
+            "llama",
+            {"token_scores": [0.0] * 3, "bos_token_id": 3},
+            ModelLoadError,
+            "bos_token_id must be below 3",
+        ),
+        (
+            "llama",
+            {"token_scores": [0.0] * 3, "add_bos_token": True},
+            ModelLoadError,
+            "there is no bos_token_id",
+        ),
+    ],
+)
+def test_tables_that_do_not_fit(
+    kind: str, more: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    path = write_vocabulary(tmp_path / "x.gguf", kind, ["a", "b", "ab"], [1, 1, 1], **more)
+    with pytest.raises(error, match=words):
+        Tokenizer.from_dir(path)
+
+
+@pytest.mark.item(26)
+def test_a_token_twice(tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path / "x.gguf", "llama", ["a", "b", "a"], [1, 1, 1])
+    with pytest.raises(ModelLoadError, match="tokens 0 and 2 are both 'a'"):
+        Tokenizer.from_dir(path)

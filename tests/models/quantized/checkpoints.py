@@ -1,0 +1,71 @@
+"""Writes a tiny model with quantised linear layers, and the floats that they stand for beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.kernels import reference
+from quire.layers.matrix import MatrixLayer
+from quire.models.base import CausalLM
+from quire.models.weights import SINGLE_NAME
+from tests.models.harness import load_tiny, logits_of
+
+Writer = Callable[[Tensor, torch.Generator], tuple[dict[str, Tensor], Tensor]]
+"""A matrix [N, K] -> the tensors that a method makes of it, and, by its definer, the floats that these stand for."""
+
+IDS = [[1, 17, 50, 3, 99, 120, 7, 7, 31]]
+
+
+def write(
+    source: Path, directory: Path, config: dict[str, Any], writer: Writer, only: Callable[[str], bool]
+) -> tuple[Path, Path]:
+    """The checkpoint of `source` with the linear layers that `only` takes by name quantised, and with their floats."""
+    random = torch.Generator().manual_seed(0)
+    quantized, floats = load_file(source / SINGLE_NAME), load_file(source / SINGLE_NAME)
+    matrices = [name for name, tensor in floats.items() if tensor.dim() == 2 and "embed" not in name]
+    for name in matrices:
+        module = name.removesuffix(".weight")
+        if only(module):
+            tensors, stands_for = writer(quantized.pop(name), random)
+            quantized |= {f"{module}.{key}": value.contiguous() for key, value in tensors.items()}
+            floats[name] = stands_for.float().contiguous()
+    says = json.loads((source / "config.json").read_text())
+    for kind, tensors, more in (
+        ("quantized", quantized, {"quantization_config": config}),
+        ("floats", floats, {}),
+    ):
+        (directory / kind).mkdir(parents=True)
+        (directory / kind / "config.json").write_text(json.dumps(says | more))
+        save_file(tensors, directory / kind / SINGLE_NAME)
+    return directory / "quantized", directory / "floats"
+
+
+@torch.inference_mode()
+def error_of_logits(quantized: Path, floats: Path, **options: Any) -> float:
+    """The largest difference from transformers' logits in float32, relative to the largest of these."""
+    from transformers import AutoModelForCausalLM
+
+    expected = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32)(torch.tensor(IDS)).logits[0]
+    precise = {"quantization_config": {"mode": "precise"}}
+    got = logits_of(load_tiny(quantized, **precise | options), IDS, chunk_sizes=[5])[0]
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+def same(one: CausalLM, other: CausalLM, *, tolerance: float = 0.0) -> None:
+    """That two models stand for the same weights, bit by bit unless products may be rounded in another order."""
+    for (_, ours), (_, theirs) in zip(one.checkpoint_layers(), other.checkpoint_layers(), strict=True):
+        if isinstance(ours, MatrixLayer) and isinstance(theirs, MatrixLayer):
+            pairs = [(reference.unpack_weight(layer.matrix()).float() for layer in (ours, theirs))]
+        else:
+            got, want = ours.tensors(), theirs.tensors()
+            assert got.keys() == want.keys()
+            pairs = [(got[name], want[name]) for name in want]
+        for mine, yours in pairs:
+            torch.testing.assert_close(mine, yours, rtol=tolerance, atol=tolerance / 10, msg=ours.name)

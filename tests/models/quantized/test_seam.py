@@ -1,0 +1,188 @@
+"""What holds for every encoding: the page, other ways to load, and files that contradict themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
+from quire.layers.matrix import MatrixLayer
+from quire.models.hf_config import read_hf_config
+from quire.models.loader import load_model
+from quire.models.quantized.page import PAGE, page
+from quire.models.weights import SINGLE_NAME
+from tests.models.harness import load_tiny, prepared_config
+from tests.models.quantized.checkpoints import error_of_logits, same, write
+from tests.models.quantized.test_gptq import Writer
+from tests.models.quantized.test_published_encodings import CASES, but_head
+
+FP8 = CASES["fp8-tensor"]
+
+
+def test_the_page_says_what_the_code_does() -> None:
+    assert Path(PAGE).read_text() == page(), "run: python -m quire.models.quantized.page"
+
+
+def test_numbers_stay_packed(llama: Path, tmp_path: Path) -> None:
+    """In four bits, where a format has them, and not as the floats that they stand for."""
+    writer = Writer(4, 128)
+    path, _ = write(llama, tmp_path, writer.config(), writer, but_head)
+    kinds = {
+        layer.matrix().scheme.kind
+        for _, layer in load_tiny(path).checkpoint_layers()
+        if isinstance(layer, MatrixLayer) and ".mlp." in layer.name
+    }
+    assert kinds == {"int4"}
+
+
+@pytest.mark.parametrize("name", ["ct-w4a16-asym-reordered", "ct-int8-channel", "bnb-nf4", "fp8-blocks"])
+def test_packed_weights_are_kept_in_a_file(name: str, llama: Path, tmp_path: Path) -> None:
+    path, _ = write(llama, tmp_path / "model", dict(CASES[name].config), CASES[name].writer, but_head)
+    config = prepared_config(path, packed_weights_cache=str(tmp_path / "cache"))
+    same(*(load_model(config) for _ in range(2)))
+
+
+@pytest.mark.parametrize("kind", ["gptq", "fp8"])
+@pytest.mark.parametrize("family", ["deepseekv3", "qwen2moe", "phi3", "gptneox"])
+def test_all_kinds_of_layers_read_it(
+    family: str, kind: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Parts of one module in two layers, experts, q, k and v in one tensor, and in turns."""
+    writer, config = (
+        (Writer(4, 32), Writer(4, 32).config()) if kind == "gptq" else (FP8.writer, dict(FP8.config))
+    )
+    left = ("lm_head", "embed_out", "gate")
+    paths = write(tiny_model(family), tmp_path, config, writer, lambda name: not name.endswith(left))
+    assert error_of_logits(*paths) < 1e-4
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_are_rounded_anew_if_that_is_asked_for(
+    quantization: str, llama: Path, tmp_path: Path
+) -> None:
+    case = CASES["ct-fp8-channel"]
+    paths = write(llama, tmp_path, dict(case.config), case.writer, but_head)
+    same(*(load_tiny(path, quantization=quantization) for path in paths))
+
+
+@pytest.mark.parametrize("name", ["ct-w4a16-g128", "fp8-tensor", "ct-nvfp4"])
+def test_random_weights_need_no_file(name: str, llama: Path, tmp_path: Path) -> None:
+    path, _ = write(llama, tmp_path, dict(CASES[name].config), CASES[name].writer, but_head)
+    (path / SINGLE_NAME).unlink()
+    load_tiny(path, load_format="dummy")
+
+
+def changed(path: Path, name: str, change: Callable[[Tensor], Tensor]) -> Path:
+    """The checkpoint with another tensor of that name."""
+    tensors = load_file(path / SINGLE_NAME)
+    tensors[name] = change(tensors[name])
+    save_file(tensors, path / SINGLE_NAME)
+    return path
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def test_a_group_that_is_not_there_is_named(llama: Path, tmp_path: Path) -> None:
+    writer = Writer(4, 64, reordered=True)
+    path, _ = write(llama, tmp_path, writer.config(), writer, but_head)
+    changed(path, f"{DOWN}.g_idx", lambda order: order + 1)
+    with pytest.raises(ModelLoadError, match=f"{DOWN}: g_idx names group 6; there are 6"):
+        load_tiny(path)
+
+
+def test_zero_points_of_symmetric_numbers_are_checked(llama: Path, tmp_path: Path) -> None:
+    writer = Writer(4, 64)
+    path, _ = write(llama, tmp_path, writer.config(sym=True), writer, but_head)
+    with pytest.raises(ModelLoadError, match="sym is true, but qzeros are not all 8"):
+        load_tiny(path)
+
+
+def state(**changes: Any) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        said = json.loads(bytes(tensor.tolist())) | changes
+        return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (state(blocksize=32), "says blocksize 32; it must be 64"),
+        (state(shape=[3, 5]), r"says shape \(3, 5\), and weight has 98304 numbers"),
+        (state(shape=[384, 256]), r"of a matrix \[384, 256\], config.json implies \[256, 384\]"),
+        (state(shape=None), "is no JSON object with blocksize and a shape of two"),
+        (lambda tensor: tensor + 9, "is no JSON object"),
+    ],
+)
+def test_what_bitsandbytes_says_must_fit(
+    change: Callable[[Tensor], Tensor], message: str, llama: Path, tmp_path: Path
+) -> None:
+    case = CASES["bnb-nf4"]
+    path, _ = write(llama, tmp_path, dict(case.config), case.writer, but_head)
+    changed(path, f"{DOWN}.weight.quant_state.bitsandbytes__nf4", change)
+    with pytest.raises(ModelLoadError, match=message):
+        load_tiny(path)
+
+
+CT = dict(CASES["ct-w4a16-g128"].config)
+
+
+def weights(**options: Any) -> dict[str, Any]:
+    return CT | {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4} | options}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "message"),
+    [
+        (
+            CT | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            UnsupportedModelError,
+            "sparse-24-bitmask",
+        ),
+        (CT | {"format": "marlin-24"}, UnsupportedModelError, "format = 'marlin-24' with 4 bits"),
+        (CT | {"ignore": ["re:("]}, ModelLoadError, r"'\(' is none"),
+        (weights(strategy="mystery"), UnsupportedModelError, 'strategy = "mystery"'),
+        (weights(strategy="group"), ModelLoadError, "'group_size' is missing"),
+        (weights(strategy="group", group_size=0), ModelLoadError, "group_size must be an integer"),
+        (weights(strategy="channel", num_bits=5), UnsupportedModelError, "num_bits = 5"),
+        ({"quant_method": "awq", "bits": 3}, UnsupportedModelError, "bits = 3"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, UnsupportedModelError, "gemv"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, ModelLoadError, "two positive integers"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, UnsupportedModelError, "W4A8"),
+        ({"quant_method": "bitsandbytes"}, ModelLoadError, "load_in_4bit"),
+        ({"quant_method": "hqq", "quant_config": {"x": {}}}, ModelLoadError, "'nbits' is missing"),
+        ({"bits": 4}, ModelLoadError, "'quant_method' is missing"),
+    ],
+)
+def test_a_config_that_cannot_be_followed_is_refused(
+    config: dict[str, Any], kind: type[StartupError], message: str, llama: Path
+) -> None:
+    with pytest.raises(kind, match=message):
+        read_hf_config(llama, {"quantization_config": config})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "method"),
+    [
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "modelopt"),
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, "gptq"),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 128, "version": "GEMM"}, "awq"),
+    ],
+)
+def test_a_file_of_the_tool_will_do(
+    name: str, content: dict[str, Any], method: str, llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    (tmp_path / name).write_text(json.dumps(content))
+    found = read_hf_config(tmp_path, {}).quantization
+    assert found is not None
+    assert found.method == method
