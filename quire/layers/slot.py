@@ -1,7 +1,7 @@
 """Which part of a checkpoint's tensor goes where in a layer.
 
-Invariant: the regions of a tensor's slots cover it, each element once unless it is shared. What a slot takes lies in
-its region; the rest of the region is what the same slot takes on other ranks, and is knowingly left to them.
+Invariant: the regions of a tensor's slots cover it, each element once unless its slots are shared. What a slot takes
+lies in its region; the rest of the region is what the same slot takes on other ranks, and is knowingly left to them.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -95,10 +95,10 @@ class GroupedFormat(Format):
         padded = self.padded(scheme, torch.uint8, inputs)
         codes = self.codes(to_panels(_padded(numbers.data, padded), halves))
         if self.per_byte == 2:
-            low, high = codes.unflatten(2, (-1, 2, QUAD)).unbind(3)  # [P, 16, K / 8, 4]
+            low, high = torch.unflatten(codes, 2, (-1, 2, QUAD)).unbind(3)  # [P, 16, K / 8, 4]
             steps = low | high << 4
         else:
-            steps = codes.unflatten(2, (-1, QUAD))
+            steps = torch.unflatten(codes, 2, (-1, QUAD))
         count = padded // (scheme.group_size or padded)
         streams = (
             None if each is None else to_stream(each, halves, count)
@@ -125,7 +125,7 @@ class GroupedFormat(Format):
             scales, zeros = (each[:, 0] if one and each is not None else each for each in streams)
             return self.in_rows(self.codes(numbers.data)).contiguous(), scales, zeros
         whole = self.codes(_padded(numbers.data, -(-numbers.data.shape[1] // group) * group))
-        low, high = whole.unflatten(1, (-1, 2, group // 2)).unbind(2)
+        low, high = torch.unflatten(whole, 1, (-1, 2, group // 2)).unbind(2)
         count = whole.shape[1] // group
         scales, zeros = (None if each is None else each.expand(-1, count).contiguous() for each in streams)
         return (low | high << 4).flatten(1), scales, zeros
@@ -133,7 +133,7 @@ class GroupedFormat(Format):
     def from_rows(self, weight: PackedWeight) -> Tensor:
         group = self.group_in_rows(weight.scheme)
         if self.per_byte == 2:
-            packed = weight.data.unflatten(-1, (-1, group // 2))
+            packed = torch.unflatten(weight.data, -1, (-1, group // 2))
             codes = torch.cat([packed & 15, packed >> 4], -1).flatten(1)
         else:
             codes = self.codes(weight.data)
@@ -149,7 +149,7 @@ class GroupedFormat(Format):
         """codes [..., K], and [..., G] of what groups have, of any size -> float32 [..., K], or more."""
         assert scales is not None
         group = -(-codes.shape[-1] // scales.shape[-1]) if scheme.group_size == 0 else scheme.group_size
-        groups = _padded(codes, scales.shape[-1] * group).unflatten(-1, (-1, group))
+        groups = torch.unflatten(_padded(codes, scales.shape[-1] * group), -1, (-1, group))
         scale, values = scales.float().unsqueeze(-1), self.values(groups, scheme)
         if zeros is None:
             return (values * scale).flatten(-2)

@@ -84,7 +84,7 @@ class Int4Format(GroupedFormat):
 def in_groups(rows: Tensor, scheme: WeightScheme) -> Tensor:
     """[N, K] -> float32 [N, G, group], padded with 0 to whole groups."""
     group = scheme.group_size or rows.shape[1]
-    return F.pad(rows.float(), (0, -rows.shape[1] % group)).unflatten(1, (-1, group))
+    return torch.unflatten(F.pad(rows.float(), (0, -rows.shape[1] % group)), 1, (-1, group))
 
 
 def _range(groups: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,8 @@ def to_stream(of: Tensor | BlockScales, halves: int, groups: int) -> Tensor:
         return _by_group(F.pad(of, (0, groups - of.shape[1])), halves)
     blocks = of.steps.shape[1]
     steps = _by_group(of.steps, halves).view(torch.int8)
-    return torch.cat([steps, _by_group(of.factors, halves).unflatten(1, (blocks, -1)).flatten(2)], 2)
+    factors = torch.unflatten(_by_group(of.factors, halves), 1, (blocks, -1))
+    return torch.cat([steps, factors.flatten(2)], 2)
 
 
 def from_stream(stream: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ def from_stream(stream: Tensor) -> Tensor:
     if stream.dtype is not torch.int8:
         return stream.transpose(1, 2)
     steps = stream[..., :_STEP_BYTES].contiguous().view(torch.float16).float()
-    factors = stream[..., _STEP_BYTES:].unflatten(2, (-1, PANEL)).float()
+    factors = torch.unflatten(stream[..., _STEP_BYTES:], 2, (-1, PANEL)).float()
     return (factors * steps.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
 
 
