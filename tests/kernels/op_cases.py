@@ -238,7 +238,7 @@ OTHERS = [
     ),
     WeightScheme("fp8", 128, fast=False),
 ]
-SCHEMES = [*FLOATS, *INTEGERS, *OTHERS]
+SCHEMES = [*FLOATS, *OTHERS, *INTEGERS]
 
 
 @cases

@@ -157,7 +157,7 @@ def packed_linear(
     activation: GatedActivation | None = None,
 ) -> Tensor:
     """See `ops.packed_linear`; but for fp8 without groups, activations keep their dtype."""
-    rows = x if isinstance(x, QuantizedRows) else x.flatten(0, -2)
+    rows: Any = x if isinstance(x, QuantizedRows) else x.flatten(0, -2)
     multiply = _OWN.get(weight.scheme.kind, _code_linear) if has_own_product(weight) else _code_linear
     out = multiply(rows, weight, bias)
     out = out.view(*x.shape[:-1], weight.outputs)
