@@ -21,6 +21,7 @@ from tests.fixtures.entry_points import offer as offer
 from tests.fixtures.pooling import pair_model_dir as pair_model_dir
 from tests.fixtures.pooling import pools as pools
 from tests.fixtures.threads import restore_threads as restore_threads
+from tests.fixtures.tiny_encoders import write_tiny_encoder
 from tests.fixtures.tiny_models import write_tiny_model
 from tests.kernels import triton_interpreter
 
@@ -43,8 +44,21 @@ def own_log() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Name of `TINY_MODELS` -> directory of that checkpoint, written once in a run; do not change its files."""
-    base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny-models"
+    return _written_once(tmp_path_factory, "tiny-models", write_tiny_model)
+
+
+@pytest.fixture(scope="session")
+def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The same for `TINY_ENCODERS`."""
+    return _written_once(tmp_path_factory, "tiny-encoders", write_tiny_encoder)
+
+
+def _written_once(
+    factory: pytest.TempPathFactory, folder: str, write: Callable[[str, Path], Path]
+) -> Callable[[str], Path]:
+    """What gives the directory of a checkpoint, which the first process that asks for it writes."""
+    base = factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / folder
     shared.mkdir(exist_ok=True)
 
     def directory(name: str) -> Path:
@@ -52,7 +66,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         with (shared / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
             if not finished.exists():
-                write_tiny_model(name, shared / name)
+                write(name, shared / name)
                 finished.touch()
         return shared / name
 

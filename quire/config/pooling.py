@@ -110,7 +110,7 @@ class PoolingSpec:
             raise ValidationError(
                 f"task is {task}, but this model is served for {', '.join(self.tasks)}", param="task"
             )
-        if params.dimensions is not None and (params.dimensions != self.size or task in CLASS_TASKS):
+        if params.dimensions is not None:
             self._check_dimensions(params.dimensions, task)
         chosen = params.returned_token_ids
         if chosen and task not in CLASS_TASKS:
@@ -133,11 +133,11 @@ class PoolingSpec:
         if task in CLASS_TASKS:
             raise ValidationError(f"dimensions are of embeddings, and the task is {task}", param="dimensions")
         if self.matryoshka == (0,):
-            allowed = f"1 to {self.size} numbers" if dimensions > self.size else ""
+            is_allowed, allowed = dimensions <= self.size, f"1 to {self.size} numbers"
         else:
             sizes = sorted({*self.matryoshka, self.size})
-            allowed = "" if dimensions in sizes else f"{', '.join(map(str, sizes))} numbers, no others"
-        if allowed:
+            is_allowed, allowed = dimensions in sizes, f"{', '.join(map(str, sizes))} numbers, no others"
+        if not is_allowed:
             raise ValidationError(
                 f"dimensions is {dimensions}, but this model's embeddings can have {allowed}",
                 param="dimensions",

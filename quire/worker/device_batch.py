@@ -8,7 +8,6 @@ change, because all of it runs in order.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -134,10 +133,8 @@ class DeviceBatch:
         ids, positions = self._input_ids[: layout.num_tokens], self._positions[: layout.num_tokens]
         shapes = (num_requests, layout.num_tokens, layout.max_query_len, layout.max_seq_len)
         types = gather_token_types(self._batch, layout)
-        context = replace(
-            self._context(*shapes), token_types=None if types is None else self._transfers.upload(types)
-        )
-        return StepInputs(layout, ids, positions, logits_indices, context)
+        token_types = None if types is None else self._transfers.upload(types)
+        return StepInputs(layout, ids, positions, logits_indices, self._context(*shapes, token_types))
 
     def decode_inputs(self, num_requests: int) -> tuple[Tensor, Tensor, StepContext]:
         """Ids, positions and context of any step with a token each of this many requests, at their lasting addresses.
@@ -195,8 +192,14 @@ class DeviceBatch:
                 max_seq_len,
             )
 
-    def _context(self, num_requests: int, num_tokens: int, max_query_len: int, longest: int) -> StepContext:
+    def _context(
+        self,
+        num_requests: int,
+        num_tokens: int,
+        max_query_len: int,
+        longest: int,
+        token_types: Tensor | None = None,
+    ) -> StepContext:
         shapes = (num_requests, num_tokens, max_query_len, longest)
-        return StepContext(
-            tuple(group.metadata(self._starts, self._lengths, *shapes) for group in self._groups)
-        )
+        groups = tuple(group.metadata(self._starts, self._lengths, *shapes) for group in self._groups)
+        return StepContext(groups, token_types=token_types)

@@ -13,22 +13,10 @@ from torch import Tensor, nn
 from quire.kernels import cpu
 from quire.pooling_params import PoolingParams
 from tests.fixtures.pooled import pool, pooling_core
-from tests.fixtures.tiny_encoders import TINY_ENCODERS, encoder_oracle, write_tiny_encoder
+from tests.fixtures.tiny_encoders import TINY_ENCODERS, encoder_oracle
 from tests.models.test_encoders import assert_close, texts
 
 TEXTS, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-
-
-@pytest.fixture(scope="module")
-def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    written: dict[str, Path] = {}
-
-    def directory(name: str) -> Path:
-        if name not in written:
-            written[name] = write_tiny_encoder(name, tmp_path_factory.mktemp(name))
-        return written[name]
-
-    return directory
 
 
 @torch.inference_mode()

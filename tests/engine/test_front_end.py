@@ -242,7 +242,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("error", [RuntimeError, Panic])
 @pytest.mark.parametrize(
-    "method", ["_append_tokens", "_record_start", "_record_tokens", "completion", "_end"]
+    "method", ["_append_tokens", "_record_history", "_record_tokens", "completion", "_end"]
 )
 def test_an_error_in_one_sequence_takes_nothing_from_its_neighbours(
     method: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch

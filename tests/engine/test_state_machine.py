@@ -204,7 +204,8 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         self.engine.drain(max_steps=self._bound_on_steps())
-        self.seen.update(msgspec.to_builtins(self.engine.core.scheduler.stats()))
+        counts = msgspec.to_builtins(self.engine.core.scheduler.stats())
+        self.seen.update({name: count for name, count in counts.items() if isinstance(count, int | float)})
         self.seen["num_steps"] += self.engine.num_steps
         self.seen["num_held"] += self.engine.holder.num_held
         self.seen["num_accepted"] += self.engine.num_accepted

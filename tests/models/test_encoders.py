@@ -22,25 +22,13 @@ from quire.models.built_in import ENCODERS, TRANSFORMERS
 from quire.models.encoder import EncoderModel
 from quire.worker.block_table import BlockTable
 from quire.worker.inputs import group_metadata
-from tests.fixtures.tiny_encoders import TINY_ENCODERS, encoder_oracle, write_tiny_encoder
+from tests.fixtures.tiny_encoders import TINY_ENCODERS, encoder_oracle
 from tests.fixtures.tiny_families import VOCAB_SIZE
 from tests.models.harness import load_tiny, prepared_config
 
 LENGTHS = (1, 5, 17, 40, 96)
 """Of texts; windows of the tiny models are 8 to both sides."""
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="session")
-def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    written: dict[str, Path] = {}
-
-    def directory(name: str) -> Path:
-        if name not in written:
-            written[name] = write_tiny_encoder(name, tmp_path_factory.mktemp(name))
-        return written[name]
-
-    return directory
 
 
 def load_encoder(directory: Path, **args: object) -> EncoderModel:

@@ -216,6 +216,11 @@ def test_every_form_of_every_language_model_is_its_row() -> None:
             assert made_for(f"{stem}ForSequenceClassification") == Made(name, "classify")
 
 
+def test_a_language_model_without_a_row_generates() -> None:
+    for name in ("BertLMHeadModel", "CTRLLMHeadModel", "BioGptForCausalLM"):
+        assert made_for(name) == Made(name, "generate")
+
+
 SPEC = PoolingSpec(("embed", "token_embed"), "last", 64, matryoshka=(16, 32))
 CLASSES = PoolingSpec(("classify",), "last", 3)
 

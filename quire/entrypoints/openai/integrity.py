@@ -13,6 +13,7 @@ from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.protocol.responses import Integrity
 from quire.entrypoints.openai.state import server_of
+from quire.scheduler.output import SchedulerStats
 
 controls = admin_router()
 
@@ -31,6 +32,12 @@ async def integrity(request: Request) -> Response:
         num_sequences=server.engine.num_unfinished_requests(),
         num_generations=len(server.in_flight),
         num_tasks=len(asyncio.all_tasks()),
-        cores=[msgspec.structs.asdict(core) for core in cores],
+        cores=[_counts(core) for core in cores],
     )
     return json_response(counts)
+
+
+def _counts(stats: SchedulerStats) -> dict[str, int | float]:
+    """What the scheduler holds; what became of drafts is a metric."""
+    every = msgspec.structs.asdict(stats)
+    return {name: value for name, value in every.items() if isinstance(value, int | float)}

@@ -21,6 +21,7 @@ KINDS = {
 }
 """End of an architecture's name -> what it is for."""
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
+_ENDS = dict.fromkeys(_LANGUAGE_MODELS, GENERATES) | KINDS
 
 
 class Made(NamedTuple):
@@ -39,14 +40,12 @@ def made_for(architecture: str, model_impl: str = "auto") -> Made:
 
     A name that nobody knows is returned as it is: whoever looks it up says so.
     """
-    end, kind = next(
-        ((end, kind) for end, kind in KINDS.items() if architecture.endswith(end)), ("", GENERATES)
-    )
+    end, kind = next((item for item in _ENDS.items() if architecture.endswith(item[0])), ("", GENERATES))
     if ModelRegistry.has_row(architecture):
         pools = ModelRegistry.pools(architecture)
         return Made(architecture, kind if pools else GENERATES, is_whole=pools)
     stem = architecture.removesuffix(end)
-    candidates = [stem + suffix for suffix in _LANGUAGE_MODELS] if end else []
+    candidates = [stem + suffix for suffix in _LANGUAGE_MODELS] if kind != GENERATES else []
     for candidate in [*filter(ModelRegistry.has_row, candidates), *candidates]:
         if ModelRegistry.has(candidate, model_impl):
             return Made(candidate, kind)
