@@ -24,6 +24,9 @@ int64_t pack_weight(void* data, void* scales, void* zeros, const void* rows, int
 int64_t packed_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, const void* bias,
                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
                       int64_t group, int64_t activation, int64_t fast, int64_t format);
+int64_t lora_linear(void* out, const void* x, const int32_t* adapter_rows, const void* a, const void* b, const void* scales,
+                    const void* ranks, const void* ends, void* shrunk, int64_t rows, int64_t slots, int64_t parts,
+                    int64_t inputs, int64_t outputs, int64_t most, int64_t dtype);
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table, void* scratch,
                 int64_t scratch_bytes, int64_t tokens, int64_t top_k, int64_t count, int64_t hidden, int64_t inner,
                 int64_t activation, int64_t up_group, int64_t up_fast, int64_t up_format, int64_t down_group,
@@ -156,6 +159,7 @@ const Kernel kernels[] = {
     QUIRE_ROW(rotary_embedding),
     QUIRE_ROW(pack_weight),
     QUIRE_ROW(packed_embedding),
+    QUIRE_ROW(lora_linear),
     QUIRE_ROW(route),
     QUIRE_ROW(causal_conv),
     QUIRE_ROW(selective_scan),
