@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
     from quire.entrypoints.llm import LLM
     from quire.inputs import PromptType, TextPrompt, TokensPrompt
+    from quire.lora_request import LoRARequest
     from quire.models.registry import ModelRegistry
     from quire.outputs import CompletionOutput, RequestOutput
     from quire.sampling_params import SamplingParams
@@ -28,6 +29,7 @@ _LAZY = {
     "EngineArgs": "quire.config",
     "AsyncEngineArgs": "quire.config:EngineArgs",
     "EngineConfig": "quire.config",
+    "LoRARequest": "quire.lora_request",
     "ModelRegistry": "quire.models.registry",
     "SamplingParams": "quire.sampling_params",
     "PromptType": "quire.inputs",
@@ -48,6 +50,7 @@ __all__ = [
     "EngineConfig",
     "Explanation",
     "LLMEngine",
+    "LoRARequest",
     "ModelRegistry",
     "PromptType",
     "RequestOutput",

@@ -83,6 +83,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.observability.check()
     config.structured_outputs.check()
     config.quantization.check(config.device.device)
+    config.lora.check(config.device.device)
     config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
     _check_batch_invariant(config)
     for field, reason in without_effect(config):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
-WAIST_VERSION = 6
+WAIST_VERSION = 7
 
 BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""
@@ -22,6 +23,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
 
     `token_ids` are all known tokens, `num_prompt_tokens` of them from the prompt (the rest was generated
     before a preemption); `block_ids` are all its blocks; `num_computed_tokens` tokens are in the cache already.
+    The worker has the adapter of its `lora_request`. Running requests have at most `max_loras` different ones.
     One with `pooling_params` samples nothing, whatever `sampling_params` say, and gets what is pooled of its prompt.
     """
 
@@ -33,6 +35,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     num_computed_tokens: int
     eos_token_ids: list[int] = []
     pooling_params: PoolingParams | None = None
+    lora_request: LoRARequest | None = None
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):

@@ -76,6 +76,7 @@ class StepPlan:
             num_computed_tokens=request.num_computed_tokens,
             eos_token_ids=request.eos_token_ids,
             pooling_params=request.pooling_params,
+            lora_request=request.lora_request,
         )
         self._new_requests.append(data)
         self._take(request, num_tokens, [], [])

@@ -1,4 +1,5 @@
-"""The forward pass of a CPU: steps that only decode are played from a tape, one per number of requests.
+"""The forward pass of a CPU: steps that only decode are played from a tape, one per number of requests, and another
+where some of them have adapters.
 
 Numbers of requests are not rounded up to few sizes, as those of CUDA graphs are: on a CPU a padded row costs as much as
 any other, and what tapes take is bounded all the same. Their tensors share one arena, which the largest of them fills,
@@ -47,17 +48,17 @@ class TapedForward:
         self._max_taped = max_num_seqs
         self._places = _Places(max_num_seqs, table_widths)
         self._arena = Arena(arena_bytes)
-        self._tapes: OrderedDict[int, Tape] = OrderedDict()
+        self._tapes: OrderedDict[tuple[int, bool], Tape] = OrderedDict()
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         num_requests = len(inputs.layout.rows)
         if num_requests > self._max_taped or len(inputs.input_ids) != num_requests:
             return self._eager(inputs)
         placed = self._places.place(inputs)
-        tape = self._tapes.get(num_requests)
+        tape = self._tapes.get(_kind_of(placed))
         if tape is None:
             return self._record(placed)
-        self._tapes.move_to_end(num_requests)
+        self._tapes.move_to_end(_kind_of(placed))
         if not tape.play():
             self._eager(placed)  # raises what the kernel has to say
             raise EngineError("a kernel refused a recorded step and took the same step afterwards")
@@ -72,10 +73,15 @@ class TapedForward:
             self._max_taped = num_requests - 1 if isinstance(reason, ArenaFullError) else 0
             logger.info("steps of over %d requests are not recorded: %s", self._max_taped, reason)
             return self._eager(placed)
-        self._tapes[num_requests] = tape
+        self._tapes[_kind_of(placed)] = tape
         if len(self._tapes) > MAX_TAPES:
             self._tapes.popitem(last=False)
         return tape.result
+
+
+def _kind_of(inputs: StepInputs) -> tuple[int, bool]:
+    """What two steps of one tape have in common: how many requests they have, and whether some have adapters."""
+    return len(inputs.layout.rows), inputs.step.adapter_rows is not None
 
 
 class _Places:
@@ -86,6 +92,7 @@ class _Places:
         self._positions = torch.zeros(max_num_seqs, dtype=torch.int64)
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32)
         self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32)
+        self._adapter_rows = torch.zeros(max_num_seqs, dtype=torch.int32)
         self._slots = [torch.zeros(max_num_seqs, dtype=torch.int64) for _ in table_widths]
         self._tables = [torch.zeros(max_num_seqs, width, dtype=torch.int32) for width in table_widths]
 
@@ -95,18 +102,22 @@ class _Places:
         self._input_ids[:size] = inputs.input_ids
         self._positions[:size] = inputs.positions
         step = inputs.step
-        assert step.adapter_rows is None, "there is no place for them"
         assert step.intermediate is None, "there is no place for them"
         self._seq_lens[:size] = step.groups[0].seq_lens
         for own, slots, table in zip(step.groups, self._slots, self._tables, strict=True):
             if isinstance(own, AttentionMetadata):
                 slots[:size] = own.slot_mapping
             table[:size, : own.block_tables.shape[1]] = own.block_tables
+        adapter_rows = None
+        if step.adapter_rows is not None:
+            adapter_rows = self._adapter_rows[:size]
+            adapter_rows.copy_(step.adapter_rows)
+        groups = tuple(map(self._metadata, step.groups, self._slots, self._tables))
         return replace(
             inputs,
             input_ids=self._input_ids[:size],
             positions=self._positions[:size],
-            step=StepContext(tuple(map(self._metadata, step.groups, self._slots, self._tables))),
+            step=StepContext(groups, adapter_rows),
         )
 
     def _metadata(self, own: GroupMetadata, slots: Tensor, table: Tensor) -> GroupMetadata:
