@@ -48,9 +48,8 @@ class AdapterHolds:
             return []
         if not self._config.enable_lora:
             raise ValidationError("adapters are not served here (--enable-lora)", param="lora_request")
-        key, pending = request.key, self._pending.get(request.key)
-        known = self._kept.get(key) or (pending and pending[0]) or self._wanted.get(key)
-        if known and known != request:
+        key, known = request.key, self._known(request.key)
+        if known is not None and known != request:
             raise ValidationError(
                 f"adapter {request.lora_name!r} has the number {request.lora_int_id} already, with another path",
                 param="lora_request",
@@ -58,10 +57,15 @@ class AdapterHolds:
         if key in self._kept:
             self._kept.move_to_end(key)
             return []
-        if not known:
+        if known is None:
             self._wanted[key] = request
             self._begin()
         return [Hold(f"adapter {key}", Cause.NOT_READY, DETAIL)]
+
+    def _known(self, key: str) -> LoRARequest | None:
+        """The adapter of a key that is there, being read or to be read."""
+        pending = self._pending.get(key)
+        return pending[0] if pending is not None else self._kept.get(key) or self._wanted.get(key)
 
     @property
     def any_ready(self) -> bool:

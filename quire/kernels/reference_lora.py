@@ -6,7 +6,7 @@ from quire.kernels.lora import LoraStacks
 
 
 def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStacks) -> None:
-    slots = [slot for slot in adapter_rows.unique().tolist() if slot >= 0]
+    slots = sorted({slot for slot in adapter_rows.tolist() if slot >= 0})
     count = len(adapters.a)
     if slots and slots[-1] >= count:
         raise IndexError(f"lora_linear: adapter {slots[-1]} is outside the {count} slots")

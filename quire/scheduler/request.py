@@ -134,7 +134,7 @@ class Request:
         self.beam = beam
         self.parent: Request | None = None
         self.lora_request = lora_request
-        self.extra_keys = ExtraKeys(cache_salt, lora_request and lora_request.key)
+        self.extra_keys = ExtraKeys(cache_salt, None if lora_request is None else lora_request.key)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0
         self.num_placeholder_tokens = 0
