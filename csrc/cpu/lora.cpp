@@ -11,8 +11,13 @@
 namespace quire { namespace QUIRE_ISA { namespace {
 
 constexpr int64_t kWidth = 16;
-constexpr int64_t kTile = 4;       // rows that may be multiplied together
-constexpr int64_t kColumns = 256;  // outputs of a job
+constexpr int64_t kTile = 4;        // rows that may be multiplied together
+constexpr int64_t kColumns = 1024;  // outputs of a job
+
+// Registers of sixteen outputs that are made together of R rows: the ranks of a weight lie far apart, so that much of each
+// is read at once.
+template <int R>
+constexpr int kRegistersOf = R < 3 ? 8 / R / kRegisters16 : kRegisters16 == 1 ? 2 : 1;
 
 template <class W>
 struct Adapters {
@@ -51,7 +56,6 @@ inline void for_each_run(const int32_t* slots, int64_t begin, int64_t end, const
 
 template <class W>
 inline Lanes16 load_some(const W* p, int64_t count) {
-    if (count >= kWidth) return load16(p);
     W padded[kWidth] = {};
     for (int64_t i = 0; i < count; ++i) padded[i] = p[i];
     return load16(padded);
@@ -75,29 +79,55 @@ inline void shrink(const Adapters<W>& of, int64_t row, int64_t slot, int64_t par
     for (int r = 0; r < R; ++r) store16(of.middle(row + r, part) + first, sums[r] * scale);
 }
 
-// Sixteen outputs, or the last `count` of a part, of R rows.
-template <int R, class W>
-inline void expand(const Adapters<W>& of, int64_t row, int64_t slot, int64_t part, int64_t column, int64_t count) {
+// V times sixteen outputs of R rows; the next ones are fetched.
+template <int R, int V, class W>
+inline void expand(const Adapters<W>& of, int64_t row, int64_t slot, int64_t part, int64_t column) {
     const int64_t rank = of.rank(slot, part);
     const W* b = of.b + slot * of.most * of.outputs + column;
-    Lanes16 sums[R];
-    for (int r = 0; r < R; ++r) sums[r] = splat16(0.0f);
+    Lanes16 sums[R][V];
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) sums[r][v] = splat16(0.0f);
     for (int64_t i = 0; i < rank; ++i) {
-        const Lanes16 weights = load_some(b + i * of.outputs, count);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) {
+            const W* weight = b + i * of.outputs + v * kWidth;
+            __builtin_prefetch(weight + V * kWidth);
+            const Lanes16 weights = load16(weight);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) sums[r] = fma(splat16(of.middle(row + r, part)[i].value), weights, sums[r]);
+            for (int r = 0; r < R; ++r) {
+                sums[r][v] = fma(splat16(of.middle(row + r, part)[i].value), weights, sums[r][v]);
+            }
+        }
     }
     for (int r = 0; r < R; ++r) {
-        Float32* out = of.out + (row + r) * of.outputs + column;
-        const Lanes16 total = fma(sums[r], splat16(1.0f), load_some(out, count));
-        if (count >= kWidth) {
-            store16(out, total);
-            continue;
+        for (int v = 0; v < V; ++v) {
+            Float32* out = of.out + (row + r) * of.outputs + column + v * kWidth;
+            store16(out, fma(sums[r][v], splat16(1.0f), load16(out)));
         }
-        Float32 padded[kWidth];
-        store16(padded, total);
-        for (int64_t i = 0; i < count; ++i) out[i] = padded[i];
     }
+}
+
+// The last outputs of a part, fewer than sixteen, of one row.
+template <class W>
+inline void expand_some(const Adapters<W>& of, int64_t row, int64_t slot, int64_t part, int64_t column, int64_t count) {
+    const W* b = of.b + slot * of.most * of.outputs + column;
+    Lanes16 sums = splat16(0.0f);
+    for (int64_t i = 0; i < of.rank(slot, part); ++i) {
+        sums = fma(splat16(of.middle(row, part)[i].value), load_some(b + i * of.outputs, count), sums);
+    }
+    Float32* out = of.out + row * of.outputs + column;
+    Float32 padded[kWidth];
+    store16(padded, fma(sums, splat16(1.0f), load_some(out, count)));
+    for (int64_t i = 0; i < count; ++i) out[i] = padded[i];
+}
+
+template <int R, class W>
+inline void expand_columns(const Adapters<W>& of, int64_t row, int64_t slot, int64_t part, int64_t from, int64_t to) {
+    constexpr int V = kRegistersOf<R>;
+    for (; to - from >= V * kWidth; from += V * kWidth) expand<R, V>(of, row, slot, part, from);
+    for (; to - from >= kWidth; from += kWidth) expand<R, 1>(of, row, slot, part, from);
+    if (from == to) return;
+    for (int r = 0; r < R; ++r) expand_some(of, row + r, slot, part, from, to - from);
 }
 
 template <class W>
@@ -119,9 +149,7 @@ inline void add_adapters(const Adapters<W>& of) {
                 if (!of.rank(slot, part)) continue;
                 const int64_t from = of.ends[part] > begin ? of.ends[part] : begin;
                 const int64_t to = of.ends[part + 1] < end ? of.ends[part + 1] : end;
-                for (int64_t column = from; column < to; column += kWidth) {
-                    expand<decltype(count)::value>(of, row, slot, part, column, to - column);
-                }
+                if (from < to) expand_columns<decltype(count)::value>(of, row, slot, part, from, to);
             }
         });
     });
