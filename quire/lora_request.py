@@ -44,3 +44,8 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def key(self) -> str:
         """What stands for its weights, wherever adapters are told apart."""
         return f"{self.lora_int_id}:{self.lora_name}"
+
+
+def name_in(key: str) -> str:
+    """The name of the adapter that a key stands for."""
+    return key.partition(":")[2]

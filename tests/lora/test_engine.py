@@ -146,3 +146,22 @@ def test_what_cannot_be_asked_for_is_refused(engine: Callable[..., LLM], adapter
         LoRARequest("name", 0, "path")
     with pytest.raises(ConfigError, match="--max-cpu-loras is 1, and --max-loras 2"):
         engine(max_cpu_loras=1)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_are_there_again_after_sleep(
+    level: int, engine: Callable[..., LLM], adapters: list[LoRARequest]
+) -> None:
+    llm, params = engine(), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
+    each = [adapters[0], None, adapters[1]]
+
+    def results() -> Result:
+        return [
+            result_of(output)
+            for output in llm.generate(prompts()[:3], params, lora_request=each, use_tqdm=False)
+        ]
+
+    expected = results()
+    llm.sleep(level)
+    llm.wake_up()
+    assert results() == expected

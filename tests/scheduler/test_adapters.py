@@ -1,5 +1,6 @@
 """Running requests have no more different adapters than may be in a step, and nobody starves."""
 
+from quire.kv_cache.events import BlockStored
 from quire.lora_request import LoRARequest
 from tests.scheduler.harness import Engine, make_config
 from tests.scheduler.test_explain import explain, shares, steps
@@ -56,3 +57,13 @@ def test_adapters_share_no_prefix() -> None:
     cached = [engine.requests[name].num_cached_tokens for name in ("a", "b", "plain", "a-again")]
     assert cached[:3] == [0, 0, 0]
     assert cached[3] > 0
+
+
+def test_events_of_the_cache_name_the_adapter() -> None:
+    engine = engine_for(1, kv_events_config={"enable_kv_cache_events": True})
+    engine.add("a", range(12), max_tokens=2, lora_request=A)
+    engine.drain()
+    engine.add("plain", range(12), max_tokens=2)
+    engine.drain()
+    stored = [event for event in engine.scheduler.take_kv_events() if isinstance(event, BlockStored)]
+    assert {event.lora_name for event in stored} == {"a", None}
