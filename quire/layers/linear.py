@@ -30,6 +30,9 @@ class Linear(MatrixLayer):
     checkpoint stores [K, N], as GPT-2's Conv1D does.
     """
 
+    takes_adapters = True
+    """Whether all products of its matrix are made here, with the step at hand, so that adapters can add to them."""
+
     def __init__(
         self,
         *,

@@ -44,7 +44,11 @@ class Targets:
     """The adaptable layers of a model, in its order, and the modules that they stand for."""
 
     def __init__(self, model: CausalLM) -> None:
-        found = [(names, layer) for names, layer in model.checkpoint_layers() if isinstance(layer, Linear)]
+        found = [
+            (names, layer)
+            for names, layer in model.checkpoint_layers()
+            if isinstance(layer, Linear) and layer.takes_adapters
+        ]
         self.layers = [AdaptableLayer(layer, _parts(names, layer)) for names, layer in found]
         places: dict[str, list[Place]] = {}
         for index, (names, layer) in enumerate(found):

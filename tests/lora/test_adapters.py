@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.layers.matrix import MatrixLayer
 from quire.lora.checkpoint import read_adapter
 from quire.lora.slots import AdapterSlots
 from quire.lora.targets import Targets
@@ -118,3 +119,18 @@ def test_a_slot_forgets_what_it_was(tiny_model: Callable[[str], Path], tmp_path:
     slots.put(1, large)
     slots.put(1, small)
     assert torch.equal(logits_of(model, sequences, chunk_sizes=[4], adapters=[1])[0], fresh)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("mixtral", ".experts."), ("deepseekv3", "kv_b_proj"), ("biogpt", "")]
+)
+def test_what_multiplies_without_the_step_is_no_target(
+    name: str, part: str, tiny_model: Callable[[str], Path]
+) -> None:
+    """Experts, heads that share a matrix, and transformers' own code would pass over an adapter."""
+    model = load_tiny(tiny_model(name))
+    names = [
+        name for names, layer in model.checkpoint_layers() if isinstance(layer, MatrixLayer) for name in names
+    ]
+    assert any(part in name for name in names)
+    assert not any(part in name for name in Targets(model).modules)
