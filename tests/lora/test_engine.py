@@ -10,6 +10,9 @@ import pytest
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.errors import ConfigError, ValidationError
+from quire.inputs import PromptType
+from quire.sampling_params import BeamSearchParams
+from quire.structured_output.params import StructuredOutputsParams
 from tests.end_to_end.test_determinism import GREEDY, RANDOM, Result, prompts, result_of
 from tests.fixtures.tiny_models import oracle_of
 from tests.lora.adapters import linear_shapes, write_adapter
@@ -100,7 +103,7 @@ def test_a_request_gets_what_it_gets_alone(
     assert scarce.llm_engine.call_core("stats")["num_preemptions"] > 0
 
 
-def test_forks_and_beams_have_the_adapter_of_their_request(
+def test_forks_have_the_adapter_of_their_request(
     engine: Callable[..., LLM], adapters: list[LoRARequest]
 ) -> None:
     llm, params = engine(), SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True, logprobs=2)
@@ -165,3 +168,32 @@ def test_adapters_are_there_again_after_sleep(
     llm.sleep(level)
     llm.wake_up()
     assert results() == expected
+
+
+def test_beams_have_the_adapter_of_their_search(
+    engine: Callable[..., LLM], adapters: list[LoRARequest]
+) -> None:
+    llm, params, pair = engine(), BeamSearchParams(beam_width=3, max_tokens=6), prompts()[:2]
+
+    def tokens(adapter: LoRARequest | None, prompt: PromptType) -> list[list[int]]:
+        (found,) = llm.beam_search(prompt, params, adapter)
+        return [one.tokens for one in found.sequences]
+
+    for each in ([adapters[0], None], [adapters[1], adapters[0]]):
+        together = llm.beam_search(pair, params, each)
+        alone = [tokens(adapter, prompt) for adapter, prompt in zip(each, pair, strict=True)]
+        assert [[one.tokens for one in found.sequences] for found in together] == alone
+    assert tokens(None, pair[0]) != tokens(adapters[0], pair[0])
+
+
+def test_grammars_and_what_they_leave_no_choice_about_go_with_adapters(
+    engine: Callable[..., LLM], adapters: list[LoRARequest]
+) -> None:
+    form = StructuredOutputsParams(regex="(never more|never again) [a-f]{3,9}")
+    params = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=form, logprobs=2)
+    llm, each, prompt = engine(), [adapters[0], None, adapters[1]], "Say it:"
+    together = llm.generate([prompt] * 3, params, lora_request=each, use_tqdm=False)
+    for output, adapter in zip(together, each, strict=True):
+        (alone,) = llm.generate(prompt, params, lora_request=adapter, use_tqdm=False)
+        assert result_of(output) == result_of(alone)
+        assert output.outputs[0].text.startswith("never ")
