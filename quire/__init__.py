@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quire.engine.pooling_inputs import TextOptions
     from quire.entrypoints.llm import LLM
     from quire.inputs import PairPrompt, PromptType, TextPrompt, TokensPrompt
+    from quire.lora_request import LoRARequest
     from quire.models.registry import ModelRegistry
     from quire.outputs import CompletionOutput, RequestOutput
     from quire.pooling_outputs import (
@@ -40,6 +41,7 @@ _LAZY = {
     "EngineArgs": "quire.config",
     "AsyncEngineArgs": "quire.config:EngineArgs",
     "EngineConfig": "quire.config",
+    "LoRARequest": "quire.lora_request",
     "ModelRegistry": "quire.models.registry",
     "SamplingParams": "quire.sampling_params",
     "PromptType": "quire.inputs",
@@ -75,6 +77,7 @@ __all__ = [
     "EngineConfig",
     "Explanation",
     "LLMEngine",
+    "LoRARequest",
     "ModelRegistry",
     "PairPrompt",
     "PoolingOutput",

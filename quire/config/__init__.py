@@ -5,6 +5,7 @@ from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig, KernelConfig, ParallelConfig
 from quire.config.engine import EngineArgs, EngineConfig, child_configs, engine_fields
 from quire.config.kv_events import KVEventsConfig
+from quire.config.lora import LoRAConfig
 from quire.config.model import DEMO_MODEL, IN_THE_BOX, LoadConfig, ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.quantization import QuantizationConfig
@@ -21,6 +22,7 @@ __all__ = [
     "EngineConfig",
     "KVEventsConfig",
     "KernelConfig",
+    "LoRAConfig",
     "LoadConfig",
     "ModelArch",
     "ModelConfig",

@@ -13,6 +13,7 @@ from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig, KernelConfig, ParallelConfig
 from quire.config.fields import Config, field_types, info_named, plain_type
 from quire.config.kv_events import KVEventsConfig
+from quire.config.lora import LoRAConfig
 from quire.config.model import LoadConfig, ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.pooling import PoolingSpec
@@ -39,6 +40,7 @@ class EngineConfig:
     kernels: KernelConfig = field(default_factory=KernelConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
@@ -96,6 +98,7 @@ _CHILDREN: dict[str, type[Config]] = {
     "kernels": KernelConfig,
     "load": LoadConfig,
     "quantization": QuantizationConfig,
+    "lora": LoRAConfig,
     "observability": ObservabilityConfig,
     "kv_events": KVEventsConfig,
     "structured_outputs": StructuredOutputsConfig,

@@ -36,6 +36,11 @@ class ServerConfig(Config):
     )
     root_path: str = option("", "Path prefix under which a proxy offers the server.")
     allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "Adapter that requests name as their model; may be given several times (see lora.md).",
+        metavar="NAME=DIRECTORY",
+    )
     chat_template: str | None = option(
         None,
         "File with the chat template, its text, or the name of one of the model's; default: the model's own.",

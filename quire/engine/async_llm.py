@@ -33,6 +33,7 @@ from quire.engine.startup import prepare
 from quire.engine.tokenizer import beside_loop
 from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableError
 from quire.inputs import PromptType
+from quire.lora_request import LoRARequest
 from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
 from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
@@ -138,6 +139,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         offer: Offer | None = None,
@@ -145,10 +147,12 @@ class AsyncLLM:
         """Yield outputs until one is `finished`. Closing the generator aborts the request.
 
         `request_id` is a label: outputs carry it, `abort` takes it, and it need not be unique. `priority` (lower
-        first) needs the priority policy; `tenant` is whose share the request takes under the fair one. `timeout_s`
-        seconds after it came, tokenizing included, it ends with finish_reason "timeout" and what it has by then. With
-        `otlp_traces_endpoint` its span goes on from `trace_headers`: W3C `traceparent` and `tracestate`. `offer` is
-        called with each output but the last that comes while the caller waits for one; what it takes is not yielded.
+        first) needs the priority policy; `tenant` is whose share the request takes under the fair one. With
+        `lora_request` that adapter is added to the model; one that cannot be used ends the request with finish_reason
+        "error" and says why in `stop_reason`. `timeout_s` seconds after the request came, tokenizing included, it ends
+        with finish_reason "timeout" and what it has by then. With `otlp_traces_endpoint` its span goes on from
+        `trace_headers`: W3C `traceparent` and `tracestate`. `offer` is called with each output but the last that comes
+        while the caller waits for one; what it takes is not yielded.
 
         Raises:
             ValidationError: before the first output, for a prompt or parameter that cannot be honoured.
@@ -174,6 +178,7 @@ class AsyncLLM:
             stream.put,
             priority=priority,
             tenant=tenant,
+            lora_request=lora_request,
             timeout_s=timeout_s,
             trace_headers=trace_headers,
             arrived=arrived,

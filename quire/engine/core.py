@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from quire.config import EngineConfig
+from quire.engine.adapter_holds import AdapterHolds
 from quire.engine.grammar_holds import GrammarHolds
 from quire.engine.kv_events import create_publisher
 from quire.engine.messages import (
@@ -81,6 +82,7 @@ class EngineCore:
             self.scheduler = recorded(self.scheduler, self._trace)
         self.executor.use_vocabulary(partial(load_vocabulary, config))
         self._grammars = GrammarHolds(self.executor, self.scheduler)
+        self._adapters = AdapterHolds(config.lora, self.executor, self.scheduler)
         executor = self.executor if progress is None else followed(self.executor, progress)
         self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
         sleeper = Sleeper(self.scheduler, self.executor, self._loop, clock, self._tell, progress)
@@ -103,13 +105,14 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """True while a step would do something, be it to say that the core is dead."""
-        has_news = bool(self._untold) or self._grammars.any_ready or self._failure is not None
+        is_provided = self._grammars.any_ready or self._adapters.any_ready
+        has_news = bool(self._untold) or is_provided or self._failure is not None
         return has_news or self.scheduler.has_work()
 
     @property
     def patience_s(self) -> float | None:
         """How long a core without work may be left alone; None: until there is a message for it."""
-        return self._grammars.patience_s
+        return self._grammars.patience_s or self._adapters.patience_s
 
     def step(self) -> EngineCoreOutputs:
         """One turn of the loop; returns every request's news.
@@ -119,6 +122,7 @@ class EngineCore:
         """
         with self._all_or_dead():
             self._grammars.release_ready(self._clock())
+            self._tell(self._adapters.release_ready(self._clock()))
             updates, self._untold = self._untold + self._loop.step(), []
             self._publish_events()
             return EngineCoreOutputs(updates, self.scheduler.stats(), self._clock())
@@ -142,7 +146,7 @@ class EngineCore:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request; one that can never run ends with an error at the next step, and costs only itself."""
         try:
-            holds = self._grammars.of(message.sampling_params)
+            holds = [*self._grammars.of(message.sampling_params), *self._adapters.of(message.lora_request)]
             self.scheduler.add_request(request_of(message), self._clock(), holds)
         except ClientError as error:
             refusal = RequestUpdate(message.request_id, [], finish_reason="error", error=str(error))

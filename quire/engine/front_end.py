@@ -38,6 +38,7 @@ from quire.engine.sleep import Rest
 from quire.engine.startup import load_tokenizer
 from quire.engine.utility_calls import UtilityCalls
 from quire.errors import NotFoundError, QuireError, UnavailableError, ValidationError
+from quire.lora_request import LoRARequest
 from quire.metrics.stats import STAT_LOGGERS
 from quire.metrics.told import StatLoggers
 from quire.metrics.tracing import make_tracers
@@ -50,10 +51,11 @@ Outgoing = tuple[int, CoreRequest]
 
 
 class Terms(TypedDict):
-    """On whose account, and how urgently."""
+    """On whose account, how urgently, and with which adapter."""
 
     priority: int
     tenant: str
+    lora_request: LoRARequest | None
 
 
 class FrontEnd:
@@ -170,6 +172,7 @@ class FrontEnd:
         *,
         priority: int = 0,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         arrived: float | None = None,
@@ -188,7 +191,8 @@ class FrontEnd:
         self.check_awake()
         _check_timeout(timeout_s)
         name = self._flights.new_name(label)
-        watched, terms = self._watched(name, sink), Terms(priority=priority, tenant=tenant)
+        watched = self._watched(name, sink)
+        terms = Terms(priority=priority, tenant=tenant, lora_request=lora_request)
         if isinstance(params, BeamSearchParams):
             first, params = self.input_processor.process_beam_search(name, prompt, params, **terms)
             core_ids, messages = self._beam_searches.add(label, prompt, first, params, watched, trace_headers)

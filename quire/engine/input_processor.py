@@ -24,6 +24,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.engine.vocabulary import end_ids
 from quire.errors import ValidationError
 from quire.inputs import PromptType
+from quire.lora_request import LoRARequest
 from quire.plugins import plugin_names
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
@@ -115,6 +116,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> list[EngineCoreRequest]:
         """One core request per completion, after all checks against the model; the first computes the prompt for all.
 
@@ -130,6 +132,8 @@ class InputProcessor:
             )
         self._check_prompt(prompt)
         self._check_terms(priority, tenant)
+        if lora_request is not None and not self.config.lora.enable_lora:
+            raise ValidationError("adapters are not served here (--enable-lora)", param="lora_request")
         params = self._settle(params, len(prompt.token_ids))
         self._check_params(params)
         if params.structured_outputs is not None:
@@ -143,6 +147,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=prompt.cache_salt,
             tenant=tenant,
+            lora_request=lora_request,
         )
         forks = [Fork(f"{request_id}.{index}", _nth_seed(params, index)) for index in range(1, params.n)]
         return AddRequest(first, forks).requests()
@@ -155,6 +160,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> tuple[EngineCoreRequest, BeamSearchParams]:
         """What all beams of a search are made of, and its parameters, after all checks against the model.
 
@@ -169,7 +175,9 @@ class InputProcessor:
                 f"logprobs is {params.logprobs}, the limit is {limit} (--max-logprobs)", param="logprobs"
             )
         plain = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, detokenize=False)
-        (first,) = self.process(request_id, prompt, plain, priority=priority, tenant=tenant)
+        (first,) = self.process(
+            request_id, prompt, plain, priority=priority, tenant=tenant, lora_request=lora_request
+        )
         max_tokens = first.sampling_params.max_tokens or params.max_tokens
         return first, msgspec.structs.replace(params, max_tokens=max_tokens)
 

@@ -21,6 +21,7 @@ from quire.engine.sleep import check_level, check_mode, check_tags
 from quire.engine.startup import prepare
 from quire.errors import ConflictError, EngineDeadError, QuireError, ValidationError
 from quire.inputs import PromptType
+from quire.lora_request import LoRARequest
 from quire.metrics.stats import StatLogger
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
@@ -75,11 +76,14 @@ class LLMEngine:
         *,
         priority: int = 0,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
         timeout_s: float | None = None,
     ) -> str:
         """Queue a request; its id must not belong to an unfinished one.
 
-        `priority` (lower first) needs the priority policy; `tenant` is whose share it takes under the fair one. The
+        `priority` (lower first) needs the priority policy; `tenant` is whose share it takes under the fair one.
+        With `lora_request` that adapter is added to the model; one that cannot be used ends the request with
+        finish_reason "error" and says why in `stop_reason`. The
         first `step` later than `timeout_s` seconds after this call ends it with finish_reason "timeout".
 
         Raises:
@@ -99,6 +103,7 @@ class LLMEngine:
                 self._deliver,
                 priority=priority,
                 tenant=tenant,
+                lora_request=lora_request,
                 timeout_s=timeout_s,
                 arrived=arrived,
             )

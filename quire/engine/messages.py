@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
+from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -28,6 +29,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     One of `num_beams` is kept when it ends, and `fork_of` may name such a one, with which it shares all but its last
     token; it is the `beam`th of those that take their turn together. `AbortRequests` of a kept one says that no more
     forks of it come.
+    Its tokens are computed with the adapter of `lora_request`.
     With `pooling_params` nothing is generated, whatever `sampling_params` say: the one update has what is pooled.
     At `second_text_start` the second of two texts begins, in a model that tells the tokens of one from the other's.
     """
@@ -46,6 +48,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     num_beams: int = 0
     beam: int = 0
     second_text_start: int | None = None
+    lora_request: LoRARequest | None = None
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):

@@ -20,8 +20,12 @@ from quire.entrypoints.offline_pooling import OfflinePooling
 from quire.errors import EngineError, ValidationError
 from quire.inputs import ChatMessage, PromptType
 from quire.logits_processors import place_of
+from quire.lora_request import LoRARequest
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
+"""One for all prompts, or one for each, in which None is none."""
 
 
 class LLM(OfflinePooling):
@@ -61,6 +65,7 @@ class LLM(OfflinePooling):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: Adapters = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; one output per prompt, in order.
@@ -68,6 +73,7 @@ class LLM(OfflinePooling):
         Args:
             prompts: one prompt or a list; a prompt is text, a list of token ids, or a dict (see `quire.inputs`).
             sampling_params: one for all or one per prompt; None uses the model's own defaults.
+            lora_request: the adapter of all prompts, or of each one's its own or None (`enable_lora=True`).
 
         Raises:
             ValidationError: a prompt or a parameter cannot be honoured; nothing was generated.
@@ -78,11 +84,16 @@ class LLM(OfflinePooling):
             "sampling_params", sampling_params or self.get_default_sampling_params(), all_prompts
         )
         priorities = per_prompt("priority", priority or 0, all_prompts)
+        adapters = per_prompt("lora_request", lora_request, all_prompts)
         with self._one_thread, self._abort_on_error() as requests:
-            for prompt, params, urgency in zip(all_prompts, all_params, priorities, strict=True):
+            for prompt, params, urgency, adapter in zip(
+                all_prompts, all_params, priorities, adapters, strict=True
+            ):
                 final_only = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
                 request_id = self._request_id()
-                self.llm_engine.add_request(request_id, prompt, final_only, priority=urgency)
+                self.llm_engine.add_request(
+                    request_id, prompt, final_only, priority=urgency, lora_request=adapter
+                )
                 requests.append(request_id)
             return self._run(requests, use_tqdm)
 
@@ -91,6 +102,7 @@ class LLM(OfflinePooling):
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: Adapters = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -127,7 +139,7 @@ class LLM(OfflinePooling):
         pairs = zip(chats, conversations, strict=True)
         ends = [PromptEnd.of(chat.text, one, continues=continue_final_message) for chat, one in pairs]
         settled = [formats.settled(one, end) for one, end in zip(params, ends, strict=True)]
-        outputs = self.generate(prompts, settled, use_tqdm=use_tqdm)
+        outputs = self.generate(prompts, settled, use_tqdm=use_tqdm, lora_request=lora_request)
         for output, end in zip(outputs, ends, strict=True):
             for completion in output.outputs:
                 completion.answer = formats.read(completion.text, end, schemas)
@@ -137,6 +149,7 @@ class LLM(OfflinePooling):
         self,
         prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
+        lora_request: Adapters = None,
         *,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
@@ -156,17 +169,21 @@ class LLM(OfflinePooling):
             raise ValidationError(
                 f"concurrency_limit must be positive, got {size}", param="concurrency_limit"
             )
-        parts = [all_prompts[start : start + size] for start in range(0, len(all_prompts), size)]
+        pairs = list(zip(all_prompts, per_prompt("lora_request", lora_request, all_prompts), strict=True))
+        parts = [pairs[start : start + size] for start in range(0, len(pairs), size)]
         outputs = [one for part in parts for one in self._search(part, params, use_tqdm)]
         return [beam_search_output(output, self.llm_engine.tokenizer, params) for output in outputs]
 
     def _search(
-        self, prompts: list[PromptType], params: BeamSearchParams, use_tqdm: bool
+        self,
+        prompts: list[tuple[PromptType, LoRARequest | None]],
+        params: BeamSearchParams,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
         with self._one_thread, self._abort_on_error() as requests:
-            for prompt in prompts:
+            for prompt, adapter in prompts:
                 request_id = self._request_id()
-                self.llm_engine.add_request(request_id, prompt, params)
+                self.llm_engine.add_request(request_id, prompt, params, lora_request=adapter)
                 requests.append(request_id)
             return self._run(requests, use_tqdm)
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 
 from quire.config import EngineConfig
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
+from quire.lora_request import LoRARequest
 from quire.plugins import PluginTable, subclass_of
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
@@ -92,6 +93,19 @@ class Executor(ABC):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
+        """Read an adapter in the background; done when a step with it would not wait. It may be done at once.
+
+        One that cannot be used is done with a ValidationError.
+        """
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def drop_adapter(self, key: str) -> None:
+        """Let go of an adapter that was prepared, once the steps that were submitted have run."""
+        return None
 
     def shutdown(self) -> None:
         """Release what the executor holds; calling it twice is fine."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
@@ -29,6 +30,7 @@ from quire.kv_cache.spec import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
+from quire.lora_request import LoRARequest
 from quire.scheduler.output import (
     WAIST_VERSION,
     ModelRunnerOutput,
@@ -73,7 +75,7 @@ def places_written(
 
 
 class _Row:
-    """One request as the worker knows it; `fingerprints[i]` stands for tokens 0 to i."""
+    """One request as the worker knows it; `fingerprints[i]` stands for its adapter and tokens 0 to i."""
 
     def __init__(self, data: NewRequestData) -> None:
         self.request_id = data.request_id
@@ -83,13 +85,17 @@ class _Row:
         self.num_prompt_tokens = data.num_prompt_tokens
         self.num_computed_tokens = data.num_computed_tokens
         self.block_ids = [list(ids) for ids in data.block_ids]
+        self.adapter = None if data.lora_request is None else data.lora_request.key
+        self._root = 0 if data.lora_request is None else data.lora_request.lora_int_id
         self.token_ids: list[int] = []
         self.fingerprints: list[int] = []
         for token_id in data.token_ids:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        self.fingerprints.append(fingerprint(self.fingerprints[-1] if self.fingerprints else 0, token_id))
+        self.fingerprints.append(
+            fingerprint(self.fingerprints[-1] if self.fingerprints else self._root, token_id)
+        )
         self.token_ids.append(token_id)
 
     def truncate(self, num_tokens: int) -> None:
@@ -121,6 +127,7 @@ class NullExecutor(Executor):
         self._kv_config: KVCacheConfig | None = None
         self._cache = FingerprintCache(0, 0)
         self._rows: dict[str, _Row] = {}
+        self._adapters: set[str] = set()
         self._holders: Counter[int] = Counter()
         self._last_step_id = 0
         self._asleep: set[str] = set()
@@ -156,6 +163,14 @@ class NullExecutor(Executor):
         if tag == "kv_cache":
             self._cache = FingerprintCache(self._kv_config.num_blocks, self._kv_config.num_host_blocks)
 
+    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
+        """Count it among those that plans may name."""
+        self._adapters.add(request.key)
+        return super().prepare_adapter(request)
+
+    def drop_adapter(self, key: str) -> None:
+        self._adapters.remove(key)
+
     def submit(self, plan: SchedulerOutput) -> None:
         """Keep the plan until its result is asked for: the latest that a worker may begin."""
         _check(not self._asleep, f"step {plan.step_id} came while {self._asleep} slept")
@@ -182,6 +197,8 @@ class NullExecutor(Executor):
         for scheduled in plan.scheduled:
             self._grow_row(scheduled)
         _check(len(self._rows) <= self.config.scheduler.max_num_seqs, f"{len(self._rows)} rows are too many")
+        adapters = {row.adapter for row in self._rows.values() if row.adapter}
+        _check(len(adapters) <= self.config.lora.max_loras, f"the rows have too many adapters: {adapters}")
         output = ModelRunnerOutput(step_id=plan.step_id, sampled_token_ids={})
         for scheduled in plan.scheduled:
             self._run_row(self._rows[scheduled.request_id], scheduled, output)
@@ -267,6 +284,7 @@ class NullExecutor(Executor):
             len(data.block_ids) == len(self._kv_config.groups), f"{data.request_id}: not one list per group"
         )
         row = self._rows[data.request_id] = _Row(data)
+        _check(row.adapter is None or row.adapter in self._adapters, f"{data.request_id}: no {row.adapter!r}")
         for spec, ids in self._tables(row):
             self._hold(row, spec, ids, ids)
         self._check_reads(row, 0)

@@ -12,6 +12,7 @@ from quire.errors import StartupError
 from quire.executor.base import Executor
 from quire.executor.lane import CallerLane, EagerLane, Lane, ThreadLane
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
+from quire.lora_request import LoRARequest
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
@@ -65,6 +66,12 @@ class UniprocExecutor(Executor):
 
     def prepare_grammar(self, params: StructuredOutputsParams) -> Future[None]:
         return self._worker.grammars.prepare(params)
+
+    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
+        return self._worker.adapters.prepare(request)
+
+    def drop_adapter(self, key: str) -> None:
+        self._lane.start(partial(self._worker.adapters.drop, key))()
 
     def shutdown(self) -> None:
         self._lane.close()

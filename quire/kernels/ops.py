@@ -27,6 +27,7 @@ from quire.kernels import (
     reference_bidirectional,
     reference_experts,
     reference_latent,
+    reference_lora,
     reference_recurrence,
     reference_sampling,
     reference_scan,
@@ -36,6 +37,7 @@ from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, S
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
 from quire.kernels.linear import PANEL, GatedActivation, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.lora import RANK_UNIT, LoraStacks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -603,6 +605,22 @@ def packed_linear(
     `ops.silu_and_mul` or "clamped_swiglu": with g = min(gate, 7) and u = up in [-7, 7], (u + 1) * g * sigmoid(1.702 g).
     """
     return reference.packed_linear(x, weight, bias, activation)
+
+
+def _of_rank_units(out: Tensor, _x: Tensor, _adapter_rows: Tensor, adapters: LoraStacks) -> bool:
+    """Whether the C++ kernel takes these slots: it adds to float32, which is what activations are on a CPU."""
+    return out.dtype is torch.float32 and adapters.a.shape[-1] % RANK_UNIT == 0
+
+
+@op(_cpu("lora.lora_linear", _of_rank_units))
+def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStacks, /) -> None:
+    """Add to each row what its low-rank adapter makes of x, in place (E. Hu et al., 2021, arXiv:2106.09685).
+
+    out [T, N] and x [T, K] of one float dtype, out contiguous. adapter_rows [T] int32 has each row's slot, or a
+    negative number, which leaves the row as it is; a slot that is none is an IndexError. Computed in float32, and
+    rounded once, when it is added. A row's result depends on that row and its adapter alone.
+    """
+    reference_lora.lora_linear(out, x, adapter_rows, adapters)
 
 
 @op(

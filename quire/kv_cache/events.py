@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from quire.kv_cache.hashing import HASH_BYTES, BlockHash, ExtraKeys
+from quire.lora_request import name_in
 
 DEVICE = "GPU"
 """The medium of the blocks that are computed with, on whatever device; subscribers know it by this name."""
@@ -133,7 +134,7 @@ class KVEventLog:
     def _open(self, sequence: HashedSequence, place: int, group_id: int) -> BlockStored:
         stored, keys = self._stored(DEVICE, group_id, block_hashes=[]), sequence.extra_keys
         stored.parent_block_hash = sequence.block_hashes[place - 1] if place else None
-        stored.lora_name = keys.adapter
+        stored.lora_name = None if keys.adapter is None else name_in(keys.adapter)
         stored.extra_keys = None if keys == ExtraKeys(None) else []
         self._events.append(stored)
         return stored

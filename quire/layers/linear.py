@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.linear import QuantizedRows
+from quire.kernels.lora import LoraStacks
 from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer, Piece
@@ -27,6 +28,9 @@ class Linear(MatrixLayer):
     several of the checkpoint's, and `groups` how these are stored; see `MatrixLayer`. `transposed` says that the
     checkpoint stores [K, N], as GPT-2's Conv1D does.
     """
+
+    takes_adapters = True
+    """Whether all products of its matrix are made here, with the step at hand, so that adapters can add to them."""
 
     def __init__(
         self,
@@ -47,6 +51,8 @@ class Linear(MatrixLayer):
             spans, in_features, dtype, name=name, cut=cut, bias=bias, transposed=transposed, groups=groups
         )
         self._quantize_x: Callable[[], None] | None = None
+        self.adapters: LoraStacks | None = None
+        """What a step's `adapter_rows` choose from; None: the engine serves no adapters."""
 
     def reads(self, source: RowSource) -> None:
         """Say that x is what `source` makes, and that nobody else reads it.
@@ -57,6 +63,13 @@ class Linear(MatrixLayer):
 
     def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Tensor:
         """x [T, K] -> [T, N]; the rows are those of the step's tokens."""
+        out = self._product(x)
+        if self.adapters is not None and step.adapter_rows is not None:
+            assert isinstance(x, Tensor), "what serves adapters does not quantise x"
+            ops.lora_linear(out, x, step.adapter_rows, self.adapters)
+        return out
+
+    def _product(self, x: Tensor | QuantizedRows) -> Tensor:
         if self.packed is not None:
             return ops.packed_linear(x, self.packed, self.bias)
         assert self.weight is not None
@@ -167,7 +180,8 @@ class GateUpLinear(Linear):
         self._fused = FUSED.get(activation) if prepare is None else None
 
     def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Any:
-        if self.packed is None or self._fused is None:
+        adapts = self.adapters is not None and step.adapter_rows is not None
+        if self.packed is None or self._fused is None or adapts:
             return self._gate(self._prepared(super().forward(x, step)))
         return ops.packed_linear(x, self.packed, self.bias, self._fused)
 

@@ -18,6 +18,7 @@ class Cause(enum.Enum):
     TOKEN_BUDGET = "for room in the step's token budget"
     SEQUENCE_CAP = "for a place among the running requests (--max-num-seqs)"
     BLOCKS = "for KV cache blocks, short by {}"
+    ADAPTER = "for one of the adapters in use to be done with (--max-loras)"
     SHARED_PROMPT = "for the prompt that it shares to be computed"
     NOT_READY = "for {} to be ready"
     BEHIND = "behind earlier requests"

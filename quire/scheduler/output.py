@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
-WAIST_VERSION = 9
+WAIST_VERSION = 10
 
 BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""
@@ -24,6 +25,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
 
     `token_ids` are all known tokens, `num_prompt_tokens` of them from the prompt (the rest was generated
     before a preemption); `block_ids` are all its blocks; `num_computed_tokens` tokens are in the cache already.
+    The worker has the adapter of its `lora_request`. Running requests have at most `max_loras` different ones.
     One with `pooling_params` samples nothing, whatever `sampling_params` say, and gets what is pooled of its prompt;
     tokens from `second_text_start` on are of a second text (token type 1).
     `owner` is its tenant and its cache salt: what it generates may help others of the same owner only.
@@ -39,6 +41,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     pooling_params: PoolingParams | None = None
     second_text_start: int | None = None
     owner: tuple[str, str | None] = ("", None)
+    lora_request: LoRARequest | None = None
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):

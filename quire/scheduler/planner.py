@@ -5,6 +5,8 @@ Invariant: it remembers nothing from one step to the next; who is where it asks 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from quire.config import SchedulerConfig
 from quire.kv_cache.manager import KVCacheManager, PrefixHit
 from quire.scheduler.explain import Cause
@@ -18,9 +20,15 @@ class Planner:
     """Decides who runs, and what a step computes of them."""
 
     def __init__(
-        self, limits: SchedulerConfig, max_model_len: int, kv: KVCacheManager, queues: RequestQueues
+        self,
+        limits: SchedulerConfig,
+        max_model_len: int,
+        kv: KVCacheManager,
+        queues: RequestQueues,
+        max_adapters: int = 0,
     ) -> None:
         self._limits = limits
+        self._max_adapters = max_adapters
         self._max_model_len = max_model_len
         self._kv = kv
         self._queues = queues
@@ -158,6 +166,8 @@ class Planner:
         outranked = [other for other in self._queues.running if self._outranks(request, other, step)]
         if blocked.num_blocks > sum(map(self._kv.num_held_blocks, outranked)):
             return hit, blocked
+        if self._lacks_adapter(request, without=outranked):
+            return hit, Blocked(request, Cause.ADAPTER)
         while blocked is not None and self._outranks_last(request, step):
             self._queues.preempt_last(request, now)
             hit = self._find_prefix(request, step)
@@ -165,13 +175,22 @@ class Planner:
         return hit, blocked
 
     def _lack(self, request: Request, hit: PrefixHit, step: StepPlan) -> Blocked | None:
-        """Which of a row and blocks a waiting request lacks; blocks promised in this step are as good as taken."""
+        """What a waiting request lacks: blocks, of which those promised in this step are as good as taken, a row, or a
+        place for its adapter.
+        """
         num_short = self._kv.num_blocks_short(request, hit) + step.promised_blocks
         if num_short > 0:
             return Blocked(request, Cause.BLOCKS, num_short)
         if len(self._queues.running) >= self._limits.max_num_seqs:
             return Blocked(request, Cause.SEQUENCE_CAP)
-        return None
+        return Blocked(request, Cause.ADAPTER) if self._lacks_adapter(request) else None
+
+    def _lacks_adapter(self, request: Request, without: Collection[Request] = ()) -> bool:
+        """Whether running requests, but for some, have as many adapters as may be, and not that of the request."""
+        if request.adapter is None:
+            return False
+        used = {other.adapter for other in self._queues.running if other.adapter and other not in without}
+        return request.adapter not in used and len(used) >= self._max_adapters
 
     def _outranks_last(self, request: Request, step: StepPlan) -> bool:
         """Whether the policy lets a waiting request take the place of the last running one."""

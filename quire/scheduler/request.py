@@ -11,6 +11,7 @@ import enum
 from collections.abc import Sequence
 
 from quire.kv_cache.hashing import BlockHash, ExtraKeys
+from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import WaitLog
@@ -55,6 +56,7 @@ class Request:
         num_steps_in_flight: steps that compute something of it and have not come back.
         num_cached_tokens: how many were found in the prefix cache when the request first ran.
         block_hashes: names of the first full blocks, for the KV cache manager.
+        lora_request: the adapter that it is computed with.
         parent: the request whose tokens it shares, while that may save computing them (`quire.scheduler.forks`).
         num_beams, beam: it is this one of so many, and is kept when it ends (`quire.scheduler.kept`).
         num_prompt_logprobs: prompt positions whose logprobs were reported already.
@@ -76,6 +78,7 @@ class Request:
         "extra_keys",
         "finish_reason",
         "fork_of",
+        "lora_request",
         "num_beams",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -120,6 +123,7 @@ class Request:
         num_beams: int = 0,
         beam: int = 0,
         second_text_start: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -137,7 +141,8 @@ class Request:
         self.beam = beam
         self.parent: Request | None = None
         self.starts_over = False
-        self.extra_keys = ExtraKeys(cache_salt=cache_salt)
+        self.lora_request = lora_request
+        self.extra_keys = ExtraKeys(cache_salt, None if lora_request is None else lora_request.key)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0
         self.num_placeholder_tokens = 0
@@ -171,6 +176,11 @@ class Request:
     @property
     def cache_salt(self) -> str | None:
         return self.extra_keys.cache_salt
+
+    @property
+    def adapter(self) -> str | None:
+        """What stands for the weights that are added to the model's."""
+        return self.extra_keys.adapter
 
     @property
     def num_tokens(self) -> int:

@@ -65,7 +65,8 @@ class Scheduler:
         )
         policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)
         self._queues = RequestQueues(policy, self._kv)
-        self._planner = Planner(config.scheduler, self._max_model_len, self._kv, self._queues)
+        max_adapters = config.lora.max_loras if config.lora.enable_lora else 0
+        self._planner = Planner(config.scheduler, self._max_model_len, self._kv, self._queues, max_adapters)
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
         self._is_paused = False
@@ -223,6 +224,14 @@ class Scheduler:
     def request_ids(self) -> list[str]:
         """Of the requests that have not ended, oldest first."""
         return list(self._queues.by_id)
+
+    def adapted(self) -> dict[str, list[str]]:
+        """By adapter, the requests that have it and have not ended."""
+        found: dict[str, list[str]] = {}
+        for request in self._queues.by_id.values():
+            if request.adapter is not None:
+                found.setdefault(request.adapter, []).append(request.request_id)
+        return found
 
     def explain(self, request_id: str, now: float) -> Explanation | None:
         """Why a request waits or waited; None if it is unknown or ended too long ago."""

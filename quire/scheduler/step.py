@@ -82,6 +82,7 @@ class StepPlan:
             pooling_params=request.pooling_params,
             second_text_start=request.second_text_start,
             owner=(request.tenant, request.cache_salt),
+            lora_request=request.lora_request,
         )
         self._new_requests.append(data)
         self._take(request, num_tokens, [], [])

@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.errors import EngineError
 from quire.scheduler.output import NewRequestData, ScheduledRequest
 from quire.worker.block_table import BlockTable
+from quire.worker.row_adapters import RowAdapters
 
 
 class Samples(NamedTuple):
@@ -57,6 +58,7 @@ class InputBatch:
         max_num_seqs: number of rows.
         max_model_len: most tokens of a request.
         block_tables: one per KV cache group.
+        adapters: those of the rows, where adapters are served.
         rolls_back: whether accepted drafts count as computed (`KVCacheConfig.rolls_back`).
     """
 
@@ -67,6 +69,7 @@ class InputBatch:
         block_tables: tuple[BlockTable, ...],
         *,
         rolls_back: bool = True,
+        adapters: RowAdapters | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
@@ -80,6 +83,7 @@ class InputBatch:
         """[S] where the second of a row's two texts begins, `max_model_len` where it has one; None: no row had two."""
         self.device_tokens: Tensor | None = None
         """`token_ids` as a device keeps them, if one does: whatever stands before a sample is there in time."""
+        self.adapters = adapters
         self._rolls_back = rolls_back
         self._num_added = 0
         self._row_of: dict[str, int] = {}
@@ -111,6 +115,8 @@ class InputBatch:
         self.num_computed_tokens[row] = request.num_computed_tokens
         self._tell_texts_apart(row, request.second_text_start)
         self._append_blocks(row, request.block_ids, request.num_computed_tokens)
+        if self.adapters is not None:
+            self.adapters.add_request(row, request.lora_request)
         return row
 
     def _tell_texts_apart(self, row: int, second_text_start: int | None) -> None:
@@ -147,6 +153,8 @@ class InputBatch:
         del self._row_of[request_id]
         for table in self.block_tables:
             table.clear(row)
+        if self.adapters is not None:
+            self.adapters.remove_request(row)
         self._free_rows.append(row)
         return row
 

@@ -132,9 +132,17 @@ def gather_inputs(batch: InputBatch, layout: StepLayout) -> StepInputs:
         positions=torch.from_numpy(positions),
         logits_indices=torch.from_numpy(layout.logits_indices),
         step=StepContext(
-            _metadata(batch, layout, (token_rows, positions)), token_types=gather_token_types(batch, layout)
+            _metadata(batch, layout, (token_rows, positions)),
+            _adapter_rows(batch, token_rows),
+            token_types=gather_token_types(batch, layout),
         ),
     )
+
+
+def _adapter_rows(batch: InputBatch, token_rows: NDArray[np.int64]) -> Tensor | None:
+    """The slots of the tokens' adapters; None if no token has one."""
+    slots = None if batch.adapters is None else batch.adapters.slots_of(token_rows)
+    return None if slots is None else torch.from_numpy(slots)
 
 
 def gather_token_types(batch: InputBatch, layout: StepLayout) -> Tensor | None:

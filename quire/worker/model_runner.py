@@ -35,6 +35,7 @@ from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
 from quire.worker.pipeline import LanguageModel
 from quire.worker.pooling import Pooler
 from quire.worker.prompt_logprobs import PromptLogprobs
+from quire.worker.row_adapters import RowAdapters
 from quire.worker.sampler import Sampled, Sampler
 from quire.worker.sampler.logprobs import LogprobsMode
 from quire.worker.validation import why_unusable
@@ -49,6 +50,7 @@ class ModelRunner:
         kv_config: the cache that was allocated.
         device: where the model and its cache are.
         grammars: where constraints are compiled; its own, if nobody prepares any.
+        adapters: those of the rows, where adapters are served.
         speculation: guesses tokens for later plans to verify; by default as the configuration says.
         is_rehearsal: its steps are run to see what memory steps take.
     """
@@ -61,6 +63,7 @@ class ModelRunner:
         device: Device,
         *,
         grammars: GrammarStore | None = None,
+        adapters: RowAdapters | None = None,
         speculation: Speculation | None = None,
         is_rehearsal: bool = False,
     ) -> None:
@@ -80,7 +83,9 @@ class ModelRunner:
         self._max_model_len = max_model_len
         self._vocab_size = config.arch.vocab_size
         self._slice_size = max(1, device.logits_elements // self._vocab_size)
-        self.batch = InputBatch(max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back)
+        self.batch = InputBatch(
+            max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back, adapters=adapters
+        )
         self._pipeline = device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal)
         mode = LogprobsMode(config.model.logprobs_mode)
         self._sampler = Sampler(

@@ -1,4 +1,5 @@
-"""The forward pass of a CPU: steps that only generate are played from a tape, one per number of requests and of tokens.
+"""The forward pass of a CPU: steps that only generate are played from a tape, one for each number of requests and of
+tokens, and another where some of them have adapters.
 
 There are more tokens than requests where drafts are verified. Neither number is rounded up to few sizes, as those of
 CUDA graphs are: on a CPU a padded row costs as much as any other, and what tapes take is bounded all the same. Their
@@ -30,6 +31,10 @@ MAX_TAPES = 128
 """Recorded calls take some 0.5 KB each, so a tape of a large model about 150 KB; the tapes last played are kept."""
 
 
+_Kind = tuple[int, int, bool]
+"""What steps of one tape have in common: how many requests and tokens they have, and whether some have adapters."""
+
+
 class TapedForward:
     """Inputs of a step -> hidden states [T, H], which the next step may overwrite.
 
@@ -47,7 +52,7 @@ class TapedForward:
         self._max_taped = max_num_tokens
         self._places = _Places(max_num_tokens, table_widths)
         self._arena = Arena(arena_bytes)
-        self._tapes: OrderedDict[tuple[int, int], Tape] = OrderedDict()
+        self._tapes: OrderedDict[_Kind, Tape] = OrderedDict()
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         layout = inputs.layout
@@ -55,28 +60,32 @@ class TapedForward:
         if layout.num_tokens > self._max_taped or not is_taped:
             return self._eager(inputs)
         placed = self._places.place(inputs)
-        key = len(layout.rows), layout.num_tokens
-        tape = self._tapes.get(key)
+        kind = _kind_of(placed)
+        tape = self._tapes.get(kind)
         if tape is None:
-            return self._record(placed, key)
-        self._tapes.move_to_end(key)
+            return self._record(placed, kind)
+        self._tapes.move_to_end(kind)
         if not tape.play():
             self._eager(placed)  # raises what the kernel has to say
             raise EngineError("a kernel refused a recorded step and took the same step afterwards")
         return tape.result
 
-    def _record(self, placed: StepInputs, key: tuple[int, int]) -> Tensor:
-        """Run a step for the first time with so many requests and tokens."""
+    def _record(self, placed: StepInputs, kind: _Kind) -> Tensor:
+        """Run the first step of its kind."""
         try:
             tape = record(lambda: self._eager(placed), self._arena)
         except RecordingError as reason:
-            self._max_taped = key[1] - 1 if isinstance(reason, ArenaFullError) else 0
+            self._max_taped = placed.layout.num_tokens - 1 if isinstance(reason, ArenaFullError) else 0
             logger.info("steps of over %d tokens are not recorded: %s", self._max_taped, reason)
             return self._eager(placed)
-        self._tapes[key] = tape
+        self._tapes[kind] = tape
         if len(self._tapes) > MAX_TAPES:
             self._tapes.popitem(last=False)
         return tape.result
+
+
+def _kind_of(inputs: StepInputs) -> _Kind:
+    return len(inputs.layout.rows), inputs.layout.num_tokens, inputs.step.adapter_rows is not None
 
 
 class _Places:
@@ -87,6 +96,7 @@ class _Places:
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64)
         self._starts = torch.zeros(max_num_tokens + 1, dtype=torch.int32)
         self._seq_lens = torch.zeros(max_num_tokens, dtype=torch.int32)
+        self._adapter_rows = torch.zeros(max_num_tokens, dtype=torch.int32)
         self._slots = [torch.zeros(max_num_tokens, dtype=torch.int64) for _ in table_widths]
         self._tables = [torch.zeros(max_num_tokens, width, dtype=torch.int32) for width in table_widths]
 
@@ -96,7 +106,6 @@ class _Places:
         self._input_ids[:num_tokens] = inputs.input_ids
         self._positions[:num_tokens] = inputs.positions
         step = inputs.step
-        assert step.adapter_rows is None, "there is no place for them"
         assert step.intermediate is None, "there is no place for them"
         self._starts[: size + 1] = step.groups[0].query_start_loc
         self._seq_lens[:size] = step.groups[0].seq_lens
@@ -104,11 +113,16 @@ class _Places:
             if isinstance(own, AttentionMetadata):
                 slots[:num_tokens] = own.slot_mapping
             table[:size, : own.block_tables.shape[1]] = own.block_tables
+        adapter_rows = None
+        if step.adapter_rows is not None:
+            adapter_rows = self._adapter_rows[:num_tokens]
+            adapter_rows.copy_(step.adapter_rows)
+        groups = tuple(map(self._metadata, step.groups, self._slots, self._tables))
         return replace(
             inputs,
             input_ids=self._input_ids[:num_tokens],
             positions=self._positions[:num_tokens],
-            step=StepContext(tuple(map(self._metadata, step.groups, self._slots, self._tables))),
+            step=StepContext(groups, adapter_rows),
         )
 
     def _metadata(self, own: GroupMetadata, slots: Tensor, table: Tensor) -> GroupMetadata:

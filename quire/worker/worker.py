@@ -20,7 +20,11 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.kernels import ops
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts, fit_states
+from quire.layers.base import model_dtype
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
+from quire.lora.slots import AdapterSlots
+from quire.lora.store import AdapterStore
+from quire.lora.targets import Targets
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -31,6 +35,7 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.parked_weights import ParkedWeights
 from quire.worker.refused_memory import refused_memory
 from quire.worker.rehearsal import Rehearsal, rehearsed_groups
+from quire.worker.row_adapters import RowAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +59,8 @@ class Worker:
         self._kv_config: KVCacheConfig | None = None
         self._parked: ParkedWeights | None = None
         self.grammars = GrammarStore(config.structured_outputs.settings)
+        self.adapters = AdapterStore(config.lora.max_lora_rank, model_dtype(config))
+        self._slots: AdapterSlots | None = None
 
     def load(self) -> None:
         """Load the weights and run the model once.
@@ -66,7 +73,7 @@ class Worker:
         with refused_memory(
             "the model", "--max-model-len, --dtype and --quantization decide how much it takes"
         ):
-            self._model = load_model(self._config)
+            self._load_model()
             loaded = time.monotonic()
             self._warm_up()
         logger.info(
@@ -96,7 +103,12 @@ class Worker:
             host_tier = [transfers.host_memory(shape) for shape in shapes]
         self._copier = BlockCopier(tensors, host_tier, transfers.copy_blocks)
         self._runner = ModelRunner(
-            self._loaded(), self._config, kv_config, self._device, grammars=self.grammars
+            self._loaded(),
+            self._config,
+            kv_config,
+            self._device,
+            grammars=self.grammars,
+            adapters=self._row_adapters(),
         )
         self._runner.prepare()
 
@@ -116,7 +128,7 @@ class Worker:
             self._runner = self._copier = None
             self._bind_least_cache()
         if level == 2:
-            self._model = self._parked = None
+            self._model = self._parked = self._slots = None
         elif self._model is not None and self._parked is None and self._device.parks_weights:
             self._parked = ParkedWeights(self._model, self._device.transfers)
         self._device.memory.give_back()
@@ -131,7 +143,7 @@ class Worker:
 
     def _wake_weights(self) -> None:
         if self._model is None:
-            self._model = load_model(self._config)
+            self._load_model()
         if self._parked is not None:
             with _enough_memory("the weights"):
                 self._parked.restore()
@@ -145,6 +157,23 @@ class Worker:
         """Let go of the model and the cache."""
         self._model = self._runner = self._copier = None
         self.grammars.close()
+        self.adapters.close()
+
+    def _load_model(self) -> None:
+        """The model, with slots for adapters if they are served."""
+        self._model = load_model(self._config)
+        lora = self._config.lora
+        if lora.enable_lora:
+            targets, device = Targets(self._model), self._device.transfers.torch_device
+            dtype = model_dtype(self._config)
+            self._slots = AdapterSlots(targets, lora.max_loras, lora.max_lora_rank, dtype, device)
+            self.adapters.use_targets(targets)
+
+    def _row_adapters(self) -> RowAdapters | None:
+        if self._slots is None:
+            return None
+        num_rows = self._config.scheduler.max_num_seqs
+        return RowAdapters(self.adapters, self._slots, self._config.lora.max_loras, num_rows)
 
     def _loaded(self) -> CausalLM:
         assert self._model is not None, "load() comes first"

@@ -14,6 +14,7 @@ from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import FLOAT, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.lora import LoraStacks
 from tests.kernels.state_batches import state_batch
 
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3), torch.float16: (2e-3, 1e-3)}
@@ -352,6 +353,40 @@ def write_latents(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 @cases
+def lora_linear(dtype: torch.dtype) -> Iterator[Arguments]:
+    """No rows, none with an adapter, some alone and in runs; parts of any size, adapters of any rank, 0 included."""
+    for inputs, parts, max_rank in [
+        (1, [1], 16),
+        (45, [33], 16),
+        (64, [64, 16, 16], 32),
+        (300, [280, 7], 48),
+    ]:
+        for kept in {dtype, torch.float32}:
+            adapters = lora_stacks(3, parts, inputs, max_rank, kept)
+            for slots in ([], [-1, -1], [2], [0, 0, 2, -1, 1, 1, 1, 1, 1], [2] * 7 + [-7] + [0] * 5):
+                rows = torch.tensor(slots, dtype=torch.int32)
+                out = randn(len(slots), sum(parts), dtype=dtype)
+                yield (out, randn(len(slots), inputs, dtype=dtype), rows, adapters), {}
+
+
+def lora_stacks(
+    num_slots: int, parts: list[int], inputs: int, max_rank: int, dtype: torch.dtype = torch.float32
+) -> LoraStacks:
+    """Slots full of random adapters; what lies behind an adapter's ranks is NaN."""
+    stacks = LoraStacks.empty(num_slots, parts, inputs, max_rank, dtype, torch.device("cpu"))
+    stacks.scales.copy_(torch.rand(stacks.scales.shape) * 2)
+    stacks.ranks.copy_(torch.randint(0, stacks.a.shape[-1] + 1, stacks.ranks.shape))
+    stacks.a.fill_(torch.nan)
+    stacks.b.fill_(torch.nan)
+    for slot in range(num_slots):
+        for part, columns in enumerate(stacks.columns()):
+            rank = int(stacks.ranks[slot, part])
+            stacks.a[slot, part, :, :rank] = torch.randn(inputs, rank) / inputs**0.5
+            stacks.b[slot, :rank, columns] = torch.randn(rank, parts[part]) / 4
+    return stacks
+
+
+@cases
 def latent_attention(dtype: torch.dtype) -> Iterator[Arguments]:
     for batch in BATCHES:
         for heads, rank, rope, cache_dtype in [(4, 32, 8, dtype), (5, 16, 24, torch.float32)]:
@@ -573,6 +608,9 @@ def move(value: Any, device: str) -> Any:
         return replace(value, **moved)
     if isinstance(value, PackedWeight):
         names = ("data", "scales", "zeros")
+        return replace(value, **{name: move(getattr(value, name), device) for name in names})
+    if isinstance(value, LoraStacks):
+        names = ("a", "b", "scales", "ranks")
         return replace(value, **{name: move(getattr(value, name), device) for name in names})
     if isinstance(value, ExpertWeights):
         names = ("gate_up", "down", "gate_up_bias", "down_bias")

@@ -28,8 +28,11 @@ from quire.scheduler.scheduler import Scheduler
 VOCAB_SIZE = 40
 REQUEST_FIELDS = (
     "eos_token_ids", "cache_salt", "priority", "tenant", "fork_of", "pooling_params", "output_token_ids", "num_beams",
-    "beam", "second_text_start",
+    "beam", "second_text_start", "lora_request",
 )  # fmt: skip
+
+ALONE_FIELDS = ("eos_token_ids", "cache_salt", "pooling_params", "lora_request")
+"""Those that a request has in an engine of its own, too."""
 
 
 def make_config(**changes: Any) -> EngineConfig:
@@ -103,6 +106,8 @@ class Engine:
             sampling_params=SamplingParams(**{"max_tokens": 8, **fields}),
             **own,
         )
+        if request.lora_request is not None:
+            self.executor.prepare_adapter(request.lora_request)
         self.scheduler.add_request(request, self.now, [Hold(key, detail=key) for key in lacks])
         self.requests[request_id], self.updates[request_id] = request, []
         self.lacks[request_id] = set(lacks)
@@ -214,8 +219,10 @@ def run_alone(request: Request, config: EngineConfig) -> RequestUpdate:
     )
     engine = Engine(roomy)
     params = request.sampling_params
-    own = {name: getattr(request, name) for name in ("eos_token_ids", "cache_salt", "pooling_params")}
+    own = {name: getattr(request, name) for name in ALONE_FIELDS}
     copy = Request(request_id="r", prompt_token_ids=request.prompt_token_ids, sampling_params=params, **own)
+    if request.lora_request is not None:
+        engine.executor.prepare_adapter(request.lora_request)
     engine.requests["r"], engine.updates["r"], engine.lacks["r"] = copy, [], set()
     engine.scheduler.add_request(copy, engine.now)
     engine.drain()

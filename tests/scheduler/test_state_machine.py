@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.errors import ValidationError
+from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.scheduler.request import RequestStatus
 from tests.scheduler.harness import VOCAB_SIZE, Engine, failing, make_config, make_spec, run_alone
 
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2] * 16, [3, 1, 4, 1, 2, 7, 1, 8, 2, 8, 1, 8])
+ADAPTERS = [LoRARequest(name, number, "path") for number, name in enumerate("abc", 1)]
 KINDS = [
     ("full",),
     ("full", "full"),
@@ -54,6 +56,7 @@ def parameters(draw):
         "priority": draw(st.integers(-1, 2)),
         "tenant": draw(st.sampled_from("ab")),
         "pooling_params": draw(st.sampled_from([None, None, None, PoolingParams()])),
+        "lora_request": draw(st.sampled_from([None, None, *ADAPTERS])),
         "lacks": draw(st.sampled_from([[], [], [], [], ["x"], ["y", "x"]])),
     }
 
@@ -65,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         slack=st.sampled_from([1, 2, 5, 20, 100]),
         kinds=st.sampled_from(KINDS),
         max_num_seqs=st.integers(1, 5),
+        max_loras=st.integers(1, 3),
         max_num_batched_tokens=st.sampled_from([1, 3, 8, 32, 64]),
         block_size=st.sampled_from([1, 4, 5]),
         enable_prefix_caching=st.sampled_from([True, True, False]),
@@ -97,6 +101,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=40,
             enable_chunked_prefill=enable_chunked_prefill,
             long_prefill_token_threshold=threshold,
+            enable_lora=True,
+            max_cpu_loras=3,
             max_num_batched_tokens=max_num_batched_tokens,
             **fields,
         )
@@ -128,7 +134,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         parent = self.engine.requests[data.draw(st.sampled_from(self.unfinished))]
         for params in siblings:
             salt = parent.extra_keys.cache_salt
-            self._add(parent.prompt_token_ids, {**params, "cache_salt": salt, "fork_of": parent.request_id})
+            same = {"cache_salt": salt, "lora_request": parent.lora_request, "fork_of": parent.request_id}
+            self._add(parent.prompt_token_ids, {**params, **same})
 
     def _add(self, prompt, params):
         config = self.engine.config

@@ -49,8 +49,9 @@ async def create_message(request: Request) -> Response:
     body = await read_request(request, MessagesRequest)
     note_ignored(body, given(body, WITHOUT_EFFECT))
     message_id = f"msg_{request_id_of(request.scope)}"
-    writer = MessageWriter(message_id, server_of(request).check_model(body.model))
-    return await respond_translated(request, chat_fields(body), writer, message_id, CHAT_NAMES)
+    model = server_of(request).check_model(body.model)
+    writer, fields = MessageWriter(message_id, model), {**chat_fields(body), "model": model}
+    return await respond_translated(request, fields, writer, message_id, CHAT_NAMES)
 
 
 @router.post("/v1/messages/count_tokens")

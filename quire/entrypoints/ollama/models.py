@@ -38,7 +38,7 @@ SPOKEN_VERSION = "0.12.0"
 async def tags(request: Request) -> Response:
     """The names under which the model is served."""
     server = server_of(request)
-    return json_response(ModelList([_listed(server, name) for name in server.model_names]))
+    return json_response(ModelList([_listed(server, name) for name in server.served_names]))
 
 
 @router.get("/api/ps")
@@ -46,7 +46,7 @@ async def tags(request: Request) -> Response:
 async def loaded(request: Request) -> Response:
     """The same names: the model is loaded as long as the server runs."""
     server = server_of(request)
-    models = [_listed(server, name) for name in server.model_names]
+    models = [_listed(server, name) for name in server.served_names]
     for model in models:
         model.expires_at, model.size_vram = FOREVER, 0
         model.context_length = server.engine.config.model.max_model_len
@@ -93,7 +93,7 @@ def served_name(server: ServerState, name: str) -> str:
     Raises:
         NotFoundError: the server does not serve it.
     """
-    return server.check_model(name if name in server.model_names else name.removesuffix(":latest"))
+    return server.check_model(name if name in server.served_names else name.removesuffix(":latest"))
 
 
 def _capabilities(server: ServerState, formats: AnswerFormat) -> list[str]:

@@ -69,7 +69,7 @@ async def generate(request: Request) -> Response:
 async def _respond(
     request: Request, body: TurnRequest, fields: dict[str, object], *, is_chat: bool
 ) -> Response:
-    served_name(server_of(request), body.model)
+    fields["model"] = served_name(server_of(request), body.model)
     writer = LineWriter(body.model, is_chat=is_chat, with_logprobs=body.logprobs)
     note_ignored(body, [*given(body, WITHOUT_EFFECT), *ignored_options(body.options)])
     if not fields["messages"]:

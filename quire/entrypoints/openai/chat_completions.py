@@ -113,6 +113,7 @@ class ChatAnswer:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
+            lora_request=self._server.adapters.get(self._model),
             timeout_s=request.time_left(),
             trace_headers=request.trace_headers,
             stream_interval=interval,

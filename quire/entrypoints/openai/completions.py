@@ -87,6 +87,7 @@ class CompletionAnswer:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
+            lora_request=self._server.adapters.get(self._model),
             timeout_s=request.time_left(),
             trace_headers=request.trace_headers,
             stream_interval=interval,

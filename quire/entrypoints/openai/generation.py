@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quire.beam_search_params import BeamSearchParams
 from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError
 from quire.inputs import TokensPrompt
+from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -45,6 +46,7 @@ class Outputs:
         *,
         priority: int = 0,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         stream_interval: int = 1,
@@ -52,6 +54,7 @@ class Outputs:
         terms: dict[str, Any] = {
             "priority": priority,
             "tenant": tenant,
+            "lora_request": lora_request,
             "timeout_s": timeout_s,
             "trace_headers": trace_headers,
         }

@@ -21,9 +21,9 @@ CREATED = int(time.time())
 @router.get("/v1/models/", include_in_schema=False)
 @describe(Operation(reply=ModelList))
 async def list_models(request: Request) -> Response:
-    """The names under which the model is served."""
+    """The names under which the model is served, and its adapters, whose parent it is."""
     server = server_of(request)
-    return json_response(ModelList([model_card(server, name) for name in server.model_names]))
+    return json_response(ModelList([model_card(server, name) for name in server.served_names]))
 
 
 @router.get("/v1/models/{model_id:path}")
@@ -39,5 +39,6 @@ def model_card(server: ServerState, name: str) -> ModelCard:
         id=name,
         created=CREATED,
         root=server.model_names[0],
+        parent=server.model_names[0] if name in server.adapters else None,
         max_model_len=server.engine.config.model.max_model_len,
     )

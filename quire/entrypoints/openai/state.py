@@ -18,12 +18,14 @@ from quire.config import ServerConfig
 from quire.entrypoints.chat.formats.choice import choose
 from quire.entrypoints.chat.formats.model import ModelFormat
 from quire.entrypoints.chat.template import ChatTemplate
+from quire.entrypoints.openai.adapters import named_adapters
 from quire.entrypoints.openai.bounded_threads import BoundedThreads
 from quire.entrypoints.openai.fill_in import FillIn
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring
 from quire.errors import ConfigError, NotFoundError, ValidationError
 from quire.io_processors import IOProcessor, make_io_processor
+from quire.lora_request import LoRARequest
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class ServerState:
     siblings: Siblings | None = None
     renders: BoundedThreads = field(init=False)
     """For the chat template of requests."""
+    adapters: Mapping[str, LoRARequest] = field(init=False)
+    """By the names under which they are served."""
     preparation: BoundedThreads = field(default_factory=BoundedThreads)
     """For the chat template at start-up, when the machine has much to do."""
     draining: bool = False
@@ -74,6 +78,7 @@ class ServerState:
     def __post_init__(self) -> None:
         self.io_processor = make_io_processor(self.engine.config)
         self.renders = BoundedThreads(self.config.chat_template_timeout)
+        self.adapters = named_adapters(self.config.lora_modules, self.engine.config, self.model_names)
 
     @property
     def unavailable(self) -> str | None:
@@ -90,6 +95,11 @@ class ServerState:
     def model_names(self) -> tuple[str, ...]:
         model = self.engine.config.model
         return model.served_model_name or (model.model,)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """What a request may name as its model: the base model's names, and the adapters'."""
+        return (*self.model_names, *self.adapters)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -184,8 +194,8 @@ class ServerState:
         """
         if not name:
             return self.model_names[0]
-        if name not in self.model_names:
-            served = ", ".join(self.model_names)
+        if name not in self.served_names:
+            served = ", ".join(self.served_names)
             raise NotFoundError(
                 f"the model {name!r:.100} does not exist; this server has: {served}", param="model"
             )

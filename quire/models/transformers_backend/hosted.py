@@ -25,6 +25,8 @@ _NO_STEP = StepContext(())
 class HostedLinear(Linear):
     """[..., K] -> [..., N]."""
 
+    takes_adapters = False
+
     def forward(self, x: Tensor, step: StepContext = _NO_STEP) -> Tensor:  # type: ignore[override]
         return super().forward(x, step)
 

@@ -16,6 +16,7 @@ from quire.engine.input_processor import InputProcessor
 from quire.engine.output_stream import Offer
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.errors import EngineDeadError, NotFoundError, QuireError, UnavailableError
+from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -107,6 +108,7 @@ class FakeEngine:
         self.closed: list[str] = []
         self.aborted: list[str] = []
         self.seen: list[tuple[Any, SamplingParams]] = []
+        self.adapters: list[LoRARequest | None] = []
         self.tenants: list[str] = []
         self.timeouts: list[float | None] = []
         self.trace_headers: list[Mapping[str, str] | None] = []
@@ -173,6 +175,7 @@ class FakeEngine:
         *,
         priority: int = 0,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         offer: Offer | None = None,
@@ -183,8 +186,14 @@ class FakeEngine:
             sampling_params = self._recited(tokenized, sampling_params)
         sampling_params = self.input_processor.constraints.settled(sampling_params)
         children = self.input_processor.process(
-            request_id, tokenized, sampling_params, priority=priority, tenant=tenant
+            request_id,
+            tokenized,
+            sampling_params,
+            priority=priority,
+            tenant=tenant,
+            lora_request=lora_request,
         )
+        self.adapters.append(lora_request)
         self.tenants.append(tenant)
         self.timeouts.append(timeout_s)
         self.trace_headers.append(trace_headers)

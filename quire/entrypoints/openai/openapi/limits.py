@@ -70,7 +70,7 @@ class Limits:
         config = server.engine.config
         scheduler = config.scheduler
         return cls(
-            server.model_names,
+            server.served_names,
             config.arch.vocab_size,
             config.model.max_model_len,
             config.model.max_logprobs,

@@ -44,5 +44,6 @@ async def create_response(request: Request) -> Response:
     body = await read_request(request, ResponsesRequest)
     note_ignored(body, given(body, WITHOUT_EFFECT))
     response_id = f"resp_{request_id_of(request.scope)}"
-    writer = ResponseWriter(response_id, server_of(request).check_model(body.model), body)
-    return await respond_translated(request, chat_fields(body), writer, response_id, CHAT_NAMES)
+    model = server_of(request).check_model(body.model)
+    writer, fields = ResponseWriter(response_id, model, body), {**chat_fields(body), "model": model}
+    return await respond_translated(request, fields, writer, response_id, CHAT_NAMES)

@@ -1,0 +1,40 @@
+"""Low-rank adapters (see lora.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.fields import Config, option
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LoRAConfig(Config):
+    """Low-rank adapters that requests may name (see lora.md)."""
+
+    enable_lora: bool = option(False, "Serve low-rank adapters (LoRA) beside the model.")
+    max_loras: int = option(
+        1, "Different adapters in one step; each takes memory of the device.", ge=1, le=256
+    )
+    max_lora_rank: int = option(16, "Largest rank of an adapter.", ge=1, le=512)
+    max_cpu_loras: int | None = option(
+        None, "Adapters kept in the host's memory, at least --max-loras. Default: as many as that.", ge=1
+    )
+
+    @property
+    def num_kept(self) -> int:
+        """Adapters in the host's memory."""
+        return self.max_cpu_loras or self.max_loras
+
+    def check(self, device: str) -> None:
+        """Refuse what cannot be served.
+
+        Raises:
+            ConfigError: names the flag and the limit.
+        """
+        if self.enable_lora and device != "cpu":
+            raise ConfigError(f"--enable-lora is for --device cpu so far; it is {device}")
+        if self.num_kept < self.max_loras:
+            raise ConfigError(
+                f"--max-cpu-loras is {self.num_kept}, and --max-loras {self.max_loras} needs as many"
+            )

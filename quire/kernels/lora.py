@@ -1,0 +1,65 @@
+"""The adapters of a layer, as the kernels read them.
+
+Invariant: memory is taken once, for as many adapters as may be in a step; loading one writes into its slot and moves
+nothing, so what was recorded of a step goes on reading the right addresses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RANK_UNIT = 16
+"""Ranks that C++ kernels make together: a slot has room for a multiple of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraStacks:
+    """S slots for low-rank additions to a matrix [N, K] that is made of P parts, one above the other.
+
+    `a` [S, P, K, R] and `b` [S, R, N], of one float dtype: part p of slot s adds scales[s, p] * x @ a[s, p] @ b[s] in
+    the columns of that part. Of the R ranks the first ranks[s, p] count; what lies behind them means nothing. `ends`
+    [P + 1] int64 on the host: where in N each part begins, and N.
+    """
+
+    a: Tensor
+    b: Tensor
+    scales: Tensor
+    """float32 [S, P]."""
+    ranks: Tensor
+    """int32 [S, P]; 0: the adapter has nothing for this part."""
+    ends: Tensor
+    native: Any = field(default=None, init=False, repr=False, compare=False)
+    """Set by the kernels of a device once they have checked it."""
+
+    @staticmethod
+    def empty(
+        num_slots: int,
+        parts: Sequence[int],
+        inputs: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "LoraStacks":
+        """Slots without adapters, for a matrix whose parts have so many outputs."""
+        max_rank = -(-max_rank // RANK_UNIT) * RANK_UNIT
+        ends = torch.tensor([0, *parts]).cumsum(0)
+        return LoraStacks(
+            a=torch.zeros(num_slots, len(parts), inputs, max_rank, dtype=dtype, device=device),
+            b=torch.zeros(num_slots, max_rank, sum(parts), dtype=dtype, device=device),
+            scales=torch.zeros(num_slots, len(parts), device=device),
+            ranks=torch.zeros(num_slots, len(parts), dtype=torch.int32, device=device),
+            ends=ends,
+        )
+
+    def columns(self) -> list[slice]:
+        """Of N, those of each part."""
+        return [slice(start, end) for start, end in pairwise(self.ends.tolist())]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots."""
+        return sum(part.nbytes for part in (self.a, self.b, self.scales, self.ranks))

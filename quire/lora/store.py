@@ -1,0 +1,75 @@
+"""Adapters in the host's memory, read beside the steps.
+
+Invariant: one thread reads, and nobody waits for it but those who need what it reads. What is kept is for the core to
+say (`quire.engine.adapter_holds`): an adapter stays until it is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from quire.errors import StartupError, ValidationError
+from quire.lora.checkpoint import Adapter, read_adapter
+from quire.lora.targets import Targets
+from quire.lora_request import LoRARequest
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterStore:
+    """The adapters of one model.
+
+    Args:
+        max_rank: the largest that they may have.
+        dtype: of their weights.
+    """
+
+    def __init__(self, max_rank: int, dtype: torch.dtype) -> None:
+        self._max_rank = max_rank
+        self._dtype = dtype
+        self._targets: Targets | None = None
+        self._kept: dict[str, Adapter] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def use_targets(self, targets: Targets) -> None:
+        """What adapters may change; of a model that was loaded again, the same."""
+        self._targets = targets
+
+    def prepare(self, request: LoRARequest) -> Future[None]:
+        """Read an adapter in the background; the result may be a ValidationError, and nothing is kept then."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "quire-adapters")
+        return self._thread.submit(self._read, request)
+
+    def get(self, request: LoRARequest) -> Adapter:
+        """One that was prepared, and not dropped since."""
+        return self._kept[request.key]
+
+    def drop(self, key: str) -> None:
+        """Let go of an adapter."""
+        del self._kept[key]
+
+    def close(self) -> None:
+        """Read nothing more; calling it twice is fine."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._kept.clear()
+
+    def _read(self, request: LoRARequest) -> None:
+        assert self._targets is not None, "the model is loaded first"
+        directory = Path(request.lora_path).expanduser()
+        try:
+            adapter = read_adapter(directory, self._targets, self._max_rank, self._dtype)
+        except StartupError as error:
+            problem = str(error).replace(f"{directory}/", "")  # where it lies is for the operator alone
+        except Exception:  # costs those who want this adapter, and no core
+            logger.exception("the adapter %r could not be read", request.lora_name)
+            problem = "it could not be read; the server's log says why"
+        else:
+            self._kept[request.key] = adapter
+            return
+        raise ValidationError(f"adapter {request.lora_name!r}: {problem}", param="lora_request")

@@ -1,0 +1,51 @@
+"""`LoRARequest`: the adapter that a request is to be computed with.
+
+Invariant: name and number together stand for one set of weights, for as long as the engine runs: cached prefixes go by
+them. It is a msgspec struct, so it crosses process borders as is.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.errors import ValidationError
+
+MAX_NAME_CHARS = 256
+
+
+class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter; names and order of the fields are vLLM's.
+
+    Args:
+        lora_name: what it is called.
+        lora_int_id: a number from 1 on; weights that change under a name get another one.
+        lora_path: its directory, with adapter_config.json and adapter_model.safetensors, on the machine of the engine.
+
+    Raises:
+        ValidationError: a value is of the wrong type or out of range; `param` names it.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        name, number = self.lora_name, self.lora_int_id
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+            raise ValidationError(f"lora_name must be 1 to {MAX_NAME_CHARS} characters", param="lora_name")
+        if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number < 2**63:
+            raise ValidationError(
+                f"lora_int_id must be an integer from 1 to 2**63 - 1, got {number!r}", param="lora_int_id"
+            )
+        if not isinstance(self.lora_path, str) or not self.lora_path:
+            raise ValidationError("lora_path must be a directory's path", param="lora_path")
+
+    @property
+    def key(self) -> str:
+        """What stands for its weights, wherever adapters are told apart."""
+        return f"{self.lora_int_id}:{self.lora_name}"
+
+
+def name_in(key: str) -> str:
+    """The name of the adapter that a key stands for."""
+    return key.partition(":")[2]

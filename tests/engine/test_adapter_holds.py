@@ -1,0 +1,135 @@
+"""Which adapters the worker is to read and to let go of, whatever requests come and go."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from quire.config.lora import LoRAConfig
+from quire.engine.adapter_holds import AdapterHolds
+from quire.errors import ValidationError
+from quire.lora_request import LoRARequest
+from quire.scheduler.output import RequestUpdate
+
+A, B, C = (LoRARequest(name, number, "path") for number, name in enumerate("abc", 1))
+
+
+class Worker:
+    """Reads adapters when it is told to, and knows what it has."""
+
+    def __init__(self) -> None:
+        self.reading: dict[str, Future[None]] = {}
+        self.kept: set[str] = set()
+
+    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
+        assert request.key not in self.kept
+        self.reading[request.key] = Future()
+        return self.reading[request.key]
+
+    def drop_adapter(self, key: str) -> None:
+        self.kept.remove(key)
+
+    def read(self, request: LoRARequest, failure: Exception | None = None) -> None:
+        future = self.reading.pop(request.key)
+        if failure is None:
+            self.kept.add(request.key)
+            future.set_result(None)
+        else:
+            future.set_exception(failure)
+
+
+class Requests:
+    """Unfinished requests, by the adapters that they have."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[str]] = {}
+        self.released: list[str] = []
+
+    def adapted(self) -> dict[str, list[str]]:
+        return self.of
+
+    def release(self, key: str, now: float) -> None:
+        self.released.append(key)
+
+    def finish_requests(self, ids: list[str], reason: str, now: float) -> list[RequestUpdate]:
+        self.of = {key: own for key, own in self.of.items() if own != ids}
+        return [RequestUpdate(name, [], finish_reason=reason) for name in ids]
+
+
+class Setting:
+    def __init__(self, **config: Any) -> None:
+        self.worker, self.requests = Worker(), Requests()
+        config = {"enable_lora": True, "max_cpu_loras": 2} | config
+        self.holds = AdapterHolds(LoRAConfig(**config), self.worker, self.requests)  # type: ignore[arg-type]
+
+    def add(self, name: str, adapter: LoRARequest) -> list[str]:
+        """The keys that a new request is held for."""
+        keys = [str(hold.key) for hold in self.holds.of(adapter)]
+        self.requests.of.setdefault(adapter.key, []).append(name)
+        return keys
+
+
+def test_requests_are_held_until_their_adapter_is_there() -> None:
+    setting = Setting()
+    assert setting.add("one", A) == setting.add("two", A) == ["adapter 1:a"]
+    assert not setting.holds.any_ready
+    assert setting.holds.patience_s is not None
+    setting.worker.read(A)
+    assert setting.holds.any_ready
+    assert setting.holds.release_ready(0.0) == []
+    assert setting.requests.released == ["adapter 1:a"]
+    assert setting.add("three", A) == []
+    assert setting.holds.patience_s is None
+
+
+def test_an_adapter_makes_room_when_no_request_has_it() -> None:
+    setting = Setting()
+    for name, adapter in (("one", A), ("two", B), ("three", C)):
+        setting.add(name, adapter)
+    assert list(setting.worker.reading) == [A.key, B.key]
+    setting.worker.read(A)
+    setting.worker.read(B)
+    setting.holds.release_ready(0.0)
+    assert not setting.holds.any_ready, "both are in use"
+    del setting.requests.of[B.key]
+    assert setting.holds.any_ready
+    setting.holds.release_ready(0.0)
+    assert (setting.worker.kept, list(setting.worker.reading)) == ({A.key}, [C.key])
+    assert setting.add("four", B) == ["adapter 2:b"]
+
+
+def test_the_one_used_longest_ago_makes_room() -> None:
+    setting = Setting()
+    for name, adapter in (("one", A), ("two", B)):
+        setting.add(name, adapter)
+        setting.worker.read(adapter)
+        setting.holds.release_ready(0.0)
+    setting.add("three", A)
+    setting.requests.of.clear()
+    setting.add("four", C)
+    assert setting.worker.kept == {A.key}
+
+
+def test_what_cannot_be_read_ends_its_requests_and_may_be_tried_again() -> None:
+    setting = Setting()
+    setting.add("one", A)
+    setting.add("two", A)
+    setting.worker.read(A, ValidationError("it is no adapter"))
+    ends = setting.holds.release_ready(0.0)
+    assert [(end.request_id, end.finish_reason, end.error) for end in ends] == [
+        ("one", "error", "it is no adapter"),
+        ("two", "error", "it is no adapter"),
+    ]
+    assert setting.add("three", A) == ["adapter 1:a"]
+    assert list(setting.worker.reading) == [A.key]
+
+
+def test_a_name_and_number_stand_for_one_path() -> None:
+    setting = Setting()
+    setting.add("one", A)
+    with pytest.raises(ValidationError, match="'a' has the number 1 already, with another path"):
+        setting.holds.of(LoRARequest("a", 1, "elsewhere"))
+    with pytest.raises(ValidationError, match="--enable-lora"):
+        Setting(enable_lora=False).holds.of(A)

@@ -1,0 +1,74 @@
+"""Adapters in the layout of PEFT, full of random numbers, and what transformers computes once they are merged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.fixtures.tiny_models import oracle_of
+
+Shapes = Mapping[str, tuple[int, int]]
+"""Module -> its outputs and inputs."""
+
+
+def linear_shapes(oracle: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """The linear modules of a model of transformers."""
+    shapes = {}
+    for name, module in oracle.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            shapes[name] = (module.out_features, module.in_features)
+        elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+            shapes[name] = (module.nf, module.nx)
+    return shapes
+
+
+def write_adapter(directory: Path, shapes: Shapes, *, rank: int = 4, seed: int = 0, **config: Any) -> Path:
+    """An adapter of these modules, whose options may differ from PEFT's defaults; changes outputs by about a half."""
+    directory.mkdir(parents=True, exist_ok=True)
+    values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"} | config
+    (directory / "adapter_config.json").write_text(json.dumps(values))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (outputs, inputs) in shapes.items():
+        r = next((r for key, r in values.get("rank_pattern", {}).items() if name.endswith(key)), values["r"])
+        prefix = f"base_model.model.{name}"
+        tensors[f"{prefix}.lora_A.weight"] = torch.randn(r, inputs, generator=generator) / sqrt(inputs)
+        tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, r, generator=generator) / 16
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def merge(
+    oracle: torch.nn.Module, directory: Path, scales: Mapping[str, float], default: float = 2.0
+) -> None:
+    """Add an adapter to a model's weights; `scales` are those of modules, by the ends of their names."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(directory / "adapter_model.safetensors")
+    modules = dict(oracle.named_modules())
+    for key, a in tensors.items():
+        if key.endswith(".lora_A.weight"):
+            name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            scale = next((value for end, value in scales.items() if name.endswith(end)), default)
+            added = scale * tensors[key.replace("lora_A", "lora_B")] @ a
+            weight: Tensor = modules[name].weight  # type: ignore[assignment]
+            with torch.no_grad():
+                weight += (
+                    added
+                    if weight.shape == added.shape and hasattr(modules[name], "in_features")
+                    else added.t()
+                )
+
+
+def merged_oracle(model_dir: Path, adapter: Path, scales: Mapping[str, float] | None = None) -> Any:
+    """The model of transformers with an adapter in its weights."""
+    oracle = oracle_of(model_dir)
+    merge(oracle, adapter, scales or {})
+    return oracle

@@ -1,0 +1,136 @@
+"""Adapters on models: what they add is what merging them adds, and no row learns of another's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.layers.matrix import MatrixLayer
+from quire.lora.checkpoint import read_adapter
+from quire.lora.slots import AdapterSlots
+from quire.lora.targets import Targets
+from quire.models.base import CausalLM
+from tests.fixtures.tiny_families import TINY_FAMILIES
+from tests.fixtures.tiny_models import TINY_MODELS, oracle_of
+from tests.lora.adapters import linear_shapes, merged_oracle, write_adapter
+from tests.models.harness import load_tiny, logits_of
+from tests.models.test_parity import assert_close, prompts
+
+FAMILIES = ["llama", "qwen2", "phi3", "gemma3", "gpt2", "opt"]
+NAMED_OTHERWISE = {"nemotronh", "zamba2", "zamba2-adapted"}
+"""Here transformers' modules, and so PEFT's, are not called what the checkpoint calls them: adapters are refused."""
+OTHERS = sorted((TINY_MODELS.keys() | TINY_FAMILIES.keys()) - {*FAMILIES, *NAMED_OTHERWISE, "phi3-longrope"})
+NOT_TARGETS = ("lm_head", "output", "embed_out", "router", "gate", "kv_b_proj")
+"""Ends of the names of linear modules that no adapter may change."""
+CPU = torch.device("cpu")
+
+
+def with_slots(model_dir: Path, num_slots: int = 3, **args: Any) -> tuple[CausalLM, Targets, AdapterSlots]:
+    model = load_tiny(model_dir, **args)
+    targets = Targets(model)
+    return model, targets, AdapterSlots(targets, num_slots, 16, torch.float32, CPU)
+
+
+def target_shapes(model_dir: Path, targets: Targets) -> dict[str, tuple[int, int]]:
+    """All linear modules of transformers' model that adapters can change."""
+    shapes = linear_shapes(oracle_of(model_dir))
+    return {name: shape for name, shape in shapes.items() if name in targets.modules}
+
+
+@torch.inference_mode()
+def logits(oracle: Any, sequences: list[list[int]]) -> list[Tensor]:
+    return [oracle(torch.tensor([sequence])).logits[0] for sequence in sequences]
+
+
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
+)
+def test_logits_equal_those_of_merged_weights(
+    name: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    sequences = prompts((1, 5, 17))
+    model, targets, slots = with_slots(tiny_model(name))
+    shapes = linear_shapes(oracle_of(tiny_model(name)))
+    left = {module for module in shapes if module not in targets.modules}
+    assert all(module.endswith(NOT_TARGETS) for module in left), left
+    adapter = write_adapter(tmp_path / "a", {n: shape for n, shape in shapes.items() if n not in left})
+    slots.put(1, read_adapter(adapter, targets, 16, torch.float32))
+    expected = logits(merged_oracle(tiny_model(name), adapter), sequences)
+    plain = logits(oracle_of(tiny_model(name)), sequences)
+    assert min((a - b).abs().max() for a, b in zip(expected, plain, strict=True)) > 0.01
+    assert_close(logits_of(model, sequences, chunk_sizes=[3, 1, 7], adapters=[1, 1, 1]), expected)
+    assert_close(logits_of(model, sequences, chunk_sizes=[5], adapters=[-1, 1, -1])[1:2], expected[1:2])
+    assert_close(logits_of(model, sequences, chunk_sizes=[5], adapters=[0, 2, -1]), plain)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma3"])
+def test_each_adapter_in_a_mixed_batch_gives_what_it_gives_alone(
+    name: str, quantization: str | None, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, targets, slots = with_slots(tiny_model(name), quantization=quantization)
+    shapes, adapters = target_shapes(tiny_model(name), targets), [2, -1, 0, 1, 1, -1]
+    for slot in range(3):
+        adapter = write_adapter(tmp_path / str(slot), shapes, rank=(1, 4, 16)[slot], seed=slot)
+        slots.put(slot, read_adapter(adapter, targets, 16, torch.float32))
+    sequences = prompts((1, 4, 5, 17, 3, 9))
+    together = logits_of(model, sequences, chunk_sizes=[3, 1, 7], adapters=adapters)
+    without = logits_of(model, sequences, chunk_sizes=[4])
+    for sequence, own, mixed, base in zip(sequences, adapters, together, without, strict=True):
+        assert torch.equal(logits_of(model, [sequence], chunk_sizes=[5], adapters=[own])[0], mixed)
+        assert torch.equal(mixed, base) == (own < 0)
+
+
+def test_patterns_and_stabilized_ranks_set_the_scale(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    _, targets, _ = with_slots(tiny_model("llama"))
+    shapes = target_shapes(tiny_model("llama"), targets)
+    patterns: dict[str, Any] = {
+        "rank_pattern": {"q_proj": 2, "down_proj": 9},
+        "alpha_pattern": {"down_proj": 6.0},
+    }
+    sequences = prompts((9,))
+    for stabilized, scales in (
+        (False, {"q_proj": 8 / 2, "down_proj": 6 / 9}),
+        (True, {"q_proj": 8 / 2**0.5, "down_proj": 6 / 3, "": 8 / 2}),
+    ):
+        adapter = write_adapter(tmp_path / str(stabilized), shapes, use_rslora=stabilized, **patterns)
+        model, targets, slots = with_slots(tiny_model("llama"))
+        slots.put(0, read_adapter(adapter, targets, 16, torch.float32))
+        expected = logits(merged_oracle(tiny_model("llama"), adapter, scales), sequences)
+        assert_close(logits_of(model, sequences, chunk_sizes=[4], adapters=[0]), expected)
+
+
+def test_a_slot_forgets_what_it_was(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model, targets, slots = with_slots(tiny_model("llama"))
+    shapes = target_shapes(tiny_model("llama"), targets)
+    some = {name: shape for name, shape in shapes.items() if name.endswith(("q_proj", "up_proj"))}
+    large = read_adapter(write_adapter(tmp_path / "large", shapes, rank=16), targets, 16, torch.float32)
+    small = read_adapter(write_adapter(tmp_path / "small", some, rank=2, seed=1), targets, 16, torch.float32)
+    sequences = prompts((7,))
+    slots.put(0, small)
+    fresh = logits_of(model, sequences, chunk_sizes=[4], adapters=[0])[0]
+    slots.put(1, large)
+    slots.put(1, small)
+    assert torch.equal(logits_of(model, sequences, chunk_sizes=[4], adapters=[1])[0], fresh)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("mixtral", ".experts."), ("deepseekv3", "kv_b_proj"), ("biogpt", "")]
+)
+def test_what_multiplies_without_the_step_is_no_target(
+    name: str, part: str, tiny_model: Callable[[str], Path]
+) -> None:
+    """Experts, heads that share a matrix, and transformers' own code would pass over an adapter."""
+    model = load_tiny(tiny_model(name))
+    names = [
+        name for names, layer in model.checkpoint_layers() if isinstance(layer, MatrixLayer) for name in names
+    ]
+    assert any(part in name for name in names)
+    assert not any(part in name for name in Targets(model).modules)

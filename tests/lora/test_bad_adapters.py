@@ -1,0 +1,125 @@
+"""What is wrong with an adapter is said with its file, its tensor and the limit, and nothing of it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.errors import StartupError
+from quire.lora.checkpoint import WEIGHTS_NAME, read_adapter
+from quire.lora.peft_config import CONFIG_NAME
+from quire.lora.targets import Targets
+from tests.lora.adapters import write_adapter
+from tests.models.harness import load_tiny
+
+Q = "model.layers.0.self_attn.q_proj"
+A, B = f"base_model.model.{Q}.lora_A.weight", f"base_model.model.{Q}.lora_B.weight"
+SHAPES = {Q: (64, 64), "model.layers.1.mlp.up_proj": (96, 64)}
+
+
+@pytest.fixture(scope="module")
+def targets(tiny_model: Callable[[str], Path]) -> Targets:
+    return Targets(load_tiny(tiny_model("llama")))
+
+
+def refusal(directory: Path, targets: Targets) -> str:
+    with pytest.raises(StartupError) as caught:
+        read_adapter(directory, targets, 8, torch.float32)
+    return str(caught.value).replace(f"{directory}/", "")
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
+    tensors = load_file(directory / WEIGHTS_NAME)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS_NAME)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"peft_type": "IA3"}, 'peft_type = "IA3" is not supported; it must be one of LORA'),
+        ({"bias": "all"}, 'bias = "all" is not supported'),
+        ({"use_dora": True}, "use_dora = true is not supported; it must be absent or false"),
+        ({"modules_to_save": ["lm_head"]}, 'modules_to_save = ["lm_head"] is not supported'),
+        ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa" is not supported'),
+        ({"something_new": {"a": 1}}, 'something_new = {"a": 1} is not supported'),
+        ({"r": 0}, "r must be an integer in [1, 4096], got 0"),
+        ({"lora_alpha": "much"}, 'lora_alpha must be a number in [0, 1e+12], got "much"'),
+        ({"rank_pattern": {"q_proj": "x"}}, 'q_proj must be an integer in [1, 4096], got "x"'),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern has '(', which is no expression"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_of_the_config(config: dict[str, Any], problem: str, targets: Targets, tmp_path: Path) -> None:
+    write_adapter(tmp_path, SHAPES)
+    values = json.loads((tmp_path / CONFIG_NAME).read_text()) | config
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(values))
+    message = refusal(tmp_path, targets)
+    assert message.startswith(CONFIG_NAME)
+    assert problem in message
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "problem"),
+    [
+        (lambda all: all.pop(A), B, f"is there without {A}"),
+        (lambda all: all.pop(B), A, f"is there without {B}"),
+        (lambda all: all.update({A: all[A][:, :9].clone()}), A, "has shape [4, 9]; the model's layer implies [4, 64]"),
+        (lambda all: all.update({B: all[B][:9].clone()}), B, "has shape [9, 4]; the model's layer implies [64, 4]"),
+        (lambda all: all.update({A: all[A][0].clone()}), A, "has shape [64]; the model's layer implies [64, 64]"),
+        (lambda all: all.update({A: all[A].to(torch.int8)}), A, "is int8; adapters are floats"),
+        (lambda all: all.update({A: all[A][:2].clone(), B: all[B][:, :2].clone()}), A, "has rank 2, adapter_config"),
+        (lambda all: all.update({A: torch.ones(9, 64), B: torch.ones(64, 9)}), A, "has rank 9; --max-lora-rank is 8"),
+    ],
+    ids=["without-a", "without-b", "inputs", "outputs", "dimensions", "integers", "config", "limit"],
+)  # fmt: skip
+def test_of_a_tensor(
+    change: Callable[[dict[str, Tensor]], Any], name: str, problem: str, targets: Targets, tmp_path: Path
+) -> None:
+    message = refusal(rewrite(write_adapter(tmp_path, SHAPES), change), targets)
+    assert message.startswith(f"{WEIGHTS_NAME}: tensor {name!r} {problem}")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (f"{Q}.lora_magnitude_vector.default.weight", "DoRA is not supported"),
+        (f"{Q}.lora_B.bias", "biases of adapters are not supported"),
+        ("model.embed_tokens.lora_embedding_A", "adapters of embeddings are not supported"),
+        ("lm_head.weight", "whole modules (modules_to_save) are not supported"),
+        ("lm_head.lora_A.weight", "is for lm_head, which is no linear layer of the model that adapters can change"),
+        ("model.layers.7.self_attn.q_proj.lora_A.weight", "is for model.layers.7.self_attn.q_proj, which is no"),
+    ],
+)  # fmt: skip
+def test_of_what_cannot_be_adapted(name: str, problem: str, targets: Targets, tmp_path: Path) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors[f"base_model.model.{name}"] = torch.ones(4, 64)
+        if name.endswith("lora_A.weight"):
+            tensors[f"base_model.model.{name}".replace("lora_A", "lora_B")] = torch.ones(264, 4)
+
+    message = refusal(rewrite(write_adapter(tmp_path, SHAPES), add), targets)
+    assert message.startswith(f"{WEIGHTS_NAME}: tensor 'base_model.model.{name}'")
+    assert problem in message
+
+
+def test_of_files(targets: Targets, tmp_path: Path) -> None:
+    assert refusal(tmp_path, targets) == f"{CONFIG_NAME}: no such file"
+    write_adapter(tmp_path, SHAPES)
+    weights = tmp_path / WEIGHTS_NAME
+    os.truncate(weights, weights.stat().st_size - 1)
+    assert refusal(tmp_path, targets).startswith(f"{WEIGHTS_NAME}: truncated")
+    save_file({}, weights)
+    assert refusal(tmp_path, targets) == f"{WEIGHTS_NAME}: there is no tensor in it"
+    weights.unlink()
+    assert refusal(tmp_path, targets) == f"{WEIGHTS_NAME}: no such file"
+    (tmp_path / "adapter_model.bin").touch()
+    assert refusal(tmp_path, targets).startswith("adapter_model.bin: pickled weights cannot be used")
