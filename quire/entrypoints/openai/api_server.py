@@ -8,15 +8,14 @@ this process imports.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
+from quire.entrypoints.openai.start_signals import StartSignals
 from quire.errors import ConfigError, StartupError
 from quire.log_format import hide_queries
 from quire.logging_setup import say_error
@@ -36,16 +35,15 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until a signal or the engine ends it; returns the process's exit code."""
     try:
         with (
-            _signals_as_interrupt(),
+            StartSignals() as signals,
             bind(server_config.host, server_config.port) as listener,
             asyncio.Runner(loop_factory=loop_factory()) as runner,
         ):
-            return runner.run(_serve(engine_config, server_config, listener))
+            return runner.run(_serve(engine_config, server_config, listener, signals))
     except StartupError as error:
         say_error(f"error: {error}")
         return 1
-    except KeyboardInterrupt:  # a signal before there was anything to drain
-        return 0
+    return 0  # a signal came before there was anything to drain
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -64,25 +62,9 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def drain_signals() -> list[signal.Signals]:
-    """Those that end the server once its work is done; a closed terminal's only without `nohup`, which ignores it."""
-    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-    return signals if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else signals[:2]
-
-
-@contextlib.contextmanager
-def _signals_as_interrupt() -> Iterator[None]:
-    """Until the lifecycle takes the signals over, all raise KeyboardInterrupt; at the end all is as it was."""
-    signals = (*drain_signals(), signal.SIGQUIT)
-    previous = {number: signal.signal(number, signal.default_int_handler) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-async def _serve(engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket) -> int:
+async def _serve(
+    engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket, signals: StartSignals
+) -> int:
     from quire.engine.async_llm import AsyncLLM
     from quire.entrypoints.openai.keys import make_keyring
 
@@ -93,6 +75,7 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, liste
         if server_config.api_server_count > 1:
             from quire.entrypoints.openai.processes.first import serve_first
 
+            signals.check()
             return await serve_first(engine, server_config, listener)
 
         from quire.entrypoints.openai.app import build_app
@@ -102,6 +85,7 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, liste
         http = HttpServer(http_config(app, server_config))
         needs_key = bool(app.state.server.keys)
         settle_garbage()
+        signals.check()
         return await Lifecycle(app.state.server, http, listener, needs_key=needs_key).run()
     finally:
         await engine.shutdown()

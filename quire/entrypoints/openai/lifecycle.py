@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 
-from quire.entrypoints.openai.api_server import drain_signals
+from quire.entrypoints.openai.start_signals import drain_signals
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.openai.welcome import base_url, greeting_of, ready_text
 from quire.errors import EngineDeadError, QuireError
