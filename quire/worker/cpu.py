@@ -38,16 +38,18 @@ UNASKED_SHARE = 0.5
 """Of the memory that is free after loading: who did not say how much has other programs, too."""
 LOGITS_ELEMENTS = 1 << 23
 """32 MiB of float32."""
-DRAFTED_TOKENS = 64
-"""Of larger steps, Python between the kernels is a small part."""
+SMALL_STEP = 64
+"""Tokens. Of larger steps, Python between the kernels is a small part."""
 
 
 def taped_tokens(config: EngineConfig) -> int:
     """Tokens of the largest step that is recorded: one of every request, and drafts where few requests run."""
+    if config.arch.bidirectional:
+        return SMALL_STEP
     most = config.scheduler.max_num_seqs
     if config.speculative.settings.method is None:
         return most
-    return max(most, min(most * (1 + config.speculative.settings.most_drafts), DRAFTED_TOKENS))
+    return max(most, min(most * (1 + config.speculative.settings.most_drafts), SMALL_STEP))
 
 
 class HostMark:
@@ -167,7 +169,7 @@ class CpuDevice:
     def pipeline(
         self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
     ) -> Pipeline:
-        """Steps that only decode are played from tapes, unless --enforce-eager."""
+        """Steps that only decode, and an encoder's small ones, are played from tapes, unless --enforce-eager."""
         peak = self.memory.forward_peak
         if is_rehearsal:
             return HostPipeline(batch, self._rehearsed(eager_forward(model)))
@@ -175,12 +177,13 @@ class CpuDevice:
             return HostPipeline(batch, eager_forward(model))
         reason = why_not_captured(model) or self._unrecorded
         if reason is not None:
-            logger.warning("decode steps are not recorded, so each takes Python's time as well: %s", reason)
+            logger.warning("small steps are not recorded, so each takes Python's time as well: %s", reason)
             return HostPipeline(batch, eager_forward(model))
         widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
         num_tokens = taped_tokens(config)
         arena_bytes = peak.bytes_of_tapes(num_tokens)
-        return HostPipeline(batch, TapedForward(model, num_tokens, widths, arena_bytes))
+        taped = TapedForward(model, num_tokens, widths, arena_bytes, is_encoder=config.arch.bidirectional)
+        return HostPipeline(batch, taped)
 
     def _rehearsed(self, forward: Forward) -> Forward:
         """The same passes: of prompts, measured; of a token, it is noted what no tape could hold."""

@@ -1,5 +1,5 @@
-"""The forward pass of a CPU: steps that only generate are played from a tape, one for each number of requests and of
-tokens, and another where some of them have adapters.
+"""The forward pass of a CPU: steps that only generate, and small ones of encoders, are played from a tape, one for each
+number of requests and of tokens, and another where some of them have adapters or are of second texts.
 
 There are more tokens than requests where drafts are verified. Neither number is rounded up to few sizes, as those of
 CUDA graphs are: on a CPU a padded row costs as much as any other, and what tapes take is bounded all the same. Their
@@ -31,8 +31,8 @@ MAX_TAPES = 128
 """Recorded calls take some 0.5 KB each, so a tape of a large model about 150 KB; the tapes last played are kept."""
 
 
-_Kind = tuple[int, int, bool]
-"""What steps of one tape have in common: how many requests and tokens they have, and whether some have adapters."""
+_Kind = tuple[int, int, bool, bool]
+"""What steps of one tape have in common: how many requests and tokens, and whether tokens have adapters, and types."""
 
 
 class TapedForward:
@@ -43,20 +43,28 @@ class TapedForward:
         max_num_tokens: most tokens of a step that is taped.
         table_widths: for each KV cache group, block ids of the longest request.
         arena_bytes: memory for the tensors of tapes; a step that needs more runs as it is.
+        is_encoder: whether steps have texts whole, so that nothing but the elements of tensors tells one from another.
     """
 
     def __init__(
-        self, model: LanguageModel, max_num_tokens: int, table_widths: tuple[int, ...], arena_bytes: int
+        self,
+        model: LanguageModel,
+        max_num_tokens: int,
+        table_widths: tuple[int, ...],
+        arena_bytes: int,
+        *,
+        is_encoder: bool = False,
     ) -> None:
         self._eager = eager_forward(model)
         self._max_taped = max_num_tokens
+        self._is_encoder = is_encoder
         self._places = _Places(max_num_tokens, table_widths)
         self._arena = Arena(arena_bytes)
         self._tapes: OrderedDict[_Kind, Tape] = OrderedDict()
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         layout = inputs.layout
-        is_taped = layout.only_generates and inputs.step.token_types is None
+        is_taped = layout.only_generates or self._is_encoder
         if layout.num_tokens > self._max_taped or not is_taped:
             return self._eager(inputs)
         placed = self._places.place(inputs)
@@ -85,7 +93,8 @@ class TapedForward:
 
 
 def _kind_of(inputs: StepInputs) -> _Kind:
-    return len(inputs.layout.rows), inputs.layout.num_tokens, inputs.step.adapter_rows is not None
+    layout, step = inputs.layout, inputs.step
+    return len(layout.rows), layout.num_tokens, step.adapter_rows is not None, step.token_types is not None
 
 
 class _Places:
@@ -97,6 +106,7 @@ class _Places:
         self._starts = torch.zeros(max_num_tokens + 1, dtype=torch.int32)
         self._seq_lens = torch.zeros(max_num_tokens, dtype=torch.int32)
         self._adapter_rows = torch.zeros(max_num_tokens, dtype=torch.int32)
+        self._token_types = torch.zeros(max_num_tokens, dtype=torch.int64)
         self._slots = [torch.zeros(max_num_tokens, dtype=torch.int64) for _ in table_widths]
         self._tables = [torch.zeros(max_num_tokens, width, dtype=torch.int32) for width in table_widths]
 
@@ -113,16 +123,16 @@ class _Places:
             if isinstance(own, AttentionMetadata):
                 slots[:num_tokens] = own.slot_mapping
             table[:size, : own.block_tables.shape[1]] = own.block_tables
-        adapter_rows = None
-        if step.adapter_rows is not None:
-            adapter_rows = self._adapter_rows[:num_tokens]
-            adapter_rows.copy_(step.adapter_rows)
+        adapter_rows, token_types = (
+            None if own is None else place[:num_tokens].copy_(own)
+            for own, place in ((step.adapter_rows, self._adapter_rows), (step.token_types, self._token_types))
+        )
         groups = tuple(map(self._metadata, step.groups, self._slots, self._tables))
         return replace(
             inputs,
             input_ids=self._input_ids[:num_tokens],
             positions=self._positions[:num_tokens],
-            step=StepContext(groups, adapter_rows),
+            step=StepContext(groups, adapter_rows, token_types),
         )
 
     def _metadata(self, own: GroupMetadata, slots: Tensor, table: Tensor) -> GroupMetadata:

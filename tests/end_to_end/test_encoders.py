@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels import cpu
+from quire.kernels.cpu.tape import Tape
 from quire.pooling_params import PoolingParams
 from tests.fixtures.pooled import pool, pooling_core
 from tests.fixtures.tiny_encoders import TINY_ENCODERS, encoder_oracle
@@ -53,6 +54,32 @@ def test_second_texts_have_tokens_of_their_own(name: str, tiny_encoder: Callable
         types = torch.tensor([[int(second is not None and place >= second) for place in range(len(text))]])
         expected = expected_of(oracle, "BertModel", text, token_type_ids=types)
         assert_close(torch.tensor(numbers), expected)
+    alone = pooling_core(directory)
+    for _ in range(2):
+        found = pool(alone, batch, second_text_starts=seconds, together=False)
+        assert [one.tobytes() for one in found] == [one.tobytes() for one in given]
+
+
+@pytest.mark.skipif(not cpu.available(), reason="tapes are of C++ kernels")
+@pytest.mark.parametrize("name", list(TINY_ENCODERS))
+def test_small_steps_are_recorded_and_played(
+    name: str, tiny_encoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of the same length, or of others that make as many tokens, have the bits that they have without tapes."""
+    directory, batch, played = tiny_encoder(name), texts((9, 14, 6, 9, 14)), list[Tape]()
+    play = Tape.play
+    monkeypatch.setattr(Tape, "play", lambda tape: played.append(tape) or play(tape))
+    plain, taped = pooling_core(directory, max_num_seqs=2, enforce_eager=True), pooling_core(directory)
+    expected = [one.tobytes() for one in pool(plain, batch, together=False)]
+    assert not played
+    for _ in range(2):
+        assert [one.tobytes() for one in pool(taped, batch, together=False)] == expected
+    assert len(played) == 2 * len(batch) - 3, "three lengths are recorded"
+    pairs = pooling_core(directory, max_num_seqs=2)
+    for one, other in ((0, 1), (1, 0), (3, 4), (1, 2), (2, 1)):
+        found = pool(pairs, [batch[one], batch[other]])
+        assert [numbers.tobytes() for numbers in found] == [expected[one], expected[other]]
+    assert len(played) == 2 * len(batch) - 3 + 3, "two sums of lengths are"
 
 
 def test_a_text_of_the_longest_that_there_is(tiny_encoder: Callable[[str], Path]) -> None:

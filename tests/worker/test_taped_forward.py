@@ -253,5 +253,5 @@ def test_a_model_that_cannot_be_recorded_says_why_before_the_first_request(
     rehearsal.forward(step([1, 2, 3], [0, 5]))
     rehearsal.forward(step([1], [0]))
     device.pipeline(model, batch, config)
-    message = "decode steps are not recorded, so each takes Python's time as well: aten.index.Tensor runs"
+    message = "small steps are not recorded, so each takes Python's time as well: aten.index.Tensor runs"
     assert (message in caplog.text) is said
