@@ -56,6 +56,7 @@ class PoolingSpec:
         step_token_id: the token that ends a step, for rewards of steps.
         returned_token_ids: the classes that are given out, for rewards of steps; empty: all.
         head: what comes between pooled vectors (or all tokens') and the activation, beside what the model has itself.
+        own_heads: task -> what comes there for it instead (the words' weights and the vectors of tokens of BGE-M3).
     """
 
     tasks: tuple[str, ...]
@@ -70,6 +71,15 @@ class PoolingSpec:
     step_token_id: int | None = None
     returned_token_ids: tuple[int, ...] = ()
     head: tuple[HeadLayer, ...] = ()
+    own_heads: tuple[tuple[str, tuple[HeadLayer, ...]], ...] = ()
+
+    def head_of(self, task: str) -> tuple[HeadLayer, ...]:
+        """The layers behind what is pooled for a task."""
+        return dict(self.own_heads).get(task, self.head)
+
+    def size_of(self, task: str) -> int:
+        """Numbers for each text, or token, of a task."""
+        return self.head_of(task)[-1].outputs if task in dict(self.own_heads) else self.size
 
     @property
     def is_cross_encoder(self) -> bool:
@@ -93,6 +103,8 @@ class PoolingSpec:
         """What is applied to a request's numbers; one that asks for a function gets one where the model has none."""
         if params.use_activation is False:
             return "none"
+        if self.task_of(params) in CLASS_TASKS and self.tasks[0] not in CLASS_TASKS:
+            return "none"  # words' weights, whose head ends in its own function
         if params.use_activation is None or self.activation != "none":
             return self.activation
         if self.task_of(params) not in CLASS_TASKS:
@@ -118,9 +130,9 @@ class PoolingSpec:
                 f"returned_token_ids chooses among classes, and the task is {task}",
                 param="returned_token_ids",
             )
-        if chosen and max(chosen) >= self.size:
+        if chosen and max(chosen) >= self.size_of(task):
             raise ValidationError(
-                f"returned_token_ids has {max(chosen)}, but the model gives {self.size} numbers",
+                f"returned_token_ids has {max(chosen)}, but the model gives {self.size_of(task)} numbers",
                 param="returned_token_ids",
             )
         if params.step_tag_id is not None and self.pooling != "step":

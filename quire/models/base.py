@@ -57,8 +57,8 @@ class CausalLM(Module):
         """What the model itself has behind pooled vectors, if anything: float32 [N, H] -> [N, size]."""
         return None
 
-    def apply_heads(self, pooled: Tensor) -> Tensor:
-        """Of a model that is pooled: vectors of texts, or of tokens, float32 [N, H] -> [N, size]."""
+    def apply_heads(self, pooled: Tensor, task: str) -> Tensor:
+        """Of a model that is pooled, for a task: vectors of texts, or of tokens, float32 [N, H] -> [N, size]."""
         raise NotImplementedError
 
     def loaded(self) -> None:

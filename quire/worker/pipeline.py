@@ -24,8 +24,8 @@ class LanguageModel(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V] float32, a tensor the caller may change."""
 
-    def apply_heads(self, pooled: Tensor) -> Tensor:
-        """Of a model that is pooled: float32 [N, H] -> [N, size]."""
+    def apply_heads(self, pooled: Tensor, task: str) -> Tensor:
+        """Of a model that is pooled, for a task: float32 [N, H] -> [N, size]."""
 
 
 Forward = Callable[[StepInputs], Tensor]

@@ -57,7 +57,7 @@ class _Wanted:
     """What one row's request wants, and what its chunks gave so far."""
 
     params: PoolingParams
-    of_tokens: bool
+    task: str
     parts: list[Tensor] = field(default_factory=list)
 
 
@@ -118,7 +118,7 @@ class Pooler:
             return
         if request.num_computed_tokens and spec.reads_every_token(params):
             raise EngineError(f"{request.request_id} is pooled, and not computed from its first token on")
-        self._wanted[row] = _Wanted(params, spec.task_of(params) in TOKEN_TASKS)
+        self._wanted[row] = _Wanted(params, spec.task_of(params))
 
     def remove_request(self, row: int) -> None:
         """Forget a row."""
@@ -129,11 +129,14 @@ class Pooler:
         if not self._wanted:
             return []
         wanted = [self._wanted.get(row) for row in layout.rows.tolist()]
-        of_tokens = [index for index, one in enumerate(wanted) if one is not None and one.of_tokens]
-        of_texts = [index for index, one in enumerate(wanted) if one is not None and not one.of_tokens]
-        given = self._texts(layout, hidden, of_texts) if of_texts else {}
-        if of_tokens:
-            given |= self._tokens(layout, hidden, of_tokens)
+        by_task: dict[str, list[int]] = {}
+        for index, one in enumerate(wanted):
+            if one is not None:
+                by_task.setdefault(one.task, []).append(index)
+        given: dict[int, list[Tensor]] = {}
+        for task, indices in by_task.items():
+            pool = self._tokens if task in TOKEN_TASKS else self._texts
+            given |= pool(layout, hidden, indices, task)
         return [
             self._numbers(index, one, given[index])
             for index, one in enumerate(wanted)
@@ -144,23 +147,27 @@ class Pooler:
         assert self._spec is not None
         return PooledNumbers(index, wanted.params, self._spec, parts)
 
-    def _texts(self, layout: StepLayout, hidden: Tensor, indices: list[int]) -> dict[int, list[Tensor]]:
+    def _texts(
+        self, layout: StepLayout, hidden: Tensor, indices: list[int], task: str
+    ) -> dict[int, list[Tensor]]:
         """A vector each, of those that end, by their indices in the step."""
         assert self._reduction is not None, "a request that wants a vector is refused where there is none"
         chunks = _chunks(layout, np.array(indices))
         vectors = self._reduction.reduce(hidden, chunks)
         if not len(vectors):
             return {}
-        numbers = self._transfers.download(self._model.apply_heads(vectors))
+        numbers = self._transfers.download(self._model.apply_heads(vectors, task))
         ended = np.array(indices)[chunks.is_last].tolist()
         return {index: [vector] for index, vector in zip(ended, numbers, strict=True)}
 
-    def _tokens(self, layout: StepLayout, hidden: Tensor, indices: list[int]) -> dict[int, list[Tensor]]:
+    def _tokens(
+        self, layout: StepLayout, hidden: Tensor, indices: list[int], task: str
+    ) -> dict[int, list[Tensor]]:
         """Numbers of each token, of those that end; of the others they are kept."""
         places = [self._places(layout, index) for index in indices]
         chosen = torch.from_numpy(np.concatenate(places)).to(hidden.device)
         vectors = hidden.index_select(0, chosen).float()
-        numbers = self._transfers.download(self._model.apply_heads(vectors))
+        numbers = self._transfers.download(self._model.apply_heads(vectors, task))
         ended = {}
         for index, part in zip(indices, torch.split(numbers, [len(one) for one in places]), strict=True):
             wanted = self._wanted[int(layout.rows[index])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.config.pooling import PoolingSpec
 from quire.layers.base import Layer
@@ -17,7 +17,7 @@ _HEADS = ("score", "classifier", "v_head")
 
 
 class PoolingModel(CausalLM):
-    """What `body` computes goes, once it is pooled, through what the body has itself for that and then `spec.head`.
+    """What `body` computes goes, once it is pooled, through what the body has itself for that and then its task's head.
 
     An output head that the body's class makes all the same is let go of.
     """
@@ -28,14 +28,19 @@ class PoolingModel(CausalLM):
         self.body = body
         self.own_head = body.pool_head()
         self.pooling_head = PoolingHead(spec.head)
+        self.own_heads = nn.ModuleDict({task: PoolingHead(layers) for task, layers in spec.own_heads})
         self.base_prefix = body.base_prefix
-        self.folders = tuple(dict.fromkeys(layer.folder for layer in spec.head if layer.folder))
+        layers = [*spec.head, *(layer for _, own in spec.own_heads for layer in own)]
+        self.folders = tuple(dict.fromkeys(layer.folder for layer in layers if layer.folder))
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         hidden: Tensor = self.body(inputs, positions, step)
         return hidden
 
-    def apply_heads(self, pooled: Tensor) -> Tensor:
+    def apply_heads(self, pooled: Tensor, task: str) -> Tensor:
+        if task in self.own_heads:
+            weighed: Tensor = self.own_heads[task](pooled)
+            return weighed
         own = pooled if self.own_head is None else self.own_head(pooled)
         given: Tensor = self.pooling_head(own)
         return given
@@ -45,7 +50,9 @@ class PoolingModel(CausalLM):
 
     def checkpoint_layers(self) -> Iterator[tuple[list[str], Layer]]:
         yield from self.body.checkpoint_layers()
-        yield from self.pooling_head.checkpoint_layers()
+        for head in (self.pooling_head, *self.own_heads.values()):
+            assert isinstance(head, PoolingHead)
+            yield from head.checkpoint_layers()
 
     def leaves_out(self, tensor_name: str) -> bool:
         return self.body.leaves_out(tensor_name) or tensor_name.split(".")[0] in _HEADS

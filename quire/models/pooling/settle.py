@@ -5,12 +5,13 @@ Invariant: torch-free. What the files leave open is decided here alone, and the 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.config.arch import ModelArch
-from quire.config.pooling import PoolingSpec
+from quire.config.pooling import HeadLayer, PoolingSpec
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.gguf.model import is_gguf
 from quire.models.hf_config import architecture_of, config_json
@@ -24,6 +25,8 @@ from quire.models.pooling.sentence_transformers import (
     read_sentence_transformer,
 )
 from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, TOKEN_EMBED
+
+logger = logging.getLogger(__name__)
 
 _CLASSIFIERS: dict[str, tuple[str, str]] = {
     "classify": (CLASSIFY, "last"),
@@ -73,7 +76,7 @@ def settle_pooling(config: EngineConfig) -> Settled:
         return Settled(runner, reason, "none", "it generates")
     target, target_reason = _target(asked.convert, made)
     if target == "embed":
-        spec, why = _embedder(file, made, _width(config.arch), layout)
+        spec, why = _embedder(file, made, model_dir, _width(config.arch), layout)
     else:
         spec, why = _classifier(file, made, config.arch, target)
     if asked.pooler_config:
@@ -130,17 +133,19 @@ def _target(convert: str, made: Made) -> tuple[str, str]:
 
 
 def _embedder(
-    file: JsonObject, made: Made, width: int, layout: SentenceTransformer | None
+    file: JsonObject, made: Made, model_dir: Path, width: int, layout: SentenceTransformer | None
 ) -> tuple[PoolingSpec, str]:
     """A model of embeddings, and why it pools as it does; `width` is that of hidden states."""
+    own_heads = _own_heads(model_dir, width)
     size = layout.head[-1].outputs if layout is not None and layout.head else width
     matryoshka = _matryoshka(file, size)
     if layout is None:
         pooling = "mean" if made.is_whole else "last"
         spec = PoolingSpec((EMBED, TOKEN_EMBED), pooling, size, activation="normalize", matryoshka=matryoshka)
         return spec, f"the default, with vectors of length 1, because the checkpoint has no {MODULES}"
+    tasks = (TOKEN_EMBED,) if layout.pooling == "all" else (EMBED, TOKEN_EMBED)
     spec = PoolingSpec(
-        tasks=(TOKEN_EMBED,) if layout.pooling == "all" else (EMBED, TOKEN_EMBED),
+        tasks=tasks + tuple(task for task, _ in own_heads if task not in tasks),
         pooling=layout.pooling,
         size=size,
         activation="normalize" if layout.normalizes else "none",
@@ -149,6 +154,7 @@ def _embedder(
         default_prompt=layout.default_prompt,
         similarity=layout.similarity,
         head=layout.head,
+        own_heads=own_heads,
     )
     for layer, inputs in zip(layout.head, (width, *(layer.outputs for layer in layout.head)), strict=False):
         if layer.inputs != inputs:
@@ -156,6 +162,28 @@ def _embedder(
                 f"{layer.folder}/config.json: in_features is {layer.inputs}, and what comes before gives {inputs}"
             )
     return spec, f"as {layout.pooling_file} says"
+
+
+_HEADS_OF_TOKENS = {
+    "sparse_linear": (TOKEN_CLASSIFY, 1, "relu"),
+    "colbert_linear": (TOKEN_EMBED, 0, "identity"),
+}
+"""Folder -> task, numbers (0: as many as hidden states have) and function of what BGE-M3 makes of tokens (Chen et al.,
+2024, arXiv:2402.03216): the weight of each token's word, and a vector of it."""
+
+
+def _own_heads(model_dir: Path, width: int) -> tuple[tuple[str, tuple[HeadLayer, ...]], ...]:
+    """Those that lie beside the model; as pickles, which are not read, they are but named."""
+    found = []
+    for folder, (task, size, activation) in _HEADS_OF_TOKENS.items():
+        if (model_dir / folder / "model.safetensors").is_file():
+            layer = HeadLayer(f"{folder}/linear", width, size or width, activation=activation)
+            found.append((task, (layer,)))
+        elif (model_dir / f"{folder}.pt").is_file():
+            logger.warning(
+                "%s.pt is a pickle, which is not read: see docs/pooling.md#words-and-their-weights", folder
+            )
+    return tuple(found)
 
 
 def _matryoshka(file: JsonObject, size: int) -> tuple[int, ...]:
