@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels.formats.base import finite_or_nan, steps_of, usable
 
-FACTORS = (1.0, *(i / 32 for i in range(36, 20, -1) if i != 32))
+FACTORS = (1.0, *(i / 16 for i in range(18, 10, -1) if i != 16))
 """Of the range of a group, which the codes are tried to span: those who clip cost its extremes and spare the rest."""
 
 _LANES = 8
@@ -80,7 +80,9 @@ def _candidates(groups: Tensor, bits: int, symmetric: bool, dtype: torch.dtype) 
 
 def _error(groups: Tensor, steps: Steps, bits: int, importance: Tensor | None) -> Tensor:
     """[N, G]; infinite where there is no scale to divide by."""
-    squares = (steps.weights(steps.codes(groups, bits)) - groups).square()
+    scales, zeros = steps.scales.float().unsqueeze(-1), steps.zeros.unsqueeze(-1)
+    integers = (groups * (1 / scales)).round()
+    squares = (torch.clamp(integers, -zeros, (1 << bits) - 1 - zeros) * scales - groups).square()
     total = _sum(squares if importance is None else squares * importance)
     return torch.where(usable(steps.scales), total, torch.inf)
 
