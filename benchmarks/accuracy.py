@@ -5,8 +5,8 @@
 The reference is transformers in float32, with the weights that bfloat16 holds; the text is drawn from it, so that it is
 such as the model knows. Printed are, over all positions, the relative error of the logits,
 ||ours - reference|| / ||reference||, the mean distance of the logprob of the token that comes next, and how often the
-likeliest token is the same, and the perplexity. `--also` names checkpoints of the same model, as `quire quantize` writes
-them, which are held against the reference as well.
+likeliest token is the same, and the perplexity. `--also` names checkpoints of the same model, as `quire quantize`
+writes them, which are held against the reference as well.
 """
 
 from __future__ import annotations
