@@ -1,11 +1,12 @@
 """How far our logits are from float32, for every way of keeping weights and cache.
 
-    python benchmarks/accuracy.py [MODEL] [--num-sequences 8] [--num-tokens 64] [--json FILE]
+    python benchmarks/accuracy.py [MODEL] [--also DIR ...] [--num-sequences 8] [--num-tokens 64] [--json FILE]
 
 The reference is transformers in float32, with the weights that bfloat16 holds; the text is drawn from it, so that it is
 such as the model knows. Printed are, over all positions, the relative error of the logits,
 ||ours - reference|| / ||reference||, the mean distance of the logprob of the token that comes next, and how often the
-likeliest token is the same.
+likeliest token is the same, and the perplexity. `--also` names checkpoints of the same model, as `quire quantize`
+writes them, which are held against the reference as well.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ class Accuracy:
     relative_error: float
     mean_logprob_distance: float
     top1_agreement: float
+    perplexity: float
 
     def line(self) -> str:
         """The result for people."""
         numbers = (
             f"{self.relative_error:16.2e} {self.mean_logprob_distance:18.5f} {self.top1_agreement:12.2%}"
+            f" {self.perplexity:12.4f}"
         )
         return f"{self.mode:24}{numbers}"
 
@@ -99,9 +102,9 @@ def logits_of(model: CausalLM, ids: Tensor) -> Tensor:
     return model.compute_logits(model.forward(ids, positions, StepContext((metadata,))))
 
 
-def compare(mode: str, model: str, ids: Tensor, expected: Tensor) -> Accuracy:
-    """Load the model in a mode and hold its logits against the expected ones [S, T, V]."""
-    args = {"dtype": "bfloat16", "block_size": BLOCK_SIZE, **MODES[mode]}
+def compare(mode: str, model: str, options: Mapping[str, Any], ids: Tensor, expected: Tensor) -> Accuracy:
+    """Load the model with the mode's options and hold its logits against the expected ones [S, T, V]."""
+    args = {"dtype": "bfloat16", "block_size": BLOCK_SIZE, **options}
     loaded = load_model(prepare(EngineConfig.from_args(model=model, **args), "offline"))
     ours = torch.stack([logits_of(loaded, row) for row in ids])
     return Accuracy(
@@ -109,6 +112,7 @@ def compare(mode: str, model: str, ids: Tensor, expected: Tensor) -> Accuracy:
         relative_error=float((ours - expected).double().norm() / expected.double().norm()),
         mean_logprob_distance=float((_next(ours, ids) - _next(expected, ids)).abs().mean()),
         top1_agreement=float((ours.argmax(-1) == expected.argmax(-1)).double().mean()),
+        perplexity=float(_next(ours, ids).mean().neg().exp()),
     )
 
 
@@ -117,10 +121,13 @@ def _next(logits: Tensor, ids: Tensor) -> Tensor:
     return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 
-def measure(model: str, modes: Sequence[str], num_sequences: int, num_tokens: int) -> list[Accuracy]:
-    """Every mode on the same text."""
+def measure(
+    model: str, modes: Sequence[str], num_sequences: int, num_tokens: int, also: Sequence[Path] = ()
+) -> list[Accuracy]:
+    """Every mode, and the checkpoints `also`, on the same text."""
     ids, expected = reference(model, num_sequences, num_tokens)
-    return [compare(mode, model, ids, expected) for mode in modes]
+    own = [compare(mode, model, MODES[mode], ids, expected) for mode in modes]
+    return own + [compare(path.name, str(path), {}, ids, expected) for path in also]
 
 
 def main() -> None:
@@ -128,10 +135,11 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=DEMO_MODEL)
     parser.add_argument("--num-sequences", type=int, default=8)
     parser.add_argument("--num-tokens", type=int, default=64, help="of each sequence")
+    parser.add_argument("--also", type=Path, nargs="*", default=[], help="checkpoints of the same model")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    results = measure(args.model, list(MODES), args.num_sequences, args.num_tokens)
-    print(f"{'mode':24}{'relative error':>16} {'mean |d logprob|':>18} {'same top-1':>12}")
+    results = measure(args.model, list(MODES), args.num_sequences, args.num_tokens, args.also)
+    print(f"{'mode':24}{'relative error':>16} {'mean |d logprob|':>18} {'same top-1':>12} {'perplexity':>12}")
     for result in results:
         print(result.line())
     if args.json is not None:

@@ -50,7 +50,8 @@ class Linear(MatrixLayer):
         super().__init__(
             spans, in_features, dtype, name=name, cut=cut, bias=bias, transposed=transposed, groups=groups
         )
-        self._quantize_x: Callable[[], None] | None = None
+        # In a tuple, for it is no part of this layer.
+        self._source: tuple[RowSource, ...] = ()
         self.adapters: LoraStacks | None = None
         """What a step's `adapter_rows` choose from; None: the engine serves no adapters."""
 
@@ -59,7 +60,12 @@ class Linear(MatrixLayer):
 
         If the weight is kept in fp8, x comes quantised then, and the product needs no pass over it before.
         """
-        self._quantize_x = source.quantize_rows
+        self._source = (source,)
+
+    @property
+    def source(self) -> RowSource | None:
+        """What makes x for this layer alone, if it was said."""
+        return self._source[0] if self._source else None
 
     def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Tensor:
         """x [T, K] -> [T, N]; the rows are those of the step's tokens."""
@@ -78,8 +84,8 @@ class Linear(MatrixLayer):
 
     def finish_loading(self) -> None:
         super().finish_loading()
-        if self._quantize_x is not None and self.packed is not None and self.method.quantizes_rows:
-            self._quantize_x()
+        if self.source is not None and self.packed is not None and self.method.quantizes_rows:
+            self.source.quantize_rows()
 
 
 class ExactLinear(Linear):

@@ -97,6 +97,23 @@ class CheckpointWeights:
         self._reader = reader
         self._in_use: list[tuple[TensorFile, TensorInfo, Slot]] = []
 
+    def names(self) -> list[str]:
+        """Of all tensors that the model reads, as its slots call them."""
+        return list(self._sources)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor, by the slots' name."""
+        return name in self._sources
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor, in the file's memory if it is there as it is read."""
+        source = self._sources[name]
+        return source.file.part(source.info, tuple(slice(0, size) for size in source.info.shape))
+
+    def stored_name(self, name: str) -> str:
+        """What the file calls it."""
+        return self._sources[name].info.name
+
     def fill(self, slots: Iterable[tuple[str, Slot]]) -> None:
         sources = [(self._sources[name], slot) for name, slot in slots]
         parts = [(source.file, source.info, slot) for source, slot in sources]

@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "quire.entrypoints.cli.chat",
     "complete": "quire.entrypoints.cli.complete",
     "bench": "quire.entrypoints.cli.bench",
+    "quantize": "quire.entrypoints.cli.quantize",
     "trace": "quire.entrypoints.cli.trace",
     "doctor": "quire.entrypoints.cli.doctor",
     "collect-env": "quire.entrypoints.cli.collect_env",

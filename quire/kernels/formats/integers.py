@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.formats.base import Numbers, finite_or_nan, steps_of, usable
+from quire.kernels.formats.base import Numbers, finite_or_nan, steps_of
 from quire.kernels.formats.grouped import GroupedFormat
+from quire.kernels.formats.search import Steps, best_steps, extent
 from quire.kernels.linear import INT8_ZERO, WeightScheme
 
 INT4_ZERO = 8
@@ -45,9 +46,10 @@ class Int8Format(GroupedFormat):
             scales = finite_or_nan(groups.abs().amax(-1) / 127)
             q = steps_of(groups, scales.unsqueeze(-1)).clamp(-127, 127).to(torch.int8)
             return Numbers(q.flatten(1)[:, : rows.shape[1]], scales)
-        low, high = _range(groups)
+        low, high = extent(groups)
         scales = finite_or_nan((high - low) / 255)
-        return _shifted(rows, groups, low, scales, 255)
+        zeros = steps_of(-low, scales).clamp(0, 255)
+        return _coded(rows, groups, Steps(scales, zeros), 8, scheme)
 
 
 class Int4Format(GroupedFormat):
@@ -74,11 +76,7 @@ class Int4Format(GroupedFormat):
 
     def quantized(self, rows: Tensor, scheme: WeightScheme) -> Numbers:
         groups = in_groups(rows, scheme)
-        low, high = _range(groups)
-        if not scheme.symmetric:
-            return _shifted(rows, groups, low, finite_or_nan((high - low) / 15).bfloat16(), 15)
-        scales = finite_or_nan(torch.where(high >= -low, high, low) / -8).bfloat16()
-        return _coded(rows, groups, torch.full_like(low, INT4_ZERO), scales, 15)
+        return _coded(rows, groups, best_steps(groups, 4, scheme.symmetric), 4, scheme)
 
 
 def in_groups(rows: Tensor, scheme: WeightScheme) -> Tensor:
@@ -87,20 +85,6 @@ def in_groups(rows: Tensor, scheme: WeightScheme) -> Tensor:
     return torch.unflatten(F.pad(rows.float(), (0, -rows.shape[1] % group)), 1, (-1, group))
 
 
-def _range(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the largest of each group and 0."""
-    return groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-
-
-def _shifted(rows: Tensor, groups: Tensor, low: Tensor, scales: Tensor, most: int) -> Numbers:
-    """Codes 0..most with zero points, in steps of scales."""
-    zeros = steps_of(-low, scales.float()).clamp(0, most)
-    coded = _coded(rows, groups, zeros, scales, most)
-    return coded._replace(zeros=zeros.to(torch.uint8))
-
-
-def _coded(rows: Tensor, groups: Tensor, zeros: Tensor, scales: Tensor, most: int) -> Numbers:
-    """Codes 0..most of values in steps of scales from zeros; 0 where a scale is none."""
-    q = (steps_of(groups, scales.float().unsqueeze(-1)) + zeros.unsqueeze(-1)).clamp(0, most)
-    codes = torch.where(usable(scales).unsqueeze(-1), q, 0.0).to(torch.uint8)
-    return Numbers(codes.flatten(1)[:, : rows.shape[1]], scales)
+def _coded(rows: Tensor, groups: Tensor, steps: Steps, bits: int, scheme: WeightScheme) -> Numbers:
+    codes = steps.codes(groups, bits).to(torch.uint8).flatten(1)[:, : rows.shape[1]]
+    return Numbers(codes, steps.scales, None if scheme.symmetric else steps.zeros.to(torch.uint8))

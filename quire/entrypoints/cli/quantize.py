@@ -1,0 +1,72 @@
+"""`quire quantize`: write a checkpoint in integers of a few bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("model")
+@click.option("--method", required=True, metavar="rtn|gptq|awq", help="How integers are chosen.")
+@click.option("--output", type=PATH, required=True, help="A new directory for the checkpoint.")
+@click.option("--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Of a weight.")
+@click.option(
+    "--group-size",
+    type=click.Choice(["32", "64", "128"]),
+    default="128",
+    show_default=True,
+    help="Inputs that share a scale.",
+)
+@click.option(
+    "--symmetric/--asymmetric", default=True, show_default=True, help="Without or with zero points."
+)
+@click.option(
+    "--act-order/--no-act-order", default=None, help="gptq: large inputs first.  [default: act-order]"
+)
+@click.option(
+    "--calibration", type=PATH, metavar="FILE", help="Texts for gptq and awq.  [default: chats in the box]"
+)
+@click.option("--num-sequences", type=click.IntRange(1), default=128, show_default=True, help="Of the texts.")
+@click.option(
+    "--sequence-length",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    help="Tokens of each at most.",
+)
+@click.option("--revision", help="Of a model on Hugging Face.")
+@click.option("--download-dir", help="Where models from Hugging Face are kept.")
+def quantize(
+    model: str,
+    method: str,
+    output: Path,
+    bits: str,
+    group_size: str,
+    symmetric: bool,
+    act_order: bool | None,
+    calibration: Path | None,
+    num_sequences: int,
+    sequence_length: int,
+    revision: str | None,
+    download_dir: str | None,
+) -> None:
+    """Quantise the linear layers of MODEL and write it in the layout of compressed-tensors.
+
+    rtn rounds to nearest with searched scales; gptq and awq look at what layers read while the model reads texts.
+    """
+    from quire.config import EngineConfig
+    from quire.quantize.grid import Grid
+    from quire.quantize.recipe import Recipe
+    from quire.quantize.run import quantize_checkpoint
+
+    grid = Grid(int(bits), int(group_size), symmetric)
+    recipe = Recipe(method, grid, calibration, num_sequences, sequence_length, act_order)
+    where = {"revision": revision, "download_dir": download_dir}
+    given = {name: value for name, value in where.items() if value is not None}
+    config = EngineConfig.from_args(model=model, device="cpu", matmul_precision="highest", **given)
+    quantize_checkpoint(config, recipe, output)
+    click.echo(f"{output}: {method}, {bits} bits, groups of {group_size}. Serve it: quire serve {output}")

@@ -1,0 +1,93 @@
+"""The model in floats, run over texts to learn what the inputs of its layers are like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from quire.config import EngineConfig
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import KVCacheConfig, RecurrentStateSpec, fit_states
+from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
+from quire.layers.linear import Linear
+from quire.layers.step import StepContext
+from quire.models.base import CausalLM
+from quire.models.loader import load_model
+from quire.quantize.inputs import InputStatistics, watched
+from quire.worker.block_table import BlockTable
+from quire.worker.inputs import group_metadata
+
+_BLOCK_SIZE = 16
+
+
+class Calibration:
+    """A loaded model and the sequences of token ids that it is run over, one at a time."""
+
+    def __init__(self, config: EngineConfig, sequences: Sequence[Sequence[int]]) -> None:
+        self._model = load_model(config)
+        self._sequences = sequences
+        self._layers = {tuple(names): layer for names, layer in self._model.checkpoint_layers()}
+        self._tables = _bound_tables(self._model, max(map(len, sequences)))
+
+    def inputs_of(
+        self, modules: Sequence[tuple[str, ...]], what: str
+    ) -> Mapping[tuple[str, ...], InputStatistics]:
+        """Of the layers that hold these modules; those that no text reached have no entry."""
+        layers = {self._linear(names): names for names in modules}
+        with watched(layers) as found, torch.inference_mode():
+            for ids in tqdm(self._sequences, desc=what, leave=False):
+                self._run(torch.tensor(ids))
+        return {layers[layer]: statistics for layer, statistics in found.items()}
+
+    def replace(self, modules: tuple[str, ...], tensors: Mapping[str, Tensor]) -> None:
+        """Have a layer that holds these modules compute with these tensors of theirs from now on."""
+        layer = self._linear(modules)
+        bias = layer.bias
+        layer.create_weights(layer.method)
+        for name, slot in layer.slots(modules):
+            if name in tensors:
+                slot.fill(tensors[name].to(slot.target.dtype)[slot.source.box])
+        layer.finish_loading()
+        layer.bias = bias
+
+    def _linear(self, modules: tuple[str, ...]) -> Linear:
+        layer = self._layers[modules]
+        assert isinstance(layer, Linear), modules
+        return layer
+
+    def _run(self, ids: Tensor) -> None:
+        count = len(ids)
+        groups = tuple(
+            group_metadata(
+                table,
+                query_start_loc=torch.tensor([0, count], dtype=torch.int32),
+                seq_lens=torch.tensor([count], dtype=torch.int32),
+                block_tables=torch.tensor(table.gather(np.array([0]), count)),
+                slots=torch.tensor(table.slots(np.zeros(count, dtype=np.int64), np.arange(count))),
+                max_query_len=count,
+                max_seq_len=count,
+            )
+            for table in self._tables
+        )
+        self._model(ids, torch.arange(count), StepContext(groups))
+
+
+def _bound_tables(model: CausalLM, longest: int) -> list[BlockTable]:
+    """A cache for one sequence, and in which of its blocks each group of layers has it."""
+    specs = fit_states(kv_cache_specs(model))
+    has_states = any(isinstance(spec, RecurrentStateSpec) for spec in specs.values())
+    groups = group_layers(specs, _BLOCK_SIZE, hybrid=has_states)
+    counts = [group.spec.num_blocks(longest) for group in groups]
+    kv_config = KVCacheConfig(sum(counts) + 1, groups, specs)
+    bind_kv_cache(model, kv_config, allocate_kv_cache(kv_config, torch.device("cpu")))
+    tables, first = [], 1
+    for group, count in zip(groups, counts, strict=True):
+        table = BlockTable(1, longest, group.spec, kv_config.num_blocks, kv_config.parts_per_block(group))
+        table.append(0, list(range(first, first + count)), 0)
+        tables.append(table)
+        first += count
+    return tables

@@ -1,0 +1,96 @@
+"""A checkpoint's directory, which appears complete or not at all."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError, StartupError
+from quire.models.safetensors_file import DTYPES
+from quire.models.weights import INDEX_NAME
+
+_OTHERS = ("*.json", "*.jinja", "*.model", "*.txt")
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+CONFIG_NAME = "config.json"
+
+
+@contextmanager
+def new_checkpoint(output: Path) -> Iterator[CheckpointWriter]:
+    """What is written while this lasts bears the name `output` afterwards, or is gone if anything fails.
+
+    Raises:
+        ConfigError: there is such a directory already.
+        StartupError: it cannot be written.
+    """
+    if output.exists():
+        raise ConfigError(f"--output {output} exists already: name a new directory")
+    draft = output.parent / f".{output.name}.{secrets.token_hex(4)}"
+    try:
+        draft.mkdir(parents=True)
+        yield CheckpointWriter(draft)
+        draft.rename(output)
+    except OSError as error:
+        raise StartupError(f"--output {output} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+class CheckpointWriter:
+    """Writes tensors, some at a time, and then what goes with them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: list[Mapping[str, Tensor] | list[str]] = []
+        self._num_bytes = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write one file of them."""
+        write_safetensors(self._directory / str(len(self._files)), tensors)
+        self._files.append(list(tensors))
+        self._num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self, source: Path, quantization: Mapping[str, Any]) -> None:
+        """Write the index, the config of the model in `source` with what its weights are now, and its other files."""
+        weight_map = {}
+        for index, names in enumerate(self._files):
+            file = f"model-{index + 1:05}-of-{len(self._files):05}.safetensors"
+            (self._directory / str(index)).rename(self._directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        index_of = {"metadata": {"total_size": self._num_bytes}, "weight_map": weight_map}
+        _write_json(self._directory / INDEX_NAME, index_of)
+        for path in {path for pattern in _OTHERS for path in source.glob(pattern)}:
+            if path.name not in (CONFIG_NAME, INDEX_NAME):
+                shutil.copyfile(path, self._directory / path.name)
+        config = json.loads((source / CONFIG_NAME).read_text(encoding="utf-8"))
+        _write_json(self._directory / CONFIG_NAME, config | {"quantization_config": quantization})
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One file in the safetensors format.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    entries, position = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in tensors.items():
+        offsets = [position, position + tensor.nbytes]
+        entries[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        position = offsets[1]
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("xb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for tensor in tensors.values():
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,91 @@
+"""The integers that weights are rounded to, and how they lie in a file.
+
+Shapes: N outputs, K inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.formats.search import Steps, best_steps
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Integers of `bits` with a scale, and without `symmetric` a zero point, per output and `group_size` inputs."""
+
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool = True
+
+    def steps(self, weight: Tensor, importance: Tensor | None = None) -> Steps:
+        """Of float32 [N, K], those with the least squared error, weighted by `importance` [K]."""
+        by_group = None if importance is None else importance.view(-1, self.group_size)
+        return best_steps(self.in_groups(weight), self.bits, self.symmetric, importance=by_group)
+
+    def codes(self, weight: Tensor, steps: Steps) -> Tensor:
+        """[N, K], to nearest, in 0 .. 2^bits - 1."""
+        return steps.codes(self.in_groups(weight), self.bits).flatten(1)
+
+    def weights(self, codes: Tensor, steps: Steps) -> Tensor:
+        """What codes [N, K] stand for."""
+        return steps.weights(self.in_groups(codes)).flatten(1)
+
+    def in_groups(self, matrix: Tensor) -> Tensor:
+        """[N, K] -> [N, G, group]."""
+        return matrix.unflatten(1, (-1, self.group_size))
+
+    def tensors(self, codes: Tensor, steps: Steps, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors of a module in compressed-tensors' form "pack-quantized", but for their names' beginning.
+
+        weight_packed int32 [N, K * bits / 32], the first integer in the lowest bits; weight_scale [N, G] of `dtype`;
+        weight_zero_point int32 [N * bits / 32, G]; weight_shape int64 [2].
+        """
+        tensors = {
+            "weight_packed": _packed(codes, self.bits),
+            "weight_scale": steps.scales.to(dtype),
+            "weight_shape": torch.tensor(codes.shape),
+        }
+        if not self.symmetric:
+            tensors["weight_zero_point"] = _packed(steps.zeros.t(), self.bits).t().contiguous()
+        return tensors
+
+    def config(self, ignore: list[str], *, reordered: bool) -> Mapping[str, Any]:
+        """The `quantization_config` of a checkpoint in which all linear layers but these are on the grid."""
+        weights = {
+            "num_bits": self.bits,
+            "type": "int",
+            "symmetric": self.symmetric,
+            "strategy": "group",
+            "group_size": self.group_size,
+            "dynamic": False,
+            "actorder": "static" if reordered else None,
+        }
+        group = {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": None,
+            "output_activations": None,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ignore,
+            "kv_cache_scheme": None,
+        }
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """[R, C] -> int32 [R, C * bits / 32], filled up with zeros."""
+    per_word = 32 // bits
+    whole = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % per_word))
+    shifts = torch.arange(per_word) * bits
+    words = (whole.unflatten(1, (-1, per_word)) << shifts).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).int()

@@ -1,0 +1,49 @@
+"""What a user asks of `quire quantize`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import ConfigError
+from quire.quantize.grid import Grid
+from quire.quantize.texts import IN_THE_BOX
+
+METHODS = ("rtn", "gptq", "awq")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to choose the integers; raises ConfigError where options do not go together."""
+
+    method: str
+    grid: Grid
+    calibration: Path | None = None
+    num_sequences: int = 128
+    sequence_length: int = 512
+    act_order: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"--method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.calibration is not None and not self.calibrates:
+            raise ConfigError("--calibration means nothing with --method rtn, which looks at weights alone")
+        if self.act_order is not None and self.method != "gptq":
+            raise ConfigError(
+                f"--act-order means nothing with --method {self.method}: it is the order of gptq"
+            )
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the model is run over texts."""
+        return self.method != "rtn"
+
+    @property
+    def texts(self) -> Path:
+        """The file with them."""
+        return IN_THE_BOX if self.calibration is None else self.calibration
+
+    @property
+    def orders(self) -> bool:
+        """Whether gptq rounds large inputs first."""
+        return self.method == "gptq" and self.act_order is not False

@@ -1,0 +1,172 @@
+"""From a checkpoint in floats to one in integers, some layers at a time.
+
+Invariant: a round's X^T X, matrices and results are all that is in memory beside the model itself; without calibration
+not even that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from quire.config import EngineConfig
+from quire.engine.startup import prepare
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import ConfigError, UnsupportedModelError
+from quire.kernels.formats.search import Steps
+from quire.models.gguf.model import is_gguf
+from quire.models.loader import without_weights
+from quire.models.weights import CheckpointWeights, MappedCopy
+from quire.quantize.awq import best_scales
+from quire.quantize.calibration import Calibration
+from quire.quantize.files import CheckpointWriter, new_checkpoint
+from quire.quantize.gptq import gptq
+from quire.quantize.inputs import InputStatistics
+from quire.quantize.recipe import Recipe
+from quire.quantize.sites import Site, check_groups, find_sites, left_alone, rounds
+from quire.quantize.tensors import EditedTensors
+from quire.quantize.texts import read_sequences
+
+_SHARD_BYTES = 4 * 2**30
+
+Rounding = Callable[[Tensor, InputStatistics | None, Recipe], tuple[Tensor, Steps]]
+Inputs = Mapping[tuple[str, ...], InputStatistics]
+
+
+@torch.no_grad()
+def quantize_checkpoint(config: EngineConfig, recipe: Recipe, output: Path) -> None:
+    """Write the model of a config to a new directory, its linear layers quantised.
+
+    Raises:
+        StartupError: the model cannot be read, or is quantised already or no language model; groups do not divide it;
+            there is such a directory, or it cannot be written.
+    """
+    if output.exists():
+        raise ConfigError(f"--output {output} exists already: name a new directory")
+    config = prepare(config, "offline")
+    _check(config)
+    source = Path(config.model_dir)
+    model = without_weights(config)
+    weights = CheckpointWeights(model, source, MappedCopy(), show_progress=False)
+    sites = find_sites(model, weights)
+    check_groups(sites, recipe.grid)
+    calibration = Calibration(config, _sequences(config, recipe)) if recipe.calibrates else None
+    tensors = EditedTensors(weights)
+    with new_checkpoint(output) as writer:
+        progress = tqdm(total=len(sites), desc=f"Quantizing ({recipe.method})", unit="layer")
+        for members in rounds(sites):
+            names = [site.modules for site in members if site.layer.takes_adapters]
+            inputs = {} if calibration is None else calibration.inputs_of(names, "Calibrating")
+            replaced = _round(members, inputs, tensors, recipe, writer, weights, progress)
+            if calibration is not None and recipe.method == "gptq":
+                for site in members:
+                    calibration.replace(site.modules, replaced)
+        progress.close()
+        quantized = {f"{name}.weight" for site in sites for name in site.modules}
+        _write_rest(writer, [name for name in weights.names() if name not in quantized], tensors, weights)
+        ignore = [_stored(weights, name) for name in left_alone(model, sites)]
+        writer.finish(source, recipe.grid.config(ignore, reordered=recipe.orders))
+
+
+def _check(config: EngineConfig) -> None:
+    if is_gguf(Path(config.model_dir)):
+        raise ConfigError(
+            "a GGUF file cannot be quantised: name the directory with the model's *.safetensors"
+        )
+    if config.arch.quantization is not None:
+        raise ConfigError(
+            f"{config.model.model} is quantised already ({config.arch.quantization.method}): name the model in floats"
+        )
+    if config.pooling is not None:
+        raise UnsupportedModelError(
+            f"{config.model.model} generates nothing; only language models are quantised"
+        )
+
+
+def _sequences(config: EngineConfig, recipe: Recipe) -> list[Sequence[int]]:
+    tokenizer = Tokenizer.from_dir(Path(config.model_dir))
+    length = min(recipe.sequence_length, config.model.max_model_len)
+    return read_sequences(recipe.texts, tokenizer, recipe.num_sequences, length)
+
+
+def _round(
+    members: Sequence[Site],
+    inputs: Inputs,
+    tensors: EditedTensors,
+    recipe: Recipe,
+    writer: CheckpointWriter,
+    weights: CheckpointWeights,
+    progress: tqdm,  # type: ignore[type-arg]
+) -> dict[str, Tensor]:
+    """Quantise and write the matrices of some sites; returns what those stand for."""
+    scales = _fold_scales(members, inputs, tensors, recipe) if recipe.method == "awq" else {}
+    results: dict[str, Tensor] = {}
+    stands_for: dict[str, Tensor] = {}
+    for site in members:
+        known = inputs.get(site.modules)
+        for name in site.modules:
+            weight, dtype = tensors.read(f"{name}.weight"), weights.whole(f"{name}.weight").dtype
+            codes, steps = ROUNDINGS[recipe.method](weight, _scaled(known, scales.get(site.modules)), recipe)
+            stored = _stored(weights, name)
+            results |= {
+                f"{stored}.{leaf}": each for leaf, each in recipe.grid.tensors(codes, steps, dtype).items()
+            }
+            stands_for[f"{name}.weight"] = recipe.grid.weights(codes, steps)
+        progress.update()
+    writer.add(results)
+    return stands_for
+
+
+def _fold_scales(
+    members: Sequence[Site], inputs: Inputs, tensors: EditedTensors, recipe: Recipe
+) -> dict[tuple[str, ...], Tensor]:
+    found = {}
+    for site in members:
+        if site.source and site.modules in inputs:
+            scales = best_scales(tensors.matrix(site), inputs[site.modules], recipe.grid)
+            tensors.scale_inputs(site, scales)
+            found[site.modules] = scales
+    return found
+
+
+def _scaled(known: InputStatistics | None, scales: Tensor | None) -> InputStatistics | None:
+    return known if known is None or scales is None else known.divided(scales)
+
+
+def _rtn(weight: Tensor, inputs: InputStatistics | None, recipe: Recipe) -> tuple[Tensor, Steps]:
+    steps = recipe.grid.steps(weight, None if inputs is None else inputs.importance)
+    return recipe.grid.codes(weight, steps), steps
+
+
+def _gptq(weight: Tensor, inputs: InputStatistics | None, recipe: Recipe) -> tuple[Tensor, Steps]:
+    if inputs is None:
+        return _rtn(weight, inputs, recipe)
+    return gptq(weight, inputs.gram / inputs.num_rows, recipe.grid, act_order=recipe.orders)
+
+
+ROUNDINGS: Mapping[str, Rounding] = {"rtn": _rtn, "gptq": _gptq, "awq": _rtn}
+"""By the names of `recipe.METHODS`; without statistics, all of them round to nearest."""
+
+
+def _write_rest(
+    writer: CheckpointWriter, names: Sequence[str], tensors: EditedTensors, weights: CheckpointWeights
+) -> None:
+    """What is not quantised."""
+    shard: dict[str, Tensor] = {}
+    for name in names:
+        tensor = tensors.final(name)
+        if shard and sum(each.nbytes for each in shard.values()) + tensor.nbytes > _SHARD_BYTES:
+            writer.add(shard)
+            shard = {}
+        shard[weights.stored_name(name)] = tensor
+    writer.add(shard)
+
+
+def _stored(weights: CheckpointWeights, module: str) -> str:
+    """What the files call a module."""
+    name = f"{module}.weight"
+    return weights.stored_name(name).removesuffix(".weight") if weights.has(name) else module

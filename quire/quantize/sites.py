@@ -1,0 +1,131 @@
+"""Which of a model's matrices are quantised, and what else in the checkpoint takes the scales of their inputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from quire.errors import ConfigError, UnsupportedModelError
+from quire.layers.base import Layer
+from quire.layers.linear import ExactLinear, GateUpLinear, Linear
+from quire.layers.matrix import MatrixLayer
+from quire.layers.norm import RMSNorm
+from quire.models.base import CausalLM
+from quire.models.weights import CheckpointWeights
+from quire.quantize.grid import Grid
+
+_FEWEST_OUTPUTS = 16
+"""A gate of a few outputs saves nothing, and other engines want it in floats."""
+_ROUND_BYTES = 2 * 2**30
+_MOST_TOLD = 4
+_PRODUCTS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh")
+"""Activations of a gated MLP after which the output is as large as up is made."""
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Rows of a tensor that can be divided by the scales of a layer's inputs; `offset` is added to them first."""
+
+    tensor: str
+    rows: slice
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Site:
+    """A linear layer and the checkpoint's modules that it holds."""
+
+    layer: Linear
+    modules: tuple[str, ...]
+    source: tuple[Divided, ...] = ()
+    """What makes its inputs, and nobody else's; empty: nothing that could take scales."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of X^T X, which is kept while inputs are counted, and of the matrix in float32."""
+        outputs = sum(span.size for span in self.layer.spans)
+        return 4 * self.layer.inputs * (self.layer.inputs * self.layer.takes_adapters + outputs)
+
+
+def find_sites(model: CausalLM, weights: CheckpointWeights) -> list[Site]:
+    """Linear layers whose matrices the checkpoint has as floats [N, K], each in a module of its own.
+
+    Raises:
+        UnsupportedModelError: there are none.
+    """
+    layers = [(tuple(names), layer) for names, layer in model.checkpoint_layers()]
+    names_of = {layer: names for names, layer in layers}
+    holders = Counter(name for names, _ in layers for name in names)
+    linear = {
+        layer: names
+        for names, layer in layers
+        if _is_quantized(layer)
+        and all(holders[name] == 1 and weights.has(f"{name}.weight") for name in names)
+    }
+    if not linear:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no linear layer with a matrix [N, K] of its own in the checkpoint"
+        )
+    return [
+        Site(layer, names, tuple(_source(layer, linear, names_of, weights)))
+        for layer, names in linear.items()
+        if isinstance(layer, Linear)
+    ]
+
+
+def left_alone(model: CausalLM, sites: Sequence[Site]) -> list[str]:
+    """The modules with other matrices that are multiplied by, as readers of the checkpoint want them named."""
+    quantized = {name for site in sites for name in site.modules}
+    others = [
+        name
+        for names, layer in model.checkpoint_layers()
+        if isinstance(layer, MatrixLayer) and not layer.only_looked_up
+        for name in names
+        if name not in quantized
+    ]
+    return list(dict.fromkeys(["lm_head", *others]))
+
+
+def check_groups(sites: Sequence[Site], grid: Grid) -> None:
+    """Raises ConfigError: the inputs of some layers are no whole number of groups."""
+    wrong = [site for site in sites if site.layer.inputs % grid.group_size]
+    if wrong:
+        told = ", ".join(f"{site.modules[0]} ({site.layer.inputs} inputs)" for site in wrong[:_MOST_TOLD])
+        more = f" and {len(wrong) - _MOST_TOLD} more" if len(wrong) > _MOST_TOLD else ""
+        raise ConfigError(f"--group-size {grid.group_size} does not divide {told}{more}")
+
+
+def rounds(sites: Sequence[Site]) -> Iterator[list[Site]]:
+    """Sites in their order, as many at a time as memory is set aside for; an MLP's two stay together."""
+    taken: list[Site] = []
+    for site in sites:
+        full = sum(each.num_bytes for each in (*taken, site)) > _ROUND_BYTES
+        if taken and full and site.layer.source is not taken[-1].layer:
+            yield taken
+            taken = []
+        taken.append(site)
+    yield taken
+
+
+def _is_quantized(layer: Layer) -> bool:
+    if not isinstance(layer, Linear) or isinstance(layer, ExactLinear) or layer.transposed:
+        return False
+    return sum(span.size for span in layer.spans) >= _FEWEST_OUTPUTS
+
+
+def _source(
+    layer: Layer,
+    linear: dict[Layer, tuple[str, ...]],
+    names_of: dict[Layer, tuple[str, ...]],
+    weights: CheckpointWeights,
+) -> Iterator[Divided]:
+    source = layer.source if isinstance(layer, Linear) else None
+    if isinstance(source, RMSNorm) and weights.has(f"{names_of[source][0]}.weight"):
+        yield Divided(f"{names_of[source][0]}.weight", slice(None), source.offset)
+    if isinstance(source, GateUpLinear) and source in linear and source.activation in _PRODUCTS:
+        modules, size = linear[source], source.spans[1].size
+        first = 0 if len(modules) > 1 or source.up_first else size
+        for leaf in ("weight", "bias"):
+            if weights.has(f"{modules[-1]}.{leaf}"):
+                yield Divided(f"{modules[-1]}.{leaf}", slice(first, first + size))

@@ -1,0 +1,54 @@
+"""The checkpoint's tensors with what has been multiplied into them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quire.models.weights import CheckpointWeights
+from quire.quantize.sites import Divided, Site
+
+Edit = Callable[[Tensor], Tensor]
+
+
+class EditedTensors:
+    """Reads tensors in float32, after all edits of their names."""
+
+    def __init__(self, weights: CheckpointWeights) -> None:
+        self._weights = weights
+        self._edits: dict[str, list[Edit]] = defaultdict(list)
+
+    def read(self, name: str) -> Tensor:
+        """A copy of the tensor, float32."""
+        tensor = self._weights.whole(name).to(torch.float32, copy=True)
+        for edit in self._edits.get(name, ()):
+            tensor = edit(tensor)
+        return tensor
+
+    def matrix(self, site: Site) -> Tensor:
+        """Those of a site's modules, one below the other: [N, K]."""
+        return torch.cat([self.read(f"{name}.weight") for name in site.modules])
+
+    def final(self, name: str) -> Tensor:
+        """As it is to be written: itself where nothing was changed."""
+        stored = self._weights.whole(name)
+        return self.read(name).to(stored.dtype) if name in self._edits else stored
+
+    def scale_inputs(self, site: Site, scales: Tensor) -> None:
+        """Multiply the columns of a site's matrices, and divide what makes its inputs."""
+        for name in site.modules:
+            self._edits[f"{name}.weight"].append(lambda tensor: tensor * scales)
+        for part in site.source:
+            self._edits[part.tensor].append(_divided(part, scales))
+
+
+def _divided(part: Divided, scales: Tensor) -> Edit:
+    def edit(tensor: Tensor) -> Tensor:
+        by = scales if tensor.dim() == 1 else scales.unsqueeze(1)
+        tensor[part.rows] = (tensor[part.rows] + part.offset) / by - part.offset
+        return tensor
+
+    return edit

@@ -1,0 +1,157 @@
+"""`quire quantize` from end to end: what it writes is read as what was rounded, and mistakes leave nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, StartupError
+from quire.kernels import reference
+from quire.kernels.linear import WeightScheme
+from quire.quantize import files
+from quire.quantize.grid import Grid
+from quire.quantize.recipe import METHODS, Recipe
+from quire.quantize.run import quantize_checkpoint
+from tests.models.harness import load_tiny, logits_of
+
+IDS = [list(range(3, 40)), [7] * 9]
+GROUPS_OF_32 = Grid(4, 32)
+PRECISE = {"quantization_config": {"mode": "precise"}}
+
+
+def quantized(
+    model: Path, output: Path, method: str = "rtn", grid: Grid = GROUPS_OF_32, **options: Any
+) -> Path:
+    quantize_checkpoint(
+        EngineConfig.from_args(model=str(model), device="cpu"), Recipe(method, grid, **options), output
+    )
+    return output
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    return {
+        name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()
+    }
+
+
+def logits(model: Path, **args: Any) -> Tensor:
+    return torch.cat(logits_of(load_tiny(model, **args), IDS, chunk_sizes=[64]))
+
+
+def unpacked(tensors: dict[str, Tensor], module: str, bits: int, group: int) -> Tensor:
+    """What the layout of compressed-tensors says that a module's weight is."""
+    outputs, inputs = tensors[f"{module}.weight_shape"].tolist()
+    words = tensors[f"{module}.weight_packed"].long() & 0xFFFFFFFF
+    shifts = torch.arange(0, 32, bits)
+    codes = ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(1)[:, :inputs]
+    zeros = torch.full((outputs, inputs // group), 1 << (bits - 1))
+    if f"{module}.weight_zero_point" in tensors:
+        packed = tensors[f"{module}.weight_zero_point"].long() & 0xFFFFFFFF
+        zeros = ((packed.unsqueeze(1) >> shifts.view(-1, 1)) & ((1 << bits) - 1)).flatten(0, 1)[:outputs]
+    steps = codes.unflatten(1, (-1, group)) - zeros.unsqueeze(-1)
+    return (steps * tensors[f"{module}.weight_scale"].float().unsqueeze(-1)).flatten(1)
+
+
+@pytest.mark.parametrize("grid", [Grid(4, 32), Grid(4, 32, False), Grid(8, 32, False)], ids=str)
+def test_rounding_to_nearest_writes_what_loading_in_int4_makes(
+    grid: Grid, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    before, after = (
+        tensors_of(tiny_model("llama")),
+        tensors_of(quantized(tiny_model("llama"), tmp_path / "q", grid=grid)),
+    )
+    for name in ("self_attn.k_proj", "mlp.down_proj"):
+        module = f"model.layers.1.{name}"
+        found, weight = unpacked(after, module, grid.bits, 32), before[f"{module}.weight"]
+        if grid.bits == 4:
+            scheme = WeightScheme("int4", 32, grid.symmetric)
+            packed = reference.pack_weight(weight, scheme)
+            assert torch.equal(found, reference.unpack_weight(packed))
+        assert (found - weight).norm() < (0.12 if grid.bits == 4 else 0.01) * weight.norm()
+    rest = {name for name in before if "proj" not in name}
+    assert all(torch.equal(before[name], after[name]) for name in rest)
+    config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors"
+    assert "lm_head" in config["ignore"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "qwen2moe", "phi3", "gemma2"])
+def test_models_run_from_what_is_written(
+    family: str, method: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In 8 bits, so that they are nearly what they were, also where scales were moved between layers."""
+    texts = tmp_path / "texts.txt"
+    texts.write_text("A text of which some pages are read to calibrate. " * 8)
+    calibration = {} if method == "rtn" else {"calibration": texts, "sequence_length": 64}
+    path = quantized(tiny_model(family), tmp_path / "q", method, Grid(8, 32), **calibration)
+    expected, found = logits(tiny_model(family)), logits(path, **PRECISE)
+    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
+
+
+def test_the_model_in_the_box_bears_gptq_better_than_rounding(tmp_path: Path) -> None:
+    from quire.models.checkpoint import resolve_model_dir
+
+    box = resolve_model_dir("quire-demo", None, None)
+    paths = [box] + [
+        quantized(
+            box, tmp_path / method, method, Grid(4, 64), **({"num_sequences": 24} if method == "gptq" else {})
+        )
+        for method in ("rtn", "gptq")
+    ]
+    ids = [load_ids(box)]
+    exact, rtn, gptq = (
+        torch.cat(logits_of(load_tiny(path, dtype="bfloat16"), ids, chunk_sizes=[4096])).log_softmax(-1)
+        for path in paths
+    )
+    assert (gptq - exact).norm() < 0.9 * (rtn - exact).norm()
+
+
+def load_ids(box: Path) -> list[int]:
+    """A dialogue that the texts in the box do not have among the first."""
+    from quire.engine.tokenizer import Tokenizer
+    from quire.quantize.texts import IN_THE_BOX, read_sequences
+
+    sequences = read_sequences(IN_THE_BOX, Tokenizer.from_dir(box), 40, 256)
+    return [token for sequence in sequences[30:32] for token in sequence]
+
+
+def test_mistakes_are_told_and_leave_nothing(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama, there, empty = tiny_model("llama"), tmp_path / "there", tmp_path / "empty.txt"
+    there.mkdir()
+    empty.touch()
+    for wrong, match in (
+        ({"output": there}, "exists already"),
+        (
+            {"grid": Grid(4, 128)},
+            r"--group-size 128 does not divide model.layers.0.self_attn.q_proj \(64 inputs\)",
+        ),
+        ({"method": "magic"}, "--method must be one of rtn, gptq, awq"),
+        ({"method": "gptq", "calibration": empty}, "holds no text"),
+        ({"calibration": empty}, "--calibration means nothing with --method rtn"),
+        ({"act_order": False}, "--act-order means nothing"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            quantized(**({"model": llama, "output": tmp_path / "q"} | wrong))
+    done = quantized(llama, tmp_path / "done")
+    with pytest.raises(ConfigError, match="is quantised already"):
+        quantized(done, tmp_path / "q")
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_safetensors", full)
+    with pytest.raises(StartupError, match="No space left on device"):
+        quantized(llama, tmp_path / "q")
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "empty.txt", "done"}
