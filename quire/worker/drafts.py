@@ -42,8 +42,8 @@ def make_speculation(
     settings, drafters = config.speculative.settings, dict[str, Drafter]()
     if settings.method is not None and not kv_config.rolls_back:
         raise StartupError(
-            "--speculative-config: layers of this model, or of the one that is to guess, keep a state, which cannot go "
-            "back behind wrong guesses"
+            f"--speculative-config: layers of {config.model.model}, or of the model that is to guess, keep a state, "
+            "which cannot go back behind wrong guesses"
         )
     forced = jump_ahead(config, kv_config, batch, grammars)
     if forced is not None:
