@@ -43,7 +43,9 @@ def jobs() -> list[Job]:
     """They end when they have all their tokens, so no guess stands behind the last one."""
     draw, made = random.Random(4), []
     for number in range(24):
-        prompt = STEM[: draw.randrange(41)] + [draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randrange(1, 9))]
+        prompt = STEM[: draw.randrange(41)] + [
+            draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randrange(1, 9))
+        ]
         shape = {"seed": number, "max_tokens": draw.randrange(20, 45), "ignore_eos": True}
         made.append(Job(prompt, SamplingParams(**shape | SHAPES[number % len(SHAPES)])))
     return made

@@ -107,7 +107,7 @@ def test_five_hundred_random_requests_are_as_without(
 
 
 def test_layers_with_states_exclude_it(tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(StartupError, match="--speculative-config: layers of .*bamba.* keep a state"):
+    with pytest.raises(StartupError, match=r"--speculative-config: layers of .*bamba.* keep a state"):
         LLM(str(tiny_model("bamba")), max_model_len=96, speculative_config={"method": "auto"})
 
 
