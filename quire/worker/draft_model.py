@@ -17,7 +17,7 @@ the draft model's part means nothing, and whoever gets them from the prefix cach
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,17 @@ from quire.worker.pipeline import LanguageModel, Pipeline
 from quire.worker.sampler import Sampler
 
 Rows = NDArray[np.int64]
+
+
+class _Going(NamedTuple):
+    """Of rows [R] that are guessed for: their tokens, guesses that were computed included, and how many may be."""
+
+    rows: Rows
+    ends: Rows
+    limits: Rows
+
+    def only(self, which: NDArray[np.bool_]) -> _Going:
+        return _Going(self.rows[which], self.ends[which], self.limits[which])
 
 
 class DraftModel:
@@ -95,31 +106,30 @@ class DraftModel:
     @torch.inference_mode()
     def propose(self, texts: Sequence[Text], most: int) -> list[Draft]:
         rows = self._batch.rows([text.request_id for text in texts])
-        num_known = np.array([len(text.token_ids) for text in texts], dtype=np.int64)
-        self._settle(rows, num_known - 1)
+        ends = np.array([len(text.token_ids) for text in texts], dtype=np.int64)
+        self._settle(rows, ends - 1)
         guesses: dict[int, list[int]] = {row: [] for row in rows.tolist()}
-        reach = self._reach(rows)
-        fits = num_known <= reach
-        rows, ends, reach = rows[fits], num_known[fits], reach[fits]
-        chosen = self._catch_up(rows, ends)
-        for place in range(most):
-            going = chosen >= 0
-            rows, ends, reach, chosen = rows[going], ends[going], reach[going], chosen[going]
-            if not len(rows):
-                break
-            for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
+        going = _Going(rows, ends, self._limits(rows))
+        going = going.only(going.ends <= going.limits)
+        chosen = self._catch_up(going.rows, going.ends)
+        for place in range(1, most + 1):
+            going, chosen = going.only(chosen >= 0), chosen[chosen >= 0]
+            for row, token_id in zip(going.rows.tolist(), chosen.tolist(), strict=True):
                 guesses[row].append(token_id)
-            going = ends < reach
-            rows, ends, reach, chosen = rows[going], ends[going], reach[going], chosen[going]
-            if place == most - 1 or not len(rows):
-                break
+            if place < most:
+                going, chosen = self._go_on(going, chosen)
+        return [Draft(guesses[row]) if guesses[row] else NO_DRAFT for row in rows.tolist()]
+
+    def _go_on(self, going: _Going, chosen: Rows) -> tuple[_Going, Rows]:
+        """Compute guesses [R] where there are slots for them; returns who goes on, and what is guessed behind them."""
+        has_slot = going.ends < going.limits
+        (rows, ends, limits), chosen = going.only(has_slot), chosen[has_slot]
+        if len(rows):
             self._batch.token_ids[rows, ends] = chosen
             for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
                 self._ahead[row].append(token_id)
-            ends = ends + 1
-            chosen = self._sampled(self._forward(rows, ends - 1, ends), rows, ends)
-        drafts = (guesses[self._batch.row(text.request_id)] for text in texts)
-        return [Draft(found) if found else NO_DRAFT for found in drafts]
+            chosen = self._sampled(self._forward(rows, ends, ends + 1), rows, ends + 1)
+        return _Going(rows, ends + 1, limits), chosen
 
     def _settle(self, rows: Rows, ends: Rows) -> None:
         """Of what was computed ahead, that counts which the texts agree with; but nothing from `ends` [R] on."""
@@ -130,12 +140,12 @@ class DraftModel:
             self._num_computed[row] = min(start + num_right, end)
             self._ahead[row] = []
 
-    def _reach(self, rows: Rows) -> Rows:
-        """[R] tokens that each row has slots for, and the context."""
-        reach = np.full(len(rows), self._batch.max_model_len, dtype=np.int64)
+    def _limits(self, rows: Rows) -> Rows:
+        """[R] tokens that may be computed of each row: there are slots for them, and they are in the context."""
+        limits = np.full(len(rows), self._batch.max_model_len, dtype=np.int64)
         for table in self._batch.block_tables:
-            reach = np.minimum(reach, table.capacity(rows))
-        return reach
+            limits = np.minimum(limits, table.capacity(rows))
+        return limits
 
     def _catch_up(self, rows: Rows, ends: Rows) -> Rows:
         """Compute tokens up to `ends` [R], or as many of them as a pass may have.
