@@ -113,14 +113,14 @@ def stack(rows: list[tuple[list[int], list[int]]]) -> Batch:
     return ids, torch.tensor([mask + [0] * (width - len(mask)) for _, mask in rows]).bool()
 
 
-def batches(encoder: Encoder, seed: int) -> Iterator[Batch]:
-    """Batches of about BATCH_TOKENS tokens, each of similar lengths, in random order."""
+def batches(encoder: Encoder, seed: int, num_tokens: int = BATCH_TOKENS) -> Iterator[Batch]:
+    """Batches of about so many tokens, each of similar lengths, in random order."""
     stream, rng = dialogues(seed), random.Random(seed)
     while True:
         rows = sorted(encoder([next(stream) for _ in range(POOL)]), key=lambda row: len(row[0]))
         groups: list[list[tuple[list[int], list[int]]]] = [[]]
         for row in rows:
-            if groups[-1] and (len(groups[-1]) + 1) * len(row[0]) > BATCH_TOKENS:
+            if groups[-1] and (len(groups[-1]) + 1) * len(row[0]) > num_tokens:
                 groups.append([])
             groups[-1].append(row)
         rng.shuffle(groups)

@@ -52,6 +52,8 @@ class EngineConfig:
     model_arch: ModelArch | None = None
     pooling: PoolingSpec | None = None
     """What the model makes of prompts; None: it generates."""
+    draft: EngineConfig | None = None
+    """The model that guesses what this one says, prepared as any other; None: no model does."""
     fit_max_model_len: bool = False
     """Whether `max_model_len` is a limit that is to be lowered to what the KV cache can hold."""
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from quire.config.fields import Config, option
 
-DEMO_MODEL, DEMO_EMBEDDER = "quire-demo", "quire-demo-embed"
-IN_THE_BOX = (DEMO_MODEL, DEMO_EMBEDDER)
+DEMO_MODEL, DEMO_EMBEDDER, DEMO_COMPANION = "quire-demo", "quire-demo-embed", "quire-demo-draft"
+IN_THE_BOX = (DEMO_MODEL, DEMO_EMBEDDER, DEMO_COMPANION)
 """Models that come with quire."""
 
 
@@ -18,7 +18,8 @@ class ModelConfig(Config):
 
     model: str = option(
         DEMO_MODEL,
-        "Local directory, GGUF file, Hugging Face id, or one of the toys in the box: quire-demo, quire-demo-embed.",
+        "Local directory, GGUF file, Hugging Face id, or a toy in the box: quire-demo, quire-demo-embed, "
+        "quire-demo-draft.",
     )
     tokenizer: str | None = option(None, "Directory or id of the tokenizer; default: the model's own.")
     revision: str | None = option(None, "Branch, tag or commit of a Hugging Face id.")

@@ -12,6 +12,7 @@ from quire.errors import ConfigError
 
 Length = Annotated[int, msgspec.Meta(ge=1, le=64)]
 MOST_DRAFTS = 8
+DRAFT_MODEL = "draft_model"
 SHORTEST_MATCH, LONGEST_MATCH = 2, 8
 
 
@@ -25,7 +26,8 @@ class SpeculativeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         prompt_lookup_min: fewest tokens that must stand earlier in the text too, for ngram; None: 2.
         prompt_lookup_max: most tokens that are compared; None: 8.
         suffix_decoding_max_cached_tokens: tokens of recent outputs that are kept for suffix.
-        model: file of recorded outputs, for recorded.
+        model: file of recorded outputs, for recorded; for draft_model, the model that guesses.
+        quantization: precision of that model's weights, as --quantization; None: as its checkpoint has them.
         synthetic_acceptance_rate: share of guesses that are made right on purpose, for recorded.
     """
 
@@ -36,12 +38,18 @@ class SpeculativeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     prompt_lookup_max: Length | None = None
     suffix_decoding_max_cached_tokens: Annotated[int, msgspec.Meta(ge=1024)] = 2**16
     model: str | None = None
+    quantization: str | None = None
     synthetic_acceptance_rate: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
 
     @property
     def most_drafts(self) -> int:
         """Tokens that are guessed at a time for a request."""
         return self.num_speculative_tokens or MOST_DRAFTS
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Tokens behind those of a step for which there should be cache, where a model guesses before the next step."""
+        return self.most_drafts if self.method == DRAFT_MODEL else 0
 
     @property
     def prompt_lookup(self) -> tuple[int, int]:

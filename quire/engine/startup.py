@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from quire.config import EngineConfig, ModelArch
 from quire.config.engine import engine_fields
+from quire.engine.draft_model import check_draft_model, draft_model_config
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import ConfigError
+from quire.errors import ConfigError, StartupError
 from quire.kernels import cpu
 from quire.models.checkpoint import read_model_config, resolve_model_dir
 from quire.models.generation_config import read_generation_config
@@ -100,7 +101,20 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     _check_batch_invariant(config)
     for field, reason in without_effect(config):
         logger.warning("%s: changes nothing, %s", field, reason)
-    return config
+    return _with_draft_model(config, usage)
+
+
+def _with_draft_model(config: EngineConfig, usage: Usage) -> EngineConfig:
+    """The model that is to guess for this one is prepared as any other."""
+    given = draft_model_config(config)
+    if given is None:
+        return config
+    try:
+        found = prepare(given, usage)
+        check_draft_model(config, found, load_tokenizer(config), load_tokenizer(found))
+    except StartupError as error:
+        raise ConfigError(f"--speculative-config: model {given.model.model!r}: {error}") from error
+    return dataclasses.replace(config, draft=found)
 
 
 def _check_load_format(config: EngineConfig, model_dir: Path) -> None:

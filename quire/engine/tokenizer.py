@@ -93,6 +93,11 @@ class Tokenizer:
     def bos_token_id(self) -> int | None:
         return self._backend.token_to_id(self.bos_token) if self.bos_token else None
 
+    def vocabulary(self) -> dict[str, int]:
+        """Each token by its name, and its id."""
+        names: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return names
+
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary."""
         found: int | None = self._backend.token_to_id(token)

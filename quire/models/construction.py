@@ -21,7 +21,6 @@ _OLD_STYLE: dict[str, Callable[[EngineConfig], Any]] = {
     "scheduler_config": lambda config: config.scheduler,
     "parallel_config": lambda config: config.parallel,
     "lora_config": lambda config: None,
-    "prefix": lambda config: "",
 }
 """A parameter of a constructor that takes parts of the configuration, and what it gets."""
 
@@ -29,7 +28,7 @@ _OLD_STYLE: dict[str, Callable[[EngineConfig], Any]] = {
 _REST = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
-def construct(model_cls: type[CausalLM], config: EngineConfig) -> CausalLM:
+def construct(model_cls: type[CausalLM], config: EngineConfig, prefix: str = "") -> CausalLM:
     """An object of a model's class, by `(*, config: EngineConfig, prefix="")`, or else by the old style's names.
 
     The old style takes the model's shape as `config`, and with it other parts of `_OLD_STYLE`, by which it is told.
@@ -39,11 +38,12 @@ def construct(model_cls: type[CausalLM], config: EngineConfig) -> CausalLM:
         ModelLoadError: the constructor wants something else.
     """
     parameters = inspect.signature(model_cls).parameters
-    beside = parameters.keys() & _OLD_STYLE.keys() - {"config", "prefix"}
+    named = {"prefix": prefix} if "prefix" in parameters else {}
+    beside = parameters.keys() & _OLD_STYLE.keys() - {"config"}
     if not beside:
-        return model_cls(config=config)
+        return model_cls(config=config, **named)
     needed = {name for name, one in parameters.items() if one.default is one.empty and one.kind not in _REST}
-    unknown = sorted(needed - _OLD_STYLE.keys())
+    unknown = sorted(needed - _OLD_STYLE.keys() - {"prefix"})
     if unknown:
         raise ModelLoadError(
             f"{model_cls.__module__}:{model_cls.__qualname__} wants {', '.join(unknown)}; a model is made by "
@@ -52,6 +52,7 @@ def construct(model_cls: type[CausalLM], config: EngineConfig) -> CausalLM:
     logger.warning(
         "%s has an old-style constructor; give it (*, config: EngineConfig, prefix)", model_cls.__name__
     )
-    model: Any = model_cls(**{name: _OLD_STYLE[name](config) for name in parameters if name in _OLD_STYLE})
+    given: dict[str, Any] = {name: _OLD_STYLE[name](config) for name in parameters if name in _OLD_STYLE}
+    model: Any = model_cls(**given, **named)
     model.config = config
     return model

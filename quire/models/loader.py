@@ -35,15 +35,17 @@ _ALIGNMENT = 64
 
 
 @torch.no_grad()
-def load_model(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
+def load_model(config: EngineConfig, shard: Shard = WHOLE, prefix: str = "") -> CausalLM:
     """The model of a prepared config, ready for its KV cache to be bound; its layers hold the share of one rank.
+
+    `prefix`, with its dot, goes before the names of its layers, where an engine has several models.
 
     Raises:
         UnsupportedModelError: nobody registered the architecture.
         ModelLoadError: the checkpoint does not fit the config, is corrupt, or does not fit into memory.
         ConfigError: a layer that is not to be quantised does not exist, or one cannot be cut for so many ranks.
     """
-    model = without_weights(config, shard)
+    model = without_weights(config, shard, prefix)
     logger.info("attention_backend = %s", ", ".join(attention_backends(model)) or "none: no layer attends")
     cache = _cache(model)
     tensors = cache.read() if cache is not None else None
@@ -57,11 +59,11 @@ def load_model(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
     return model
 
 
-def without_weights(config: EngineConfig, shard: Shard = WHOLE) -> CausalLM:
+def without_weights(config: EngineConfig, shard: Shard = WHOLE, prefix: str = "") -> CausalLM:
     """The model, whose parameters have their shapes and dtypes and no memory yet."""
     model_cls = ModelRegistry.resolve_model_cls(config.arch.architecture, config.model_class)
     with torch.device("meta"):
-        model = construct(model_cls, config)
+        model = construct(model_cls, config, prefix)
         if config.pooling is not None:
             model = PoolingModel(model, config.pooling)
         methods = quant_methods(model, config)

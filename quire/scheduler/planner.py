@@ -26,8 +26,10 @@ class Planner:
         kv: KVCacheManager,
         queues: RequestQueues,
         max_adapters: int = 0,
+        num_lookahead_tokens: int = 0,
     ) -> None:
         self._limits = limits
+        self._num_lookahead = num_lookahead_tokens
         self._max_adapters = max_adapters
         self._max_model_len = max_model_len
         self._kv = kv
@@ -68,7 +70,7 @@ class Planner:
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, now)
             if new_block_ids is not None:
                 drafts: list[int] = []
-                if request.draft_token_ids and num_new_tokens == num_missing:
+                if num_new_tokens == num_missing and (request.draft_token_ids or self._num_lookahead):
                     new_block_ids, drafts = self._allocate_drafts(
                         request, num_new_tokens, new_block_ids, step
                     )
@@ -98,17 +100,19 @@ class Planner:
     def _allocate_drafts(
         self, request: Request, num_new_tokens: int, block_ids: BlockIds, step: StepPlan
     ) -> tuple[BlockIds, list[int]]:
-        """Drafts to verify behind a request's last token, with the blocks for both.
+        """Drafts to verify behind a request's last token, with the blocks for both, and for what a model drafts next.
 
         Nobody waits or is preempted for a draft: it takes what the budget and the free blocks leave.
         """
         limit = step.budget - self._num_unplanned(step) + 1 - num_new_tokens
         drafts = request.next_drafts(limit, self._max_model_len)
         num_tokens = request.num_computed_tokens + num_new_tokens + len(drafts)
-        draft_block_ids = self._kv.allocate_drafts(request, num_tokens, step.promised_blocks)
-        if draft_block_ids is None:
-            return block_ids, []
-        return [own + new for own, new in zip(block_ids, draft_block_ids, strict=True)], drafts
+        most = max(request.max_computed_tokens(self._max_model_len), num_tokens)
+        for end in (min(num_tokens + self._num_lookahead, most), num_tokens):
+            draft_block_ids = self._kv.allocate_drafts(request, end, step.promised_blocks)
+            if draft_block_ids is not None:
+                return [own + new for own, new in zip(block_ids, draft_block_ids, strict=True)], drafts
+        return block_ids, []
 
     def _start_waiting(self, step: StepPlan, now: float) -> None:
         """Start waiting requests, strictly in the policy's order, until one does not fit.

@@ -66,7 +66,14 @@ class Scheduler:
         policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)
         self._queues = RequestQueues(policy, self._kv)
         max_adapters = config.lora.max_loras if config.lora.enable_lora else 0
-        self._planner = Planner(config.scheduler, self._max_model_len, self._kv, self._queues, max_adapters)
+        self._planner = Planner(
+            config.scheduler,
+            self._max_model_len,
+            self._kv,
+            self._queues,
+            max_adapters,
+            config.speculative.settings.num_lookahead_tokens,
+        )
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
         self._is_paused = False

@@ -55,6 +55,12 @@ class Acceptance:
         if trials is not None:
             trials.fade(FADE_BY_STEP)
 
+    def note_unasked(self, kind: Hashable) -> None:
+        """A step went by for which guesses of a kind seemed not worth the asking."""
+        trials = self._by_kind.get(kind)
+        if trials is not None:
+            trials.fade(KIND_FADE)
+
     def rate(self, request_id: str, kind: Hashable) -> float:
         """The probability, for a guess of a kind."""
         prior = self._by_kind.get(kind, _NOTHING).rate(0.5)

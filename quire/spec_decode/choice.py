@@ -7,6 +7,36 @@ from collections.abc import Sequence
 from quire.spec_decode.step_costs import StepCosts
 
 
+def choose_depth(
+    rates: Sequence[float],
+    most: int,
+    num_requests: int,
+    costs: StepCosts,
+    seconds_each: float,
+    num_ahead: int = 0,
+) -> int:
+    """How many tokens a drafter that takes time should guess for each of some requests; 0 if it does not pay.
+
+    Args:
+        rates: [D] probability that a guess for a request is right if those before it are.
+        most: tokens that it may guess.
+        num_requests: that the step has in any case; nothing is chosen until such steps were timed.
+        costs: of steps.
+        seconds_each: that the drafter takes to guess a token more for all of them.
+        num_ahead: tokens that steps in flight sample anyway.
+    """
+    if not costs.knows(num_requests):
+        return 0
+    best, depth, tokens = num_requests / costs.of(num_requests), 0, float(num_requests)
+    for place in range(num_ahead + 1, most + 1):
+        tokens += sum([rate**place for rate in rates])
+        width = num_requests + len(rates) * (place - num_ahead)
+        rate = tokens / (costs.of(width) + place * seconds_each)
+        if rate > best:
+            best, depth = rate, place
+    return depth
+
+
 def choose_lengths(
     rates: Sequence[float], lengths: Sequence[int], num_requests: int, costs: StepCosts, num_ahead: int = 0
 ) -> list[int]:

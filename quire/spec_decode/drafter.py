@@ -5,11 +5,11 @@ Invariant: a drafter sees texts and changes none. What it says costs time if it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from quire.config import EngineConfig
-from quire.config.speculative import COMMON_KEYS
+from quire.config.speculative import COMMON_KEYS, DRAFT_MODEL
 from quire.errors import ConfigError
 from quire.plugins import FACTORY, PluginTable
 
@@ -45,7 +45,11 @@ CERTAIN = -1
 
 
 class Drafter(Protocol):
-    """Guesses what follows."""
+    """Guesses what follows.
+
+    One whose time grows with the tokens that it is asked for says so by an attribute `takes_time`, which is true, and
+    is asked for no more than pays.
+    """
 
     keys: ClassVar[frozenset[str]]
     """Of `--speculative-config`, what it understands beside what all do."""
@@ -57,6 +61,11 @@ class Drafter(Protocol):
         """The request has ended or been preempted; it may never have been seen."""
 
 
+def takes_time(drafter: Drafter) -> bool:
+    """Whether each token that it guesses takes time."""
+    return bool(getattr(drafter, "takes_time", False))
+
+
 DRAFTERS: PluginTable[Callable[[EngineConfig], Drafter]] = PluginTable(
     "quire.drafters",
     "--speculative-config: method",
@@ -66,15 +75,19 @@ DRAFTERS: PluginTable[Callable[[EngineConfig], Drafter]] = PluginTable(
         "recorded": "quire.spec_decode.recorded:RecordedDrafter",
     },
     FACTORY,
-    words=("auto",),
+    words=("auto", DRAFT_MODEL),
 )
 AUTO = ("ngram", "suffix")
 """What costs nothing but microseconds of the host."""
 
 
+MODEL_KEYS: Mapping[str, frozenset[str]] = {DRAFT_MODEL: frozenset({"model", "quantization"})}
+"""Methods by which a model guesses, which the worker makes, and the keys that they understand."""
+
+
 def drafter_names(method: str | None) -> tuple[str, ...]:
-    """Who guesses by a method."""
-    if method is None:
+    """Who guesses by a method, of those that need no worker."""
+    if method is None or method in MODEL_KEYS:
         return ()
     return AUTO if method == "auto" else (method,)
 
@@ -86,11 +99,13 @@ def check_speculation(config: EngineConfig) -> None:
         ConfigError: names what is wrong.
     """
     given = config.speculative.speculative_config
-    names = drafter_names(config.speculative.settings.method)
-    known = COMMON_KEYS.union(*(getattr(DRAFTERS.resolve(name), "keys", ()) for name in names))
+    method = config.speculative.settings.method
+    names = drafter_names(method)
+    known = COMMON_KEYS | MODEL_KEYS.get(method or "", frozenset())
+    known = known.union(*(getattr(DRAFTERS.resolve(name), "keys", ()) for name in names))
     unknown = sorted(given.keys() - known)
     if unknown:
-        raise ConfigError(f"--speculative-config: {unknown[0]} means nothing to method {given['method']!r}")
+        raise ConfigError(f"--speculative-config: {unknown[0]} means nothing to method {method!r}")
 
 
 def make_drafters(config: EngineConfig) -> dict[str, Drafter]:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from quire.config.speculative import MOST_DRAFTS
 from quire.spec_decode.acceptance import Acceptance
 from quire.spec_decode.balance import Balance
-from quire.spec_decode.choice import choose_lengths
-from quire.spec_decode.drafter import CERTAIN, Draft, Drafter, Owner, Text
+from quire.spec_decode.choice import choose_depth, choose_lengths
+from quire.spec_decode.drafter import CERTAIN, NO_DRAFT, Draft, Drafter, Owner, Text, takes_time
 from quire.spec_decode.step_costs import StepCosts
 
 Filter = Callable[[str, NDArray[np.int32], list[int]], int]
@@ -67,6 +67,7 @@ class Speculation:
         self._kinds: dict[str, tuple[str, int]] = {}
         self._acceptance = Acceptance()
         self._costs = StepCosts()
+        self._guess_costs = {name: StepCosts() for name, one in drafters.items() if takes_time(one)}
         self._balance = Balance()
         self._asked_s = 0.0
 
@@ -116,7 +117,8 @@ class Speculation:
             for name, tokens in known.items()
             if name in self._requests  # a plan that follows may have removed it
         ]
-        guesses = list(filter(None, map(self._best, texts, *self._asked(texts))))
+        drafts = [self._asked(name, texts, len(known)) for name in self._drafters]
+        guesses = list(filter(None, map(self._best, texts, *drafts)))
         lengths = [len(guess.token_ids) for guess in guesses]
         if self._adaptive and guesses:
             rates = [self._acceptance.rate(guess.request_id, guess.kind) for guess in guesses]
@@ -129,9 +131,23 @@ class Speculation:
             if length
         }
 
-    def _asked(self, texts: Sequence[Text]) -> list[list[Draft]]:
-        most = self._most + self._num_ahead
-        return [drafter.propose(texts, most) for drafter in self._drafters.values()]
+    def _asked(self, name: str, texts: Sequence[Text], num_requests: int) -> list[Draft]:
+        """What one drafter says; one that takes time is asked for as many tokens as pay."""
+        drafter, most = self._drafters[name], self._most + self._num_ahead
+        costs = self._guess_costs.get(name)
+        if costs is None or not texts:
+            return drafter.propose(texts, most)
+        if self._adaptive:
+            rates = [self._acceptance.rate(text.request_id, (name, 0)) for text in texts]
+            seconds = costs.of(len(texts)) if costs.knows(len(texts)) else 0.0
+            most = choose_depth(rates, most, num_requests, self._costs, seconds, self._num_ahead)
+        if most == 0:
+            self._acceptance.note_unasked((name, 0))
+            return [NO_DRAFT] * len(texts)
+        started = time.perf_counter()
+        drafts = drafter.propose(texts, most)
+        costs.note(len(texts), len(texts), (time.perf_counter() - started) / most)
+        return drafts
 
     def _best(self, text: Text, *drafts: Draft) -> _Guess | None:
         """A guess that is certain, or that is most often right; among equals, of the drafter that is named first."""

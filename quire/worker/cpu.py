@@ -131,9 +131,9 @@ class CpuMemory:
         limits = config.scheduler
         num_logits = min(limits.max_num_seqs * config.arch.vocab_size, LOGITS_ELEMENTS)
         step = self.forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
-        return step, 0 if config.device.enforce_eager else self.forward_peak.bytes_of_tapes(
-            taped_tokens(config)
-        )
+        num_models = 1 if config.draft is None else 2
+        tapes = num_models * self.forward_peak.bytes_of_tapes(taped_tokens(config))
+        return step, 0 if config.device.enforce_eager else tapes
 
     def give_back(self) -> None:
         """Also what the C library keeps for later, where it can be asked to (glibc)."""

@@ -16,17 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.config import EngineConfig
+from quire.config.speculative import DRAFT_MODEL
 from quire.errors import StartupError
 from quire.kv_cache.spec import KVCacheConfig
 from quire.spec_decode.drafter import Drafter, make_drafters
 from quire.spec_decode.speculation import Speculation
+from quire.worker.draft_model import DraftModel
 from quire.worker.input_batch import InputBatch
 from quire.worker.jump_ahead import jump_ahead
 from quire.worker.sampler.grammar import GrammarMask
 
 
 def make_speculation(
-    config: EngineConfig, kv_config: KVCacheConfig, batch: InputBatch, grammars: GrammarMask
+    config: EngineConfig,
+    kv_config: KVCacheConfig,
+    batch: InputBatch,
+    grammars: GrammarMask,
+    draft_model: DraftModel | None = None,
 ) -> Speculation | None:
     """Who guesses for this engine: what `--speculative-config` names, behind what grammars leave no choice about.
 
@@ -36,12 +42,15 @@ def make_speculation(
     settings, drafters = config.speculative.settings, dict[str, Drafter]()
     if settings.method is not None and not kv_config.rolls_back:
         raise StartupError(
-            "--speculative-config: layers of this model keep a state, which cannot go back behind wrong guesses"
+            f"--speculative-config: layers of {config.model.model}, or of the model that is to guess, keep a state, "
+            "which cannot go back behind wrong guesses"
         )
     forced = jump_ahead(config, kv_config, batch, grammars)
     if forced is not None:
         drafters["jump_ahead"] = forced
     drafters |= make_drafters(config)
+    if draft_model is not None:
+        drafters[DRAFT_MODEL] = draft_model
 
     def num_allowed(request_id: str, known: NDArray[np.int32], drafts: list[int]) -> int:
         return grammars.num_allowed(batch.row(request_id), known, drafts)

@@ -9,6 +9,7 @@ host. A request that fails costs itself alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from quire.spec_decode.speculation import Speculation
 from quire.structured_output.store import GrammarStore
 from quire.worker.block_table import BlockTable
 from quire.worker.devices import Device
+from quire.worker.draft_model import DraftModel
 from quire.worker.drafts import make_speculation
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.inputs import StepInputs, lay_out
@@ -41,6 +43,16 @@ from quire.worker.sampler.logprobs import LogprobsMode
 from quire.worker.validation import why_unusable
 
 
+class KeepsRows(Protocol):
+    """Keeps something of the requests that have a row."""
+
+    def add_request(self, row: int, request: NewRequestData) -> None:
+        """A request was given a row."""
+
+    def remove_request(self, row: int) -> None:
+        """It has lost it."""
+
+
 class ModelRunner:
     """Owns the batch and everything kept per row.
 
@@ -51,6 +63,7 @@ class ModelRunner:
         device: where the model and its cache are.
         grammars: where constraints are compiled; its own, if nobody prepares any.
         adapters: those of the rows, where adapters are served.
+        draft: a model that guesses what this one says, its KV cache bound.
         speculation: guesses tokens for later plans to verify; by default as the configuration says.
         is_rehearsal: its steps are run to see what memory steps take.
     """
@@ -64,6 +77,7 @@ class ModelRunner:
         *,
         grammars: GrammarStore | None = None,
         adapters: RowAdapters | None = None,
+        draft: LanguageModel | None = None,
         speculation: Speculation | None = None,
         is_rehearsal: bool = False,
     ) -> None:
@@ -96,18 +110,33 @@ class ModelRunner:
             processors=() if is_rehearsal else make_logits_processors(config),
             grammars=grammars or GrammarStore(config.structured_outputs.settings),
         )
+        self._draft = None if draft is None else self._draft_model(draft, config, device)
         if speculation is None and not is_rehearsal:
-            speculation = make_speculation(config, kv_config, self.batch, self._sampler.grammar_mask)
+            grammars_read = self._sampler.grammar_mask
+            speculation = make_speculation(config, kv_config, self.batch, grammars_read, self._draft)
         self._speculation = speculation
         self._prompt_logprobs = PromptLogprobs(
             self.batch, model.compute_logits, self._slice_size, device.transfers, mode
         )
         self._pooling = config.pooling
         self._pooler = Pooler(self.batch, model, config.pooling, device.transfers)
-        self._rows_of = (self._sampler, self._prompt_logprobs) if config.pooling is None else (self._pooler,)
+        self._rows_of: tuple[KeepsRows, ...] = (self._pooler,)
         """What keeps something of each request: a model that is pooled samples nothing."""
+        if config.pooling is None:
+            guessing = () if self._draft is None else (self._draft,)
+            self._rows_of = (self._sampler, self._prompt_logprobs, *guessing)
         self._unusable: dict[str, str] = {}
         self._unread: list[LaunchedStep] = []
+
+    def _draft_model(self, model: LanguageModel, config: EngineConfig, device: Device) -> DraftModel:
+        return DraftModel(
+            model,
+            self.batch,
+            device.pipeline(model, self.batch, config),
+            self._sampler,
+            max_num_tokens=config.scheduler.max_num_batched_tokens,
+            slice_size=self._slice_size,
+        )
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step from beginning to end."""
@@ -134,6 +163,8 @@ class ModelRunner:
             self._read_results()
         inputs = self._pipeline.gather(lay_out(self.batch, scheduled))
         hidden = self._pipeline.forward(inputs)
+        if self._draft is not None:
+            self._draft.follow(inputs)
         forwarded = self._transfers.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden)
         pooled = self._pooler.compute(inputs.layout, hidden)

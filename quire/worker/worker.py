@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
@@ -53,6 +53,7 @@ class Worker:
         self._config = config
         self._device = device
         self._model: CausalLM | None = None
+        self._draft: CausalLM | None = None
         self._runner: ModelRunner | None = None
         self._copier: BlockCopier | None = None
         self._tokens_per_s = 0.0
@@ -82,7 +83,7 @@ class Worker:
 
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
         """Layer name -> what it needs of the cache."""
-        return kv_cache_specs(self._loaded())
+        return kv_cache_specs(self._models())
 
     def kv_memory(self) -> KVMemory:
         """What the cache may take of the memory that is free now."""
@@ -109,6 +110,7 @@ class Worker:
             self._device,
             grammars=self.grammars,
             adapters=self._row_adapters(),
+            draft=self._draft,
         )
         self._runner.prepare()
 
@@ -128,7 +130,7 @@ class Worker:
             self._runner = self._copier = None
             self._bind_least_cache()
         if level == 2:
-            self._model = self._parked = self._slots = None
+            self._model = self._draft = self._parked = self._slots = None
         elif self._model is not None and self._parked is None and self._device.parks_weights:
             self._parked = ParkedWeights(self._model, self._device.transfers)
         self._device.memory.give_back()
@@ -155,13 +157,15 @@ class Worker:
 
     def shutdown(self) -> None:
         """Let go of the model and the cache."""
-        self._model = self._runner = self._copier = None
+        self._model = self._draft = self._runner = self._copier = None
         self.grammars.close()
         self.adapters.close()
 
     def _load_model(self) -> None:
-        """The model, with slots for adapters if they are served."""
+        """The model, with slots for adapters if they are served, and the one that guesses for it, if one does."""
         self._model = load_model(self._config)
+        if self._config.draft is not None:
+            self._draft = load_model(self._config.draft, prefix="draft.")
         lora = self._config.lora
         if lora.enable_lora:
             targets, device = Targets(self._model), self._device.transfers.torch_device
@@ -179,6 +183,10 @@ class Worker:
         assert self._model is not None, "load() comes first"
         return self._model
 
+    def _models(self) -> nn.ModuleList:
+        """All whose layers share the cache."""
+        return nn.ModuleList([self._loaded(), *([] if self._draft is None else [self._draft])])
+
     def _swap_costs(self) -> SwapCosts:
         """Rates of copying and computing, roughly: a copy of a few MiB, and the step of prompts that warmed up."""
         blocks = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=self._device.transfers.torch_device)
@@ -190,7 +198,7 @@ class Worker:
         """Allocate a cache, and give it to the model."""
         with _enough_memory(f"a KV cache of {kv_config.bytes / 2**20:.0f} MiB"):
             tensors = allocate_kv_cache(kv_config, self._device.transfers.torch_device)
-        bind_kv_cache(self._loaded(), kv_config, tensors)
+        bind_kv_cache(self._models(), kv_config, tensors)
         return tensors
 
     def _warm_up(self) -> None:
@@ -208,15 +216,22 @@ class Worker:
         tensors = self._bind_cache(cache)
         if device.compiles_kernels:
             self._launch_what_no_plan_reaches(tensors)
+        if self._draft is not None:
+            self._rehearse(self._draft, rehearsal, cache)
+        self._tokens_per_s = self._rehearse(self._loaded(), rehearsal, cache)
+        self._bind_least_cache()
+
+    def _rehearse(self, model: CausalLM, rehearsal: Rehearsal, cache: KVCacheConfig) -> float:
+        """Run its steps; returns the most tokens per second."""
+        memory, best = self._device.memory, 0.0
         with memory.rehearsal():
-            runner = ModelRunner(self._loaded(), self._config, cache, device, is_rehearsal=True)
+            runner = ModelRunner(model, self._config, cache, self._device, is_rehearsal=True)
         for plan in rehearsal.plans():
             started = time.perf_counter()
             with memory.rehearsal():
                 runner.execute_model(plan)
-            rate = plan.total_num_scheduled_tokens / (time.perf_counter() - started)
-            self._tokens_per_s = max(self._tokens_per_s, rate)
-        self._bind_least_cache()
+            best = max(best, plan.total_num_scheduled_tokens / (time.perf_counter() - started))
+        return best
 
     def _launch_what_no_plan_reaches(self, cache: tuple[Tensor, ...]) -> None:
         """Copies of blocks, and masks of grammars, whose vocabulary comes later."""

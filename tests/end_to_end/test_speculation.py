@@ -32,6 +32,7 @@ ENGINES: tuple[dict[str, Any], ...] = (
     {"max_num_seqs": 6, **overlapped(2)},
 )
 METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "draft_model", "quantization": "int4", "adaptive": False, "num_speculative_tokens": 4},
     {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False},
     {"method": "suffix", "adaptive": False, "num_speculative_tokens": 5},
     {"method": "auto"},
@@ -80,6 +81,8 @@ def compare(seeds: range, model: Path, outputs_file: Path) -> tuple[int, int]:
         if method["method"] == "recorded":
             record(outputs_file, expected)
             method = {**method, "model": str(outputs_file)}
+        if method["method"] == "draft_model":  # the same model, rounded more
+            method = {**method, "model": str(model)}
         got, stats = serve(jobs, **args, speculative_config=method)
         assert facts(got) == facts(expected), f"scenario {seed}: {args} {method}"
         spec = stats["spec_decoding"] or {}
@@ -87,10 +90,10 @@ def compare(seeds: range, model: Path, outputs_file: Path) -> tuple[int, int]:
     return drafted, accepted
 
 
-def test_sixty_random_requests_are_as_without(
+def test_seventy_five_random_requests_are_as_without(
     tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
 ) -> None:
-    drafted, accepted = compare(range(4), tiny_model("llama-tied-bias"), tmp_path / "outputs.json")
+    drafted, accepted = compare(range(5), tiny_model("llama-tied-bias"), tmp_path / "outputs.json")
     assert drafted > accepted > 100
 
 
@@ -104,7 +107,7 @@ def test_five_hundred_random_requests_are_as_without(
 
 
 def test_layers_with_states_exclude_it(tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(StartupError, match="--speculative-config: layers of this model keep a state"):
+    with pytest.raises(StartupError, match=r"--speculative-config: layers of .*bamba.* keep a state"):
         LLM(str(tiny_model("bamba")), max_model_len=96, speculative_config={"method": "auto"})
 
 

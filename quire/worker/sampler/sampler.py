@@ -165,6 +165,15 @@ class Sampler:
         value = feature.stage(samples)
         return None if value is None else moved(value, self._transfers.upload)
 
+    def guess(self, logits: Tensor, samples: Samples) -> NDArray[np.int64]:
+        """What would be sampled from another model's logits [N, V] float32, contiguous, which are changed in place.
+
+        Negative where nothing could be.
+        """
+        staged = self.stage(samples)._replace(logprobs=None)
+        codes: NDArray[np.int64] = self.sample(logits, staged).codes.numpy()
+        return codes
+
     def sample(self, logits: Tensor, staged: StagedRows) -> Sampled:
         """Choose a token for each row; logits [N, V] float32, contiguous, may be changed in place."""
         is_bad, wanted, failures = clear_unusable(logits), staged.logprobs, Failures()
