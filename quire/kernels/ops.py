@@ -621,6 +621,8 @@ def _adds_to_float32(out: Tensor, _x: Tensor, _adapter_rows: Tensor, adapters: L
 def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStacks, /) -> None:
     """Add to each row what its low-rank adapter makes of x, in place (E. Hu et al., 2021, arXiv:2106.09685).
 
+    Where the adapter is affine, a row is multiplied by its factors, and has its offsets added, before.
+
     out [T, N] and x [T, K] of one float dtype, out contiguous. adapter_rows [T] int32 has each row's slot, or a
     negative number, which leaves the row as it is; a slot that is none is an IndexError on a CPU, and leaves the row,
     too, on a GPU. Computed in float32, and rounded once, when it is added. A row's result depends on that row and its

@@ -51,12 +51,17 @@ class AdapterSlots:
             source = adapter.layers.get(index)
             if source is None:
                 stacks.ranks[slot] = 0
+                stacks.affine[slot] = 0
                 continue
             rank = source.b.shape[1]
             stacks.a[slot, ..., :rank] = self._upload(source.a[0])
             stacks.b[slot, :rank] = self._upload(source.b[0])
             stacks.scales[slot] = self._upload(source.scales[0])
             stacks.ranks[slot] = self._upload(source.ranks[0])
+            stacks.affine[slot] = self._upload(source.affine[0])
+            if source.affine.any():
+                stacks.factors[slot] = self._upload(source.factors[0])
+                stacks.offsets[slot] = self._upload(source.offsets[0])
 
     def launch(self) -> None:
         """Launch each layer's kernel over a row without an adapter, so that it is compiled, where kernels are."""

@@ -60,7 +60,7 @@ def _shrink(
 
 @triton.jit(do_not_specialize=["rows"])
 def _expand(
-    out, shrunk, adapter_rows, b, scales, ranks, ends, rows, outputs, most, parts, parts_of_k,
+    out, shrunk, adapter_rows, b, scales, ranks, affine, factors, offsets, ends, rows, outputs, most, parts, parts_of_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(1)
@@ -69,9 +69,15 @@ def _expand(
         return
     begin = tl.program_id(2) * BLOCK_N
     column = begin + tl.arange(0, BLOCK_N)
+    own = slot.to(tl.int64) * outputs + column
+    factor, offset = tl.full([BLOCK_N], 1.0, tl.float32), tl.zeros([BLOCK_N], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for part in range(parts):
         from_column, to_column = tl.load(ends + part), tl.load(ends + part + 1)
+        in_part = (column >= from_column) & (column < to_column)
+        changes = in_part & (tl.load(affine + slot * parts + part) != 0)
+        factor = tl.where(changes, tl.load(factors + own, mask=changes, other=1.0), factor)
+        offset = tl.where(changes, tl.load(offsets + own, mask=changes, other=0.0), offset)
         rank = tl.load(ranks + slot * parts + part)
         rank = tl.where((from_column < begin + BLOCK_N) & (begin < to_column), rank, 0)
         scale = tl.load(scales + slot * parts + part)
@@ -82,13 +88,14 @@ def _expand(
             for _ in range(parts_of_k):
                 middle += tl.load(place, mask=mine[:, None], other=0.0)
                 place += rows.to(tl.int64) * parts * most
-            inside = (r < rank)[:, None] & ((column >= from_column) & (column < to_column))[None, :]
+            inside = (r < rank)[:, None] & in_part[None, :]
             b_start = b + (slot.to(tl.int64) * most + r)[:, None] * outputs + column[None, :]
             weights = tl.load(b_start, mask=inside, other=0.0).to(tl.float32)
             sums += tl.dot(middle * scale, weights, input_precision="ieee")
     place = out + row.to(tl.int64)[:, None] * outputs + column[None, :]
     inside = mine[:, None] & (column < outputs)[None, :]
-    total = tl.load(place, mask=inside, other=0.0).to(tl.float32) + sums
+    base = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    total = base * factor[None, :] + offset[None, :] + sums
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -108,8 +115,9 @@ def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStac
     )  # fmt: skip
     outputs = adapters.b.shape[-1]
     _expand[(tiles, slots, triton.cdiv(outputs, BLOCK_N))](
-        out, shrunk, adapter_rows, adapters.b, adapters.scales, adapters.ranks, _ends_on_device(adapters), rows,
-        outputs, most, parts, parts_of_k, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, UNIT=RANK_UNIT,
+        out, shrunk, adapter_rows, adapters.b, adapters.scales, adapters.ranks, adapters.affine, adapters.factors,
+        adapters.offsets, _ends_on_device(adapters), rows, outputs, most, parts, parts_of_k,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, UNIT=RANK_UNIT,
     )  # fmt: skip
 
 
