@@ -95,13 +95,15 @@ class _LayerReader:
         self, stacks: LoraStacks, place: Place, module: AdaptedModule, tensors: Mapping[Kind, Tensor]
     ) -> None:
         part, rank, here, rows = place.part, module.rank, place.piece.place, place.piece.rows
-        factors, offsets = 1.0, self._offsets(place, module, tensors)
+        factors: Tensor | float = 1.0
+        offsets = self._offsets(place, module, tensors)
         if rank:
             a, b = tensors["a"], tensors["b"][rows]
             if "magnitude" in tensors:
-                factors = tensors["magnitude"][rows] / self._norms(place, module.scale * (b @ a))
-                offsets = offsets + (1 - factors) * self._own_bias(place)
-                b = b * factors[:, None]
+                lengths = self._lengths(place, module.scale * (b @ a))
+                own = tensors["magnitude"][rows] / lengths
+                offsets = offsets + (1 - own) * self._own_bias(place)
+                factors, b = own, b * own[:, None]
             stacks.a[0, part, :, :rank] = a[:, self._layer.columns].t()
             stacks.b[0, :rank, here] = b.t()
             stacks.scales[0, part] = module.scale
@@ -112,7 +114,8 @@ class _LayerReader:
 
     def _offsets(self, place: Place, module: AdaptedModule, tensors: Mapping[Kind, Tensor]) -> Tensor | float:
         """What its biases add to what the layer makes."""
-        rows, offsets = place.piece.rows, 0.0
+        rows = place.piece.rows
+        offsets: Tensor | float = 0.0
         if "bias" in tensors:
             offsets = tensors["bias"][rows] - self._own_bias(place)
         if "expand_bias" in tensors:
@@ -123,8 +126,8 @@ class _LayerReader:
         bias = self._layer.bias
         return 0.0 if bias is None else bias.detach()[place.piece.place].float().cpu()
 
-    def _norms(self, place: Place, product: Tensor) -> Tensor:
-        """Lengths of the rows of the weight, as it was rounded, and the product together; no adapter changes them.
+    def _lengths(self, place: Place, product: Tensor) -> Tensor:
+        """Of the rows of the weight, as it was rounded, and the product together.
 
         Raises:
             ModelLoadError: this rank has not all inputs.

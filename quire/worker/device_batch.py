@@ -127,7 +127,8 @@ class DeviceBatch:
         """
         slots = self._padded_slots(layout, graph_size)
         self._step, writes = self._upload(layout, slots)
-        if adapts := slots is not None:
+        adapts = slots is not None
+        if slots is not None:
             self._adapter_rows[: len(slots)].copy_(self._step.numbers[-len(slots) :])
         for target, first_segment, segments in writes:
             kernels.write_segments(
