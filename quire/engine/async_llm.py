@@ -199,7 +199,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Yield what is pooled of a prompt; closing the generator before aborts the request.
 
-        `terms` are the `priority`, `tenant`, `timeout_s` and `trace_headers` of `generate`. Raises as `encode_all`.
+        `terms` are those of `encode_all`, which raises what this does.
         """
         (output,) = await self.encode_all([prompt], pooling_params, [request_id], **terms)
         yield output
@@ -212,6 +212,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
@@ -227,6 +228,7 @@ class AsyncLLM:
         """
         terms: dict[str, Any] = {"priority": priority, "tenant": tenant, "timeout_s": timeout_s}
         terms |= {"trace_headers": trace_headers, "arrived": self._front_end.clock()}
+        terms["lora_request"] = lora_request
         self._pumps.ensure()
         await self.check_health()
         window = 2 * self.config.scheduler.max_num_seqs

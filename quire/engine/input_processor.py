@@ -131,9 +131,7 @@ class InputProcessor:
                 param="model",
             )
         self._check_prompt(prompt)
-        self._check_terms(priority, tenant)
-        if lora_request is not None and not self.config.lora.enable_lora:
-            raise ValidationError("adapters are not served here (--enable-lora)", param="lora_request")
+        self._check_terms(priority, tenant, lora_request)
         params = self._settle(params, len(prompt.token_ids))
         self._check_params(params)
         if params.structured_outputs is not None:
@@ -189,6 +187,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> EngineCoreRequest:
         """The core request for what is to be pooled of a prompt, after all checks against the model.
 
@@ -201,7 +200,7 @@ class InputProcessor:
                 param="model",
             )
         self._check_prompt(prompt)
-        self._check_terms(priority, tenant)
+        self._check_terms(priority, tenant, lora_request)
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
@@ -212,6 +211,7 @@ class InputProcessor:
             tenant=tenant,
             pooling_params=self.pooling.settled(params),
             second_text_start=prompt.second_text_start,
+            lora_request=lora_request,
         )
 
     def room(self, num_prompt_tokens: int) -> int:
@@ -235,7 +235,9 @@ class InputProcessor:
         if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARS):
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
 
-    def _check_terms(self, priority: int, tenant: str) -> None:
+    def _check_terms(self, priority: int, tenant: str, lora_request: LoRARequest | None) -> None:
+        if lora_request is not None and not self.config.lora.enable_lora:
+            raise ValidationError("adapters are not served here (--enable-lora)", param="lora_request")
         if len(tenant) > MAX_TENANT_CHARS:
             raise ValidationError(f"tenant must be at most {MAX_TENANT_CHARS} characters", param="tenant")
         scheduler = self.config.scheduler

@@ -12,6 +12,7 @@ from quire.entrypoints.offline import OfflineEngine, as_prompts, per_prompt
 from quire.entrypoints.pooling.scoring import Scoring
 from quire.errors import ValidationError
 from quire.inputs import PromptType
+from quire.lora_request import LoRARequest
 from quire.pooling_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -30,6 +31,7 @@ class OfflinePooling(OfflineEngine):
     """The methods for pooling models; all raise a ValidationError if the model generates, or does not offer the task.
 
     `options` say how texts become tokens: whether long ones are cut, which of the model's prompts is put before them.
+    All are computed with the adapter of `lora_request`, if there is one.
     """
 
     def encode(
@@ -39,6 +41,7 @@ class OfflinePooling(OfflineEngine):
         *,
         pooling_task: str | None = None,
         options: TextOptions = AS_THEY_ARE,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What is pooled of each prompt, in order.
@@ -53,7 +56,9 @@ class OfflinePooling(OfflineEngine):
         """
         tokenize = self.llm_engine.input_processor.tokenize
         tokenized = [tokenize(prompt, options) for prompt in as_prompts(prompts)]
-        return self._pool(tokenized, pooling_params, pooling_task, use_tqdm=use_tqdm)
+        return self._pool(
+            tokenized, pooling_params, pooling_task, lora_request=lora_request, use_tqdm=use_tqdm
+        )
 
     def embed(
         self,
@@ -61,10 +66,18 @@ class OfflinePooling(OfflineEngine):
         *,
         pooling_params: PerPrompt = None,
         options: TextOptions = AS_THEY_ARE,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt. Raises as `encode` does."""
-        pooled = self.encode(prompts, pooling_params, pooling_task=EMBED, options=options, use_tqdm=use_tqdm)
+        pooled = self.encode(
+            prompts,
+            pooling_params,
+            pooling_task=EMBED,
+            options=options,
+            lora_request=lora_request,
+            use_tqdm=use_tqdm,
+        )
         return list(map(EmbeddingRequestOutput.from_base, pooled))
 
     def classify(
@@ -73,11 +86,17 @@ class OfflinePooling(OfflineEngine):
         *,
         pooling_params: PerPrompt = None,
         options: TextOptions = AS_THEY_ARE,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = True,
     ) -> list[ClassificationRequestOutput]:
         """The classes of each prompt. Raises as `encode` does."""
         pooled = self.encode(
-            prompts, pooling_params, pooling_task=CLASSIFY, options=options, use_tqdm=use_tqdm
+            prompts,
+            pooling_params,
+            pooling_task=CLASSIFY,
+            options=options,
+            lora_request=lora_request,
+            use_tqdm=use_tqdm,
         )
         return list(map(ClassificationRequestOutput.from_base, pooled))
 
@@ -87,12 +106,20 @@ class OfflinePooling(OfflineEngine):
         *,
         pooling_params: PerPrompt = None,
         options: TextOptions = AS_THEY_ARE,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The rewards of each prompt: of its tokens or steps, or of all of it. Raises as `encode` does."""
         by_token = TOKEN_CLASSIFY in self._pooling_inputs.spec.tasks
         task = TOKEN_CLASSIFY if by_token else CLASSIFY
-        return self.encode(prompts, pooling_params, pooling_task=task, options=options, use_tqdm=use_tqdm)
+        return self.encode(
+            prompts,
+            pooling_params,
+            pooling_task=task,
+            options=options,
+            lora_request=lora_request,
+            use_tqdm=use_tqdm,
+        )
 
     def score(
         self,
@@ -102,6 +129,7 @@ class OfflinePooling(OfflineEngine):
         *,
         use_activation: bool | None = None,
         options: TextOptions = AS_THEY_ARE,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
         """How well texts go together: one with one, one with each of several, or several with as many.
@@ -114,7 +142,7 @@ class OfflinePooling(OfflineEngine):
         """
         scoring = Scoring(self._pooling_inputs, _texts(data_1), _texts(data_2), options)
         params = scoring.params(use_activation)
-        pooled = self._pool(scoring.prompts(), params, None, use_tqdm=use_tqdm)
+        pooled = self._pool(scoring.prompts(), params, None, lora_request=lora_request, use_tqdm=use_tqdm)
         return [
             ScoringRequestOutput(
                 parts[-1].request_id,
@@ -135,13 +163,21 @@ class OfflinePooling(OfflineEngine):
         return inputs
 
     def _pool(
-        self, prompts: list[TokenizedPrompt], params: PerPrompt, task: str | None, *, use_tqdm: bool
+        self,
+        prompts: list[TokenizedPrompt],
+        params: PerPrompt,
+        task: str | None,
+        *,
+        lora_request: LoRARequest | None,
+        use_tqdm: bool,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         all_params = per_prompt("pooling_params", params or PoolingParams(), prompts)
         with self._one_thread, self._abort_on_error() as requests:
             for prompt, wanted in zip(prompts, all_params, strict=True):
                 request_id = self._request_id()
-                self.llm_engine.add_request(request_id, prompt.as_prompt(), _with_task(wanted, task))
+                self.llm_engine.add_request(
+                    request_id, prompt.as_prompt(), _with_task(wanted, task), lora_request=lora_request
+                )
                 requests.append(request_id)
             outputs: list[PoolingRequestOutput[PoolingOutput]] = self._run(requests, use_tqdm)
         for output in outputs:

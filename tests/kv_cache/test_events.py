@@ -103,16 +103,16 @@ def test_content_on_its_way_to_the_host_and_back() -> None:
 
 def test_extra_keys_are_told_for_each_block() -> None:
     media = MediaKey(b"image", 6, 9)
-    sequence, log = Sequence(12, ExtraKeys("salt", "lora", (media,))), KVEventLog(4)
+    sequence, log = Sequence(12, ExtraKeys("salt", "3:lora", (media,))), KVEventLog(4)
     for block_hash in sequence.block_hashes:
         log.stored(key(block_hash))
     log.describe(sequence)
     (event,) = log.take()
     assert event.lora_name == "lora"
     assert event.extra_keys == [
-        ExtraKeys("salt", "lora"),
-        ExtraKeys("salt", "lora", (media,)),
-        ExtraKeys("salt", "lora", (media,)),
+        ExtraKeys("salt", "3:lora"),
+        ExtraKeys("salt", "3:lora", (media,)),
+        ExtraKeys("salt", "3:lora", (media,)),
     ]
     check_hashes(event)
 

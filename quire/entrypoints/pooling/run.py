@@ -84,6 +84,7 @@ class Job:
             [f"{self.id}-{index}" for index in range(len(prompts))],
             priority=self.body.priority,
             tenant=tenant_of(self.request, self.body),
+            lora_request=self.server.adapters.get(self.model),
             timeout_s=self.body.time_left(),
             trace_headers=self.body.trace_headers,
         )
