@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import imports, kinds
-from benchmarks.gpu.blanks import Launch, attention_metadata, empty, packed
+from benchmarks.gpu.blanks import META, Launch, attention_metadata, empty, packed
 from benchmarks.gpu.shapes import GEMMA_2B, LLAMA_8B, QWEN_05B, Shape
 from quire.kernels.linear import PackedWeight, WeightScheme
+from quire.kernels.lora import LoraStacks
 
 NUM_PROCESSORS = 132
 
@@ -116,6 +117,7 @@ def all_launches(*, every_shape: bool = True) -> Iterator[Launch]:
     yield from _attention(LLAMA_8B, torch.float8_e4m3fn)
     yield from _encoder_attention()
     yield from _linears(LLAMA_8B)
+    yield from _adapters(LLAMA_8B)
     yield from kinds.launches()
     yield from _sampling(LLAMA_8B)
     yield from _batch()
@@ -239,6 +241,20 @@ def _linears(shape: Shape) -> Iterator[Launch]:
 def _product(function: Callable[..., Tensor], rows: int, weight: PackedWeight) -> Callable[[], Tensor]:
     x, bias = empty(rows, weight.inputs), empty(weight.outputs, dtype=torch.float32)
     return lambda: function(x, weight, bias)
+
+
+def _adapters(shape: Shape) -> Iterator[Launch]:
+    """Of a layer that is one module, and of one that is several merged."""
+    from quire.kernels.triton import lora
+
+    slots, sizes = (
+        empty(40, dtype=torch.int32),
+        [shape.heads * shape.head_size, *[shape.kv_heads * shape.head_size] * 2],
+    )
+    for name, parts in {"o": [shape.hidden], "qkv": sizes}.items():
+        stacks = LoraStacks.empty(4, parts, shape.hidden, 16, torch.bfloat16, META)
+        args = empty(40, sum(parts)), empty(40, shape.hidden), slots, stacks
+        yield f"{shape.name}: lora_linear, {name}", partial(lora.lora_linear, *args)
 
 
 def _sampling(shape: Shape) -> Iterator[Launch]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.kernel_checks import LIMITS, differs, name_of, randn, relative_error
 from benchmarks.gpu.runner import Check
@@ -14,7 +15,8 @@ from benchmarks.gpu.shapes import LLAMA_8B, QWEN_05B, TINY, Shape
 from benchmarks.gpu.target import Target
 from quire.kernels import ops, reference
 from quire.kernels.linear import PackedWeight, WeightScheme
-from quire.kernels.triton import linear
+from quire.kernels.lora import LoraStacks
+from quire.kernels.triton import linear, lora
 from quire.kernels.triton.quantize import quantize_rows
 
 SCHEMES = {
@@ -55,6 +57,9 @@ def checks(target: Target) -> Iterator[Check]:
         yield Check(name_of(first, f"{name} linear, rows that come quantised, bits", main), run)
     run = partial(_matrix, target, first, "o", INVARIANT["float"], main)
     yield Check(name_of(first, "batch-invariant linear", main), run, LIMITS[main])
+    yield Check(name_of(first, "adapters", main), partial(_adapters, target, first), LIMITS[main])
+    run = partial(_adapters_alone, target, first)
+    yield Check(name_of(first, "adapters, same bits alone as in a batch", main), run)
     yield Check(name_of(first, "logits in float32", main), partial(_logits, target, first), 1e-4)
     yield Check(name_of(first, "int8 embedding", main), partial(_embedding, target, first), 1e-6)
 
@@ -94,6 +99,43 @@ def _quantised_rows(target: Target, shape: Shape, scheme: WeightScheme) -> float
     packed = _packed(target, shape, "qkv", scheme, target.main_dtype)
     x = randn(target, 33, packed.inputs, dtype=target.main_dtype)
     return differs(linear.packed_linear(quantize_rows(x), packed), linear.packed_linear(x, packed))
+
+
+def _adapted(target: Target, shape: Shape) -> tuple[Tensor, Tensor, LoraStacks]:
+    """Inputs, slots of rows, in runs and mixed, and adapters of rank 16 of the merged q, k and v."""
+    inputs, parts = (
+        shape.hidden,
+        [heads * shape.head_size for heads in (shape.heads, shape.kv_heads, shape.kv_heads)],
+    )
+    stacks = LoraStacks.empty(4, parts, inputs, 16, target.main_dtype, target.device)
+    stacks.a.copy_(randn(target, *stacks.a.shape, dtype=target.main_dtype, seed=1) * inputs**-0.5)
+    stacks.b.copy_(randn(target, *stacks.b.shape, dtype=target.main_dtype, seed=2))
+    stacks.scales.fill_(2.0)
+    stacks.ranks.fill_(16)
+    rows = 20 if target.tiny else 600
+    slots = torch.randint(-1, 4, (rows // 2,), dtype=torch.int32, device=target.device)
+    slots = torch.cat((slots, slots.sort().values))
+    return randn(target, len(slots), inputs, dtype=target.main_dtype), slots, stacks
+
+
+def _adapters(target: Target, shape: Shape) -> float:
+    x, slots, stacks = _adapted(target, shape)
+    got, want = (
+        x.new_zeros(len(x), stacks.b.shape[-1]),
+        torch.zeros(len(x), stacks.b.shape[-1], device=x.device),
+    )
+    lora.lora_linear(got, x, slots, stacks)
+    ops.lora_linear.oracle(want, x.float(), slots, stacks)
+    return relative_error(got, want)
+
+
+def _adapters_alone(target: Target, shape: Shape) -> float:
+    x, slots, stacks = _adapted(target, shape)
+    whole, parts = x.new_zeros(len(x), stacks.b.shape[-1]), x.new_zeros(len(x), stacks.b.shape[-1])
+    lora.lora_linear(whole, x, slots, stacks)
+    for part in (slice(0, 1), slice(1, 4), slice(4, len(x))):
+        lora.lora_linear(parts[part], x[part], slots[part], stacks)
+    return differs(parts, whole)
 
 
 def _logits(target: Target, shape: Shape) -> float:

@@ -27,11 +27,14 @@ struct Adapters {
     const W *a, *b;
     const float* scales;
     const int32_t* ranks;
+    const int32_t* affine;
+    const Float32 *factors, *offsets;  // [slots, outputs]
     const int64_t* ends;
     Float32* shrunk;  // [rows, parts, most]
     int64_t rows, parts, inputs, outputs, most;
 
     int64_t rank(int64_t slot, int64_t part) const { return ranks[slot * parts + part]; }
+    bool is_affine(int64_t slot, int64_t part) const { return affine[slot * parts + part]; }
     Float32* middle(int64_t row, int64_t part) const { return shrunk + (row * parts + part) * most; }
 };
 
@@ -99,10 +102,17 @@ inline void expand(const Adapters<W>& of, int64_t row, int64_t slot, int64_t par
             }
         }
     }
-    for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < V; ++v) {
-            Float32* out = of.out + (row + r) * of.outputs + column + v * kWidth;
-            store16(out, fma(sums[r][v], splat16(1.0f), load16(out)));
+    const bool is_affine = of.is_affine(slot, part);
+    for (int v = 0; v < V; ++v) {
+        const int64_t place = column + v * kWidth;
+        for (int r = 0; r < R; ++r) {
+            Float32* out = of.out + (row + r) * of.outputs + place;
+            Lanes16 base = load16(out);
+            if (is_affine) {
+                const int64_t own = slot * of.outputs + place;
+                base = fma(base, load16(of.factors + own), load16(of.offsets + own));
+            }
+            store16(out, fma(sums[r][v], splat16(1.0f), base));
         }
     }
 }
@@ -116,8 +126,13 @@ inline void expand_some(const Adapters<W>& of, int64_t row, int64_t slot, int64_
         sums = fma(splat16(of.middle(row, part)[i].value), load_some(b + i * of.outputs, count), sums);
     }
     Float32* out = of.out + row * of.outputs + column;
+    Lanes16 base = load_some(out, count);
+    if (of.is_affine(slot, part)) {
+        const int64_t own = slot * of.outputs + column;
+        base = fma(base, load_some(of.factors + own, count), load_some(of.offsets + own, count));
+    }
     Float32 padded[kWidth];
-    store16(padded, fma(sums, splat16(1.0f), load_some(out, count)));
+    store16(padded, fma(sums, splat16(1.0f), base));
     for (int64_t i = 0; i < count; ++i) out[i] = padded[i];
 }
 
@@ -146,7 +161,7 @@ inline void add_adapters(const Adapters<W>& of) {
         const int64_t end = begin + kColumns < of.outputs ? begin + kColumns : of.outputs;
         for_each_run(of.slots, tile * kTile, end_of(tile), [&](auto count, int64_t row, int64_t slot) {
             for (int64_t part = 0; part < of.parts; ++part) {
-                if (!of.rank(slot, part)) continue;
+                if (!of.rank(slot, part) && !of.is_affine(slot, part)) continue;
                 const int64_t from = of.ends[part] > begin ? of.ends[part] : begin;
                 const int64_t to = of.ends[part + 1] < end ? of.ends[part + 1] : end;
                 if (from < to) expand_columns<decltype(count)::value>(of, row, slot, part, from, to);
@@ -160,8 +175,9 @@ inline void add_adapters(const Adapters<W>& of) {
 // out [rows, outputs] += what the adapters make of x [rows, inputs]. `most` is a multiple of 16, and shrunk has room for
 // [rows, parts, most]. Returns how many rows have an adapter that does not exist; then nothing was done.
 int64_t lora_linear(void* out, const void* x, const int32_t* adapter_rows, const void* a, const void* b, const void* scales,
-                    const void* ranks, const void* ends, void* shrunk, int64_t rows, int64_t slots, int64_t parts,
-                    int64_t inputs, int64_t outputs, int64_t most, int64_t dtype) {
+                    const void* ranks, const void* affine, const void* factors, const void* offsets, const void* ends,
+                    void* shrunk, int64_t rows, int64_t slots, int64_t parts, int64_t inputs, int64_t outputs, int64_t most,
+                    int64_t dtype) {
     int64_t refused = 0;
     bool any = false;
     for (int64_t row = 0; row < rows; ++row) {
@@ -173,8 +189,10 @@ int64_t lora_linear(void* out, const void* x, const int32_t* adapter_rows, const
         using W = decltype(type);
         add_adapters(Adapters<W>{static_cast<Float32*>(out), static_cast<const Float32*>(x), adapter_rows,
                                  static_cast<const W*>(a), static_cast<const W*>(b), static_cast<const float*>(scales),
-                                 static_cast<const int32_t*>(ranks), static_cast<const int64_t*>(ends),
-                                 static_cast<Float32*>(shrunk), rows, parts, inputs, outputs, most});
+                                 static_cast<const int32_t*>(ranks), static_cast<const int32_t*>(affine),
+                                 static_cast<const Float32*>(factors), static_cast<const Float32*>(offsets),
+                                 static_cast<const int64_t*>(ends), static_cast<Float32*>(shrunk), rows, parts, inputs,
+                                 outputs, most});
         return 0;
     });
 }

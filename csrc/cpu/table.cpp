@@ -26,8 +26,9 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
                       int64_t group, int64_t scales_type, int64_t zeros_type, int64_t activation, int64_t fast,
                       int64_t format);
 int64_t lora_linear(void* out, const void* x, const int32_t* adapter_rows, const void* a, const void* b, const void* scales,
-                    const void* ranks, const void* ends, void* shrunk, int64_t rows, int64_t slots, int64_t parts,
-                    int64_t inputs, int64_t outputs, int64_t most, int64_t dtype);
+                    const void* ranks, const void* affine, const void* factors, const void* offsets, const void* ends,
+                    void* shrunk, int64_t rows, int64_t slots, int64_t parts, int64_t inputs, int64_t outputs, int64_t most,
+                    int64_t dtype);
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table, void* scratch,
                 int64_t scratch_bytes, int64_t tokens, int64_t top_k, int64_t count, int64_t hidden, int64_t inner,
                 int64_t activation, int64_t up_group, int64_t up_scales, int64_t up_zeros, int64_t up_fast,

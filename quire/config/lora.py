@@ -26,14 +26,12 @@ class LoRAConfig(Config):
         """Adapters in the host's memory."""
         return self.max_cpu_loras or self.max_loras
 
-    def check(self, device: str) -> None:
+    def check(self) -> None:
         """Refuse what cannot be served.
 
         Raises:
             ConfigError: names the flag and the limit.
         """
-        if self.enable_lora and device != "cpu":
-            raise ConfigError(f"--enable-lora is for --device cpu so far; it is {device}")
         if self.num_kept < self.max_loras:
             raise ConfigError(
                 f"--max-cpu-loras is {self.num_kept}, and --max-loras {self.max_loras} needs as many"

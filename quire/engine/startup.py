@@ -96,7 +96,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.structured_outputs.check()
     check_speculation(config)
     config.quantization.check(config.device.device, encoded=config.arch.quantization is not None)
-    config.lora.check(config.device.device)
+    config.lora.check()
     config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
     _check_batch_invariant(config)
     for field, reason in without_effect(config):

@@ -21,8 +21,9 @@ class LoraStacks:
     """S slots for low-rank additions to a matrix [N, K] that is made of P parts, one above the other.
 
     `a` [S, P, K, R] and `b` [S, R, N], of one float dtype: part p of slot s adds scales[s, p] * x @ a[s, p] @ b[s] in
-    the columns of that part. Of the R ranks the first ranks[s, p] count; what lies behind them means nothing. `ends`
-    [P + 1] int64 on the host: where in N each part begins, and N.
+    the columns of that part. Of the R ranks the first ranks[s, p] count; what lies behind them means nothing. Where
+    affine[s, p] is not 0, what stands in these columns is multiplied by factors[s] and has offsets[s] added before.
+    `ends` [P + 1] int64 on the host: where in N each part begins, and N.
     """
 
     a: Tensor
@@ -30,7 +31,13 @@ class LoraStacks:
     scales: Tensor
     """float32 [S, P]."""
     ranks: Tensor
-    """int32 [S, P]; 0: the adapter has nothing for this part."""
+    """int32 [S, P]; 0: the adapter adds no product to this part."""
+    affine: Tensor
+    """int32 [S, P]."""
+    factors: Tensor
+    """float32 [S, N]."""
+    offsets: Tensor
+    """float32 [S, N]."""
     ends: Tensor
     native: Any = field(default=None, init=False, repr=False, compare=False)
     """Set by the kernels of a device once they have checked it."""
@@ -52,6 +59,9 @@ class LoraStacks:
             b=torch.zeros(num_slots, max_rank, sum(parts), dtype=dtype, device=device),
             scales=torch.zeros(num_slots, len(parts), device=device),
             ranks=torch.zeros(num_slots, len(parts), dtype=torch.int32, device=device),
+            affine=torch.zeros(num_slots, len(parts), dtype=torch.int32, device=device),
+            factors=torch.zeros(num_slots, sum(parts), device=device),
+            offsets=torch.zeros(num_slots, sum(parts), device=device),
             ends=ends,
         )
 
@@ -62,4 +72,4 @@ class LoraStacks:
     @property
     def nbytes(self) -> int:
         """Memory of all slots."""
-        return sum(part.nbytes for part in (self.a, self.b, self.scales, self.ranks))
+        return sum(part.nbytes for part in (self.a, self.b, self.factors, self.offsets))

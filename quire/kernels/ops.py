@@ -608,18 +608,26 @@ def packed_linear(
     return reference.packed_linear(x, weight, bias, activation)
 
 
-def _of_rank_units(out: Tensor, _x: Tensor, _adapter_rows: Tensor, adapters: LoraStacks) -> bool:
-    """Whether the C++ kernel takes these slots: it adds to float32, which is what activations are on a CPU."""
-    return out.dtype is torch.float32 and adapters.a.shape[-1] % RANK_UNIT == 0
+def _of_rank_units(_out: Tensor, _x: Tensor, _adapter_rows: Tensor, adapters: LoraStacks) -> bool:
+    """Whether slots have the room that kernels fill up with ranks that are none."""
+    return adapters.a.shape[-1] % RANK_UNIT == 0
 
 
-@op(_cpu("lora.lora_linear", _of_rank_units))
+def _adds_to_float32(out: Tensor, _x: Tensor, _adapter_rows: Tensor, adapters: LoraStacks) -> bool:
+    """Whether the C++ kernel takes these: activations are float32 on a CPU."""
+    return out.dtype is torch.float32 and _of_rank_units(out, _x, _adapter_rows, adapters)
+
+
+@op(_cpu("lora.lora_linear", _adds_to_float32), _triton("lora.lora_linear", _of_rank_units))
 def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStacks, /) -> None:
     """Add to each row what its low-rank adapter makes of x, in place (E. Hu et al., 2021, arXiv:2106.09685).
 
+    Where the adapter is affine, a row is multiplied by its factors, and has its offsets added, before.
+
     out [T, N] and x [T, K] of one float dtype, out contiguous. adapter_rows [T] int32 has each row's slot, or a
-    negative number, which leaves the row as it is; a slot that is none is an IndexError. Computed in float32, and
-    rounded once, when it is added. A row's result depends on that row and its adapter alone.
+    negative number, which leaves the row as it is; a slot that is none is an IndexError on a CPU, and leaves the row,
+    too, on a GPU. Computed in float32, and rounded once, when it is added. A row's result depends on that row and its
+    adapter alone.
     """
     reference_lora.lora_linear(out, x, adapter_rows, adapters)
 

@@ -16,4 +16,7 @@ def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStac
             rank = int(adapters.ranks[slot, part])
             shrunk = x[rows].float() @ adapters.a[slot, part, :, :rank].float() * adapters.scales[slot, part]
             added = shrunk @ adapters.b[slot, :rank, columns].float()
-            out[rows, columns] = (out[rows, columns].float() + added).to(out.dtype)
+            base = out[rows, columns].float()
+            if adapters.affine[slot, part]:
+                base = base * adapters.factors[slot, columns] + adapters.offsets[slot, columns]
+            out[rows, columns] = (base + added).to(out.dtype)

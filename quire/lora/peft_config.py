@@ -22,8 +22,8 @@ _OF_TRAINING = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
         "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform",
-        "loftq_config", "lora_dropout", "megatron_config", "megatron_core", "peft_version", "qalora_group_size",
-        "revision", "runtime_config", "target_modules", "task_type",
+        "loftq_config", "lora_bias", "lora_dropout", "megatron_config", "megatron_core", "peft_version",
+        "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
     }
 )  # fmt: skip
 """Keys that say how an adapter was trained, or where; what is adapted, its tensors say."""
@@ -42,6 +42,8 @@ class PeftConfig:
     alphas: Mapping[str, float]
     is_stabilized: bool
     """Whether ranks divide by their root (D. Kalajdzievski, 2023, arXiv:2312.03732)."""
+    is_dora: bool
+    """Whether products change directions only, and lengths are given (S. Liu et al., 2024, arXiv:2402.09353)."""
     where: str
 
     def rank_of(self, module: str) -> int:
@@ -63,7 +65,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
     """
     values = read_json_object(directory / CONFIG_NAME)
     values.choice("peft_type", ["LORA"])
-    values.only("bias", "none")
+    values.only("bias", "none", "lora_only", "all")
     values.only("init_lora_weights", *_INITIALIZED)
     config = PeftConfig(
         rank=values.integer("r", 8, high=MAX_FILE_RANK),
@@ -74,6 +76,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
         },
         alphas={key: values.child("alpha_pattern").number(key) for key in _patterns(values, "alpha_pattern")},
         is_stabilized=values.flag("use_rslora", False),
+        is_dora=values.flag("use_dora", False),
         where=values.where,
     )
     for key in sorted(values.values.keys() - values.asked - _OF_TRAINING):

@@ -6,8 +6,12 @@ between steps only.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
+import torch
+from torch import Tensor
+
+from quire.kernels import ops
 from quire.kernels.lora import LoraStacks
 from quire.lora.checkpoint import Adapter
 from quire.lora.targets import Targets
@@ -21,11 +25,19 @@ class AdapterSlots:
         num_slots: adapters that may be in one step.
         max_rank: the largest rank that they may have.
         dtype: of their weights.
+        upload: brings a tensor of the host to the device, in the order of the device's work.
     """
 
     def __init__(
-        self, targets: Targets, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+        self,
+        targets: Targets,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        upload: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
+        self._upload = upload
         self._stacks: list[LoraStacks] = []
         for own in targets.layers:
             inputs = own.layer.columns.stop - own.layer.columns.start
@@ -39,12 +51,25 @@ class AdapterSlots:
             source = adapter.layers.get(index)
             if source is None:
                 stacks.ranks[slot] = 0
+                stacks.affine[slot] = 0
                 continue
             rank = source.b.shape[1]
-            stacks.a[slot, ..., :rank] = source.a[0]
-            stacks.b[slot, :rank] = source.b[0]
-            stacks.scales[slot] = source.scales[0]
-            stacks.ranks[slot] = source.ranks[0]
+            stacks.a[slot, ..., :rank] = self._upload(source.a[0])
+            stacks.b[slot, :rank] = self._upload(source.b[0])
+            stacks.scales[slot] = self._upload(source.scales[0])
+            stacks.ranks[slot] = self._upload(source.ranks[0])
+            stacks.affine[slot] = self._upload(source.affine[0])
+            if source.affine.any():
+                stacks.factors[slot] = self._upload(source.factors[0])
+                stacks.offsets[slot] = self._upload(source.offsets[0])
+
+    def launch(self) -> None:
+        """Launch each layer's kernel over a row without an adapter, so that it is compiled, where kernels are."""
+        for stacks in self._stacks:
+            inputs = stacks.a.shape[2]
+            row = torch.full((1,), -1, dtype=torch.int32, device=stacks.a.device)
+            x, out = stacks.a.new_zeros(1, inputs), stacks.b.new_zeros(1, stacks.b.shape[-1])
+            ops.lora_linear(out, x, row, stacks)
 
     @property
     def nbytes(self) -> int:

@@ -61,6 +61,10 @@ class Targets:
             if sum(length(place.piece.region) for place in own) == own[0].piece.num_rows
         }
 
+    def has_bias(self, target: Target) -> bool:
+        """Whether all layers that make a module's outputs add a bias."""
+        return all(self.layers[place.layer].layer.has_bias for place in target.places)
+
 
 def _parts(names: Sequence[str], layer: Linear) -> tuple[int, ...]:
     return (layer.num_rows,) if len(names) == 1 else tuple(map(length, layer.rows))

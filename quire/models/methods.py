@@ -96,6 +96,9 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
         raise ConfigError(
             f"--quantization-config: ignore names {sorted(unmatched)[0]!r}, which no layer bears"
         )
+    if config.lora.enable_lora:
+        for method in methods:
+            method.quantizes_rows = False  # adapters read x as it is
     return methods
 
 

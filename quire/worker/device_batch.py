@@ -23,7 +23,13 @@ from quire.layers.step import StepContext
 from quire.worker.block_table import BlockTable
 from quire.worker.devices import Transfers
 from quire.worker.input_batch import InputBatch
-from quire.worker.inputs import StepInputs, StepLayout, gather_token_types, group_metadata
+from quire.worker.inputs import (
+    StepInputs,
+    StepLayout,
+    gather_adapter_slots,
+    gather_token_types,
+    group_metadata,
+)
 
 
 class _Segments(NamedTuple):
@@ -111,6 +117,7 @@ class DeviceBatch:
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=on)
         self._starts = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int32, device=on)
         self._lengths = torch.zeros(batch.max_num_seqs, dtype=torch.int32, device=on)
+        self._adapter_rows = torch.full((max_num_tokens,), -1, dtype=torch.int32, device=on)
         self._step = StagedStep(torch.zeros(1, dtype=torch.int32, device=on), 0, 0)
 
     def gather(self, layout: StepLayout, graph_size: int = 0) -> StepInputs:
@@ -118,7 +125,11 @@ class DeviceBatch:
 
         A graph needs a layout with a token for each request, of which there are no more than its size.
         """
-        self._step, writes = self._upload(layout)
+        slots = self._padded_slots(layout, graph_size)
+        self._step, writes = self._upload(layout, slots)
+        adapts = slots is not None
+        if slots is not None:
+            self._adapter_rows[: len(slots)].copy_(self._step.numbers[-len(slots) :])
         for target, first_segment, segments in writes:
             kernels.write_segments(
                 target, self._step.numbers, first_segment, len(segments.rows), segments.longest
@@ -128,20 +139,21 @@ class DeviceBatch:
         first = 3 * num_requests + 1 + num_sampling
         logits_indices = self._step.numbers[first : first + num_sampling]
         if graph_size:
-            ids, positions, step = self.decode_inputs(graph_size)
+            ids, positions, step = self.decode_inputs(graph_size, adapts=adapts)
             return StepInputs(layout, ids, positions, logits_indices, step, graph_size)
         ids, positions = self._input_ids[: layout.num_tokens], self._positions[: layout.num_tokens]
         shapes = (num_requests, layout.num_tokens, layout.max_query_len, layout.max_seq_len)
         types = gather_token_types(self._batch, layout)
         token_types = None if types is None else self._transfers.upload(types)
-        return StepInputs(layout, ids, positions, logits_indices, self._context(*shapes, token_types))
+        step = self._context(*shapes, adapts=adapts, token_types=token_types)
+        return StepInputs(layout, ids, positions, logits_indices, step)
 
-    def decode_inputs(self, num_requests: int) -> tuple[Tensor, Tensor, StepContext]:
+    def decode_inputs(self, num_requests: int, *, adapts: bool = False) -> tuple[Tensor, Tensor, StepContext]:
         """Ids, positions and context of any step with a token each of this many requests, at their lasting addresses.
 
         Nothing in them depends on the step, so what is launched with them can be captured.
         """
-        step = self._context(num_requests, num_requests, 1, self._max_seq_len)
+        step = self._context(num_requests, num_requests, 1, self._max_seq_len, adapts=adapts)
         return self._input_ids[:num_requests], self._positions[:num_requests], step
 
     def blank(self, num_requests: int) -> None:
@@ -153,7 +165,16 @@ class DeviceBatch:
         """Put what the last step's requests sampled into their rows, where the next step reads it."""
         kernels.keep_sampled(self._tokens, codes, self._step)
 
-    def _upload(self, layout: StepLayout) -> tuple[StagedStep, list[tuple[Tensor, int, _Segments]]]:
+    def _padded_slots(self, layout: StepLayout, graph_size: int) -> NDArray[np.int32] | None:
+        """Slots of the adapters of tokens and padding, which has none; None: neither has any of the tokens."""
+        slots = gather_adapter_slots(self._batch, layout)
+        padding = graph_size - len(layout.rows) if graph_size else 0
+        return slots if slots is None or not padding else np.pad(slots, (0, padding), constant_values=-1)
+
+    def _upload(
+        self, layout: StepLayout, adapter_slots: NDArray[np.int32] | None
+    ) -> tuple[StagedStep, list[tuple[Tensor, int, _Segments]]]:
+        """Also the slots of adapters, if there are any, as the last numbers."""
         rows, sampling = layout.rows, layout.sampling
         parts: list[NDArray[np.generic]] = [rows, layout.starts, layout.query_start_loc, sampling]
         parts += [layout.logits_indices]
@@ -166,6 +187,8 @@ class DeviceBatch:
         for (target, segments), first in zip(pieces, accumulate(sizes), strict=False):
             parts += segments.numbers(first + 4 * len(segments.rows))
             writes.append((target, first, segments))
+        if adapter_slots is not None:
+            parts.append(adapter_slots)
         numbers = np.concatenate(parts).astype(np.int32, copy=False)
         return StagedStep(self._transfers.upload(torch.from_numpy(numbers)), len(rows), len(sampling)), writes
 
@@ -198,8 +221,11 @@ class DeviceBatch:
         num_tokens: int,
         max_query_len: int,
         longest: int,
+        *,
+        adapts: bool,
         token_types: Tensor | None = None,
     ) -> StepContext:
         shapes = (num_requests, num_tokens, max_query_len, longest)
         groups = tuple(group.metadata(self._starts, self._lengths, *shapes) for group in self._groups)
-        return StepContext(groups, token_types=token_types)
+        adapter_rows = self._adapter_rows[:num_tokens] if adapts else None
+        return StepContext(groups, adapter_rows, token_types=token_types)

@@ -43,7 +43,11 @@ class DevicePipeline:
         self._rows = DeviceBatch(batch, config.scheduler.max_num_batched_tokens, transfers)
         self._captures_at_start = config.device.cuda_graph_capture == "start"
         sizes = _sizes(config)
-        self._graphs = DecodeGraphs(sizes, self._run_decode, capturer) if capturer and sizes else None
+        self._graphs = (
+            DecodeGraphs(sizes, self._run_decode, capturer, adapts=config.lora.enable_lora)
+            if capturer and sizes
+            else None
+        )
 
     def gather(self, layout: StepLayout) -> StepInputs:
         fits_graph = self._graphs is not None and layout.is_one_token_each
@@ -52,7 +56,7 @@ class DevicePipeline:
 
     def forward(self, inputs: StepInputs) -> Tensor:
         if inputs.graph_size and self._graphs is not None:
-            return self._graphs.replay(inputs.graph_size)
+            return self._graphs.replay(inputs.graph_size, inputs.step.adapter_rows is not None)
         return self._model.forward(inputs.input_ids, inputs.positions, inputs.step)
 
     def keep(self, codes: list[Tensor]) -> None:
@@ -65,8 +69,8 @@ class DevicePipeline:
             self._graphs.capture_all()
         compiles.watch(_say_late)
 
-    def _run_decode(self, num_requests: int) -> Tensor:
-        return self._model.forward(*self._rows.decode_inputs(num_requests))
+    def _run_decode(self, num_requests: int, adapts: bool) -> Tensor:
+        return self._model.forward(*self._rows.decode_inputs(num_requests, adapts=adapts))
 
 
 def _say_late(kernel: str) -> None:

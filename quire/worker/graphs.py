@@ -1,6 +1,7 @@
 """CUDA graphs of decode steps: the launches of a whole forward pass, replayed by one call.
 
-A graph is captured for some batch sizes; a step takes the smallest that holds it, and the rest is padding.
+A graph is captured for some batch sizes; a step takes the smallest that holds it, and the rest is padding. Where
+adapters are served there are two of each size: one adds what rows have of them, and steps without any are spared that.
 
 Invariant: what a graph reads and writes keeps its address. All graphs share one pool of memory and are captured largest
 first, so that the smaller ones live in what the largest needs; hence a graph's output is valid until the next replay.
@@ -44,15 +45,25 @@ class DecodeGraphs:
 
     Args:
         sizes: in which batch sizes to capture.
-        run: launches a forward pass over so many requests with a token each; returns the hidden states.
+        run: launches a forward pass over so many requests with a token each, some with adapters or none; returns the
+            hidden states.
+        adapts: whether steps may have adapters.
     """
 
-    def __init__(self, sizes: Iterable[int], run: Callable[[int], Tensor], device: Capturer) -> None:
+    def __init__(
+        self,
+        sizes: Iterable[int],
+        run: Callable[[int, bool], Tensor],
+        device: Capturer,
+        *,
+        adapts: bool = False,
+    ) -> None:
         self._sizes = sorted(set(sizes))
         self._run = run
         self._device = device
         self._pool = device.graph_pool()
-        self._graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
+        self._variants = (False, True) if adapts else (False,)
+        self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], Tensor]] = {}
 
     @property
     def largest(self) -> int:
@@ -60,8 +71,8 @@ class DecodeGraphs:
 
     @property
     def captured(self) -> tuple[int, ...]:
-        """Sizes that have a graph, in the order in which they got it."""
-        return tuple(self._graphs)
+        """Sizes that have a graph without adapters, in the order in which they got it."""
+        return tuple(size for size, adapts in self._graphs if not adapts)
 
     def size_for(self, num_requests: int) -> int:
         """The smallest size that holds so many requests; 0: none does."""
@@ -72,19 +83,21 @@ class DecodeGraphs:
         """Capture what is missing, the largest first."""
         started, before = time.monotonic(), self._device.reserved_bytes()
         for size in reversed(self._sizes):
-            self._capture(size)
+            for adapts in self._variants:
+                self._capture(size, adapts)
         taken = (self._device.reserved_bytes() - before) / 2**20
         duration = time.monotonic() - started
-        logger.info("captured %d CUDA graphs in %.2f s, %.0f MiB", len(self._sizes), duration, taken)
+        logger.info("captured %d CUDA graphs in %.2f s, %.0f MiB", len(self._graphs), duration, taken)
 
-    def replay(self, size: int) -> Tensor:
+    def replay(self, size: int, adapts: bool = False) -> Tensor:
         """Run the graph of a size, captured now if it is not yet; its hidden states, until the next replay."""
-        replay, hidden = self._capture(size)
+        replay, hidden = self._capture(size, adapts)
         replay()
         return hidden
 
-    def _capture(self, size: int) -> tuple[Callable[[], None], Tensor]:
-        if size not in self._graphs:
-            self._run(size)  # compiles kernels, which cannot be done while recording
-            self._graphs[size] = self._device.capture(lambda: self._run(size), self._pool)
-        return self._graphs[size]
+    def _capture(self, size: int, adapts: bool) -> tuple[Callable[[], None], Tensor]:
+        kind = size, adapts
+        if kind not in self._graphs:
+            self._run(size, adapts)  # compiles kernels, which cannot be done while recording
+            self._graphs[kind] = self._device.capture(lambda: self._run(size, adapts), self._pool)
+        return self._graphs[kind]

@@ -133,16 +133,23 @@ def gather_inputs(batch: InputBatch, layout: StepLayout) -> StepInputs:
         logits_indices=torch.from_numpy(layout.logits_indices),
         step=StepContext(
             _metadata(batch, layout, (token_rows, positions)),
-            _adapter_rows(batch, token_rows),
+            _adapter_rows(batch, layout),
             token_types=gather_token_types(batch, layout),
         ),
     )
 
 
-def _adapter_rows(batch: InputBatch, token_rows: NDArray[np.int64]) -> Tensor | None:
-    """The slots of the tokens' adapters; None if no token has one."""
-    slots = None if batch.adapters is None else batch.adapters.slots_of(token_rows)
+def _adapter_rows(batch: InputBatch, layout: StepLayout) -> Tensor | None:
+    slots = gather_adapter_slots(batch, layout)
     return None if slots is None else torch.from_numpy(slots)
+
+
+def gather_adapter_slots(batch: InputBatch, layout: StepLayout) -> NDArray[np.int32] | None:
+    """[T] the slots of the tokens' adapters, negative where there is none; None: no token of the step has one."""
+    slots = None if batch.adapters is None else batch.adapters.slots_of(layout.rows)
+    if slots is None or layout.is_one_token_each:
+        return slots
+    return slots.repeat(layout.ends - layout.starts)
 
 
 def gather_token_types(batch: InputBatch, layout: StepLayout) -> Tensor | None:

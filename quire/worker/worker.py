@@ -168,9 +168,10 @@ class Worker:
             self._draft = load_model(self._config.draft, prefix="draft.")
         lora = self._config.lora
         if lora.enable_lora:
-            targets, device = Targets(self._model), self._device.transfers.torch_device
-            dtype = model_dtype(self._config)
-            self._slots = AdapterSlots(targets, lora.max_loras, lora.max_lora_rank, dtype, device)
+            targets, transfers = Targets(self._model), self._device.transfers
+            limits = lora.max_loras, lora.max_lora_rank
+            dtype, device = model_dtype(self._config), transfers.torch_device
+            self._slots = AdapterSlots(targets, *limits, dtype, device, transfers.upload)
             self.adapters.use_targets(targets)
 
     def _row_adapters(self) -> RowAdapters | None:
@@ -234,12 +235,14 @@ class Worker:
         return best
 
     def _launch_what_no_plan_reaches(self, cache: tuple[Tensor, ...]) -> None:
-        """Copies of blocks, and masks of grammars, whose vocabulary comes later."""
+        """Copies of blocks, masks of grammars, whose vocabulary comes later, and what adapters add."""
         transfers, vocab_size = self._device.transfers, self._config.arch.vocab_size
         transfers.copy_blocks(cache, cache, [(0, 1)])
         logits = torch.zeros(1, vocab_size, device=transfers.torch_device)
         words = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=transfers.torch_device)
         ops.mask_logits(logits, torch.zeros(1, dtype=torch.int64, device=transfers.torch_device), words)
+        if self._slots is not None:
+            self._slots.launch()
 
     def _bind_least_cache(self) -> None:
         """Have the model let go of its cache."""

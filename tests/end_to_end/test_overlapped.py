@@ -15,6 +15,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
+from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, ThinkingMarkers
 from tests.fixtures.tiny_models import VOCAB_SIZE
@@ -54,11 +55,12 @@ FEATURES: tuple[dict[str, Any], ...] = (
 
 
 class Job(NamedTuple):
-    """A request, and after how many tokens its caller has had enough."""
+    """A request, after how many tokens its caller has had enough, and its adapter."""
 
     prompt: list[int] | str
     params: SamplingParams
     abort_after: int | None = None
+    adapter: LoRARequest | None = None
 
 
 def serve(jobs: list[Job], **args: Any) -> tuple[list[RequestOutput], dict[str, Any]]:
@@ -69,7 +71,7 @@ def serve(jobs: list[Job], **args: Any) -> tuple[list[RequestOutput], dict[str, 
     while waiting or engine.has_unfinished_requests():
         if waiting and turn % 2 == 0:
             number, job = waiting.pop(0)
-            engine.add_request(str(number), job.prompt, job.params)
+            engine.add_request(str(number), job.prompt, job.params, lora_request=job.adapter)
         turn += 1
         for output in engine.step():
             assert not (seen := last.get(output.request_id)) or not seen.finished, "an output after the last"

@@ -376,6 +376,9 @@ def lora_stacks(
     stacks = LoraStacks.empty(num_slots, parts, inputs, max_rank, dtype, torch.device("cpu"))
     stacks.scales.copy_(torch.rand(stacks.scales.shape) * 2)
     stacks.ranks.copy_(torch.randint(0, stacks.a.shape[-1] + 1, stacks.ranks.shape))
+    stacks.affine.copy_(torch.randint(0, 2, stacks.affine.shape))
+    stacks.factors.copy_(torch.rand(stacks.factors.shape) + 0.5)
+    stacks.offsets.copy_(torch.randn(stacks.offsets.shape))
     stacks.a.fill_(torch.nan)
     stacks.b.fill_(torch.nan)
     for slot in range(num_slots):
@@ -610,7 +613,7 @@ def move(value: Any, device: str) -> Any:
         names = ("data", "scales", "zeros")
         return replace(value, **{name: move(getattr(value, name), device) for name in names})
     if isinstance(value, LoraStacks):
-        names = ("a", "b", "scales", "ranks")
+        names = ("a", "b", "scales", "ranks", "affine", "factors", "offsets")
         return replace(value, **{name: move(getattr(value, name), device) for name in names})
     if isinstance(value, ExpertWeights):
         names = ("gate_up", "down", "gate_up_bias", "down_bias")

@@ -30,7 +30,11 @@ def linear_shapes(oracle: torch.nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def write_adapter(directory: Path, shapes: Shapes, *, rank: int = 4, seed: int = 0, **config: Any) -> Path:
-    """An adapter of these modules, whose options may differ from PEFT's defaults; changes outputs by about a half."""
+    """An adapter of these modules, whose options may differ from PEFT's defaults; changes outputs by about a half.
+
+    With `use_dora` the modules have magnitudes, with `lora_bias` their products biases, and with a `bias` all of them
+    biases of their own.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"} | config
     (directory / "adapter_config.json").write_text(json.dumps(values))
@@ -41,6 +45,13 @@ def write_adapter(directory: Path, shapes: Shapes, *, rank: int = 4, seed: int =
         prefix = f"base_model.model.{name}"
         tensors[f"{prefix}.lora_A.weight"] = torch.randn(r, inputs, generator=generator) / sqrt(inputs)
         tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, r, generator=generator) / 16
+        vectors = {
+            "lora_magnitude_vector": values.get("use_dora", False),
+            "lora_B.bias": values.get("lora_bias", False),
+            "base_layer.bias": values["bias"] != "none",
+        }
+        for end in (end for end, is_there in vectors.items() if is_there):
+            tensors[f"{prefix}.{end}"] = torch.rand(outputs, generator=generator) + 0.1
     save_file(tensors, directory / "adapter_model.safetensors")
     return directory
 
@@ -52,19 +63,28 @@ def merge(
     from safetensors.torch import load_file
 
     tensors = load_file(directory / "adapter_model.safetensors")
-    modules = dict(oracle.named_modules())
+    modules: dict[str, Any] = dict(oracle.named_modules())
     for key, a in tensors.items():
         if key.endswith(".lora_A.weight"):
-            name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            scale = next((value for end, value in scales.items() if name.endswith(end)), default)
-            added = scale * tensors[key.replace("lora_A", "lora_B")] @ a
-            weight: Tensor = modules[name].weight  # type: ignore[assignment]
+            prefix = key.removesuffix(".lora_A.weight")
+            own = {end.removeprefix(f"{prefix}."): part for end, part in tensors.items() if prefix in end}
+            module = modules[prefix.removeprefix("base_model.model.")]
+            scale = next((value for end, value in scales.items() if prefix.endswith(end)), default)
             with torch.no_grad():
-                weight += (
-                    added
-                    if weight.shape == added.shape and hasattr(modules[name], "in_features")
-                    else added.t()
-                )
+                _merge(module, scale * own["lora_B.weight"] @ a, scale, own)
+
+
+def _merge(module: Any, product: Tensor, scale: float, own: Mapping[str, Tensor]) -> None:
+    """Weight W of the product P becomes W + P, or m (W + P) / |W + P| by rows; biases are replaced and added."""
+    weight = module.weight if hasattr(module, "in_features") else module.weight.t()
+    weight += product
+    if "lora_magnitude_vector" in own:
+        weight *= (own["lora_magnitude_vector"] / weight.norm(dim=1))[:, None]
+    if "base_layer.bias" in own:
+        module.bias.copy_(own["base_layer.bias"])
+    if "lora_B.bias" in own:
+        bias = torch.zeros(len(weight)) if module.bias is None else module.bias
+        module.bias = torch.nn.Parameter(bias + scale * own["lora_B.bias"])
 
 
 def merged_oracle(model_dir: Path, adapter: Path, scales: Mapping[str, float] | None = None) -> Any:

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from quire.kernels import reference
+from quire.layers.linear import Linear
 from quire.layers.matrix import MatrixLayer
+from quire.layers.step import StepContext
 from quire.lora.checkpoint import read_adapter
 from quire.lora.slots import AdapterSlots
 from quire.lora.targets import Targets
@@ -107,16 +111,70 @@ def test_patterns_and_stabilized_ranks_set_the_scale(
         assert_close(logits_of(model, sequences, chunk_sizes=[4], adapters=[0]), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("llama", {"use_dora": True}),
+        ("phi3", {"use_dora": True}),
+        ("gpt2", {"use_dora": True, "bias": "all"}),
+        ("llama", {"lora_bias": True}),
+    ],
+    ids=str,
+)
+def test_magnitudes_and_biases_equal_merged_weights(
+    name: str, config: dict[str, Any], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, targets, slots = with_slots(tiny_model(name))
+    adapter = write_adapter(tmp_path, target_shapes(tiny_model(name), targets), **config)
+    slots.put(1, read_adapter(adapter, targets, 16, torch.float32))
+    sequences = prompts((1, 9))
+    expected = logits(merged_oracle(tiny_model(name), adapter), sequences)
+    assert_close(logits_of(model, sequences, chunk_sizes=[4], adapters=[1, 1]), expected)
+    mixed = logits_of(model, sequences, chunk_sizes=[4], adapters=[-1, 1])
+    assert_close(mixed, [*logits(oracle_of(tiny_model(name)), sequences[:1]), expected[1]])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen2"])
+def test_magnitudes_over_rounded_weights_are_those_of_what_they_stand_for(
+    name: str, quantization: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """m / |W + P| by rows times W x + P x, and the bias, layer by layer; W x is what the layer makes of it."""
+    _, targets, slots = with_slots(tiny_model(name), quantization=quantization)
+    adapter = write_adapter(tmp_path, target_shapes(tiny_model(name), targets), use_dora=True)
+    slots.put(2, read_adapter(adapter, targets, 16, torch.float32))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    torch.manual_seed(0)
+    for module, target in targets.modules.items():
+        a, b, m = (
+            tensors[f"base_model.model.{module}.{end}"]
+            for end in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+        )
+        for place in target.places:
+            layer, here, rows = targets.layers[place.layer].layer, place.piece.place, place.piece.rows
+            x = torch.randn(3, layer.inputs)
+            weight = reference.unpack_weight(layer.matrix())[here]
+            bias = 0 if layer.bias is None else layer.bias[here]
+            product = 2.0 * b[rows] @ a
+            base = Linear.forward(layer, x, StepContext(()))[:, here] - bias
+            expected = m[rows] / (weight + product).norm(dim=1) * (base + x @ product.t()) + bias
+            adapter_rows = torch.full((3,), 2, dtype=torch.int32)
+            got = Linear.forward(layer, x, StepContext((), adapter_rows))[:, here]
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_slot_forgets_what_it_was(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     model, targets, slots = with_slots(tiny_model("llama"))
     shapes = target_shapes(tiny_model("llama"), targets)
     some = {name: shape for name, shape in shapes.items() if name.endswith(("q_proj", "up_proj"))}
     large = read_adapter(write_adapter(tmp_path / "large", shapes, rank=16), targets, 16, torch.float32)
     small = read_adapter(write_adapter(tmp_path / "small", some, rank=2, seed=1), targets, 16, torch.float32)
+    dora = write_adapter(tmp_path / "dora", shapes, use_dora=True)
     sequences = prompts((7,))
     slots.put(0, small)
     fresh = logits_of(model, sequences, chunk_sizes=[4], adapters=[0])[0]
     slots.put(1, large)
+    slots.put(1, read_adapter(dora, targets, 16, torch.float32))
     slots.put(1, small)
     assert torch.equal(logits_of(model, sequences, chunk_sizes=[4], adapters=[1])[0], fresh)
 

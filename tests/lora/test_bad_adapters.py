@@ -47,8 +47,8 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path
     ("config", "problem"),
     [
         ({"peft_type": "IA3"}, 'peft_type = "IA3" is not supported; it must be one of LORA'),
-        ({"bias": "all"}, 'bias = "all" is not supported'),
-        ({"use_dora": True}, "use_dora = true is not supported; it must be absent or false"),
+        ({"bias": "some"}, 'bias = "some" is not supported'),
+        ({"use_dora": "yes"}, "use_dora must be true or false"),
         ({"modules_to_save": ["lm_head"]}, 'modules_to_save = ["lm_head"] is not supported'),
         ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa" is not supported'),
         ({"something_new": {"a": 1}}, 'something_new = {"a": 1} is not supported'),
@@ -92,8 +92,10 @@ def test_of_a_tensor(
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        (f"{Q}.lora_magnitude_vector.default.weight", "DoRA is not supported"),
-        (f"{Q}.lora_B.bias", "biases of adapters are not supported"),
+        (f"{Q}.lora_magnitude_vector", "is DoRA's, and adapter_config.json says no use_dora"),
+        (f"{Q}.lora_B.bias", "has shape [4, 64]; the model's layer implies [64]"),
+        (f"{Q}.base_layer.bias", "is a bias, and the model's layer has none"),
+        ("model.norm.bias", "is for model.norm, which is no linear layer of the model that adapters can change"),
         ("model.embed_tokens.lora_embedding_A", "adapters of embeddings are not supported"),
         ("lm_head.weight", "whole modules (modules_to_save) are not supported"),
         ("lm_head.lora_A.weight", "is for lm_head, which is no linear layer of the model that adapters can change"),

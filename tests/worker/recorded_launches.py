@@ -1,4 +1,4 @@
-"""`python -m tests.worker.recorded_launches MODEL ...`: which kernels does a GPU compile after start?
+"""`python -m tests.worker.recorded_launches MODEL ADAPTER`: which kernels does a GPU compile after start?
 
 Engines serve requests of all kinds on a device made of the host, and every kernel of Triton's is asked which variant it
 would compile, and not run; what it would have written is 0. Prints the variants that no one asked for before the first
@@ -20,6 +20,7 @@ from triton.runtime import driver
 from quire.executor import uniproc
 from quire.kernels import cpu, triton
 from quire.kernels.triton import launch
+from quire.lora_request import LoRARequest
 from tests.end_to_end.test_overlapped import jobs_of_all_kinds, overlapped, serve
 from tests.worker.fake_gpu import FakeGpu
 
@@ -80,13 +81,16 @@ class StartedGpu(FakeGpu):
         return made
 
 
-def variants_of(model: str, **args: Any) -> Variants:
-    """Of one engine."""
+def variants_of(model: str, adapter: LoRARequest, **args: Any) -> Variants:
+    """Of one engine; if it serves adapters, every other request has one."""
     gpu = StartedGpu()
     gpu.variants = variants = Variants()
     knobs.runtime.jit_cache_hook = variants.ask
     uniproc.make_device = lambda _name: gpu
-    serve(jobs_of_all_kinds(), model=model, **LIMITS | overlapped(2) | args)
+    jobs = jobs_of_all_kinds()
+    if "enable_lora" in args:
+        jobs[::2] = [job._replace(adapter=adapter) for job in jobs[::2]]
+    serve(jobs, model=model, **LIMITS | overlapped(2) | args)
     return variants
 
 
@@ -95,21 +99,27 @@ def zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args, **options: make(*args, **options).zero_()
 
 
-def main(models: list[str]) -> None:
+def main(model: str, adapter: str) -> None:
     driver.set_active(Driver())
     triton.DEVICE_TYPES = ("cpu",)
     cpu.supports = lambda _dtype: False
     launch.num_processors = lambda _device: NUM_PROCESSORS
     torch.empty, torch.empty_like = zeroed(torch.empty), zeroed(torch.empty_like)
     count = 0
-    for model in models:
-        for args in ({}, {"quantization": "int8"}, {"quantization": "int4"}):
-            variants = variants_of(model, **args)
-            count += len(variants.known)
-            for variant in sorted(variants.late):
-                print(f"late: {args} {variant}")
+    adapts: dict[str, Any] = {"enable_lora": True}
+    for args in (
+        {},
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        adapts,
+        adapts | {"enforce_eager": True},
+    ):
+        variants = variants_of(model, LoRARequest("adapter", 1, adapter), **args)
+        count += len(variants.known)
+        for variant in sorted(variants.late):
+            print(f"late: {args} {variant}")
     print(f"asked for before the first request: {count}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

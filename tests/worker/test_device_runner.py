@@ -17,12 +17,15 @@ from quire.kernels.limits import Limits
 from quire.kernels.reference_sampling import sample_by_gumbel
 from quire.kernels.triton import launch
 from quire.kv_cache.spec import FullAttentionSpec
+from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ScheduledRequest, SchedulerOutput
 from quire.worker.devices import make_device
 from quire.worker.graphs import DecodeGraphs, default_sizes
 from quire.worker.rehearsal import Rehearsal, rehearsed_groups
 from tests.end_to_end.test_overlapped import Job, facts, jobs_of_all_kinds, overlapped, serve
+from tests.fixtures.tiny_models import oracle_of
+from tests.lora.adapters import linear_shapes, write_adapter
 from tests.worker.fake_gpu import POISON, FakeGpu
 from tests.worker.harness import POISON as BAD_TOKEN
 from tests.worker.harness import Driver, Sequence, request, tiny_config, toy_runner
@@ -114,12 +117,24 @@ def test_default_sizes() -> None:
 
 def test_a_graph_is_captured_once() -> None:
     gpu, runs = FakeGpu(), []
-    graphs = DecodeGraphs([3, 1], lambda size: runs.append(size) or torch.ones(size, 2), gpu)
+    graphs = DecodeGraphs([3, 1], lambda size, _: runs.append(size) or torch.ones(size, 2), gpu)
     assert [graphs.size_for(count) for count in (1, 2, 3, 4)] == [1, 3, 3, 0]
     graphs.replay(1)
     graphs.capture_all()
     graphs.capture_all()
     assert graphs.captured == (1, 3)
+
+
+def test_where_adapters_are_served_a_size_has_two_graphs() -> None:
+    gpu, runs = FakeGpu(), []
+    graphs = DecodeGraphs([2], lambda *kind: runs.append(kind) or torch.ones(2, 2), gpu, adapts=True)
+    graphs.capture_all()
+    runs.clear()
+    graphs.replay(2)
+    graphs.replay(2, True)
+    assert runs == [(2, False), (2, True)]
+    assert len(gpu.captured) == 2
+    assert graphs.captured == (2,)
 
 
 def test_nothing_is_read_before_the_result_is_asked_for() -> None:
@@ -275,6 +290,33 @@ def test_swapped_blocks_come_back(
     assert stats["num_preemptions"] > 0
     monkeypatch.undo()
     assert facts(got) == facts(serve(jobs, **args)[0])
+
+
+def test_rows_with_adapters_equal_the_hosts(
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    on_fake_gpu: list[FakeGpu],
+) -> None:
+    """Slots change hands while steps are in flight; steps with adapters, and without any, are replayed from graphs."""
+    shapes = linear_shapes(oracle_of(tiny_model("llama")))
+    del shapes["lm_head"]
+    adapters = [
+        LoRARequest(name, number, str(write_adapter(tmp_path / name, shapes, seed=number)))
+        for number, name in enumerate(["one", "two", "three"], 1)
+    ]
+    jobs = jobs_of_all_kinds()[:10]
+    jobs = [job._replace(adapter=([*adapters, None] * 3)[i]) for i, job in enumerate(jobs)]
+    args: dict[str, Any] = {"model": str(tiny_model("llama")), "max_model_len": 96, "max_num_seqs": 8}
+    args |= {"max_num_batched_tokens": 24, "enable_lora": True, "max_loras": 2, "max_cpu_loras": 3}
+    got, _ = serve(jobs, **args, **overlapped(3))
+    assert on_fake_gpu[0].captured[-8:] == [8, 8, 4, 4, 2, 2, 1, 1]
+    assert on_fake_gpu[0].replayed
+    monkeypatch.undo()
+    expected, _ = serve(jobs, **args)
+    assert facts(got) == facts(expected)
+    bare, _ = serve([job._replace(adapter=None) for job in jobs], **args)
+    assert facts(got) != facts(bare)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "opt", "qwen2-window"])

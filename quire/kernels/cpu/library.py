@@ -40,7 +40,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "rotary_embedding": ("q k positions cos_sin_cache", "qqqqqqqqqqq"),
     "pack_weight": ("data scales zeros weight", "qqqqqqqq"),
     "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqqqq"),
-    "lora_linear": ("out x adapter_rows a b scales ranks ends shrunk", "qqqqqqq"),
+    "lora_linear": ("out x adapter_rows a b scales ranks affine factors offsets ends shrunk", "qqqqqqq"),
     "experts": ("out x chosen weights table scratch", "qqqqqqqqqqqqqqqqq"),
     "route": ("chosen weights logits bias", "qqqqqqqqddq"),
     "causal_conv": ("out x weight bias states query_start_loc seq_lens block_tables", "qqqqqqqqqq"),

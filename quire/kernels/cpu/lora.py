@@ -19,7 +19,8 @@ def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStac
     check_array("lora_linear", "adapter_rows", adapter_rows, torch.int32, (rows,))
     wide = x.float().contiguous()
     shrunk = empty(wide, rows, parts, most)
-    weights = (adapters.a, adapters.b, adapters.scales, adapters.ranks, adapters.ends)
+    weights = (adapters.a, adapters.b, adapters.scales, adapters.ranks)
+    weights += (adapters.affine, adapters.factors, adapters.offsets, adapters.ends)
     sizes = (rows, slots, parts, inputs, outputs, most, DTYPE_CODES[adapters.a.dtype])
     refused = call("lora_linear", (out, wide, adapter_rows, *weights, shrunk), *sizes)
     if refused:
@@ -41,6 +42,9 @@ def _checked(adapters: LoraStacks) -> tuple[int, int, int, int, int]:
     check_array("lora_linear", "b", b, a.dtype, (slots, most, outputs))
     check_array("lora_linear", "scales", adapters.scales, torch.float32, (slots, parts))
     check_array("lora_linear", "ranks", adapters.ranks, torch.int32, (slots, parts))
+    check_array("lora_linear", "affine", adapters.affine, torch.int32, (slots, parts))
+    check_array("lora_linear", "factors", adapters.factors, torch.float32, (slots, outputs))
+    check_array("lora_linear", "offsets", adapters.offsets, torch.float32, (slots, outputs))
     check_array("lora_linear", "ends", adapters.ends, torch.int64, (parts + 1,))
     ends = adapters.ends.tolist()
     if ends != sorted(ends) or (ends[0], ends[-1]) != (0, outputs):

@@ -1,0 +1,126 @@
+"""What adapters cost: prompts and tokens per second of an engine that serves them, beside those of one that does not.
+
+    python -m benchmarks.adapters [MODEL] [--quantization int8] [--rank 16] [--batch-size 16] [--rounds 3]
+
+All engines run in one process and take turns, so that what else the machine does meets them alike. Weights and adapters
+are random. Prints, for each load, the medians as shares of those of the engine without adapters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from quire import LoRARequest, SamplingParams
+from quire.config import EngineConfig
+from quire.engine.llm_engine import LLMEngine
+
+MODEL = Path(__file__).parent / "models" / "dummy-0.5b"
+PROMPT_LEN, NUM_STEPS = 16, 12
+_NUMBERS = count()
+
+
+def linears(model: Path) -> dict[str, tuple[int, int]]:
+    """The linear modules of a model of Llama's build: outputs and inputs."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, inner, heads = (
+        config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    size = config.get("head_dim") or hidden // heads
+    queries, keys = heads * size, config["num_key_value_heads"] * size
+    shapes = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    layers = range(config["num_hidden_layers"])
+    return {f"model.layers.{i}.{name}": shape for i in layers for name, shape in shapes.items()}
+
+
+def write_adapter(directory: Path, shapes: dict[str, tuple[int, int]], rank: int) -> str:
+    """A random adapter of all these modules."""
+    directory.mkdir()
+    tensors = {}
+    for name, (outputs, inputs) in shapes.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, inputs).bfloat16()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, rank).bfloat16() / 1024
+    save_file(tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank})
+    )
+    return str(directory)
+
+
+def seconds(
+    engine: LLMEngine, adapters: Sequence[LoRARequest | None], vocab_size: int
+) -> tuple[float, float]:
+    """Of the step that computes a prompt for each adapter, and the median of those that then generate."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True, detokenize=False)
+    for adapter in adapters:
+        prompt = {"prompt_token_ids": random.choices(range(vocab_size), k=PROMPT_LEN)}
+        engine.add_request(str(next(_NUMBERS)), prompt, params, lora_request=adapter)
+    steps = []
+    while engine.has_unfinished_requests():
+        started = time.perf_counter()
+        engine.step()
+        steps.append(time.perf_counter() - started)
+    most, *others = sorted(steps, reverse=True)
+    return most, statistics.median(others)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", type=Path, default=MODEL)
+    parser.add_argument("--quantization")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    size, options = args.batch_size, {"quantization": args.quantization} if args.quantization else {}
+    options |= {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False}
+    options |= {"max_model_len": 128, "max_num_seqs": size, "max_num_batched_tokens": size * PROMPT_LEN}
+    limits = {"max_loras": size, "max_cpu_loras": size + 1, "max_lora_rank": args.rank}
+    base = LLMEngine(EngineConfig.from_args(model=str(args.model), **options))
+    served = LLMEngine(EngineConfig.from_args(model=str(args.model), enable_lora=True, **limits, **options))
+    vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    with tempfile.TemporaryDirectory() as scratch:
+        shapes = linears(args.model)
+        paths = [write_adapter(Path(scratch) / str(i), shapes, args.rank) for i in range(size)]
+        each = [LoRARequest(f"adapter-{i}", i + 1, path) for i, path in enumerate(paths)]
+        loads: dict[str, tuple[LLMEngine, list[LoRARequest | None]]] = {
+            "no adapters served": (base, [None] * size),
+            "no adapter": (served, [None] * size),
+            "one adapter": (served, [each[0]] * size),
+            "an adapter each": (served, [*each]),
+        }
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in loads}
+        for turn in range(args.rounds + 1):
+            for name, (engine, adapters) in loads.items():
+                times = seconds(engine, adapters, vocab_size)
+                if turn:  # the first reads the adapters, and records what is replayed
+                    found[name].append(times)
+    medians = {name: tuple(map(statistics.median, zip(*times, strict=True))) for name, times in found.items()}
+    first = medians["no adapters served"]
+    for name, (prompts, tokens) in medians.items():
+        shares = f"{first[0] / prompts:7.1%} {first[1] / tokens:7.1%}"
+        rates = f"{size * PROMPT_LEN / prompts:8.0f} tokens/s of prompts, {size / tokens:7.1f} tokens/s"
+        print(f"{name:20} {rates}  {shares}")
+
+
+if __name__ == "__main__":
+    main()
