@@ -265,6 +265,26 @@ class AsyncLLM:
         done = [await self._call(core, "reset_prefix_cache") for core in range(len(self._clients))]
         return all(done)
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter before a request wants it, beside the steps; true when every core has it.
+
+        Of a core that takes another's place, the first request reads it again.
+
+        Raises:
+            ValidationError: it cannot be used; the message names the file, the tensor and the limit.
+        """
+        fields = msgspec.to_builtins(lora_request)
+        return all([await self._call(core, "add_lora", fields) for core in range(len(self._clients))])
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Let go of an adapter, by its `lora_int_id`, when the requests that have it have ended; false if none is there."""
+        return any([await self._call(core, "remove_lora", lora_id) for core in range(len(self._clients))])
+
+    async def list_loras(self) -> set[int]:
+        """The `lora_int_id`s of the adapters in the host's memory."""
+        found = [await self._call(core, "list_loras") for core in range(len(self._clients))]
+        return set().union(*found)
+
     async def check_integrity(self) -> list[SchedulerStats]:
         """Check the bookkeeping of every core; returns what each has in use.
 

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import closed_on_error, make_clients
@@ -154,6 +156,24 @@ class LLMEngine:
         """Forget all cached prefixes; False, and nothing done, on a core that is running requests."""
         done = [self._call(core, "reset_prefix_cache") for core in range(len(self._clients))]
         return all(done)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter before a request wants it; see `AsyncLLM.add_lora`.
+
+        Raises:
+            ValidationError: it cannot be used; the message names the file, the tensor and the limit.
+        """
+        fields = msgspec.to_builtins(lora_request)
+        return all([self._call(core, "add_lora", fields) for core in range(len(self._clients))])
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Let go of an adapter when the requests that have it have ended; see `AsyncLLM.remove_lora`."""
+        return any([self._call(core, "remove_lora", lora_id) for core in range(len(self._clients))])
+
+    def list_loras(self) -> set[int]:
+        """The `lora_int_id`s of the adapters in the host's memory."""
+        found = [self._call(core, "list_loras") for core in range(len(self._clients))]
+        return set().union(*found)
 
     @property
     def is_sleeping(self) -> bool:
