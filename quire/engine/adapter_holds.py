@@ -1,8 +1,8 @@
 """Requests whose adapters are still being read are held, and stand in nobody's way meanwhile.
 
 Invariant: the worker has the adapter of every request that is not held, because it lets go of an adapter only when the
-core says so, and the core only when no request has it. Every hold ends: with the adapter, or with its request; and every
-future that is given out is done in the end, within `release_ready`.
+core says so, and the core only when no request has it. Every hold ends: with the adapter, or with its request; and
+every future that is given out is done in the end, within `release_ready`.
 """
 
 from __future__ import annotations

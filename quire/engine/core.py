@@ -161,7 +161,9 @@ class EngineCore:
             holds = [*self._grammars.of(message.sampling_params), *self._adapters.of(message.lora_request)]
             self.scheduler.add_request(request_of(message), self._clock(), holds)
         except ClientError as error:
-            refusal = RequestUpdate(message.request_id, [], finish_reason="error", error=str(error), refused=True)
+            refusal = RequestUpdate(
+                message.request_id, [], finish_reason="error", error=str(error), refused=True
+            )
             self._tell([refusal])
 
     def explain(self, request_id: str) -> Explanation | None:

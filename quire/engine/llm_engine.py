@@ -154,8 +154,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, on a core that is running requests."""
-        done = [self._call(core, "reset_prefix_cache") for core in range(len(self._clients))]
-        return all(done)
+        return all(self._call_each("reset_prefix_cache"))
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter before a request wants it; see `AsyncLLM.add_lora`.
@@ -164,16 +163,15 @@ class LLMEngine:
             ValidationError: it cannot be used; the message names the file, the tensor and the limit.
         """
         fields = msgspec.to_builtins(lora_request)
-        return all([self._call(core, "add_lora", fields) for core in range(len(self._clients))])
+        return all(self._call_each("add_lora", fields))
 
     def remove_lora(self, lora_id: int) -> bool:
         """Let go of an adapter when the requests that have it have ended; see `AsyncLLM.remove_lora`."""
-        return any([self._call(core, "remove_lora", lora_id) for core in range(len(self._clients))])
+        return any(self._call_each("remove_lora", lora_id))
 
     def list_loras(self) -> set[int]:
         """The `lora_int_id`s of the adapters in the host's memory."""
-        found = [self._call(core, "list_loras") for core in range(len(self._clients))]
-        return set().union(*found)
+        return set().union(*self._call_each("list_loras"))
 
     @property
     def is_sleeping(self) -> bool:
@@ -236,6 +234,9 @@ class LLMEngine:
             while not answer.done():
                 self._receive(core)
         return answer.result()
+
+    def _call_each(self, method: str, *args: Any) -> list[Any]:
+        return [self._call(core, method, *args) for core in range(len(self._clients))]
 
     def _await(self, answers: Sequence[Future[Any]]) -> None:
         """Wait for an answer of each core."""

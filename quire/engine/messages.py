@@ -173,7 +173,7 @@ class EngineCoreOutputs(msgspec.Struct, tag="outputs", frozen=True):
 
 
 class UtilityResult(msgspec.Struct, tag="result", frozen=True):
-    """Answer to a `UtilityCall`: a result or an error sentence; `refused`: the error is the caller's, not the core's."""
+    """Answer to a `UtilityCall`: a result or an error sentence; `refused`: the caller's error, not the core's."""
 
     call_id: int
     result: Any = None

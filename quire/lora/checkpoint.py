@@ -16,11 +16,10 @@ from torch import Tensor
 from quire.errors import ModelLoadError
 from quire.kernels.lora import LoraStacks
 from quire.layers.slot import FLOATS, length
-from quire.lora.peft_config import PeftConfig, read_peft_config
+from quire.lora.peft_config import WEIGHTS_NAME, PeftConfig, read_peft_config
 from quire.lora.targets import Target, Targets
 from quire.models.safetensors_file import SafetensorsFile, TensorInfo
 
-WEIGHTS_NAME = "adapter_model.safetensors"
 _PICKLED_NAME = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _SHRINKS, _EXPANDS = ".lora_A.weight", ".lora_B.weight"

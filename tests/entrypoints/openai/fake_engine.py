@@ -15,7 +15,7 @@ from quire.config import EngineConfig, ModelArch
 from quire.engine.input_processor import InputProcessor
 from quire.engine.output_stream import Offer
 from quire.engine.prompt_forms import TokenizedPrompt
-from quire.errors import EngineDeadError, NotFoundError, QuireError, UnavailableError
+from quire.errors import EngineDeadError, NotFoundError, QuireError, UnavailableError, ValidationError
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
@@ -109,6 +109,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.seen: list[tuple[Any, SamplingParams]] = []
         self.adapters: list[LoRARequest | None] = []
+        self.loras: list[LoRARequest] = []
         self.tenants: list[str] = []
         self.timeouts: list[float | None] = []
         self.trace_headers: list[Mapping[str, str] | None] = []
@@ -135,6 +136,18 @@ class FakeEngine:
 
     async def reset_prefix_cache(self) -> bool:
         return not self.running
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Takes what is in a directory whose name does not begin with "bad"."""
+        if lora_request.lora_path.rpartition("/")[2].startswith("bad"):
+            raise ValidationError(f"adapter {lora_request.lora_name!r}: adapter_config.json: no such file")
+        await asyncio.sleep(0)
+        self.loras.append(lora_request)
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        self.loras = [one for one in self.loras if one.lora_int_id != lora_id]
+        return True
 
     async def check_integrity(self) -> list[SchedulerStats]:
         return [SchedulerStats(num_running=len(self.running))]
