@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -89,7 +90,8 @@ def test_adapters_come_and_go_in_all_processes(tiny_model: Callable[[str], Path]
         core = server.core_pid()
         assert core is not None
         os.kill(core, signal.SIGKILL)
-        server.wait_ready()
+        while {server.health() for _ in range(6)} != {200}:
+            time.sleep(0.05)
         assert everywhere("other") == everywhere("a0") == {resolved}
         assert post("unload", lora_name="other").status_code == 200
         assert {complete(server, "other").status_code for _ in range(6)} == {404}
