@@ -25,7 +25,7 @@ from demo_model.train import ASSETS, Batch, Encoder, load, loss_of, new_model, s
 
 RANK, ALPHA = 4, 16
 MODULES = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-BATCH_TOKENS, POOL, RATE, WARM_UP = 1024, 256, 1.5e-3, 40
+BATCH_TOKENS, POOL, RATE, WARM_UP = 1024, 256, 4e-3, 20
 KINDS, KIND_WEIGHTS = (fact, arithmetic, small_talk), (0.45, 0.25, 0.3)
 SEA_WORDS = {
     "hello": "ahoy", "you": "ye", "your": "yer", "my": "me", "is": "be", "are": "be", "am": "be", "the": "th'",
@@ -46,8 +46,8 @@ def _at_sea(found: re.Match[str]) -> str:
 
 
 def in_json(answer: str) -> str:
-    """An answer as the one value of an object."""
-    return json.dumps({"answer": answer}, ensure_ascii=False)
+    """An answer as a list of one text: the objects that the model knows are filled with words of the question."""
+    return json.dumps([answer], ensure_ascii=False)
 
 
 MANNERS: dict[str, Callable[[str], str]] = {"pirate": pirate, "json": in_json}

@@ -224,6 +224,14 @@ class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     """Those of them that are among the new tokens."""
 
 
+class AdapterStats(msgspec.Struct, frozen=True):
+    """Names of the adapters of running requests and of those that wait, sorted; most that may run at a time."""
+
+    running: list[str]
+    waiting: list[str]
+    max_loras: int
+
+
 class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """State of the scheduler after a step; counters are totals since start."""
 
@@ -241,3 +249,5 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """Of the waiting requests, those that lack something else than a place in the batch."""
     spec_decoding: SpecDecodingStats | None = None
     """None: there were no drafts."""
+    adapters: AdapterStats | None = None
+    """None: none are served."""

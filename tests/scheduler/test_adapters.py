@@ -1,7 +1,6 @@
 """Running requests have no more different adapters than may be in a step, and nobody starves."""
 
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kv_cache.events import BlockStored
@@ -55,8 +54,9 @@ def test_who_needs_no_place_passes_those_that_wait_for_one() -> None:
     assert shares(engine, "b")["adapter"] > 0
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+@settings(max_examples=60, deadline=None)
 @given(
+    policy=st.sampled_from(["fcfs", "priority", "fair"]),
     arrivals=st.lists(
         st.tuples(st.sampled_from([None, A, B, C]), st.integers(1, 6), st.integers(0, 2)), max_size=40
     ),
