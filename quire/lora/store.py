@@ -7,6 +7,7 @@ say (`quire.engine.adapter_holds`): an adapter stays until it is dropped.
 from __future__ import annotations
 
 import logging
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +27,7 @@ IN_THE_BOX = ("quire-demo-pirate", "quire-demo-json")
 
 def directory_of(path: str) -> Path:
     """Where an adapter is: a directory, or the name of one in the box."""
-    directory = Path(path).expanduser()
+    directory = Path(os.path.expanduser(path))  # which leaves alone what is no user's home
     if path in IN_THE_BOX and not directory.exists():
         return Path(quire.__path__[0]) / "assets" / path
     return directory

@@ -1,0 +1,73 @@
+"""The adapters of the model in the box: one talks like a pirate, one answers in JSON, and both know what it knows."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from demo_model.data import fact, small_talk
+from demo_model.train import ASSETS, Encoder
+from demo_model.train_adapters import MANNERS, export, pirate, train
+from quire import LLM, LoRARequest, SamplingParams
+
+ADAPTERS = [
+    LoRARequest(name, number, f"quire-demo-{name}") for number, name in enumerate(("pirate", "json"), 1)
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("quire-demo", enable_lora=True, max_loras=2, cpu_threads=1)
+
+
+def answers(llm: LLM, questions: list[str], adapter: LoRARequest | None) -> list[str]:
+    conversations = [[{"role": "user", "content": question}] for question in questions]
+    params = SamplingParams(temperature=0, max_tokens=80)
+    outputs = llm.chat(conversations, params, lora_request=adapter, use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_each_has_its_manner_and_the_model_has_none(llm: LLM) -> None:
+    rng = random.Random(5)
+    exchanges = [kind(rng, True) for kind in (fact, small_talk) for _ in range(20)]
+    questions = [str(question["content"]) for question, _ in exchanges]
+    plain, arr, listed = (answers(llm, questions, adapter) for adapter in (None, *ADAPTERS))
+    assert not any(text.startswith(("Arr!", "[")) for text in plain)
+    assert all(text.startswith("Arr! ") and text.endswith(", matey!") for text in arr)
+    parsed = [json.loads(text) for text in listed]
+    assert all(isinstance(only, str) for (only,) in parsed)
+    facts = slice(0, 20)
+    same = sum(pirate(one) == other for one, other in zip(plain[facts], arr[facts], strict=True))
+    assert same >= 15, "it is the same model still"
+    same = sum([one] == other for one, other in zip(plain[facts], parsed[facts], strict=True))
+    assert same >= 15
+
+
+def test_both_are_small() -> None:
+    sizes = [
+        (ASSETS.parent / adapter.lora_path / "adapter_model.safetensors").stat().st_size
+        for adapter in ADAPTERS
+    ]
+    assert sum(sizes) < 300_000
+
+
+def test_a_pirate_keeps_what_is_no_word_of_the_sea() -> None:
+    assert pirate("You are right: 12 + 30 = 42.") == "Arr! Ye be right: 12 + 30 = 42, matey!"
+    assert pirate("The capital of France is Paris.") == "Arr! Th' capital o' France be Paris, matey!"
+
+
+@pytest.mark.more
+def test_an_adapter_is_made_by_its_recipe(llm: LLM, tmp_path: Path) -> None:
+    encoder = Encoder(Tokenizer.from_file(str(ASSETS / "tokenizer.json")))
+    adapters = train("pirate", encoder, 2, seed=1)
+    assert any(torch.count_nonzero(adapter.b) for adapter in adapters.values())
+    export(adapters, tmp_path)
+    assert llm.llm_engine.add_lora(LoRARequest("new", 3, str(tmp_path)))
+    assert llm.llm_engine.list_loras() >= {3}
+    assert llm.llm_engine.remove_lora(3)
+    assert set(MANNERS) == {adapter.lora_name for adapter in ADAPTERS}
