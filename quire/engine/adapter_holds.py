@@ -85,7 +85,7 @@ class AdapterHolds:
         """Whether an adapter is there; if not, it will be read. Raises as `of`."""
         if not self._config.enable_lora:
             raise ValidationError("adapters are not served here (--enable-lora)", param="lora_request")
-        key, known = request.key, self._known(request.key)
+        key, known = request.key, self._all().get(request.key)
         if known is not None and known != request:
             raise ValidationError(
                 f"adapter {request.lora_name!r} has the number {request.lora_int_id} already, with another path",
@@ -99,11 +99,8 @@ class AdapterHolds:
             self._begin()
         return False
 
-    def _known(self, key: str) -> LoRARequest | None:
-        """The adapter of a key that is there, being read or to be read."""
-        return self._all().get(key)
-
     def _all(self) -> dict[str, LoRARequest]:
+        """By key, those that are there, being read or to be read."""
         reading = {key: request for key, (request, _) in self._pending.items()}
         return {**self._kept, **reading, **self._wanted}
 

@@ -202,10 +202,10 @@ class EngineCore:
         """What comes of a call, None while it is not done; one that fails costs only itself, unless it is vital."""
         try:
             result = work()
-            if isinstance(result, Future):
+            if isinstance(result, Future) and not result.done():
                 self._late.append((call, result))
                 return None
-            result = msgspec.to_builtins(result)
+            result = msgspec.to_builtins(result.result() if isinstance(result, Future) else result)
         except ClientError as error:
             return UtilityResult(call.call_id, error=str(error), refused=True)
         except Exception as error:

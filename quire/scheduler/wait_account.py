@@ -101,9 +101,8 @@ class WaitAccount:
         for request in before.keys() - self._blocked.keys():
             self._fall_behind(request, now)
         for request, cause, num_blocks in blocked:
-            if (
-                request.status is RequestStatus.WAITING
-            ):  # a preempted one waits because of that, whatever it lacks
+            # A preempted request waits because of that, whatever it lacks now.
+            if request.status is RequestStatus.WAITING:
                 request.wait.enter(cause, now, num_blocks)
         if self._capped or step.capped:
             self._note_capped(step, now)

@@ -11,7 +11,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AddRequest, EngineCoreRequest, UtilityCall
+from quire.engine.messages import AddRequest, EngineCoreRequest, UtilityCall, UtilityResult
 from quire.engine.startup import prepare
 from quire.errors import ValidationError
 from quire.lora_request import LoRARequest
@@ -45,6 +45,14 @@ def test_no_step_waits_for_an_adapter(async_scheduling: bool, null_model_dir: Pa
     assert len(core.step().updates) == NUM_STREAMS
     (answer,) = core.take_answers()
     assert (answer.call_id, answer.result, answer.error) == (7, True, None)
+    for call, result in (
+        (UtilityCall(8, "add_lora", [msgspec.to_builtins(A)]), True),
+        (UtilityCall(9, "list_loras"), [1]),
+        (UtilityCall(10, "remove_lora", [5]), False),
+    ):
+        told = core.handle(call)
+        assert isinstance(told, UtilityResult)
+        assert told.result == result
     core.shutdown()
 
 
