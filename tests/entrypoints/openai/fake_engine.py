@@ -100,6 +100,7 @@ class FakeEngine:
         self.hold_after: int | None = None
         self.die_after: int | None = None
         self.fail_after: int | None = None
+        self.refusal: str | None = None
         self.num_cached_tokens = 0
         self.drafts = (0, 0)
         """How many tokens were guessed, and how many of them were right."""
@@ -260,6 +261,8 @@ class FakeEngine:
                 sequence.step()
                 if self.fail_after is not None and num_steps > self.fail_after:
                     sequence.finish_reason = "error"
+                if self.refusal is not None:
+                    sequence.finish_reason, sequence.refusal = "error", self.refusal
                 if num_steps == self.late_after:
                     sequence.finish_reason = "timeout"
             self._tell_loggers(len(active))
@@ -289,6 +292,7 @@ class _Sequence:
         self.index, self.params, self.mean_logprob = index, params, mean_logprob
         self.num_tokens = 0
         self.stop_reason: str | None = None
+        self.refusal: str | None = None
         for stop in params.stop:
             if stop in text:
                 text, self.stop_reason = text[: text.index(stop)], stop
@@ -318,7 +322,8 @@ class _Sequence:
             cumulative_logprob=self.mean_logprob * self.num_tokens if self.params.wants_logprobs else None,
             logprobs=self.logprobs if self.params.wants_logprobs else None,
             finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason if self.finish_reason == "stop" else None,
+            stop_reason=self.stop_reason if self.finish_reason == "stop" else self.refusal,
+            refused=self.refusal is not None,
         )
         self.text, self.token_ids, self.logprobs = "", [], []
         return output
