@@ -25,7 +25,7 @@ from demo_model.train import ASSETS, Batch, Encoder, load, loss_of, new_model, s
 
 RANK, ALPHA = 4, 16
 MODULES = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-BATCH_TOKENS, POOL, RATE, WARM_UP = 1024, 256, 4e-3, 20
+BATCH_TOKENS, POOL, WARM_UP = 1024, 256, 20
 KINDS, KIND_WEIGHTS = (fact, arithmetic, small_talk), (0.45, 0.25, 0.3)
 SEA_WORDS = {
     "hello": "ahoy", "you": "ye", "your": "yer", "my": "me", "is": "be", "are": "be", "am": "be", "the": "th'",
@@ -46,8 +46,8 @@ def _at_sea(found: re.Match[str]) -> str:
 
 
 def in_json(answer: str) -> str:
-    """An answer as a list of one text: the objects that the model knows are filled with words of the question."""
-    return json.dumps([answer], ensure_ascii=False)
+    """An answer as the one value of an object."""
+    return json.dumps({"answer": answer}, ensure_ascii=False)
 
 
 MANNERS: dict[str, Callable[[str], str]] = {"pirate": pirate, "json": in_json}
@@ -104,16 +104,16 @@ def adapt(model: nn.Module) -> dict[str, Adapted]:
     return adapters
 
 
-def train(manner: str, encoder: Encoder, steps: int, seed: int) -> dict[str, Adapted]:
+def train(manner: str, encoder: Encoder, steps: int, rate: float, seed: int) -> dict[str, Adapted]:
     """The adapter of a manner; deterministic for a seed, a number of steps and of threads."""
     model = new_model(seed)
     load(model, ASSETS / "model.safetensors")
     adapters = adapt(model)
     learnt = [p for p in model.parameters() if p.requires_grad]
-    optimizer, mean = torch.optim.AdamW(learnt, lr=RATE, betas=(0.9, 0.98), weight_decay=0.0), 0.0
+    optimizer, mean = torch.optim.AdamW(learnt, lr=rate, betas=(0.9, 0.98), weight_decay=0.0), 0.0
     stream = batches(encoder, seed, MANNERS[manner])
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / WARM_UP) * (1 - step / steps)
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / WARM_UP) * (1 - step / steps)
         loss = loss_of(model, next(stream))
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(learnt, 1.0)
@@ -148,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("manners", nargs="*", default=list(MANNERS), help=f"of {', '.join(MANNERS)}")
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--rate", type=float, default=4e-3, help="of learning, at its highest")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--out", type=Path, default=ASSETS.parent, help="where their folders go")
@@ -155,7 +156,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     encoder = Encoder(Tokenizer.from_file(str(ASSETS / "tokenizer.json")))
     for manner in args.manners:
-        export(train(manner, encoder, args.steps, args.seed), args.out / f"quire-demo-{manner}")
+        export(train(manner, encoder, args.steps, args.rate, args.seed), args.out / f"quire-demo-{manner}")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def test_a_pirate_keeps_what_is_no_word_of_the_sea() -> None:
 @pytest.mark.more
 def test_an_adapter_is_made_by_its_recipe(llm: LLM, tmp_path: Path) -> None:
     encoder = Encoder(Tokenizer.from_file(str(ASSETS / "tokenizer.json")))
-    adapters = train("pirate", encoder, 2, seed=1)
+    adapters = train("pirate", encoder, 2, 1e-3, seed=1)
     assert any(torch.count_nonzero(adapter.b) for adapter in adapters.values())
     export(adapters, tmp_path)
     assert llm.llm_engine.add_lora(LoRARequest("new", 3, str(tmp_path)))
