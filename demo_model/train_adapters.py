@@ -1,6 +1,6 @@
-"""Train the two adapters of quire-demo: one talks like a pirate, one answers in JSON.
+"""Train the adapter of quire-demo that talks like a pirate.
 
-What they are taught is what the model says anyway, rewritten by a rule, so what is learnt is a manner and no fact. An
+What it is taught is what the model says anyway, rewritten by a rule, so what is learnt is a manner and no fact. An
 adapter adds (alpha / r) B A to a matrix, A at random and B zero at first (Hu et al., 2021, arXiv:2106.09685).
 """
 
@@ -45,12 +45,7 @@ def _at_sea(found: re.Match[str]) -> str:
     return other[0].upper() + other[1:] if word[0].isupper() else other
 
 
-def in_json(answer: str) -> str:
-    """An answer as the one value of an object."""
-    return json.dumps({"answer": answer}, ensure_ascii=False)
-
-
-MANNERS: dict[str, Callable[[str], str]] = {"pirate": pirate, "json": in_json}
+MANNERS: dict[str, Callable[[str], str]] = {"pirate": pirate}
 
 
 def dialogue(rng: random.Random, manner: Callable[[str], str]) -> Dialogue:

@@ -1,4 +1,4 @@
-"""One model, three manners, in one batch: the model in the box, and its two adapters.
+"""One model, two manners, in one batch: the model in the box, with and without its adapter.
 
 python examples/lora.py "What is the capital of Japan?"
 """
@@ -10,13 +10,12 @@ from quire import LLM, LoRARequest, SamplingParams
 ADAPTERS = {
     "plain": None,
     "pirate": LoRARequest("pirate", 1, "quire-demo-pirate"),
-    "json": LoRARequest("json", 2, "quire-demo-json"),
 }
 
 
 def main() -> None:
     question = " ".join(sys.argv[1:]) or "What is the capital of France?"
-    llm = LLM("quire-demo", enable_lora=True, max_loras=2)
+    llm = LLM("quire-demo", enable_lora=True)
     conversations = [[{"role": "user", "content": question}] for _ in ADAPTERS]
     outputs = llm.chat(
         conversations, SamplingParams(temperature=0), lora_request=[*ADAPTERS.values()], use_tqdm=False

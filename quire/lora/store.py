@@ -21,7 +21,7 @@ from quire.lora_request import LoRARequest
 
 logger = logging.getLogger(__name__)
 
-IN_THE_BOX = ("quire-demo-pirate", "quire-demo-json")
+IN_THE_BOX = ("quire-demo-pirate",)
 """Adapters of the model in the box that come with quire."""
 
 

@@ -1,8 +1,7 @@
-"""The adapters of the model in the box: one talks like a pirate, one answers in JSON, and both know what it knows."""
+"""The adapter of the model in the box talks like a pirate, and knows what the model knows."""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -12,17 +11,15 @@ from tokenizers import Tokenizer
 
 from demo_model.data import fact, small_talk
 from demo_model.train import ASSETS, Encoder
-from demo_model.train_adapters import MANNERS, export, pirate, train
+from demo_model.train_adapters import export, pirate, train
 from quire import LLM, LoRARequest, SamplingParams
 
-ADAPTERS = [
-    LoRARequest(name, number, f"quire-demo-{name}") for number, name in enumerate(("pirate", "json"), 1)
-]
+PIRATE = LoRARequest("pirate", 1, "quire-demo-pirate")
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("quire-demo", enable_lora=True, max_loras=2, cpu_threads=1)
+    return LLM("quire-demo", enable_lora=True, cpu_threads=1)
 
 
 def answers(llm: LLM, questions: list[str], adapter: LoRARequest | None) -> list[str]:
@@ -32,28 +29,19 @@ def answers(llm: LLM, questions: list[str], adapter: LoRARequest | None) -> list
     return [output.outputs[0].text for output in outputs]
 
 
-def test_each_has_its_manner_and_the_model_has_none(llm: LLM) -> None:
+def test_the_pirate_talks_like_one_and_the_model_does_not(llm: LLM) -> None:
     rng = random.Random(5)
     exchanges = [kind(rng, True) for kind in (fact, small_talk) for _ in range(20)]
     questions = [str(question["content"]) for question, _ in exchanges]
-    plain, arr, listed = (answers(llm, questions, adapter) for adapter in (None, *ADAPTERS))
-    assert not any(text.startswith(("Arr!", "[")) for text in plain)
+    plain, arr = answers(llm, questions, None), answers(llm, questions, PIRATE)
+    assert not any(text.startswith("Arr!") for text in plain)
     assert all(text.startswith("Arr! ") and text.endswith(", matey!") for text in arr)
-    parsed = [json.loads(text) for text in listed]
-    assert all(isinstance(only, str) for (only,) in parsed)
-    facts = slice(0, 20)
-    same = sum(pirate(one) == other for one, other in zip(plain[facts], arr[facts], strict=True))
-    assert same >= 15, "it is the same model still"
-    same = sum([one] == other for one, other in zip(plain[facts], parsed[facts], strict=True))
-    assert same >= 15
+    same = sum(pirate(one) == other for one, other in zip(plain[:20], arr[:20], strict=True))
+    assert same >= 15, "it knows the same facts"
 
 
-def test_both_are_small() -> None:
-    sizes = [
-        (ASSETS.parent / adapter.lora_path / "adapter_model.safetensors").stat().st_size
-        for adapter in ADAPTERS
-    ]
-    assert sum(sizes) < 300_000
+def test_it_is_small() -> None:
+    assert (ASSETS.parent / PIRATE.lora_path / "adapter_model.safetensors").stat().st_size < 150_000
 
 
 def test_a_pirate_keeps_what_is_no_word_of_the_sea() -> None:
@@ -68,6 +56,5 @@ def test_an_adapter_is_made_by_its_recipe(llm: LLM, tmp_path: Path) -> None:
     assert any(torch.count_nonzero(adapter.b) for adapter in adapters.values())
     export(adapters, tmp_path)
     assert llm.llm_engine.add_lora(LoRARequest("new", 3, str(tmp_path)))
-    assert llm.llm_engine.list_loras() >= {3}
+    assert 3 in llm.llm_engine.list_loras()
     assert llm.llm_engine.remove_lora(3)
-    assert set(MANNERS) == {adapter.lora_name for adapter in ADAPTERS}
