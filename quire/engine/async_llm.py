@@ -281,7 +281,7 @@ class AsyncLLM:
 
     async def list_loras(self) -> set[int]:
         """The `lora_int_id`s of the adapters in the host's memory."""
-        return set().union(*await self._call_each("list_loras"))
+        return {number for numbers in await self._call_each("list_loras") for number in numbers}
 
     async def check_integrity(self) -> list[SchedulerStats]:
         """Check the bookkeeping of every core; returns what each has in use.

@@ -171,7 +171,7 @@ class LLMEngine:
 
     def list_loras(self) -> set[int]:
         """The `lora_int_id`s of the adapters in the host's memory."""
-        return set().union(*self._call_each("list_loras"))
+        return {number for numbers in self._call_each("list_loras") for number in numbers}
 
     @property
     def is_sleeping(self) -> bool:
