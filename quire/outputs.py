@@ -108,7 +108,8 @@ class CompletionOutput:
     """One completion of a prompt.
 
     `finish_reason` is "stop", "length", "repetition", "abort", "timeout" or "error", None while running; `stop_reason`
-    is the stop string or stop token id that matched, None for end-of-sequence, and what went wrong after an "error".
+    is the stop string or stop token id that matched, None for end-of-sequence, and what went wrong after an "error",
+    which is the request's own fault if `refused`.
     `answer` is what `LLM.chat` reads in the text.
     """
 
@@ -120,6 +121,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     answer: Answer | None = None
+    refused: bool = False
 
     def finished(self) -> bool:
         return self.finish_reason is not None

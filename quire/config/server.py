@@ -41,6 +41,11 @@ class ServerConfig(Config):
         "Adapter that requests name as their model; may be given several times (see lora.md).",
         metavar="NAME=DIRECTORY",
     )
+    lora_dir: str | None = option(
+        None,
+        "Directory of adapters, each in one of its own: whoever names it as a model has it loaded (see lora.md).",
+        metavar="DIRECTORY",
+    )
     chat_template: str | None = option(
         None,
         "File with the chat template, its text, or the name of one of the model's; default: the model's own.",

@@ -264,8 +264,26 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, on a core that is running requests."""
-        done = [await self._call(core, "reset_prefix_cache") for core in range(len(self._clients))]
-        return all(done)
+        return all(await self._call_each("reset_prefix_cache"))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter before a request wants it, beside the steps; true when every core has it.
+
+        Of a core that takes another's place, the first request reads it again.
+
+        Raises:
+            ValidationError: it cannot be used; the message names the file, the tensor and the limit.
+        """
+        fields = msgspec.to_builtins(lora_request)
+        return all(await self._call_each("add_lora", fields))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Let go of an adapter, by its `lora_int_id`, when no request has it any more; false if none is there."""
+        return any(await self._call_each("remove_lora", lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """The `lora_int_id`s of the adapters in the host's memory."""
+        return {number for numbers in await self._call_each("list_loras") for number in numbers}
 
     async def check_integrity(self) -> list[SchedulerStats]:
         """Check the bookkeeping of every core; returns what each has in use.
@@ -399,6 +417,9 @@ class AsyncLLM:
         answer, messages = self._front_end.call(core, method, *args)
         self._send(messages)
         return await asyncio.wrap_future(answer)
+
+    async def _call_each(self, method: str, *args: Any) -> list[Any]:
+        return [await self._call(core, method, *args) for core in range(len(self._clients))]
 
     def _send(self, messages: list[Outgoing]) -> None:
         for core, message in messages:

@@ -168,7 +168,7 @@ class _Search:
         if update.finish_reason != "length" or not update.logprobs:
             self.is_over = True
             self.record_end(["error"], now, stats)
-            self.sink(self.failure(update.error or update.stop_reason))
+            self.sink(self.failure(update.error or update.stop_reason, refused=update.refused))
             return [AbortRequests(self.core_ids)]
         self._entries[update.request_id] = update.logprobs[0]
         names = self._names[self._search.length % 2][: len(self._search.live)]
@@ -207,9 +207,10 @@ class _Search:
         )
         stats.ended.append(ended)
 
-    def failure(self, why: int | str | None) -> RequestOutput:
+    def failure(self, why: int | str | None, *, refused: bool = False) -> RequestOutput:
         """The output of a search that cannot go on."""
-        return self._output([CompletionOutput(0, "", [], finish_reason="error", stop_reason=why)])
+        end = CompletionOutput(0, "", [], finish_reason="error", stop_reason=why, refused=refused)
+        return self._output([end])
 
     def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(

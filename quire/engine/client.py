@@ -91,6 +91,7 @@ class InProcessClient(CoreClient):
                 self._answers.append(answer)
         if core.has_work() and not self._closed:
             self._answers.append(core.step())
+            self._answers += core.take_answers()
 
     def close(self) -> None:
         self.send(Shutdown())

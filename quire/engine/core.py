@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -93,7 +94,11 @@ class EngineCore:
             "explain": self.explain,
             "sleep": sleeper.sleep,
             "wake_up": sleeper.wake_up,
+            "add_lora": self._adapters.add,
+            "remove_lora": self._adapters.remove,
+            "list_loras": self._adapters.numbers,
         }
+        self._late: list[tuple[UtilityCall, Future[Any]]] = []
         self._untold: list[RequestUpdate] = []
         self.ready = CoreReady(
             num_blocks=kv_config.num_blocks,
@@ -127,8 +132,15 @@ class EngineCore:
             self._publish_events()
             return EngineCoreOutputs(updates, self.scheduler.stats(), self._clock())
 
+    def take_answers(self) -> list[UtilityResult]:
+        """The answers of utility calls that took their time; a step may bring some."""
+        done = [(call, future) for call, future in self._late if future.done()]
+        self._late = [(call, future) for call, future in self._late if not future.done()]
+        answers = [self._answer(call, future.result) for call, future in done]
+        return [answer for answer in answers if answer is not None]
+
     def handle(self, message: CoreRequest) -> CoreMessage | None:
-        """Act on one message; only utility calls have an answer.
+        """Act on one message; only utility calls have an answer, at once or by `take_answers`.
 
         Raises:
             EngineDeadError: the core failed before.
@@ -149,7 +161,9 @@ class EngineCore:
             holds = [*self._grammars.of(message.sampling_params), *self._adapters.of(message.lora_request)]
             self.scheduler.add_request(request_of(message), self._clock(), holds)
         except ClientError as error:
-            refusal = RequestUpdate(message.request_id, [], finish_reason="error", error=str(error))
+            refusal = RequestUpdate(
+                message.request_id, [], finish_reason="error", error=str(error), refused=True
+            )
             self._tell([refusal])
 
     def explain(self, request_id: str) -> Explanation | None:
@@ -179,14 +193,21 @@ class EngineCore:
         """Publish this with the next step."""
         self._untold += updates
 
-    def _call_utility(self, call: UtilityCall) -> UtilityResult:
-        """A call that fails costs only itself, unless it is vital."""
+    def _call_utility(self, call: UtilityCall) -> UtilityResult | None:
         if call.method not in self.utilities:
             return UtilityResult(call.call_id, error=f"the core has no utility {call.method!r}")
+        return self._answer(call, partial(self.utilities[call.method], *call.args))
+
+    def _answer(self, call: UtilityCall, work: Callable[[], Any]) -> UtilityResult | None:
+        """What comes of a call, None while it is not done; one that fails costs only itself, unless it is vital."""
         try:
-            result = msgspec.to_builtins(self.utilities[call.method](*call.args))
+            result = work()
+            if isinstance(result, Future) and not result.done():
+                self._late.append((call, result))
+                return None
+            result = msgspec.to_builtins(result.result() if isinstance(result, Future) else result)
         except ClientError as error:
-            return UtilityResult(call.call_id, error=str(error))
+            return UtilityResult(call.call_id, error=str(error), refused=True)
         except Exception as error:
             if call.method in VITAL and not isinstance(error, StartupError):
                 raise

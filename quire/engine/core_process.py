@@ -82,6 +82,8 @@ class CoreProcess:
             self._progress.turn()
             if core.has_work():
                 self._outboxes.send(core.step())
+                for answer in core.take_answers():
+                    self._outboxes.send(answer)
                 unchecked = can_check
             elif unchecked:
                 core.scheduler.check_integrity()

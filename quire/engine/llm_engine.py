@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import closed_on_error, make_clients
@@ -152,8 +154,24 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, on a core that is running requests."""
-        done = [self._call(core, "reset_prefix_cache") for core in range(len(self._clients))]
-        return all(done)
+        return all(self._call_each("reset_prefix_cache"))
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter before a request wants it; see `AsyncLLM.add_lora`.
+
+        Raises:
+            ValidationError: it cannot be used; the message names the file, the tensor and the limit.
+        """
+        fields = msgspec.to_builtins(lora_request)
+        return all(self._call_each("add_lora", fields))
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Let go of an adapter when the requests that have it have ended; see `AsyncLLM.remove_lora`."""
+        return any(self._call_each("remove_lora", lora_id))
+
+    def list_loras(self) -> set[int]:
+        """The `lora_int_id`s of the adapters in the host's memory."""
+        return {number for numbers in self._call_each("list_loras") for number in numbers}
 
     @property
     def is_sleeping(self) -> bool:
@@ -216,6 +234,9 @@ class LLMEngine:
             while not answer.done():
                 self._receive(core)
         return answer.result()
+
+    def _call_each(self, method: str, *args: Any) -> list[Any]:
+        return [self._call(core, method, *args) for core in range(len(self._clients))]
 
     def _await(self, answers: Sequence[Future[Any]]) -> None:
         """Wait for an answer of each core."""

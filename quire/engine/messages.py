@@ -17,7 +17,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -173,11 +173,12 @@ class EngineCoreOutputs(msgspec.Struct, tag="outputs", frozen=True):
 
 
 class UtilityResult(msgspec.Struct, tag="result", frozen=True):
-    """Answer to a `UtilityCall`: a result or an error sentence."""
+    """Answer to a `UtilityCall`: a result or an error sentence; `refused`: the caller's error, not the core's."""
 
     call_id: int
     result: Any = None
     error: str | None = None
+    refused: bool = False
 
 
 CoreMessage = CoreReady | CoreFailed | EngineCoreOutputs | UtilityResult

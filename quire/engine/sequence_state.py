@@ -52,6 +52,7 @@ class SequenceState:
         self._cumulative_logprob = 0.0
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
+        self._refused = False
         self._num_sent_tokens = 0
         self._num_sent_chars = 0
         self._sent_finish = False
@@ -105,6 +106,7 @@ class SequenceState:
             self._end("stop", self._stop.matched)
         elif update.finish_reason is not None:
             self._end(update.finish_reason, update.error or update.stop_reason)
+            self._refused = update.refused
         if self.finished:
             stats.finished.append(self._finished_stats(now))
 
@@ -161,6 +163,7 @@ class SequenceState:
             logprobs=None if self._logprobs is None else self._logprobs[first_token:],
             finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
+            refused=self._refused,
         )
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.engine.core_ids import numbers_of
 from quire.engine.messages import UtilityCall, UtilityResult
-from quire.errors import EngineError
+from quire.errors import EngineError, ValidationError
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class UtilityCalls:
         self._calls: dict[int, _Call] = {}
 
     def start(self, core: int, method: str, args: Sequence[Any]) -> tuple[Future[Any], UtilityCall]:
-        """A new call; its future's error is an `EngineError` if the core refuses."""
+        """A new call; its future's error is a `ValidationError` if the core refuses, an `EngineError` if it fails."""
         message = UtilityCall(next(self._numbers), method, list(args))
         self._calls[message.call_id] = call = _Call(core, message, Future())
         return call.answer, message
@@ -45,7 +45,8 @@ class UtilityCalls:
         if not answer.set_running_or_notify_cancel():
             return
         if result.error is not None:
-            answer.set_exception(EngineError(result.error))
+            kind = ValidationError if result.refused else EngineError
+            answer.set_exception(kind(result.error))
         else:
             answer.set_result(result.result)
 

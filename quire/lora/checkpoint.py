@@ -17,11 +17,10 @@ from quire.kernels import reference
 from quire.kernels.lora import LoraStacks
 from quire.layers.slot import length
 from quire.lora.modules import AdaptedModule, Kind, adapted_modules
-from quire.lora.peft_config import read_peft_config
+from quire.lora.peft_config import WEIGHTS_NAME, read_peft_config
 from quire.lora.targets import Place, Targets
 from quire.models.safetensors_file import SafetensorsFile
 
-WEIGHTS_NAME = "adapter_model.safetensors"
 _PICKLED_NAME = "adapter_model.bin"
 _LEAST = 1e-12
 """Taken for the length of a row of zeros, whose outputs stay 0."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from quire.errors import ModelLoadError
 from quire.models.json_object import JsonObject, read_json_object
 
-CONFIG_NAME = "adapter_config.json"
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 MAX_FILE_RANK = 4096
 
 _OF_TRAINING = frozenset(

@@ -66,6 +66,12 @@ METRICS = (
         (*ENGINE, "sleep_state"),
         SLEEP_STATES,
     ),
+    MetricInfo(
+        "gauge",
+        "lora_requests_info",
+        "When that changed last, as Unix time: adapters of sequences that run and that wait, with commas between.",
+        ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    ),
     MetricInfo("counter", "prefix_cache_queries", "Tokens looked up in the prefix cache."),
     MetricInfo("counter", "prefix_cache_hits", "Tokens found in the prefix cache."),
     MetricInfo("counter", "num_preemptions", "Preemptions of running sequences."),

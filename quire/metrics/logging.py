@@ -54,7 +54,7 @@ class LoggingStatLogger(StatLogger):
             return
         logger.info(
             "prompt throughput %.1f tok/s, generation throughput %.1f tok/s, running %d, waiting %d, "
-            "KV cache usage %.1f %%, prefix cache hit rate %s%s",
+            "KV cache usage %.1f %%, prefix cache hit rate %s%s%s",
             prompt_rate,
             generation_rate,
             num_running,
@@ -62,6 +62,7 @@ class LoggingStatLogger(StatLogger):
             100 * sum(s.kv_cache_usage for s in states) / max(len(states), 1),
             self._hit_rate(),
             self._drafts(),
+            self._adapters(),
         )
         self._logged = dict(self._states)
 
@@ -80,6 +81,13 @@ class LoggingStatLogger(StatLogger):
             return ""
         length = 1 + accepted / count
         return f", drafts accepted {100 * accepted / tokens:.1f} % of {tokens}, mean accepted length {length:.2f}"
+
+    def _adapters(self) -> str:
+        """Of the requests that run and wait now, if any have one."""
+        known = [state.adapters for state in self._states.values() if state.adapters is not None]
+        running = {name for one in known for name in one.running}
+        waiting = {name for one in known for name in one.waiting}
+        return f", adapters running {len(running)}, waiting {len(waiting)}" if running or waiting else ""
 
 
 def _drafted(states: Iterable[SchedulerStats]) -> tuple[int, int, int]:

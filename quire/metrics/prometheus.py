@@ -1,11 +1,13 @@
 """`PrometheusStatLogger`: the engine's statistics as Prometheus metrics.
 
-Invariant: labels come from closed sets, and every metric lives in the registry that was passed in, so several
-engines (and tests) can live in one process. Each core counts on its own, under its label `engine`.
+Invariant: labels come from closed sets, but for the names of adapters, of which there is one series; and every metric
+lives in the registry that was passed in, so several engines (and tests) can live in one process. Each core counts on
+its own, under its label `engine`.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -21,7 +23,7 @@ from quire.metrics.catalog import (
 )
 from quire.metrics.families import make_family
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats, StatLogger
-from quire.scheduler.output import SchedulerStats, SpecDecodingStats
+from quire.scheduler.output import AdapterStats, SchedulerStats, SpecDecodingStats
 
 GAUGES = {
     "num_requests_running": "num_running",
@@ -47,6 +49,8 @@ class PrometheusStatLogger(StatLogger):
         names = [metric.name for metric in METRICS if metric.labels[:2] == ENGINE]
         self._families = {name: make_family(name, registry, max_model_len) for name in names}
         self._cache_config = make_family("cache_config_info", registry)
+        self._lora_requests = make_family("lora_requests_info", registry)
+        self._adapters: AdapterStats | None = None
         rejections = make_family("admission_rejections", registry)
         self._rejections = {
             limit: rejections.labels(model_name, limit) for limit in BY_NAME["admission_rejections"].values
@@ -60,6 +64,8 @@ class PrometheusStatLogger(StatLogger):
         metrics.record_iteration(iteration)
         if scheduler is not None:
             metrics.record_scheduler(scheduler)
+            if scheduler.adapters is not None and scheduler.adapters != self._adapters:
+                self._record_adapters(scheduler.adapters)
 
     def core_ready(self, core: int, config: EngineConfig, num_blocks: int) -> None:
         self._core(core).record_ready()
@@ -78,6 +84,13 @@ class PrometheusStatLogger(StatLogger):
 
     def refused(self, limit: str) -> None:
         self._rejections[limit].inc()
+
+    def _record_adapters(self, adapters: AdapterStats) -> None:
+        """One series, whatever names there were before."""
+        self._adapters = adapters
+        self._lora_requests.clear()
+        labels = str(adapters.max_loras), ",".join(adapters.running), ",".join(adapters.waiting)
+        self._lora_requests.labels(*labels).set(time.time())
 
     def _core(self, core: int) -> CoreMetrics:
         if core not in self._cores:

@@ -200,7 +200,8 @@ class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     """What one step meant for one request, as the front end sees it.
 
     `finish_reason` is None while the request runs; when set, no further update of this request follows.
-    `pooled` comes with the end of a request that has pooling parameters.
+    `pooled` comes with the end of a request that has pooling parameters. `error` says why it ended with "error", and
+    `refused` that this is the request's fault.
     The `*_ts` fields are monotonic seconds and are set on the first update and on the last.
     """
 
@@ -215,11 +216,20 @@ class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     scheduled_ts: float = 0.0
     num_preemptions: int = 0
     error: str | None = None
+    refused: bool = False
     pooled: Pooled | None = None
     num_draft_tokens: int = 0
     """Guessed tokens that the step verified."""
     num_accepted_tokens: int = 0
     """Those of them that are among the new tokens."""
+
+
+class AdapterStats(msgspec.Struct, frozen=True):
+    """Names of the adapters of running requests and of those that wait, sorted; most that may run at a time."""
+
+    running: list[str]
+    waiting: list[str]
+    max_loras: int
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):
@@ -239,3 +249,5 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """Of the waiting requests, those that lack something else than a place in the batch."""
     spec_decoding: SpecDecodingStats | None = None
     """None: there were no drafts."""
+    adapters: AdapterStats | None = None
+    """None: none are served."""

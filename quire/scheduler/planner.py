@@ -6,6 +6,7 @@ Invariant: it remembers nothing from one step to the next; who is where it asks 
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import islice
 
 from quire.config import SchedulerConfig
 from quire.kv_cache.manager import KVCacheManager, PrefixHit
@@ -14,6 +15,9 @@ from quire.scheduler.output import BlockIds
 from quire.scheduler.queues import RequestQueues
 from quire.scheduler.request import Request, RequestStatus
 from quire.scheduler.step import Blocked, StepPlan
+
+LOOK_AHEAD = 256
+"""Waiting requests among which one is looked for that may pass those that lack a place for their adapter."""
 
 
 class Planner:
@@ -115,15 +119,42 @@ class Planner:
         return block_ids, []
 
     def _start_waiting(self, step: StepPlan, now: float) -> None:
-        """Start waiting requests, strictly in the policy's order, until one does not fit.
+        """Start waiting requests, in the policy's order, until one does not fit; who lacks no more than a place for an
+        adapter is passed over.
 
         While running ones are yet to be planned, only those that outrank the next of them.
         """
-        while step.blocked is None and len(self._queues.policy):
-            first = self._queues.policy.peek()
-            if step.next_running and not self._queues.policy.outranks(first, step.next_running):
+        while step.blocked is None and (request := self._next_in_line(step)) is not None:
+            if step.next_running and not self._queues.policy.outranks(request, step.next_running):
                 break
-            step.blocked = self._start(first, step, now)
+            blocked = self._start(request, step, now)
+            if blocked is None:
+                _note_overtaken(request, step)
+            elif blocked.cause is Cause.ADAPTER:
+                step.passed_over[request] = None
+            else:
+                step.blocked = blocked
+
+    def _next_in_line(self, step: StepPlan) -> Request | None:
+        """The first that waits, or behind those that are passed over the first that takes no place from them.
+
+        It has no adapter, or one that running requests have while none of those passed over has let as many such by as
+        may run: so the adapters in use come to an end, and no other starves. Only the first `LOOK_AHEAD` are looked at.
+        """
+        policy = self._queues.policy
+        if not step.passed_over:
+            return policy.peek() if len(policy) else None
+        used = self._adapters_in_use()
+        for request in islice(policy, LOOK_AHEAD):
+            if request in step.passed_over:
+                continue
+            if request.adapter is None:
+                return request
+            if request.adapter not in used:
+                step.passed_over[request] = None
+            elif all(other.num_overtaken < self._limits.max_num_seqs for other in step.passed_over):
+                return request
+        return None
 
     def _start(self, request: Request, step: StepPlan, now: float) -> Blocked | None:
         """Start or resume a request if a first chunk fits the budget and all known tokens fit the cache.
@@ -193,8 +224,12 @@ class Planner:
         """Whether running requests, but for some, have as many adapters as may be, and not that of the request."""
         if request.adapter is None:
             return False
-        used = {other.adapter for other in self._queues.running if other.adapter and other not in without}
+        used = self._adapters_in_use(without)
         return request.adapter not in used and len(used) >= self._max_adapters
+
+    def _adapters_in_use(self, without: Collection[Request] = ()) -> set[str]:
+        """Those that running requests have, but for some."""
+        return {other.adapter for other in self._queues.running if other.adapter and other not in without}
 
     def _outranks_last(self, request: Request, step: StepPlan) -> bool:
         """Whether the policy lets a waiting request take the place of the last running one."""
@@ -257,3 +292,10 @@ class Planner:
             return num_missing
         may_split = self._limits.enable_chunked_prefill or num_missing > self._limits.max_num_batched_tokens
         return budget if may_split else 0
+
+
+def _note_overtaken(request: Request, step: StepPlan) -> None:
+    """A request has started that keeps an adapter in use, for whose place others may wait."""
+    if request.adapter is not None:
+        for other in step.passed_over:
+            other.num_overtaken += 1

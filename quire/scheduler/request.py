@@ -59,6 +59,7 @@ class Request:
         lora_request: the adapter that it is computed with.
         parent: the request whose tokens it shares, while that may save computing them (`quire.scheduler.forks`).
         num_beams, beam: it is this one of so many, and is kept when it ends (`quire.scheduler.kept`).
+        num_overtaken: requests with adapters that have started while it waited for a place for its own.
         num_prompt_logprobs: prompt positions whose logprobs were reported already.
         queued_ts, scheduled_ts: monotonic seconds; 0.0 until it happened.
         number, rank: the order of arrival, set by the scheduler, and of service, set by its policy.
@@ -83,6 +84,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_drafts_in_flight",
+        "num_overtaken",
         "num_placeholder_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
@@ -152,6 +154,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_prompt_logprobs = 0
         self.num_preemptions = 0
+        self.num_overtaken = 0
         self.queued_ts = 0.0
         self.scheduled_ts = 0.0
         self.number = 0

@@ -15,12 +15,14 @@ from quire.errors import ConfigError, EngineError, ValidationError
 from quire.kv_cache.events import KVCacheEvent
 from quire.kv_cache.manager import IntegrityError, KVCacheManager
 from quire.kv_cache.spec import KVCacheConfig
+from quire.lora_request import name_in
 from quire.scheduler.explain import Explanation
 from quire.scheduler.fair import Fair
 from quire.scheduler.forks import make_fork, make_successor
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import (
     WAIST_VERSION,
+    AdapterStats,
     ModelRunnerOutput,
     RequestUpdate,
     SchedulerOutput,
@@ -65,13 +67,13 @@ class Scheduler:
         )
         policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)
         self._queues = RequestQueues(policy, self._kv)
-        max_adapters = config.lora.max_loras if config.lora.enable_lora else 0
+        self._max_adapters = config.lora.max_loras if config.lora.enable_lora else 0
         self._planner = Planner(
             config.scheduler,
             self._max_model_len,
             self._kv,
             self._queues,
-            max_adapters,
+            self._max_adapters,
             config.speculative.settings.num_lookahead_tokens,
         )
         self._in_flight: deque[StepPlan] = deque()
@@ -226,7 +228,15 @@ class Scheduler:
             host_cache_usage=self._kv.host_usage,
             num_held=self._queues.num_held,
             spec_decoding=self._spec_decoding.copy() if self._spec_decoding.num_drafts else None,
+            adapters=self._adapter_stats() if self._max_adapters else None,
         )
+
+    def _adapter_stats(self) -> AdapterStats:
+        names: dict[bool, set[str]] = {True: set(), False: set()}
+        for request in self._queues.by_id.values():
+            if request.adapter is not None:
+                names[request.status is RequestStatus.RUNNING].add(name_in(request.adapter))
+        return AdapterStats(sorted(names[True]), sorted(names[False]), self._max_adapters)
 
     def request_ids(self) -> list[str]:
         """Of the requests that have not ended, oldest first."""

@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
 
 
 class Blocked(NamedTuple):
-    """The first waiting request cannot start; `num_blocks` is how many are missing, if that is the cause."""
+    """A waiting request cannot start; `num_blocks` is how many are missing, if that is the cause."""
 
     request: Request
     cause: Cause
@@ -52,7 +52,8 @@ class StepPlan:
         promised_blocks: free blocks that planned requests need for known tokens which later steps compute.
         num_satisfied: running requests that need nothing, because all that they may still have is in flight.
         next_running: the running request that is planned next; None once all of them have their tokens.
-        blocked: the first waiting request and why it cannot start; nothing else starts then.
+        passed_over: waiting requests that lack a place for their adapter alone; others may start.
+        blocked: the first of the other waiting requests and why it cannot start; nothing else starts then.
         capped: requests of which `prompt_cap` alone kept tokens out.
     """
 
@@ -63,6 +64,7 @@ class StepPlan:
         self.promised_blocks = 0
         self.num_satisfied = 0
         self.next_running: Request | None = None
+        self.passed_over: dict[Request, None] = {}
         self.blocked: Blocked | None = None
         self.capped: set[Request] = set()
         self.chunks: list[Chunk] = []

@@ -14,7 +14,7 @@ from quire.scheduler.explain import Cause, Explanation
 from quire.scheduler.holds import Hold
 from quire.scheduler.policies import Policy
 from quire.scheduler.request import Request, RequestStatus
-from quire.scheduler.step import StepPlan
+from quire.scheduler.step import Blocked, StepPlan
 
 NUM_REMEMBERED = 256
 """Requests that can still be explained after they ended, the last ones."""
@@ -23,7 +23,8 @@ _number = attrgetter("number")
 
 
 class WaitAccount:
-    """The first request in line has a cause of its own; the others wait behind it, or have been overtaken.
+    """The first request in line has a cause of its own, as have those that lack a place for their adapter; the others
+    wait behind it, or have been overtaken.
 
     A request is overtaken when one that came after it starts while it is ready itself. It may have become ready late,
     so those that are not overtaken are kept in the order of their arrival, not in that of their queueing.
@@ -33,7 +34,7 @@ class WaitAccount:
         self._policy = policy
         self._queued: dict[Request, None] = {}  # since the last plan
         self._not_overtaken: list[Request] = []
-        self._blocked: Request | None = None
+        self._blocked: dict[Request, None] = {}
         self._capped: set[Request] = set()
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
 
@@ -53,8 +54,7 @@ class WaitAccount:
     def leave(self, request: Request) -> None:
         """A request is not in line any more, and has not started."""
         self._queued.pop(request, None)
-        if self._blocked is request:
-            self._blocked = None
+        self._blocked.pop(request, None)
         if not self._is_overtaken(request):
             del self._not_overtaken[bisect_left(self._not_overtaken, request.number, key=_number)]
 
@@ -90,17 +90,20 @@ class WaitAccount:
             request.wait.enter(Cause.PREEMPTED if request.status is RequestStatus.PREEMPTED else None, now)
 
     def plan(self, step: StepPlan, now: float) -> None:
-        """A step was planned: what keeps the first request in line from being in it, and which prompts were cut."""
+        """A step was planned: what keeps the first requests in line from being in it, and which prompts were cut."""
         for request in self._queued:
             self._fall_behind(request, now)
         self._queued.clear()
-        first = None if step.blocked is None else step.blocked.request
-        if self._blocked is not None and self._blocked is not first:
-            self._fall_behind(self._blocked, now)
-        self._blocked = first
-        # A preempted request waits because of that, whatever it lacks now.
-        if step.blocked is not None and step.blocked.request.status is RequestStatus.WAITING:
-            step.blocked.request.wait.enter(step.blocked.cause, now, step.blocked.num_blocks)
+        blocked = [Blocked(request, Cause.ADAPTER) for request in step.passed_over]
+        if step.blocked is not None:
+            blocked.append(step.blocked)
+        before, self._blocked = self._blocked, dict.fromkeys(one.request for one in blocked)
+        for request in before.keys() - self._blocked.keys():
+            self._fall_behind(request, now)
+        for request, cause, num_blocks in blocked:
+            # A preempted request waits because of that, whatever it lacks now.
+            if request.status is RequestStatus.WAITING:
+                request.wait.enter(cause, now, num_blocks)
         if self._capped or step.capped:
             self._note_capped(step, now)
 

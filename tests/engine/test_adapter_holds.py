@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.config.lora import LoRAConfig
@@ -133,3 +134,50 @@ def test_a_name_and_number_stand_for_one_path() -> None:
         setting.holds.of(LoRARequest("a", 1, "elsewhere"))
     with pytest.raises(ValidationError, match="--enable-lora"):
         Setting(enable_lora=False).holds.of(A)
+
+
+def test_an_adapter_can_be_read_before_a_request_wants_it() -> None:
+    setting = Setting()
+    added, again = setting.holds.add(A), setting.holds.add(msgspec.to_builtins(A))
+    assert not added.done()
+    assert list(setting.worker.reading) == [A.key]
+    setting.worker.read(A)
+    setting.holds.release_ready(0.0)
+    assert added.result(0) is again.result(0) is setting.holds.add(A).result(0) is True
+    assert (setting.add("one", A), setting.holds.numbers()) == ([], [1])
+
+
+def test_who_had_an_adapter_read_hears_why_it_cannot_be() -> None:
+    setting = Setting()
+    added = setting.holds.add(A)
+    setting.worker.read(A, ValidationError("it is no adapter"))
+    assert setting.holds.release_ready(0.0) == []
+    with pytest.raises(ValidationError, match="it is no adapter"):
+        added.result(0)
+    assert setting.holds.numbers() == []
+
+
+def test_an_adapter_that_is_removed_waits_for_its_users() -> None:
+    setting = Setting()
+    setting.add("one", A)
+    removed = setting.holds.remove(1)
+    assert not setting.holds.any_ready, "it is being read"
+    setting.worker.read(A)
+    setting.holds.release_ready(0.0)
+    assert (removed.done(), setting.worker.kept) == (False, {A.key})
+    del setting.requests.of[A.key]
+    assert setting.holds.any_ready
+    setting.holds.release_ready(0.0)
+    assert (removed.result(0), setting.worker.kept, setting.holds.any_ready) == (True, set(), False)
+    assert setting.holds.remove(1).result(0) is False
+    assert setting.add("two", A) == ["adapter 1:a"]
+
+
+def test_an_adapter_that_cannot_be_read_is_gone_for_who_removes_it() -> None:
+    setting = Setting()
+    setting.holds.add(A)
+    removed = setting.holds.remove(1)
+    setting.worker.read(A, ValidationError("it is no adapter"))
+    setting.holds.release_ready(0.0)
+    assert removed.result(0)
+    assert not setting.holds.any_ready

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import StartupError
-from quire.lora.checkpoint import WEIGHTS_NAME, read_adapter
-from quire.lora.peft_config import CONFIG_NAME
+from quire.lora.checkpoint import read_adapter
+from quire.lora.peft_config import CONFIG_NAME, WEIGHTS_NAME
 from quire.lora.targets import Targets
 from tests.lora.adapters import write_adapter
 from tests.models.harness import load_tiny

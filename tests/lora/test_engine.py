@@ -137,6 +137,14 @@ def test_an_adapter_that_cannot_be_used_ends_its_requests_alone(
     good, bad, large, base = llm.generate(prompts()[:4], params, lora_request=each, use_tqdm=False)
     assert good.outputs[0].finish_reason == base.outputs[0].finish_reason == "length"
     assert bad.outputs[0].finish_reason == large.outputs[0].finish_reason == "error"
+    assert bad.outputs[0].refused
+    assert large.outputs[0].refused
+    with pytest.raises(ValidationError, match=r"adapter .missing.: adapter_config\.json: no such file"):
+        llm.llm_engine.add_lora(missing)
+    assert llm.llm_engine.add_lora(adapters[1])
+    assert llm.llm_engine.list_loras() == {1, 2}
+    assert (llm.llm_engine.remove_lora(1), llm.llm_engine.remove_lora(9)) == (True, False)
+    assert llm.llm_engine.list_loras() == {2}
     assert bad.outputs[0].stop_reason == "adapter 'missing': adapter_config.json: no such file"
     assert "has rank 8; --max-lora-rank is 4" in str(large.outputs[0].stop_reason)
     assert str(tmp_path) not in str(bad.outputs[0].stop_reason)

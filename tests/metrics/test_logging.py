@@ -8,7 +8,7 @@ import pytest
 
 from quire.metrics.logging import LoggingStatLogger
 from quire.metrics.stats import IterationStats
-from quire.scheduler.output import SchedulerStats, SpecDecodingStats
+from quire.scheduler.output import AdapterStats, SchedulerStats, SpecDecodingStats
 
 
 class Clock:
@@ -54,6 +54,12 @@ def test_line_and_silence(stats: LoggingStatLogger, clock: Clock, caplog: pytest
     clock.now += 1
     stats.log()
     assert caplog.messages[0].endswith(", drafts accepted 30.0 % of 20, mean accepted length 2.50")
+    caplog.clear()
+    adapters = AdapterStats(["a", "b"], ["b"], 2)
+    stats.record(IterationStats(num_generation_tokens=10), SchedulerStats(adapters=adapters), 0)
+    clock.now += 1
+    stats.log()
+    assert caplog.messages[0].endswith("hit rate -, adapters running 2, waiting 1")
     caplog.clear()
     clock.now += 10
     stats.log()

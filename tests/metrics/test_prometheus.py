@@ -15,7 +15,7 @@ from quire.metrics.prometheus import PrometheusStatLogger
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats
 from quire.outputs import RequestStateStats
 from quire.sampling_params import SamplingParams
-from quire.scheduler.output import SchedulerStats, SpecDecodingStats
+from quire.scheduler.output import AdapterStats, SchedulerStats, SpecDecodingStats
 
 LABELS = {"model_name": "m", "engine": "0"}
 FINISHED = FinishedRequestStats(
@@ -224,3 +224,18 @@ def test_an_engine_without_sleep_is_awake_once_it_is_ready(metrics: Metrics) -> 
 def test_token_buckets() -> None:
     assert token_buckets(100) == [1, 2, 5, 10, 20, 50, 100]
     assert token_buckets(1) == [1]
+
+
+def test_adapters_are_one_series_whatever_their_names(metrics: Metrics) -> None:
+    def samples() -> list[dict[str, str]]:
+        (family,) = [one for one in metrics.registry.collect() if one.name == "quire:lora_requests_info"]
+        return [sample.labels for sample in family.samples]
+
+    metrics.logger.record(IterationStats(), SchedulerStats(), 0)
+    assert samples() == []
+    for number in range(5):
+        adapters = AdapterStats([f"a{number}", "b"], ["c"], 4)
+        metrics.logger.record(IterationStats(), SchedulerStats(adapters=adapters), 0)
+        assert samples() == [
+            {"max_lora": "4", "running_lora_adapters": f"a{number},b", "waiting_lora_adapters": "c"}
+        ]

@@ -1,5 +1,8 @@
 """Running requests have no more different adapters than may be in a step, and nobody starves."""
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from quire.kv_cache.events import BlockStored
 from quire.lora_request import LoRARequest
 from tests.scheduler.harness import Engine, make_config
@@ -29,10 +32,52 @@ def test_adapters_that_go_on_coming_do_not_keep_another_out() -> None:
     engine.add("b", [1, 2], lora_request=B)
     engine.step()
     engine.add("c", [1, 2], lora_request=C)
-    for number in range(20):
+    for number in range(30):
         engine.add(f"later-{number}", [1, 2], lora_request=(A, B)[number % 2])
         engine.step()
     assert engine.requests["c"].is_finished
+
+
+def test_who_needs_no_place_passes_those_that_wait_for_one() -> None:
+    engine = engine_for(1, max_num_seqs=6)
+    for name, adapter in (("a", A), ("b", B), ("c", C), ("plain", None), ("a-again", A), ("b-again", B)):
+        engine.add(name, [1, 2], max_tokens=8, lora_request=adapter)
+    engine.step()
+    engine.step()
+    causes = {name: explain(engine, name).cause for name in engine.requests}
+    assert causes == dict.fromkeys(["a", "plain", "a-again"]) | dict.fromkeys(
+        ["b", "c", "b-again"], "adapter"
+    )
+    engine.drain()
+    started = [data.request_id for plan in engine.plans for data in plan.new_requests]
+    assert started == ["a", "plain", "a-again", "b", "b-again", "c"]
+    assert shares(engine, "b")["adapter"] > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=st.sampled_from(["fcfs", "priority", "fair"]),
+    arrivals=st.lists(
+        st.tuples(st.sampled_from([None, A, B, C]), st.integers(1, 6), st.integers(0, 2)), max_size=40
+    ),
+    max_loras=st.integers(1, 2),
+)
+def test_none_is_passed_by_more_than_may_run(
+    policy: str, arrivals: list[tuple[LoRARequest | None, int, int]], max_loras: int
+) -> None:
+    engine = engine_for(max_loras, scheduling_policy=policy)
+    for number, (adapter, num_tokens, num_steps) in enumerate(arrivals):
+        engine.add(str(number), [1, 2], max_tokens=num_tokens, lora_request=adapter, tenant=f"{number % 2}")
+        for _ in range(num_steps):
+            engine.step()
+    engine.drain()
+    limit = engine.config.scheduler.max_num_seqs
+    assert all(request.num_overtaken <= limit for request in engine.requests.values())
+    if policy == "fcfs":
+        started = [int(data.request_id) for plan in engine.plans for data in plan.new_requests]
+        with_adapters = [number for number in started if arrivals[number][0] is not None]
+        for place, number in enumerate(with_adapters):
+            assert sum(other > number for other in with_adapters[:place]) <= limit
 
 
 def test_an_urgent_request_takes_the_place_of_an_adapter_only_if_it_gets_it() -> None:

@@ -1,44 +1,60 @@
-"""`--lora-modules`: adapters that are served under names of their own, beside the base model."""
+"""`--lora-modules` and the names of adapters, under which they are models of their own beside the base model."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.errors import ConfigError
-from quire.lora.peft_config import read_peft_config
+from quire.errors import ConfigError, ValidationError
 from quire.lora_request import MAX_NAME_CHARS, LoRARequest
 
 _NAME = re.compile(rf"(?!\.)[\w.:-]{{1,{MAX_NAME_CHARS}}}", re.ASCII)
 
 
+def may_be_name(name: str) -> bool:
+    """Whether an adapter can be called so: no path, and nothing that a person cannot see."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_name(name: str, taken: Collection[str]) -> str:
+    """A name for a new adapter.
+
+    Raises:
+        ValidationError: an adapter cannot be called so, or something that is served is.
+    """
+    if not may_be_name(name):
+        raise ValidationError(
+            f"lora_name must be 1 to {MAX_NAME_CHARS} letters, digits and any of _ . : - without a dot in front, "
+            f"got {name!r:.80}",
+            param="lora_name",
+        )
+    if name in taken:
+        raise ValidationError(f"a model is called {name!r} already", param="lora_name")
+    return name
+
+
 def named_adapters(
     modules: Sequence[str], config: EngineConfig, taken: Collection[str]
 ) -> dict[str, LoRARequest]:
-    """The adapters of entries NAME=DIRECTORY, numbered in their order.
+    """The adapters of entries NAME=DIRECTORY, numbered in their order; whether they can be used is told by the core.
 
     Args:
         taken: names of the base model.
 
     Raises:
         ConfigError: an entry has not this form, its name is none or is taken, or no adapters are served.
-        ModelLoadError: a directory has no adapter_config.json that can be read; what else it has is read when a request
-            first wants it.
-        UnsupportedModelError: its config asks for what quire does not do.
     """
     if modules and not config.lora.enable_lora:
         raise ConfigError("--lora-modules needs --enable-lora")
     adapters: dict[str, LoRARequest] = {}
     for number, module in enumerate(modules, 1):
         name, _, path = module.partition("=")
-        if not path or not _NAME.fullmatch(name):
+        if not path or not may_be_name(name):
             raise ConfigError(
                 f"--lora-modules: {module!r} must be NAME=DIRECTORY, and the name letters, digits and any of _ . : -"
             )
         if name in adapters or name in taken:
             raise ConfigError(f"--lora-modules: two models are called {name!r}")
-        read_peft_config(Path(path).expanduser())
         adapters[name] = LoRARequest(name, number, path)
     return adapters

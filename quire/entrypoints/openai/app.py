@@ -22,6 +22,7 @@ from quire.entrypoints.ollama import embed as ollama_embed
 from quire.entrypoints.ollama import models as ollama_models
 from quire.entrypoints.ollama import routes as ollama_routes
 from quire.entrypoints.openai import (
+    adapter_routes,
     chat_completions,
     completions,
     front_page,
@@ -92,7 +93,13 @@ FAMILIES = (
     Family(metrics.router),
 )
 """In the order of the published document."""
-CONTROLS = (requests.controls, prefix_cache.controls, integrity.controls, sleep.controls)
+CONTROLS = (
+    requests.controls,
+    prefix_cache.controls,
+    integrity.controls,
+    sleep.controls,
+    adapter_routes.controls,
+)
 """What acts on all requests: for the admin key."""
 QUESTIONS: dict[str, Question] = {
     "load": requests.num_in_flight,
@@ -103,7 +110,13 @@ QUESTIONS: dict[str, Question] = {
     metrics.QUESTION: metrics.measured,
 }
 """What each process of a server can be asked about itself by the others."""
-DECISIONS: dict[str, Question] = {"sleep": sleep.fall_asleep, "wake_up": sleep.wake}
+DECISIONS: dict[str, Question] = {
+    "sleep": sleep.fall_asleep,
+    "wake_up": sleep.wake,
+    "load_adapter": adapter_routes.load,
+    "unload_adapter": adapter_routes.unload,
+    "resolve_adapter": adapter_routes.resolve,
+}
 """What the first process of a server does for all."""
 EXPOSED_HEADERS = ("x-request-id", "retry-after", *RATE_LIMIT_HEADERS, IGNORED_HEADER, ADJUSTED_HEADER)
 """What scripts of a page may read of a response besides its body."""

@@ -84,6 +84,7 @@ class ChatAnswer:
         self._id = answer_id
         self._tenant = tenant
         self._model = server.check_model(request.model)
+        self._adapter = server.adapters.get(self._model)  # now: it may be unloaded at any time
         self._created = int(time.time())
         self._tools = tools_in_use(server, request)
         self._begin = PromptEnd()
@@ -113,7 +114,7 @@ class ChatAnswer:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
-            lora_request=self._server.adapters.get(self._model),
+            lora_request=self._adapter,
             timeout_s=request.time_left(),
             trace_headers=request.trace_headers,
             stream_interval=interval,

@@ -64,6 +64,7 @@ class CompletionAnswer:
         self._id = answer_id
         self._tenant = tenant
         self._model = server.check_model(request.model)
+        self._adapter = server.adapters.get(self._model)  # now: it may be unloaded at any time
         self._created = int(time.time())
         self._num_chars: dict[int, int] = {}
         self._prompt_positions: dict[int, PromptPositions] = {}
@@ -87,7 +88,7 @@ class CompletionAnswer:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
-            lora_request=self._server.adapters.get(self._model),
+            lora_request=self._adapter,
             timeout_s=request.time_left(),
             trace_headers=request.trace_headers,
             stream_interval=interval,

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from quire.beam_search_params import BeamSearchParams
-from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError
+from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError, ValidationError
 from quire.inputs import TokensPrompt
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
@@ -136,10 +136,13 @@ def _num_tokens(output: RequestOutput) -> int:
 
 
 def _raise_failure(output: RequestOutput) -> None:
+    """Raises ValidationError: the core refuses the request; EngineError: it failed, or was aborted."""
     for completion in output.outputs:
         if completion.finish_reason in ("error", "abort"):
             how = "failed" if completion.finish_reason == "error" else "was aborted"
             reason = completion.stop_reason if isinstance(completion.stop_reason, str) else ""
+            if completion.refused:
+                raise ValidationError(reason)
             why = f": {reason.partition(FOREIGN_WORDS)[0]}" if reason else ""
             raise EngineError(f"the request {how} in the engine before it was complete{why}")
 

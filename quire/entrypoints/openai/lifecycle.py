@@ -103,6 +103,10 @@ class Lifecycle:
     def _tell_failed_start(self, error: QuireError) -> None:
         say_error(f"error: {error}")
 
+    async def _check_adapters(self) -> None:
+        """Raises ConfigError: the server was given some that cannot be used."""
+        await self._state.adapter_changes.check_all()
+
     def _tell_ready(self) -> None:
         say(self._ready_text())
 
@@ -151,6 +155,7 @@ class Lifecycle:
         try:
             await self._state.prepare()
             await engine.wait_ready()
+            await self._check_adapters()
         except QuireError as error:
             self._tell_failed_start(error)
             return 1

@@ -24,9 +24,12 @@ async def read_request(request: Request, model: type[Model]) -> Model:
     """Read the body of `request` as `model`; the notes on it are left in the request's state, too.
 
     Raises:
-        ClientError: the body is no JSON object, or a field is unknown or of the wrong type.
+        ClientError: the body is no JSON object, a field is unknown or of the wrong type, or the model is an adapter
+            that cannot be used.
     """
-    return checked(request, await read_json(request), model)
+    body = checked(request, await read_json(request), model)
+    await server_of(request).find_adapter(getattr(body, "model", None))
+    return body
 
 
 def checked(request: Request, body: dict[str, Any], model: type[Model]) -> Model:

@@ -18,7 +18,8 @@ from quire.config import ServerConfig
 from quire.entrypoints.chat.formats.choice import choose
 from quire.entrypoints.chat.formats.model import ModelFormat
 from quire.entrypoints.chat.template import ChatTemplate
-from quire.entrypoints.openai.adapters import named_adapters
+from quire.entrypoints.openai.adapter_changes import AdapterChanges, make_resolvers
+from quire.entrypoints.openai.adapters import may_be_name, named_adapters
 from quire.entrypoints.openai.bounded_threads import BoundedThreads
 from quire.entrypoints.openai.fill_in import FillIn
 from quire.entrypoints.openai.in_flight import InFlight
@@ -49,6 +50,9 @@ class Siblings(Protocol):
     async def decide(self, decision: str, *args: Any) -> None:
         """Have the first process carry this out."""
 
+    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
+        """Have the other processes serve these; only the first process says so."""
+
 
 @dataclass(eq=False)
 class ServerState:
@@ -70,6 +74,8 @@ class ServerState:
     """For the chat template of requests."""
     adapters: Mapping[str, LoRARequest] = field(init=False)
     """By the names under which they are served."""
+    adapter_changes: AdapterChanges = field(init=False)
+    """For the process that decides for all."""
     preparation: BoundedThreads = field(default_factory=BoundedThreads)
     """For the chat template at start-up, when the machine has much to do."""
     draining: bool = False
@@ -79,6 +85,8 @@ class ServerState:
         self.io_processor = make_io_processor(self.engine.config)
         self.renders = BoundedThreads(self.config.chat_template_timeout)
         self.adapters = named_adapters(self.config.lora_modules, self.engine.config, self.model_names)
+        resolvers = make_resolvers(self.engine.config, self.config)
+        self.adapter_changes = AdapterChanges(self.engine, self, resolvers)
 
     @property
     def unavailable(self) -> str | None:
@@ -185,6 +193,21 @@ class ServerState:
             raise ConfigError(
                 f"the chat template takes longer than {limit:g} s for one short message"
             ) from None
+
+    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
+        """Serve these, in all processes, of which this is the first."""
+        self.adapters = adapters
+        if self.siblings is not None:
+            await self.siblings.share_adapters(adapters)
+
+    async def find_adapter(self, name: str | None) -> None:
+        """Have an adapter loaded that is not served yet, if a resolver knows it by the name of a model.
+
+        Raises:
+            ValidationError: it cannot be used.
+        """
+        if name and self.adapter_changes.resolves and name not in self.served_names and may_be_name(name):
+            await self.decide("resolve_adapter", name)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with; an absent or empty one means the model that is served.

@@ -15,7 +15,7 @@ from quire.config import EngineConfig, ModelArch
 from quire.engine.input_processor import InputProcessor
 from quire.engine.output_stream import Offer
 from quire.engine.prompt_forms import TokenizedPrompt
-from quire.errors import EngineDeadError, NotFoundError, QuireError, UnavailableError
+from quire.errors import EngineDeadError, NotFoundError, QuireError, UnavailableError, ValidationError
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
@@ -100,6 +100,7 @@ class FakeEngine:
         self.hold_after: int | None = None
         self.die_after: int | None = None
         self.fail_after: int | None = None
+        self.refusal: str | None = None
         self.num_cached_tokens = 0
         self.drafts = (0, 0)
         """How many tokens were guessed, and how many of them were right."""
@@ -109,6 +110,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.seen: list[tuple[Any, SamplingParams]] = []
         self.adapters: list[LoRARequest | None] = []
+        self.loras: list[LoRARequest] = []
         self.tenants: list[str] = []
         self.timeouts: list[float | None] = []
         self.trace_headers: list[Mapping[str, str] | None] = []
@@ -135,6 +137,18 @@ class FakeEngine:
 
     async def reset_prefix_cache(self) -> bool:
         return not self.running
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Takes what is in a directory whose name does not begin with "bad"."""
+        if lora_request.lora_path.rpartition("/")[2].startswith("bad"):
+            raise ValidationError(f"adapter {lora_request.lora_name!r}: adapter_config.json: no such file")
+        await asyncio.sleep(0)
+        self.loras.append(lora_request)
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        self.loras = [one for one in self.loras if one.lora_int_id != lora_id]
+        return True
 
     async def check_integrity(self) -> list[SchedulerStats]:
         return [SchedulerStats(num_running=len(self.running))]
@@ -247,6 +261,8 @@ class FakeEngine:
                 sequence.step()
                 if self.fail_after is not None and num_steps > self.fail_after:
                     sequence.finish_reason = "error"
+                if self.refusal is not None:
+                    sequence.finish_reason, sequence.refusal = "error", self.refusal
                 if num_steps == self.late_after:
                     sequence.finish_reason = "timeout"
             self._tell_loggers(len(active))
@@ -276,6 +292,7 @@ class _Sequence:
         self.index, self.params, self.mean_logprob = index, params, mean_logprob
         self.num_tokens = 0
         self.stop_reason: str | None = None
+        self.refusal: str | None = None
         for stop in params.stop:
             if stop in text:
                 text, self.stop_reason = text[: text.index(stop)], stop
@@ -305,7 +322,8 @@ class _Sequence:
             cumulative_logprob=self.mean_logprob * self.num_tokens if self.params.wants_logprobs else None,
             logprobs=self.logprobs if self.params.wants_logprobs else None,
             finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason if self.finish_reason == "stop" else None,
+            stop_reason=self.stop_reason if self.finish_reason == "stop" else self.refusal,
+            refused=self.refusal is not None,
         )
         self.text, self.token_ids, self.logprobs = "", [], []
         return output

@@ -53,6 +53,11 @@ RELATIONS = (
     r"returned_token_ids (chooses among classes|has \d+, but the model gives)",
     r"is for models that reward each step",
     r"the input makes \d+ prompts",
+    # Of adapters, and of files.
+    r"adapters are not served here",
+    r"lora_name must be 1 to",
+    r"a model is called .* already",
+    r"^adapter '",
     # With the model: its context, its tokens as keys of an object, its template.
     r"maximum context length is \d+ tokens",
     r"logit_bias has \d+, but token ids are",

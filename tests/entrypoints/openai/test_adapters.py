@@ -67,7 +67,6 @@ async def test_adapters_are_listed_with_their_parent(directory: Path) -> None:
         ("a/b={}", "must be NAME=DIRECTORY"),
         ("..={}", "must be NAME=DIRECTORY"),
         ("fake-model={}", "two models are called 'fake-model'"),
-        ("pirate={}/nothing", "adapter_config.json: no such file"),
     ],
 )
 def test_what_is_no_adapter_is_refused_at_start(module: str, problem: str, directory: Path) -> None:

@@ -53,6 +53,17 @@ async def test_request_fails_in_the_engine(
     assert (await client.post(path, json=body)).status_code == 500
 
 
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
+async def test_what_the_core_refuses_is_the_fault_of_the_request(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+) -> None:
+    engine.refusal = "adapter 'a': adapter_config.json: no such file"
+    for streamed in (False, True):
+        response = await client.post(path, json={**body, "stream": streamed})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == engine.refusal
+
+
 async def test_unavailable_until_ready(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.is_ready = False
     for path in ("/health", "/readyz", "/ping", "/v1/models"):

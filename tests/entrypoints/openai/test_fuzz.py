@@ -26,6 +26,8 @@ odd = st.sampled_from(
      {"shout": 1}, 300, -(2**63)]
 )  # fmt: skip
 chat_fields = st.sampled_from([*ChatCompletionRequest.model_fields, "response_format", "user", "unheard_of"])
+adapter_fields = st.sampled_from(["lora_name", "lora_path", "load_inplace", "unheard_of"])
+adapter_values = st.sampled_from(["a", "b", "fake-model", "/bad", "..", "a/b", "~nobody/x", True])
 completion_fields = st.sampled_from([*CompletionRequest.model_fields, "best_of", "suffix", "metadata"])
 
 
@@ -52,6 +54,29 @@ def check(path: str, base: dict[str, Any], fields: dict[str, Any]) -> None:
 def _num_prompts(fields: dict[str, Any]) -> int:
     prompt = fields.get("prompt")
     return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+
+
+@pytest.mark.item(57, 58)
+@SETTINGS
+@given(
+    changes=st.lists(
+        st.tuples(st.booleans(), st.dictionaries(adapter_fields, st.one_of(odd, adapter_values))), max_size=6
+    )
+)
+def test_changes_of_adapters(changes: list[tuple[bool, dict[str, Any]]]) -> None:
+    async def send() -> None:
+        engine = FakeEngine(enable_lora=True)
+        async with client_for(engine, admin_api_key="admin") as client:
+            client.headers["authorization"] = "Bearer admin"
+            for loads, body in changes:
+                path = f"/v1/{'load' if loads else 'unload'}_lora_adapter"
+                response = await client.post(path, json=body)
+                assert response.status_code in (200, 400, 404), response.text
+            models = (await client.get("/v1/models")).json()["data"]
+        served = {adapter.lora_name for adapter in engine.loras}
+        assert {model["id"] for model in models} <= {"fake-model", *served}
+
+    asyncio.run(send())
 
 
 @pytest.mark.item(57, 58)

@@ -40,6 +40,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [1]},
     "/abort_requests": {},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
 
 

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from quire.entrypoints.openai.metrics import QUESTION as METRICS
 from quire.entrypoints.openai.processes.channel import open_channel
 from quire.entrypoints.openai.processes.launch import Member, launch
 from quire.entrypoints.openai.processes.messages import (
+    Adapters,
     Cancel,
     CoreLost,
     CoreStarted,
@@ -36,6 +37,7 @@ from quire.entrypoints.openai.processes.messages import (
 from quire.entrypoints.openai.processes.pulse import BEAT_S, Pulse
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
+from quire.lora_request import LoRARequest
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,10 @@ class House:
 
     async def decide(self, decision: str, *args: Any) -> None:
         await self._state.carry_out(decision, *args)
+
+    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
+        self._tell_all(Adapters(dict(adapters)))
+        await self.num_unfinished()  # who answers this has heard what was said before
 
     # The core
 
@@ -193,6 +199,7 @@ class House:
         if self._core is not None:
             channel.tell(CoreStarted(self._core))
         channel.tell(self._resting)
+        channel.tell(Adapters(dict(self._state.adapters)))
         if self._closing:  # the end has come meanwhile
             channel.tell(Cancel())
         return member

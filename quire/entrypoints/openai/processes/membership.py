@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
@@ -23,6 +24,7 @@ from quire.entrypoints.openai.lifecycle import HttpServer, Lifecycle
 from quire.entrypoints.openai.processes.channel import Channel, open_channel
 from quire.entrypoints.openai.processes.door import BackDoor
 from quire.entrypoints.openai.processes.messages import (
+    Adapters,
     Cancel,
     CoreLost,
     CoreStarted,
@@ -37,6 +39,7 @@ from quire.entrypoints.openai.processes.pulse import beat
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
 from quire.logging_setup import configure_logging
+from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.scheduler.output import SchedulerStats
 
@@ -58,6 +61,8 @@ class MemberLifecycle(Lifecycle):
             self._core.core_lost()
         elif isinstance(message, Resting):
             self._state.engine.rest(message.rest, dozes=message.dozes)
+        elif isinstance(message, Adapters):
+            self._state.adapters = message.served
         elif isinstance(message, EngineEnded):
             self._state.engine.end(message.reason)
         elif isinstance(message, Drain):
@@ -73,6 +78,9 @@ class MemberLifecycle(Lifecycle):
 
     def _tell_failed_start(self, error: QuireError) -> None:
         logger.info("the engine could not start: %s", error)
+
+    async def _check_adapters(self) -> None:
+        """The first process does."""
 
     def _tell_ready(self) -> None:
         """The server is ready when the first process is."""
@@ -107,6 +115,9 @@ class First:
 
     async def decide(self, decision: str, *args: Any) -> None:
         await self._channel.order(decision, *args)
+
+    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
+        raise AssertionError("the first process says which adapters are served")
 
 
 class Membership:

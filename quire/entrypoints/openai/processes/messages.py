@@ -17,10 +17,12 @@ from quire.errors import (
     ConflictError,
     EngineDeadError,
     EngineError,
+    NotFoundError,
     QuireError,
     UnavailableError,
     ValidationError,
 )
+from quire.lora_request import LoRARequest
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -53,6 +55,12 @@ class Resting(msgspec.Struct, tag="resting", frozen=True):
 
     rest: Rest
     dozes: bool
+
+
+class Adapters(msgspec.Struct, tag="adapters", frozen=True):
+    """Serve these, by their names, and no others."""
+
+    served: dict[str, LoRARequest]
 
 
 class EngineEnded(msgspec.Struct, tag="engine_ended", frozen=True):
@@ -100,7 +108,15 @@ class Answer(msgspec.Struct, tag="answer", frozen=True):
 
 KINDS: dict[str, type[QuireError]] = {
     kind.__name__: kind
-    for kind in (ValidationError, ConflictError, UnavailableError, EngineError, EngineDeadError, QuireError)
+    for kind in (
+        ValidationError,
+        ConflictError,
+        NotFoundError,
+        UnavailableError,
+        EngineError,
+        EngineDeadError,
+        QuireError,
+    )
 }
 TERMS = ("param", "retry_after")
 
@@ -115,4 +131,6 @@ def error_of(refusal: Refusal) -> QuireError:
     return KINDS[refusal.kind](refusal.message, **refusal.terms)
 
 
-Message = Hello | CoreStarted | CoreLost | Resting | EngineEnded | Drain | Cancel | Up | Ask | Answer
+Message = (
+    Hello | CoreStarted | CoreLost | Resting | Adapters | EngineEnded | Drain | Cancel | Up | Ask | Answer
+)

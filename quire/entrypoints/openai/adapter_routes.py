@@ -1,0 +1,71 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, for the admin key: adapters come and go while it runs."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from quire.entrypoints.openai.admin import admin_router
+from quire.entrypoints.openai.openapi.operation import Operation, describe
+from quire.entrypoints.openai.parsing import read_request
+from quire.entrypoints.openai.protocol.requests import RequestModel
+from quire.entrypoints.openai.state import ServerState, server_of
+from quire.errors import ValidationError
+
+controls = admin_router()
+TEXT = {"text/plain": {"type": "string"}}
+MAX_PATH_CHARS = 4096
+
+
+class LoadLoRAAdapter(RequestModel):
+    """`lora_path` is a directory on the server's machine; `load_inplace`: a name that is in use gets it instead."""
+
+    lora_name: str
+    lora_path: str = Field(min_length=1, max_length=MAX_PATH_CHARS)
+    load_inplace: bool = False
+
+
+class UnloadLoRAAdapter(RequestModel):
+    lora_name: str
+
+
+@controls.post("/v1/load_lora_adapter")
+@describe(Operation(body=(LoadLoRAAdapter,), other=TEXT, errors=(409,)))
+async def load_lora_adapter(request: Request) -> Response:
+    """Serve an adapter; the answer comes when it has been read and checked."""
+    body = await read_request(request, LoadLoRAAdapter)
+    server = _serving_adapters(request)
+    await server.decide("load_adapter", body.lora_name, body.lora_path, body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@controls.post("/v1/unload_lora_adapter")
+@describe(Operation(body=(UnloadLoRAAdapter,), other=TEXT, errors=(404, 409)))
+async def unload_lora_adapter(request: Request) -> Response:
+    """Serve an adapter no more; the answer comes when the last request that has it has ended."""
+    body = await read_request(request, UnloadLoRAAdapter)
+    await _serving_adapters(request).decide("unload_adapter", body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+async def load(server: ServerState, name: str, path: str, inplace: bool) -> None:
+    """All processes, of which this is the first."""
+    await server.adapter_changes.load(name, path, inplace=inplace)
+
+
+async def unload(server: ServerState, name: str) -> None:
+    """All processes, of which this is the first."""
+    await server.adapter_changes.unload(name)
+
+
+async def resolve(server: ServerState, name: str) -> None:
+    """All processes, of which this is the first."""
+    await server.adapter_changes.resolve(name)
+
+
+def _serving_adapters(request: Request) -> ServerState:
+    server = server_of(request)
+    if not server.engine.config.lora.enable_lora:
+        raise ValidationError("adapters are not served here (--enable-lora)")
+    return server
