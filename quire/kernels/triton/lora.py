@@ -75,7 +75,8 @@ def _expand(
     for part in range(parts):
         from_column, to_column = tl.load(ends + part), tl.load(ends + part + 1)
         in_part = (column >= from_column) & (column < to_column)
-        changes = in_part & (tl.load(affine + slot * parts + part) != 0)
+        is_affine = tl.load(affine + slot * parts + part) != 0
+        changes = (column >= from_column) & (column < tl.where(is_affine, to_column, from_column))
         factor = tl.where(changes, tl.load(factors + own, mask=changes, other=1.0), factor)
         offset = tl.where(changes, tl.load(offsets + own, mask=changes, other=0.0), offset)
         rank = tl.load(ranks + slot * parts + part)
