@@ -38,7 +38,7 @@ def construct(model_cls: type[CausalLM], config: EngineConfig, prefix: str = "")
         ModelLoadError: the constructor wants something else.
     """
     parameters = inspect.signature(model_cls).parameters
-    named = {"prefix": prefix} if "prefix" in parameters else {}
+    named: dict[str, Any] = {"prefix": prefix} if "prefix" in parameters else {}
     beside = parameters.keys() & _OLD_STYLE.keys() - {"config"}
     if not beside:
         return model_cls(config=config, **named)

@@ -173,3 +173,25 @@ def test_more_tokens_than_were_planned_are_a_bug():
     several = msgspec.structs.replace(output, sampled_token_ids={"a": [1, 2]})
     with pytest.raises(AssertionError, match="for 1 samples"):
         engine.finish_step(engine.in_flight.popleft(), several)
+
+
+GUESSING = {"method": "draft_model", "model": "another", "num_speculative_tokens": 6}
+
+
+def test_a_model_that_guesses_finds_slots_behind_the_drafts():
+    """Blocks of 4 tokens: 7 are known, 2 are drafts, and 6 more may be guessed before the next plan."""
+    engine, _ = proposing(RIGHT[1:3], Pipeline(make_config(speculative_config=GUESSING)))
+    engine.launch()
+    assert len(engine.scheduler._kv.get_block_ids(engine.requests["a"])[0]) == 4
+    engine.drain()
+    assert engine.tokens("a") == RIGHT
+
+
+@pytest.mark.parametrize(("num_blocks", "num_held"), [(8, 3), (5, 3), (4, 3)])
+def test_it_gets_no_more_slots_than_tokens_that_may_come_and_blocks_that_are_free(num_blocks, num_held):
+    config = make_config(speculative_config=GUESSING, num_gpu_blocks_override=num_blocks)
+    engine, request = proposing([], Pipeline(config), max_tokens=5)
+    engine.launch()
+    assert len(engine.scheduler._kv.get_block_ids(request)[0]) == num_held
+    engine.drain()
+    assert engine.tokens("a") == RIGHT[:5]
