@@ -93,7 +93,7 @@ def test_models_run_from_what_is_written(
     texts = tmp_path / "texts.txt"
     texts.write_text("A text of which some pages are read to calibrate. " * 8)
     calibration = {} if method == "rtn" else {"calibration": texts, "sequence_length": 64}
-    path = quantized(tiny_model(family), tmp_path / "q", method, Grid(8, 32), **calibration)
+    path = quantized(tiny_model(family), tmp_path / "q", method, Grid(8, 16), **calibration)
     expected, found = logits(tiny_model(family)), logits(path, **PRECISE)
     assert 0 < (found - expected).norm() < 0.1 * expected.norm()
 
