@@ -59,7 +59,7 @@ class CheckpointWriter:
 
     def finish(self, source: Path, quantization: Mapping[str, Any]) -> None:
         """Write the index, the config of the model in `source` with what its weights are now, and its other files."""
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for index, names in enumerate(self._files):
             file = f"model-{index + 1:05}-of-{len(self._files):05}.safetensors"
             (self._directory / str(index)).rename(self._directory / file)
@@ -79,7 +79,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    entries, position = {"__metadata__": {"format": "pt"}}, 0
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
     for name, tensor in tensors.items():
         offsets = [position, position + tensor.nbytes]
         entries[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}

@@ -49,4 +49,5 @@ def _inverse(gram: Tensor, dead: Tensor) -> Tensor:
     diagonal = gram.diagonal() + dead.float()
     damped = gram - gram.diagonal().diag() + (diagonal + DAMPING * diagonal.mean()).diag()
     whole = torch.cholesky_inverse(torch.linalg.cholesky(damped.double()))
-    return torch.linalg.cholesky(whole, upper=True).float()
+    factor: Tensor = torch.linalg.cholesky(whole, upper=True)
+    return factor.float()

@@ -38,7 +38,7 @@ class Grid:
 
     def in_groups(self, matrix: Tensor) -> Tensor:
         """[N, K] -> [N, G, group]."""
-        return matrix.unflatten(1, (-1, self.group_size))
+        return torch.unflatten(matrix, 1, (-1, self.group_size))
 
     def tensors(self, codes: Tensor, steps: Steps, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors of a module in compressed-tensors' form "pack-quantized", but for their names' beginning.
@@ -87,5 +87,5 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     per_word = 32 // bits
     whole = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % per_word))
     shifts = torch.arange(per_word) * bits
-    words = (whole.unflatten(1, (-1, per_word)) << shifts).sum(-1)
+    words = (torch.unflatten(whole, 1, (-1, per_word)) << shifts).sum(-1)
     return torch.where(words < 2**31, words, words - 2**32).int()

@@ -69,4 +69,4 @@ def _watch(layer: Linear, found: dict[Linear, InputStatistics]) -> None:
         found.setdefault(layer, InputStatistics(layer.inputs)).add(x)
         return forward(x, *rest)
 
-    layer.forward = counted  # type: ignore[method-assign]  # the instance's own, for as long as it is watched
+    layer.forward = counted  # type: ignore[method-assign, assignment]  # the instance's own, for as long as it is watched

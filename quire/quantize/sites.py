@@ -101,7 +101,8 @@ def rounds(sites: Sequence[Site]) -> Iterator[list[Site]]:
     taken: list[Site] = []
     for site in sites:
         full = sum(each.num_bytes for each in (*taken, site)) > _ROUND_BYTES
-        if taken and full and site.layer.source is not taken[-1].layer:
+        source: object = site.layer.source
+        if taken and full and source is not taken[-1].layer:
             yield taken
             taken = []
         taken.append(site)

@@ -85,7 +85,7 @@ def test_rounding_to_nearest_writes_what_loading_in_int4_makes(
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["llama", "qwen2moe", "phi3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "phi3", "gemma2"])
 def test_models_run_from_what_is_written(
     family: str, method: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -93,9 +93,11 @@ def test_models_run_from_what_is_written(
     texts = tmp_path / "texts.txt"
     texts.write_text("A text of which some pages are read to calibrate. " * 8)
     calibration = {} if method == "rtn" else {"calibration": texts, "sequence_length": 64}
-    path = quantized(tiny_model(family), tmp_path / "q", method, Grid(8, 32), **calibration)
+    path = quantized(tiny_model(family), tmp_path / "q", method, Grid(8, 16), **calibration)
     expected, found = logits(tiny_model(family)), logits(path, **PRECISE)
-    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
+    errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    # Of the tokens of a sparse model a few get another expert; a scale in the wrong place would show in all.
+    assert 0 < errors.median() < 0.05
 
 
 def test_the_model_in_the_box_bears_gptq_better_than_rounding(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def _error(groups: Tensor, steps: Steps, bits: int, importance: Tensor | None) -
 
 def _sum(values: Tensor) -> Tensor:
     """Over the last dimension, in the order of `sum` in csrc/cpu/vec.h."""
-    lanes = F.pad(values, (0, -values.shape[-1] % _LANES)).unflatten(-1, (-1, _LANES))
+    lanes = torch.unflatten(F.pad(values, (0, -values.shape[-1] % _LANES)), -1, (-1, _LANES))
     total = torch.zeros_like(lanes[..., 0, :])
     for step in lanes.unbind(-2):
         total = total + step
