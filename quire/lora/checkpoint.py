@@ -137,4 +137,5 @@ class _LayerReader:
             )
         if self._weight is None:
             self._weight = reference.unpack_weight(self._layer.matrix()).detach()
-        return (self._weight[place.piece.place].float().cpu() + product).norm(dim=1).clamp(min=_LEAST)
+        lengths: Tensor = (self._weight[place.piece.place].float().cpu() + product).norm(dim=1)
+        return lengths.clamp(min=_LEAST)

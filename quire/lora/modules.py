@@ -14,7 +14,8 @@ from quire.errors import ModelLoadError
 from quire.layers.slot import FLOATS
 from quire.lora.peft_config import PeftConfig
 from quire.lora.targets import Target, Targets
-from quire.models.safetensors_file import SafetensorsFile, TensorInfo
+from quire.models.safetensors_file import SafetensorsFile
+from quire.models.tensor_file import TensorInfo
 
 Kind = Literal["a", "b", "magnitude", "expand_bias", "bias"]
 """A module's tensors: the product b @ a, [outputs, r] and [r, inputs]; and, of [outputs] each, the lengths of the rows

@@ -118,7 +118,12 @@ def test_a_server_is_for_this_machine_unless_told_otherwise() -> None:
 def test_no_decision_hangs_on_the_time_of_day() -> None:
     """It is shown and stamped; waits, deadlines and ages are of the monotonic clock."""
     # Batches of KV events, and spans of traces.
-    stamps = ("quire/entrypoints/", "quire/engine/core.py", "quire/metrics/tracing.py")
+    stamps = (
+        "quire/entrypoints/",
+        "quire/engine/core.py",
+        "quire/metrics/tracing.py",
+        "quire/metrics/prometheus.py",
+    )
     for path, tree in modules().items():
         wall = [
             name for name, _ in calls(tree) if name in ("time.time", "datetime.now", "datetime.datetime.now")

@@ -20,9 +20,10 @@ def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStac
     wide = x.float().contiguous()
     shrunk = empty(wide, rows, parts, most)
     weights = (adapters.a, adapters.b, adapters.scales, adapters.ranks)
-    weights += (adapters.affine, adapters.factors, adapters.offsets, adapters.ends)
+    affine = (adapters.affine, adapters.factors, adapters.offsets)
     sizes = (rows, slots, parts, inputs, outputs, most, DTYPE_CODES[adapters.a.dtype])
-    refused = call("lora_linear", (out, wide, adapter_rows, *weights, shrunk), *sizes)
+    tensors = (out, wide, adapter_rows, *weights, *affine, adapters.ends, shrunk)
+    refused = call("lora_linear", tensors, *sizes)
     if refused:
         raise IndexError(f"lora_linear: the adapters of {refused} rows are outside the {slots} slots")
 
