@@ -45,7 +45,7 @@ class PoolingSpec:
 
     Attributes:
         tasks: of `POOLING_TASKS`, what it is made for first.
-        pooling: of `POOLINGS`.
+        pooling: of `POOLINGS`; several ways of making one vector, with + between, if their vectors are joined.
         size: numbers per embedding, or classes.
         labels: names of the classes, if it has classes.
         activation: what follows the head by default: "none", "normalize", "softmax" or "sigmoid".
@@ -72,6 +72,11 @@ class PoolingSpec:
     returned_token_ids: tuple[int, ...] = ()
     head: tuple[HeadLayer, ...] = ()
     own_heads: tuple[tuple[str, tuple[HeadLayer, ...]], ...] = ()
+
+    @property
+    def poolings(self) -> tuple[str, ...]:
+        """Of `POOLINGS`, more than one if vectors are joined."""
+        return tuple(self.pooling.split("+"))
 
     def head_of(self, task: str) -> tuple[HeadLayer, ...]:
         """The layers behind what is pooled for a task."""

@@ -5,7 +5,7 @@ Invariant: what a text becomes depends on its own tokens and their order alone: 
 from where the step before stopped, so no bit tells how a prompt was cut or who was beside it. Sums are float64.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -164,6 +164,24 @@ REDUCTIONS: dict[str, Callable[[int], Reduction]] = {
     "weighted_mean": WeightedMean,
 }
 """Way of pooling -> what does it, given how many rows the batch has."""
+
+
+class Joined:
+    """Several ways; their vectors stand one behind the other."""
+
+    def __init__(self, reductions: Sequence[Reduction]) -> None:
+        self._reductions = reductions
+
+    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+        return torch.cat([one.reduce(hidden, chunks) for one in self._reductions], dim=1)
+
+
+def make_reduction(poolings: Sequence[str], num_rows: int) -> Reduction | None:
+    """What makes one vector of a text, in one way or several; None: they leave each token its own."""
+    if not REDUCTIONS.keys() >= {*poolings}:
+        return None
+    reductions = [REDUCTIONS[pooling](num_rows) for pooling in poolings]
+    return reductions[0] if len(reductions) == 1 else Joined(reductions)
 
 
 def _tokens(chunks: Chunks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.config.pooling import TOKEN_TASKS, PoolingSpec
 from quire.errors import EngineError
-from quire.layers.pooling import REDUCTIONS, Chunks
+from quire.layers.pooling import Chunks, make_reduction
 from quire.pooling_params import PoolingParams
 from quire.scheduler.output import NewRequestData, Pooled
 from quire.worker.devices import Transfers
@@ -104,8 +104,7 @@ class Pooler:
         self._spec = spec
         self._transfers = transfers
         self._wanted: dict[int, _Wanted] = {}
-        make = None if spec is None else REDUCTIONS.get(spec.pooling)
-        self._reduction = None if make is None else make(batch.max_num_seqs)
+        self._reduction = None if spec is None else make_reduction(spec.poolings, batch.max_num_seqs)
 
     def add_request(self, row: int, request: NewRequestData) -> None:
         """Take in a request that was given a row.

@@ -45,30 +45,33 @@ def _weights(hidden: Tensor) -> Tensor:
 
 POOLED: dict[str, Callable[[Tensor], Tensor]] = {
     "cls_token": lambda hidden: hidden[0],
-    "lasttoken": lambda hidden: hidden[-1],
-    "mean_tokens": lambda hidden: hidden.mean(0),
     "max_tokens": lambda hidden: hidden.amax(0),
+    "mean_tokens": lambda hidden: hidden.mean(0),
     "mean_sqrt_len_tokens": lambda hidden: hidden.sum(0) / len(hidden) ** 0.5,
     "weightedmean_tokens": lambda hidden: (hidden * _weights(hidden)).sum(0),
+    "lasttoken": lambda hidden: hidden[-1],
 }
-"""As sentence-transformers' files call it -> what it is."""
+"""As sentence-transformers' files call it -> what it is, in the order in which sentence-transformers joins several."""
 
 
 def test_every_way_of_pooling_is_tested() -> None:
     assert {f"pooling_mode_{name}" for name in POOLED} == _FLAGS.keys()
 
 
-@pytest.mark.parametrize("pooling", sorted(POOLED))
+@pytest.mark.parametrize("pooling", [*sorted(POOLED), "lasttoken+mean_tokens+cls_token"])
 def test_an_embedder_gives_the_oracles_vectors_and_the_same_bits_in_any_batch(
     pooling: str, tmp_path: Path
 ) -> None:
     """Qwen 3 as Qwen3-Embedding publishes it: an architecture with an output head, and sentence-transformers' files."""
     model = write_model("qwen3", tmp_path, "Qwen3ForCausalLM")
-    dense = [nn.Linear(64, 40), nn.Linear(40, 32, bias=False)]
+    ways = [name for name in POOLED if name in pooling.split("+")]
+    dense = [nn.Linear(64 * len(ways), 40), nn.Linear(40, 32, bias=False)]
     write_sentence_transformer(tmp_path, pooling=pooling, dense=dense, normalizes=True)
     texts = prompts()
     with torch.inference_mode():
-        vectors = torch.stack([POOLED[pooling](one) for one in hidden_states(model.model, texts)])
+        vectors = torch.stack(
+            [torch.cat([POOLED[way](one) for way in ways]) for one in hidden_states(model.model, texts)]
+        )
         for layer in dense:
             vectors = torch.tanh(layer(vectors))
         expected = list(nn.functional.normalize(vectors))

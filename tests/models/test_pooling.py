@@ -105,11 +105,24 @@ def test_the_files_of_sentence_transformers_are_read_in_full(
     assert prepared(tmp_path, runner="generate").pooling is None
 
 
-@pytest.mark.parametrize(("word", "pooling"), [("lasttoken", "last"), ("weightedmean", "weighted_mean")])
-def test_the_newer_form_of_pooling_files_is_read(word: str, pooling: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("word", "pooling"),
+    [("lasttoken", "last"), ("weightedmean", "weighted_mean"), (["mean", "cls"], "mean+cls")],
+)
+def test_the_newer_form_of_pooling_files_is_read(word: Any, pooling: str, tmp_path: Path) -> None:
     write_config(tmp_path)
     write_modules(tmp_path, TRANSFORMER, POOLING, pooling={"embedding_dimension": 64, "pooling_mode": word})
     assert (spec_of(tmp_path).pooling, spec_of(tmp_path).activation) == (pooling, "none")
+
+
+def test_joined_vectors_are_as_long_as_all_of_them_and_stay_joined(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    both = {"pooling_mode_lasttoken": True, "pooling_mode_cls_token": True}
+    write_modules(tmp_path, TRANSFORMER, POOLING, pooling={"embedding_dimension": 64, **both})
+    spec = spec_of(tmp_path)
+    assert (spec.poolings, spec.size, spec.tasks) == (("cls", "last"), 128, ("embed",))
+    with pytest.raises(ConfigError, match="because the model joins cls\\+last"):
+        prepared(tmp_path, pooler_config={"pooling_type": "MEAN"})
 
 
 def test_without_a_pooling_every_token_keeps_its_vector(tmp_path: Path) -> None:
@@ -123,9 +136,8 @@ REFUSED_FILES: dict[str, tuple[str, Any, str]] = {
     "order": ("modules.json", [TRANSFORMER, NORMALIZE, POOLING], "must be a Transformer, then"),
     "no-list": ("modules.json", {}, "must hold a JSON list"),
     "outside": ("modules.json", [TRANSFORMER, POOLING | {"path": "../1_Pooling"}], "path must be"),
-    "joined": ("1_Pooling/config.json", MEAN | {"pooling_mode_cls_token": True}, "vectors are not joined"),
     "no-prompt": ("1_Pooling/config.json", MEAN | {"include_prompt": False}, "include_prompt = false"),
-    "mode": ("1_Pooling/config.json", {"pooling_mode": ["mean", "max"]}, "pooling_mode"),
+    "mode": ("1_Pooling/config.json", {"pooling_mode": ["cls", "median"]}, "pooling_mode"),
     "width": ("2_Dense/config.json", {"in_features": 63, "out_features": 8}, "in_features is 63"),
     "activation": (
         "2_Dense/config.json",

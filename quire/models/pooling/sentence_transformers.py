@@ -38,6 +38,7 @@ _FLAGS = {
         "lasttoken": "last",
     }.items()
 }
+"""In the order in which their vectors are joined, if several are true."""
 _ACTIVATIONS = {
     "Identity": "identity",
     "Tanh": "tanh",
@@ -128,17 +129,15 @@ def _optional(path: Path) -> JsonObject:
 
 
 def _pooling(config: JsonObject) -> str:
-    """One of `quire.config.pooling.POOLINGS`, from either form of the file: a word, or a flag for each."""
+    """As `quire.config.pooling.PoolingSpec` has it, from either form of the file: a word, or a flag for each."""
     config.only("include_prompt", True)
     if "pooling_mode" in config:
         mode = config.get("pooling_mode")
-        if isinstance(mode, str) and mode in _POOLINGS:
-            return _POOLINGS[mode]
-        raise config.unsupported("pooling_mode", f"one of {', '.join(_POOLINGS)}")
-    chosen = [key for key in _FLAGS if config.flag(key, False)]
-    if len(chosen) > 1:
-        raise config.unsupported(chosen[1], f"false, because {chosen[0]} is true, and vectors are not joined")
-    return _FLAGS[chosen[0]] if chosen else "mean"
+        modes = mode if isinstance(mode, list) else [mode]
+        if modes and all(isinstance(one, str) and one in _POOLINGS for one in modes):
+            return "+".join(_POOLINGS[one] for one in modes)
+        raise config.unsupported("pooling_mode", f"one of {', '.join(_POOLINGS)}, or a list of them")
+    return "+".join(_FLAGS[key] for key in _FLAGS if config.flag(key, False)) or "mean"
 
 
 def _dense(model_dir: Path, folder: str) -> HeadLayer:

@@ -137,13 +137,16 @@ def _embedder(
 ) -> tuple[PoolingSpec, str]:
     """A model of embeddings, and why it pools as it does; `width` is that of hidden states."""
     own_heads = _own_heads(model_dir, width)
-    size = layout.head[-1].outputs if layout is not None and layout.head else width
+    joined = width if layout is None else width * len(layout.pooling.split("+"))
+    size = layout.head[-1].outputs if layout is not None and layout.head else joined
     matryoshka = _matryoshka(file, size)
     if layout is None:
         pooling = "mean" if made.is_whole else "last"
         spec = PoolingSpec((EMBED, TOKEN_EMBED), pooling, size, activation="normalize", matryoshka=matryoshka)
         return spec, f"the default, with vectors of length 1, because the checkpoint has no {MODULES}"
     tasks = (TOKEN_EMBED,) if layout.pooling == "all" else (EMBED, TOKEN_EMBED)
+    if joined > width:
+        tasks = (EMBED,)  # what follows is not made for vectors of tokens
     spec = PoolingSpec(
         tasks=tasks + tuple(task for task, _ in own_heads if task not in tasks),
         pooling=layout.pooling,
@@ -156,7 +159,7 @@ def _embedder(
         head=layout.head,
         own_heads=own_heads,
     )
-    for layer, inputs in zip(layout.head, (width, *(layer.outputs for layer in layout.head)), strict=False):
+    for layer, inputs in zip(layout.head, (joined, *(layer.outputs for layer in layout.head)), strict=False):
         if layer.inputs != inputs:
             raise ModelLoadError(
                 f"{layer.folder}/config.json: in_features is {layer.inputs}, and what comes before gives {inputs}"
