@@ -35,6 +35,7 @@ def test_every_group_passes_in_a_dry_run(
     assert "torch" in page.read_text().splitlines()[2]
 
 
+@pytest.mark.more
 def test_the_engine_checks_on_a_device_with_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the fake GPU of the worker's tests, which is asynchronous and replays decode steps."""
     devices: list[FakeGpu] = []

@@ -172,6 +172,7 @@ def test_every_weight_type(weights: str, engine: Callable[..., LLM], restore_thr
     check_contract(functools.partial(engine, weights))
 
 
+@pytest.mark.more
 @pytest.mark.item(42)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_of_every_kind(family: str, engine: Callable[..., LLM], restore_threads: None) -> None:

@@ -18,6 +18,8 @@ from tests.fixtures.tiny_encoders import TINY_ENCODERS, encoder_oracle
 from tests.models.test_encoders import assert_close, texts
 
 TEXTS, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+SOME: list[Any] = ["bert", "modernbert", "embedding-gemma"]
+OTHERS = sorted(TINY_ENCODERS.keys() - {*SOME})
 
 
 @torch.inference_mode()
@@ -61,7 +63,7 @@ def test_second_texts_have_tokens_of_their_own(name: str, tiny_encoder: Callable
 
 
 @pytest.mark.skipif(not cpu.available(), reason="tapes are of C++ kernels")
-@pytest.mark.parametrize("name", list(TINY_ENCODERS))
+@pytest.mark.parametrize("name", SOME + [pytest.param(name, marks=pytest.mark.more) for name in OTHERS])
 def test_small_steps_are_recorded_and_played(
     name: str, tiny_encoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def check_schemas(llm: LLM, count: int, seed: int) -> None:
     assert len(finished) > 0.95 * count
 
 
+@pytest.mark.more
 def test_finished_texts_validate_against_random_schemas(llm: LLM) -> None:
     check_schemas(llm, 200, seed=1)
 

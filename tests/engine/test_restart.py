@@ -158,6 +158,7 @@ async def test_a_killed_core_costs_a_pause_and_nothing_else(
     await engine.shutdown()
 
 
+@pytest.mark.more
 @pytest.mark.item(44)
 async def test_a_stopped_core_is_killed_and_replaced(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -234,6 +235,7 @@ async def test_without_resumption_the_core_is_replaced_and_its_requests_end(null
     await engine.shutdown()
 
 
+@pytest.mark.more
 @pytest.mark.item(43)
 async def test_the_fourth_death_is_the_engines(null_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.supervisor.BACKOFF_S", (0.0, 0.0, 0.0))

@@ -280,6 +280,7 @@ def test_the_synchronous_engine_sleeps(mode: str) -> None:
     check_result(whole.result("a"), expected, disturbed=mode == "abort")
 
 
+@pytest.mark.more
 @pytest.mark.item(54)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), overlapped=st.booleans(), swap=st.booleans(), window=st.sampled_from([None, 8]))

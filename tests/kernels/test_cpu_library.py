@@ -64,6 +64,7 @@ def test_portable_kernels_can_be_asked_for() -> None:
     assert result.stdout.strip() == "C++ kernels for portable (QUIRE_CPU_ISA=portable)", result.stderr
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", [name for name in library.SIGNATURES if name in ops.TABLE])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("isa", library.supported_isas())

@@ -75,6 +75,7 @@ def test_any_number_of_tokens_matches_linear_layers_and_each_token_alone(
     assert torch.equal(binding.experts(x[order], chosen[order], weights[order], of), alone[order])
 
 
+@pytest.mark.more
 @every_format
 def test_threads_do_not_change_a_bit(scheme: WeightScheme, dtype: torch.dtype, restore_threads: None) -> None:
     of = random_experts(16, 320, 256, scheme, dtype)

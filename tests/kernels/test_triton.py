@@ -156,6 +156,7 @@ def test_attention_refuses_features_that_mean_nothing(feature: dict[str, Any]) -
         attention.invariant_paged_attention(*args, **feature)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("feature", ["plain", "window"])
 def test_decode_attention_with_padding(shape: str, feature: str) -> None:
@@ -178,6 +179,7 @@ def test_decode_attention_with_padding(shape: str, feature: str) -> None:
     assert not got[3:].any()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("feature", ["plain", "all"])
 def test_a_request_that_decodes_gets_the_same_bits_whoever_is_in_the_batch(
     feature: str, monkeypatch: pytest.MonkeyPatch
@@ -202,6 +204,7 @@ def test_a_request_that_decodes_gets_the_same_bits_whoever_is_in_the_batch(
     assert torch.equal(run([(1, 20)]), expected)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("window", [None, 45])
 def test_invariant_attention_gives_the_same_bits_in_any_batch_and_chunk(
     window: int | None, monkeypatch: pytest.MonkeyPatch

@@ -85,6 +85,7 @@ def test_logits_that_are_not_finite_still_choose_experts() -> None:
         assert all(len({*row}) == 4 and min(row) >= 0 and max(row) < 10 for row in chosen.tolist())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", quick([torch.float32, torch.float16], [torch.float16]), ids=str)
 @pytest.mark.parametrize("activation", ["silu_and_mul", "clamped_swiglu"])
 @pytest.mark.parametrize("scheme", [FLOAT, *INTEGERS], ids=str)
@@ -117,6 +118,7 @@ def test_experts_in_fp8() -> None:
     torch.testing.assert_close(got, want, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("scheme", [FLOAT, INTEGERS[1], FP8], ids=str)
 def test_a_token_has_the_same_bits_in_any_company(scheme: WeightScheme) -> None:
     of = weights_of(scheme, torch.float16)

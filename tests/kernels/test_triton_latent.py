@@ -93,6 +93,7 @@ def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(launch, "num_processors", lambda device: request.param)
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("processors")
 @pytest.mark.parametrize("dtype", quick(DTYPES, [torch.float16]), ids=str)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
@@ -124,6 +125,7 @@ def test_padding_of_a_decode_step_gives_zeros() -> None:
     assert not got[2:].any()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_a_query_has_the_same_bits_in_any_batch_and_chunk(
     heads: int, monkeypatch: pytest.MonkeyPatch

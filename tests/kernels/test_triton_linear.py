@@ -41,6 +41,7 @@ def stands_for(weight: Tensor, scheme: WeightScheme) -> Tensor:
     return reference.unpack_weight(reference.pack_weight(weight, scheme))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", quick(DTYPES, [torch.float16]), ids=str)
 @pytest.mark.parametrize("scheme", quick([*INTEGERS, *CODES], [*INTEGERS[::2], *CODES[::4]]), ids=str)
 def test_integer_linear(scheme: WeightScheme, dtype: torch.dtype) -> None:
@@ -134,6 +135,7 @@ def test_invariant_linear(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", quick(DTYPES, [torch.float16]), ids=str)
 @pytest.mark.parametrize(
     "scheme", quick([FLOAT, *INTEGERS[:3], *CODES[:2], *FP8], [FLOAT, INTEGERS[1], CODES[0], FP8[0]]), ids=str

@@ -19,6 +19,7 @@ def test_the_oracle(dtype: torch.dtype) -> None:
     compare(ops.lora_linear, lora.lora_linear, dtype, "cpu")
 
 
+@pytest.mark.more
 def test_a_row_has_the_bits_that_it_has_alone() -> None:
     torch.manual_seed(0)
     adapters, x = lora_stacks(2, PARTS, INPUTS, 32), randn(20, INPUTS)

@@ -49,6 +49,7 @@ def parts(result: Any) -> list[Tensor]:
     return [rows.values.view(torch.uint8), rows.scales, *others]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FP8_OPS)
 def test_rows_quantised_where_they_are_made_have_the_bits_of_a_second_pass(

@@ -79,6 +79,7 @@ def cases() -> Iterator[tuple[Tensor, ...]]:
     yield torch.full((2, 9), -torch.inf), settings(2, 9), random_keys(2)
 
 
+@pytest.mark.more
 def test_tokens_are_those_of_the_oracle_in_any_number_of_splits() -> None:
     """Greedy and random rows, with all limits and none."""
     torch.manual_seed(0)

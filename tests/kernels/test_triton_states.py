@@ -66,6 +66,7 @@ def call(name: str, rows: list[Tensor], shared: list[Any], kept: Tensor, step: A
     return result
 
 
+@pytest.mark.more
 @every_kernel
 def test_a_token_has_the_same_bits_in_any_batch_and_chunk(name: str) -> None:
     """Also the states that are left at the ends of blocks."""

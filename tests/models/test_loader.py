@@ -69,6 +69,7 @@ def peak_and_size(checkpoint: Path, **options: Any) -> tuple[int, int]:
     return peak, size
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("quantization", [None, "int4"])
 def test_the_peak_is_the_loaded_model_and_one_layer(
     quantization: str | None, checkpoint: Path, tmp_path: Path

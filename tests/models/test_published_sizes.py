@@ -234,6 +234,7 @@ PUBLISHED: dict[str, tuple[str, float, dict[str, Any]]] = {
 """Model -> its architecture, its billions of parameters, and the keys of its config.json that matter or might."""
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_as_many_parameters_as_are_published(name: str, tmp_path: Path) -> None:
     architecture, billions, values = PUBLISHED[name]

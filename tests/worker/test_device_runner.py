@@ -228,6 +228,7 @@ def on_fake_gpu(monkeypatch: pytest.MonkeyPatch, restore_threads: None) -> list[
     return devices
 
 
+@pytest.mark.more
 def test_an_engine_equals_the_hosts(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, on_fake_gpu: list[FakeGpu]
 ) -> None:

@@ -62,6 +62,7 @@ def tokens(engine: LLMEngine, *, nap: int | None = None, prompt: list[int] = PRO
     return list(outputs[-1].outputs[0].token_ids)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_tokens_are_those_of_an_engine_that_never_slept(
     overlapped: bool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -75,6 +76,7 @@ def test_tokens_are_those_of_an_engine_that_never_slept(
         engine.shutdown()
 
 
+@pytest.mark.more
 def test_memory_wakes_part_by_part(engine: LLMEngine) -> None:
     expected = tokens(engine)
     for level in (1, 2):
@@ -86,6 +88,7 @@ def test_memory_wakes_part_by_part(engine: LLMEngine) -> None:
         assert tokens(engine) == expected
 
 
+@pytest.mark.more
 def test_sleeping_deeper_drops_what_was_parked(engine: LLMEngine) -> None:
     expected = tokens(engine)
     for level in (1, 2, 1):

@@ -139,6 +139,7 @@ BYTE_LEVEL: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("pre", BYTE_LEVEL)
 def test_byte_pairs(pre: str, tmp_path: Path) -> None:
     theirs = BYTE_LEVEL[pre]()
