@@ -18,6 +18,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / "benchmarks/README.md", ROOT / "demo_model/README.md"]
 SMALLER = (
+    (r"--group-size 128", "--group-size 32"),  # tiny layers have 64 inputs
+    (r"--output path/to/model-w4", "--output model-w4"),
+    (r"serve path/to/model-w4", "serve path/to/model"),  # no command finds what another has written
     (r"--num-prompts \S+", "--num-prompts 2"),
     (r"--num-iters \S+", "--num-iters 1"),
     (r"--num-iters-warmup \S+", "--num-iters-warmup 0"),

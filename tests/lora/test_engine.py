@@ -99,6 +99,8 @@ def test_a_request_gets_what_it_gets_alone(
     scarce = engine(
         num_gpu_blocks_override=20, async_scheduling=True, max_loras=4, max_cpu_loras=4, **weights
     )
+    for adapter in adapters:  # requests that wait until theirs is read would come one after the other
+        scarce.llm_engine.add_lora(adapter)
     assert run(scarce, each) == expected, "preempted and overlapped"
     assert scarce.llm_engine.call_core("stats")["num_preemptions"] > 0
 
