@@ -135,6 +135,17 @@ def loss_of(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model.lm_head(hidden[wanted]), ids[:, 1:][wanted])
 
 
+def descend(model: LlamaForCausalLM, opts: list[torch.optim.Optimizer], batch: Batch) -> float:
+    """Learn from a batch; returns the loss before that."""
+    loss = loss_of(model, batch)
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for opt in opts:
+        opt.step()
+        opt.zero_grad()
+    return loss.item()
+
+
 def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -202,13 +213,8 @@ def train(args: argparse.Namespace, encoder: Encoder) -> None:
         if progress >= 1:
             break
         set_rates(opts, args.rate, step - first, progress)
-        loss = loss_of(model, batch)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in opts:
-            opt.step()
-            opt.zero_grad()
-        step, tokens, mean = step + 1, tokens + batch[0].numel(), mean + loss.item() / 50
+        loss = descend(model, opts, batch)
+        step, tokens, mean = step + 1, tokens + batch[0].numel(), mean + loss / 50
         if step % 50 == 0:
             print(
                 f"{minutes:6.1f} min  step {step}  loss {mean:.4f}  {tokens / 1e6:.2f} M tokens", flush=True

@@ -24,8 +24,8 @@ from demo_model.train import (
     GENERATION,
     Encoder,
     batches,
+    descend,
     load,
-    loss_of,
     new_model,
     optimizers,
     set_rates,
@@ -80,13 +80,8 @@ def train(args: argparse.Namespace) -> None:
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
     for step, batch in zip(range(args.steps), batches(encoder, args.seed, BATCH_TOKENS), strict=False):
         set_rates(opts, 1.0, step, step / args.steps)
-        loss = loss_of(model, batch)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in opts:
-            opt.step()
-            opt.zero_grad()
-        mean += loss.item() / 50
+        loss = descend(model, opts, batch)
+        mean += loss / 50
         if (step + 1) % 50 == 0:
             minutes = (time.monotonic() - began) / 60
             print(f"{minutes:5.1f} min  step {step + 1}  loss {mean:.4f}", flush=True)

@@ -4,16 +4,14 @@ Shapes: N vectors, of texts or of tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.pooling import HeadLayer
-from quire.kernels.linear import FLOAT
 from quire.layers.base import Module
 from quire.layers.linear import Linear
-from quire.layers.quantization import QuantMethod, method_of
+from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Shard
 from quire.layers.step import StepContext
 
@@ -42,7 +40,7 @@ class HeadLinear(Linear):
         )
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
-        super().create_weights(method_of(replace(FLOAT, invariant=method.scheme.invariant)), shard)
+        super().create_weights(method.unrounded(), shard)
 
 
 class PoolingHead(Module):
