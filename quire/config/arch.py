@@ -57,6 +57,24 @@ class CheckpointNames:
 
 
 @dataclass(frozen=True)
+class Multimodal:
+    """The model of several kinds of input of which this is the language model, all that is served of it."""
+
+    architecture: str
+    inside: Mapping[str, str]
+    """How its tensors begin -> what stands there in a checkpoint of the language model alone; the first that fits."""
+    unused: tuple[str, ...]
+    """Patterns of the tensors of its other parts."""
+
+    def name_alone(self, name: str) -> str:
+        """What a tensor or a module is called in a checkpoint of the language model alone."""
+        for beginning, alone in self.inside.items():
+            if name.startswith(beginning):
+                return alone + name.removeprefix(beginning)
+        return name
+
+
+@dataclass(frozen=True)
 class Routing:
     """How experts are chosen for a token, and what their outputs are weighted with; the formulas are in `ops.route`."""
 
@@ -310,6 +328,8 @@ class ModelArch:
     names: CheckpointNames = field(default_factory=CheckpointNames)
     quantization: CheckpointQuantization | None = None
     """None where all weights are floats."""
+    part_of: Multimodal | None = None
+    """None where the checkpoint has nothing but a language model."""
 
     block: str = "sequential"
     """How a layer puts norms, attention and MLP together: a key of `quire.models.blocks.BLOCKS`."""
