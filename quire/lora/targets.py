@@ -63,7 +63,7 @@ class Targets:
         }
 
     def name_of(self, module: str) -> str:
-        """What a module is called here, by its name in the checkpoint's model, which may be more than a language model."""
+        """What a module is called here, by its name in the whole model that the checkpoint is of."""
         return module if self._part_of is None else self._part_of.name_alone(module)
 
     def has_bias(self, target: Target) -> bool:

@@ -39,7 +39,7 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """What a `model_type` of `text_config` is served as, and the sizes, in the order of `_SIZES`, that a file leaves out."""
+    """What a `model_type` is served as, and the sizes that its files may leave out, in the order of `_SIZES`."""
 
     architecture: str
     usual_sizes: tuple[int, ...] = ()

@@ -150,6 +150,7 @@ OF_STATES = dict.fromkeys(
 ) | {
     "short_conv": "conv",
     "latent_attention": "full_attention",
+    "differential_attention": "full_attention",
     "attention_and_mamba2": "hybrid",
 }
 """What transformers calls layers that keep something else than keys and values."""

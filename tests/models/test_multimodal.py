@@ -88,7 +88,7 @@ def test_a_published_file_is_read_with_what_it_says_for_all_parts(tmp_path: Path
     assert (arch.architecture, arch.dtype, arch.eos_token_ids) == ("Gemma3ForCausalLM", "bfloat16", (1, 106))
     assert (arch.vocab_size, arch.num_heads, arch.num_kv_heads, arch.head_dim) == (262208, 8, 4, 256)
     assert arch.tie_word_embeddings
-    assert arch.part_of is not None and arch.part_of.architecture == "Gemma3ForConditionalGeneration"
+    assert arch.part_of.architecture == "Gemma3ForConditionalGeneration"
 
 
 def test_keys_beside_each_other_with_three_positions_of_a_token(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_keys_beside_each_other_with_three_positions_of_a_token(tmp_path: Path) 
     }
     arch = read(tmp_path, values)
     assert (arch.architecture, arch.num_layers, arch.num_kv_heads) == ("Qwen2ForCausalLM", 28, 4)
-    assert arch.rope is not None and (arch.rope.kind, arch.rope.theta) == ("default", 1e6)
+    assert (arch.rope.kind, arch.rope.theta) == ("default", 1e6)
 
 
 def test_a_language_model_that_nobody_knows_is_refused(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def rewritten(source: Path, directory: Path, beginning: str, **more: torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "name, problem",
+    ("name", "problem"),
     [
         ("model.nose.weight", "tensor 'model.nose.weight' has no place"),
         ("language_model.model.norm.weight", "a tensor is there twice"),

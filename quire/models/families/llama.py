@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.config.arch import CheckpointNames, ModelArch, Temperature
 from quire.models.families.fields import (
+    MAX_HEADS,
     MAX_LAYERS,
     biases,
     declared_windows,
@@ -13,6 +14,7 @@ from quire.models.families.fields import (
     optional_number,
     plain_mlp,
     read_head_dim,
+    read_kv_heads,
     read_llama,
     rms_eps,
     uniform_window,
@@ -66,6 +68,15 @@ def read_cwm(architecture: str, config: JsonObject) -> ModelArch:
         **biases(mlp=config.flag("mlp_bias", False)),
         **windows,
     )
+
+
+def read_diffllama(architecture: str, config: JsonObject) -> ModelArch:
+    """DiffLlama: attention is the difference of two."""
+    if read_kv_heads(config, config.integer("num_attention_heads", high=MAX_HEADS)) % 2:
+        raise config.wrong("num_key_value_heads", "even")
+    layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    kinds = ("differential_attention",) * layers
+    return read_llama(architecture, config, norm_eps=rms_eps(config, 1e-5), layer_types=kinds)
 
 
 def read_arcee(architecture: str, config: JsonObject) -> ModelArch:
