@@ -56,6 +56,7 @@ class EncoderFamily:
 BUILT_IN: dict[str, BuiltIn] = {
     row.architecture: row
     for row in (
+        BuiltIn("AfmoeForCausalLM", "balanced:read_afmoe", "Trinity Nano, Mini and Large"),
         BuiltIn("ApertusForCausalLM", "llama:read_apertus", "Apertus"),
         BuiltIn("AquilaForCausalLM", "llama:read_llama", "Aquila 2", oracle="Llama of transformers"),
         BuiltIn("ArceeForCausalLM", "llama:read_arcee", "AFM 4.5B"),
