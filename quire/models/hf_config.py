@@ -59,7 +59,7 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
     """
     file = config_json(model_dir, overrides)
     config = JsonObject(file.where, file.values, refused=[])
-    config, part_of = language_model_of(architecture_of(config), config)
+    config, part_of = language_model_of(architecture_of(config), config, overrides)
     quantization = read_quantization(config, model_dir)
     arch = read_config(config, model_impl)
     more = token_ids(generation_file(model_dir), "eos_token_id", arch.vocab_size)

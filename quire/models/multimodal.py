@@ -6,6 +6,7 @@ the reader of the language model's own family does, so nothing else knows that t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,8 +102,12 @@ WRAPPERS: dict[str, Wrapper] = {
 """By architecture, in the order of the alphabet."""
 
 
-def language_model_of(architecture: str, config: JsonObject) -> tuple[JsonObject, Multimodal | None]:
+def language_model_of(
+    architecture: str, config: JsonObject, overrides: Mapping[str, Any]
+) -> tuple[JsonObject, Multimodal | None]:
     """The object that describes the language model as if it were alone, and what it is part of; else `config`, None.
+
+    `overrides` are top-level keys that a user gave, who means the language model.
 
     Raises:
         ModelLoadError: the object is malformed.
@@ -116,7 +121,9 @@ def language_model_of(architecture: str, config: JsonObject) -> tuple[JsonObject
     kind = text.text("model_type")
     if kind not in LANGUAGE_MODELS:
         raise text.unsupported("model_type", f"one of {', '.join(LANGUAGE_MODELS)}")
-    alone = JsonObject(text.where, _values(config, text, LANGUAGE_MODELS[kind]), refused=config.refused)
+    values = _values(config, text, LANGUAGE_MODELS[kind])
+    values |= {key: value for key, value in overrides.items() if key not in ("architectures", _TEXT)}
+    alone = JsonObject(text.where, values, refused=config.refused)
     others = "|".join(wrapper.others)
     part_of = Multimodal(architecture, _INSIDE, (rf"^(model\.)*({others})(\.|$)",))
     return with_kind_renamed(alone, {"mrope": "default"}), part_of

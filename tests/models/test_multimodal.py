@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.config import EngineConfig
+from quire.engine.startup import prepare
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.hf_config import read_hf_config
 from quire.models.multimodal import LANGUAGE_MODELS, WRAPPERS
@@ -91,6 +94,12 @@ def test_a_published_file_is_read_with_what_it_says_for_all_parts(tmp_path: Path
     assert arch.part_of.architecture == "Gemma3ForConditionalGeneration"
 
 
+def test_what_a_user_overrides_is_the_language_models(tmp_path: Path) -> None:
+    read(tmp_path, GEMMA3_4B)
+    arch = read_hf_config(tmp_path, {"max_position_embeddings": 4096, "tie_word_embeddings": False})
+    assert (arch.max_position_embeddings, arch.tie_word_embeddings) == (4096, False)
+
+
 def test_keys_beside_each_other_with_three_positions_of_a_token(tmp_path: Path) -> None:
     values = {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -117,6 +126,15 @@ def test_a_language_model_that_nobody_knows_is_refused(tmp_path: Path) -> None:
         UnsupportedModelError, match=r"text_config: model_type = \"mamba\" .*one of gemma3_text"
     ):
         read(tmp_path, values)
+
+
+def test_the_log_says_that_it_is_a_part(
+    tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig.from_args(model=str(tiny_model("with-eyes-qwen2.5")), device="cpu")
+    with caplog.at_level(logging.WARNING, "quire"):
+        prepare(config, "offline")
+    assert "Qwen2_5_VLForConditionalGeneration: its language model is served" in caplog.text
 
 
 LAYOUTS = {"published": "language_model.model.", "of-late": "model.language_model."}
