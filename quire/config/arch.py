@@ -32,6 +32,8 @@ class RopeScaling:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     interleaved: bool = False
+    backwards: bool = False
+    """Whether angles count the other way round."""
 
     def rotated(self, head_dim: int) -> int:
         """How many dimensions of a head are turned; a fraction made of such a number gives that number again."""

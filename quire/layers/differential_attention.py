@@ -13,17 +13,21 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.layers.attention import Attention
-from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
+from quire.layers.base import Module, RowSource, model_dtype, parameter
 from quire.layers.linear import Linear, QKVLinear
-from quire.layers.qk_norm import UnweightedRMSNorm
+from quire.layers.qk_norm import head_norm
+from quire.layers.quantization import QuantMethod
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import Span
+from quire.layers.shard import WHOLE, Shard, Span
 from quire.layers.step import StepContext
 from quire.layers.vectors import Vector, VectorLayer
 
 
 class Lambda(VectorLayer):
-    """What the second head counts: `exp(q1 . k1) - exp(q2 . k2) + start`, of four learned vectors [D]."""
+    """What the second head counts: `exp(q1 . k1) - exp(q2 . k2) + start`, of four learned vectors [D].
+
+    `value`, float32 [], is made of them once.
+    """
 
     vectors = tuple(Vector(name, f"lambda_{name}") for name in ("q1", "k1", "q2", "k2"))
     q1: Tensor
@@ -35,9 +39,13 @@ class Lambda(VectorLayer):
         super().__init__(Span(1, head_dim, replicated=True), beside=True, name=name)
         self.start = 0.8 - 0.6 * math.exp(-0.3 * layer)
 
-    def forward(self) -> Tensor:
-        """A number, float32 []."""
-        return (self.q1 * self.k1).sum().exp() - (self.q2 * self.k2).sum().exp() + self.start
+    def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
+        super().create_weights(method, shard)
+        self.value = parameter(dtype=torch.float32)
+
+    def finish_loading(self) -> None:
+        first, second = (self.q1 * self.k1).sum().exp(), (self.q2 * self.k2).sum().exp()
+        self.value.copy_(first - second + self.start)
 
 
 class DifferentialAttention(Module):
@@ -67,9 +75,7 @@ class DifferentialAttention(Module):
             cut="input",
         )
         self.share = Lambda(head_dim=size, layer=layer, name=f"{prefix}.share")
-        self.norm = UnweightedRMSNorm(
-            size=2 * size, eps=arch.norm_eps, dtype=activation_dtype(config), name=f"{prefix}.norm"
-        )
+        self.norm = head_norm(config, f"{prefix}.norm", num_heads=2)
         # Every head attends twice, once to each half of the values, so that all have one size.
         self.attn = Attention(
             config=config,
@@ -93,5 +99,5 @@ class DifferentialAttention(Module):
         out = self.attn(torch.cat((q, q), dim=1), torch.cat((k, k), dim=1), values, positions, step)
         # By half of the values, half of the heads, and number in that half.
         ones, others = out.view(len(x), 2, 2, -1, self.attn.head_dim).unbind(2)
-        differences = (ones - self.share() * others).transpose(1, 2).flatten(2)
+        differences = (ones - self.share.value * others).transpose(1, 2).flatten(2)
         return self.o_proj(((1.0 - self.share.start) * self.norm(differences)).flatten(1), step)

@@ -184,6 +184,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "MPTForCausalLM", "alibi:read_mpt", "MPT 7B and 30B as published", oracle="Mpt of transformers"
         ),
         BuiltIn("MptForCausalLM", "alibi:read_mpt", "MPT 7B and 30B in the form of transformers"),
+        BuiltIn("NanoChatForCausalLM", "llama:read_nanochat", "nanochat"),
         BuiltIn("NemotronForCausalLM", "neox:read_nemotron", "Nemotron 4, Minitron"),
         BuiltIn(
             "NemotronHForCausalLM",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quire.config.arch import CheckpointNames, ModelArch, Temperature
@@ -93,6 +94,23 @@ def read_smollm3(architecture: str, config: JsonObject) -> ModelArch:
         theta=2e6,
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
         unrotated_layers=unrotated_layers(config),
+    )
+
+
+def read_nanochat(architecture: str, config: JsonObject) -> ModelArch:
+    """nanochat (Karpathy, 2025): norms without weights, one behind the embeddings; angles count the other way round."""
+    head_dim = read_head_dim(config, config.integer("num_attention_heads", high=MAX_HEADS))
+    return read_llama(
+        architecture,
+        config,
+        names=CheckpointNames({"up_proj": "fc1", "down_proj": "fc2"}),
+        norm_weight=False,
+        embedding_norm=True,
+        qk_norm="unweighted_rms_after_rope",
+        rope=replace(read_rope(config, head_dim=head_dim), backwards=True),
+        final_logit_softcap=optional_number(config, "final_logit_softcapping", 15.0),
+        **biases(qkv=config.flag("attention_bias", False), out=config.flag("attention_bias", False)),
+        **plain_mlp(config, "relu2"),
     )
 
 
