@@ -32,6 +32,8 @@ class RopeScaling:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     interleaved: bool = False
+    backwards: bool = False
+    """Whether angles count the other way round."""
 
     def rotated(self, head_dim: int) -> int:
         """How many dimensions of a head are turned; a fraction made of such a number gives that number again."""
@@ -54,6 +56,24 @@ class CheckpointNames:
     """A merged layer -> the modules that it stands for; a checkpoint in which they are merged already has none."""
     unused: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Patterns of tensors that are knowingly left out."""
+
+
+@dataclass(frozen=True)
+class Multimodal:
+    """The model of several kinds of input of which this is the language model, all that is served of it."""
+
+    architecture: str
+    inside: Mapping[str, str]
+    """How its tensors begin -> what stands there in a checkpoint of the language model alone; the first that fits."""
+    unused: tuple[str, ...]
+    """Patterns of the tensors of its other parts."""
+
+    def name_alone(self, name: str) -> str:
+        """What a tensor or a module is called in a checkpoint of the language model alone."""
+        for beginning, alone in self.inside.items():
+            if name.startswith(beginning):
+                return alone + name.removeprefix(beginning)
+        return name
 
 
 @dataclass(frozen=True)
@@ -310,6 +330,8 @@ class ModelArch:
     names: CheckpointNames = field(default_factory=CheckpointNames)
     quantization: CheckpointQuantization | None = None
     """None where all weights are floats."""
+    part_of: Multimodal | None = None
+    """None where the checkpoint has nothing but a language model."""
 
     block: str = "sequential"
     """How a layer puts norms, attention and MLP together: a key of `quire.models.blocks.BLOCKS`."""

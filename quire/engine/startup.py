@@ -99,6 +99,8 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.lora.check()
     config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
     _check_batch_invariant(config)
+    if arch.part_of is not None:
+        logger.warning("%s: its language model is served; requests are text", arch.part_of.architecture)
     for field, reason in without_effect(config):
         logger.warning("%s: changes nothing, %s", field, reason)
     return _with_draft_model(config, usage)

@@ -17,17 +17,30 @@ from quire.layers.slot import Slot
 
 
 class RMSNorm(Layer):
-    """`x / rms(x) * weight`.
+    """`x / rms(x) * weight`, or without `has_weight` the first of both.
 
     With `offset` 1 the checkpoint stores the weight minus one, as Gemma's does: the one is added once, while loading,
     and the sum is kept in float32, which is what adding it at every use would give.
     """
 
+    weight: Tensor
+
     def __init__(
-        self, *, size: int, eps: float, dtype: torch.dtype, offset: float = 0.0, name: str = ""
+        self,
+        *,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        has_weight: bool = True,
+        offset: float = 0.0,
+        name: str = "",
     ) -> None:
         super().__init__(name)
-        self.weight = parameter(size, dtype=torch.float32 if offset else dtype)
+        if has_weight:
+            self.weight = parameter(size, dtype=torch.float32 if offset else dtype)
+        else:
+            self.register_buffer("weight", torch.ones(size, dtype=dtype, device="cpu"), persistent=False)
+        self.has_weight = has_weight
         self.eps = eps
         self.offset = offset
         self._norm: Callable[..., Any] = ops.rms_norm
@@ -46,8 +59,9 @@ class RMSNorm(Layer):
         self._norm, self._add_and_norm = ops.rms_norm_fp8, ops.fused_add_rms_norm_fp8
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        convert = self._completed if self.offset else None
-        yield f"{names[0]}.weight", Slot(self.weight, "ones", convert=convert)
+        if self.has_weight:
+            convert = self._completed if self.offset else None
+            yield f"{names[0]}.weight", Slot(self.weight, "ones", convert=convert)
 
     def _completed(self, stored: Tensor) -> Tensor:
         return stored.float() + self.offset
@@ -108,7 +122,12 @@ def block_norm(config: EngineConfig, name: str) -> RMSNorm | LayerNorm:
     arch, dtype = config.arch, activation_dtype(config)
     if arch.norm == "rms":
         return RMSNorm(
-            size=arch.hidden_size, eps=arch.norm_eps, dtype=dtype, offset=arch.norm_offset, name=name
+            size=arch.hidden_size,
+            eps=arch.norm_eps,
+            dtype=dtype,
+            has_weight=arch.norm_weight,
+            offset=arch.norm_offset,
+            name=name,
         )
     return LayerNorm(
         size=arch.hidden_size,

@@ -24,18 +24,6 @@ class RowRMSNorm(RMSNorm):
         return out.view(x.shape)
 
 
-class UnweightedRMSNorm(RMSNorm):
-    """An RMSNorm of each head whose weights are all 1 and in no checkpoint."""
-
-    def __init__(self, *, size: int, eps: float, dtype: torch.dtype, name: str) -> None:
-        super().__init__(size=size, eps=eps, dtype=dtype, name=name)
-        del self.weight
-        self.register_buffer("weight", torch.ones(size, dtype=dtype, device="cpu"), persistent=False)
-
-    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        return iter(())
-
-
 class EachHeadLayerNorm(Layer):
     """A LayerNorm without bias and with a weight of its own for each head, [h, D].
 
@@ -65,6 +53,18 @@ class EachHeadLayerNorm(Layer):
             yield f"{names[0]}.norms.{head}.weight", Slot(weight, "ones")
 
 
+def head_norm(config: EngineConfig, name: str, num_heads: int = 1) -> RMSNorm:
+    """A norm without weights of each head, or of so many neighbours together."""
+    arch = config.arch
+    return RMSNorm(
+        size=num_heads * arch.head_dim,
+        eps=arch.norm_eps,
+        dtype=activation_dtype(config),
+        has_weight=False,
+        name=name,
+    )
+
+
 def _rms(config: EngineConfig, heads: int, name: str) -> RMSNorm:
     arch = config.arch
     return RMSNorm(
@@ -77,8 +77,7 @@ def _rms(config: EngineConfig, heads: int, name: str) -> RMSNorm:
 
 
 def _unweighted_rms(config: EngineConfig, heads: int, name: str) -> RMSNorm:
-    arch = config.arch
-    return UnweightedRMSNorm(size=arch.head_dim, eps=arch.norm_eps, dtype=activation_dtype(config), name=name)
+    return head_norm(config, name)
 
 
 def _row_rms(config: EngineConfig, heads: int, name: str) -> RMSNorm:
@@ -113,12 +112,16 @@ QK_NORMS: dict[str, Callable[[EngineConfig, int, str], Module]] = {
     "rms": _rms,
     "rms_after_rope": _rms,
     "unweighted_rms": _unweighted_rms,
+    "unweighted_rms_after_rope": _unweighted_rms,
     "row_rms": _row_rms,
     "layer": _layer,
     "each_head_layer": _each_head_layer,
     "each_head_layer_apart": _each_head_layer_apart,
 }
 """The norm of q, or of k, with so many heads and of that name: [T, h, D] -> the same shape."""
+
+AFTER_ROPE = ("rms_after_rope", "unweighted_rms_after_rope")
+"""Norms of what is rotated already."""
 
 NORMED_IN_KERNEL = ("rms", "unweighted_rms")
 """What the kernel that rotates and stores keys can do on the way."""

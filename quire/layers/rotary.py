@@ -57,6 +57,8 @@ def cos_sin_table(config: EngineConfig, rope: RopeScaling) -> Tensor:
     shape = _Shape(rope.rotated(arch.head_dim), arch.max_position_embeddings, max_len)
     frequencies = _FREQUENCIES[rope.kind](rope, shape)
     angles = torch.arange(max_len, dtype=torch.float32).unsqueeze(1) * frequencies
+    if rope.backwards:
+        angles = -angles
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * _attention_scale(rope)
 
 

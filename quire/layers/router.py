@@ -29,6 +29,7 @@ class Router(ExactLinear):
             name=name,
         )
         self.routing = experts.routing
+        self._leaf = config.arch.names.renamed.get("gate", "gate")
         self._correction, self._correction_is_row = experts.correction_bias, experts.correction_is_row
         corrected = self._correction is not None
         self.correction_bias = parameter(experts.count, dtype=torch.float32) if corrected else None
@@ -36,7 +37,7 @@ class Router(ExactLinear):
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield from super().slots(names)
         if self.correction_bias is not None:
-            around = names[0].rpartition(".")[0]
+            around = names[0].removesuffix(f".{self._leaf}")
             bias = self.correction_bias.unsqueeze(0) if self._correction_is_row else self.correction_bias
             yield f"{around}.{self._correction}", Slot(bias, "zeros")
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.kernels import ops
 from quire.layers.attention import Attention
-from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
+from quire.layers.base import Module, RowSource, model_dtype
 from quire.layers.bidirectional_attention import BidirectionalAttention
 from quire.layers.linear import Linear, QKVLinear
-from quire.layers.qk_norm import NORMED_IN_KERNEL, QK_NORMS, UnweightedRMSNorm
+from quire.layers.qk_norm import AFTER_ROPE, NORMED_IN_KERNEL, QK_NORMS, head_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.sinks import Sinks
 from quire.layers.step import StepContext
@@ -54,11 +54,7 @@ class SelfAttention(Module):
         if qk_norm is not None:
             self.q_norm = QK_NORMS[qk_norm](config, arch.num_heads, f"{prefix}.q_norm")
             self.k_norm = QK_NORMS[qk_norm](config, arch.num_kv_heads, f"{prefix}.k_norm")
-        self.v_norm = None
-        if arch.v_norm:
-            self.v_norm = UnweightedRMSNorm(
-                size=arch.head_dim, eps=arch.norm_eps, dtype=activation_dtype(config), name=f"{prefix}.v_norm"
-            )
+        self.v_norm = head_norm(config, f"{prefix}.v_norm") if arch.v_norm else None
         # The kernel that rotates and stores keys can norm them on the way, in one way.
         in_kernel = qk_norm in NORMED_IN_KERNEL and rotary is not None
         self.norms_first = qk_norm is not None and not in_kernel
@@ -67,7 +63,7 @@ class SelfAttention(Module):
             self.temperature = TemperatureTuning(config=config, temperature=arch.temperature)
         self.sinks = Sinks(num_heads=arch.num_heads, name=f"{prefix}.sinks") if arch.attention_sinks else None
         kind = arch.layer_types[layer]
-        self.rotary_first = rotary if qk_norm == "rms_after_rope" else None
+        self.rotary_first = rotary if qk_norm in AFTER_ROPE else None
         shape: dict[str, Any] = {
             "config": config,
             "name": f"{prefix}.attn",

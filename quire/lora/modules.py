@@ -62,7 +62,7 @@ def adapted_modules(
     modules: dict[str, dict[Kind, TensorInfo]] = {}
     for info in file.tensors.values():
         name, kind = _module_of(file, info)
-        modules.setdefault(name, {})[kind] = info
+        modules.setdefault(targets.name_of(name), {})[kind] = info
     if not modules:
         raise ModelLoadError(f"{file.path}: there is no tensor in it")
     return [

@@ -44,6 +44,7 @@ class Targets:
     """The adaptable layers of a model, in its order, and the modules that they stand for."""
 
     def __init__(self, model: CausalLM) -> None:
+        self._part_of = model.config.arch.part_of
         found = [
             (names, layer)
             for names, layer in model.checkpoint_layers()
@@ -60,6 +61,10 @@ class Targets:
             for name, own in places.items()
             if sum(length(place.piece.region) for place in own) == own[0].piece.num_rows
         }
+
+    def name_of(self, module: str) -> str:
+        """What a module is called here, by its name in the whole model that the checkpoint is of."""
+        return module if self._part_of is None else self._part_of.name_alone(module)
 
     def has_bias(self, target: Target) -> bool:
         """Whether all layers that make a module's outputs add a bias."""

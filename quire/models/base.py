@@ -94,9 +94,10 @@ class CausalLM(Module):
         is_tied = kind == "weight" and self.config.arch.tie_word_embeddings
         if head == self.renamed.get("lm_head", "lm_head") and (is_tied or self.config.pooling is not None):
             return True
-        quantization = self.config.arch.quantization
-        unused = self.unused if quantization is None else (*self.unused, *quantization.unread)
-        return any(re.search(pattern, tensor_name) for pattern in unused)
+        arch = self.config.arch
+        unread = () if arch.quantization is None else arch.quantization.unread
+        of_other_parts = () if arch.part_of is None else arch.part_of.unused
+        return any(re.search(pattern, tensor_name) for pattern in (*self.unused, *unread, *of_other_parts))
 
 
 def output_head(config: EngineConfig, embedding: VocabEmbedding, name: str) -> VocabEmbedding | None:

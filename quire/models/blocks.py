@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.layers.base import Module, RowSource
+from quire.layers.differential_attention import DifferentialAttention
 from quire.layers.gated_delta_net import GatedDeltaNet
 from quire.layers.latent_self_attention import LatentSelfAttention
 from quire.layers.lightning_attention import LightningAttention
@@ -27,6 +28,7 @@ from quire.layers.two_mixers import TwoMixers
 Mixer = (
     SelfAttention
     | LatentSelfAttention
+    | DifferentialAttention
     | MambaMixer
     | Mamba2Mixer
     | TwoMixers
@@ -42,6 +44,7 @@ MIXERS: dict[str, tuple[str, type[Mixer]]] = {
     "sliding_attention": ("self_attn", SelfAttention),
     "chunked_attention": ("self_attn", SelfAttention),
     "latent_attention": ("self_attn", LatentSelfAttention),
+    "differential_attention": ("self_attn", DifferentialAttention),
     "mamba": ("mamba", MambaMixer),
     "mamba2": ("mamba", Mamba2Mixer),
     "attention_and_mamba2": ("mixers", TwoMixers),

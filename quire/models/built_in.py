@@ -56,6 +56,7 @@ class EncoderFamily:
 BUILT_IN: dict[str, BuiltIn] = {
     row.architecture: row
     for row in (
+        BuiltIn("AfmoeForCausalLM", "balanced:read_afmoe", "Trinity Nano, Mini and Large"),
         BuiltIn("ApertusForCausalLM", "llama:read_apertus", "Apertus"),
         BuiltIn("AquilaForCausalLM", "llama:read_llama", "Aquila 2", oracle="Llama of transformers"),
         BuiltIn("ArceeForCausalLM", "llama:read_arcee", "AFM 4.5B"),
@@ -96,6 +97,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("DbrxForCausalLM", "dbrx:read_dbrx", "DBRX"),
         BuiltIn("DeepseekV2ForCausalLM", "deepseek:read_deepseek_v2", "DeepSeek-V2, V2 Lite, V2.5, Coder V2"),
         BuiltIn("DeepseekV3ForCausalLM", "deepseek:read_deepseek_v3", "DeepSeek-V3, V3.1, R1, Kimi K2"),
+        BuiltIn("DiffLlamaForCausalLM", "llama:read_diffllama", "DiffLlama 0.3B"),
         BuiltIn("Dots1ForCausalLM", "balanced:read_dots1", "dots.llm1"),
         BuiltIn("Ernie4_5_MoeForCausalLM", "sparse:read_ernie_moe", "ERNIE 4.5 21B-A3B and 300B-A47B"),
         BuiltIn("Ernie4_5ForCausalLM", "llama:read_ernie", "ERNIE 4.5 0.3B"),
@@ -182,6 +184,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "MPTForCausalLM", "alibi:read_mpt", "MPT 7B and 30B as published", oracle="Mpt of transformers"
         ),
         BuiltIn("MptForCausalLM", "alibi:read_mpt", "MPT 7B and 30B in the form of transformers"),
+        BuiltIn("NanoChatForCausalLM", "llama:read_nanochat", "nanochat"),
         BuiltIn("NemotronForCausalLM", "neox:read_nemotron", "Nemotron 4, Minitron"),
         BuiltIn(
             "NemotronHForCausalLM",

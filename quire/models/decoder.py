@@ -80,6 +80,7 @@ def rotaries_of(config: EngineConfig) -> list[RotaryEmbedding | None]:
         "sliding_attention": local,
         "chunked_attention": rotary,
         "latent_attention": rotary,
+        "differential_attention": rotary,
         "attention_and_mamba2": rotary,
     }
     return [

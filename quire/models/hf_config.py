@@ -15,6 +15,7 @@ from quire.config.arch import ModelArch
 from quire.errors import UnsupportedModelError
 from quire.models.generation_config import generation_file, read_generation_config, token_ids
 from quire.models.json_object import JsonObject, read_json_object
+from quire.models.multimodal import language_model_of
 from quire.models.pooling.architectures import made_for
 from quire.models.quantized.reader import read_quantization
 from quire.models.registry import ModelRegistry
@@ -58,6 +59,7 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
     """
     file = config_json(model_dir, overrides)
     config = JsonObject(file.where, file.values, refused=[])
+    config, part_of = language_model_of(architecture_of(config), config, overrides)
     quantization = read_quantization(config, model_dir)
     arch = read_config(config, model_impl)
     more = token_ids(generation_file(model_dir), "eos_token_id", arch.vocab_size)
@@ -66,6 +68,7 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
         eos_token_ids=tuple(dict.fromkeys(arch.eos_token_ids + more)),
         generation=read_generation_config(model_dir),
         quantization=quantization,
+        part_of=part_of,
     )
 
 

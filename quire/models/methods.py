@@ -28,6 +28,7 @@ from quire.layers.quantized.method import Encoded, EncodedModule
 from quire.layers.quantized.table import codec_of
 from quire.layers.slot import FLOATS
 from quire.models.base import CausalLM
+from quire.models.tensor_file import TensorFile
 from quire.models.weights import open_files
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class _Encodings:
         self._scheme = scheme
         self._stored: Mapping[str, Mapping[str, Tensor]] = {}
         if self._says is not None and config.load.load_format != "dummy":
-            self._stored = _by_module(Path(config.model_dir))
+            self._stored = _by_module(open_files(Path(config.model_dir), part_of=config.arch.part_of))
 
     def method(self, layer: Layer, names: Sequence[str], kept: QuantMethod) -> QuantMethod:
         """That of a layer which holds the checkpoint's modules `names`, and keeps floats as `kept` does."""
@@ -150,10 +151,10 @@ class _Encodings:
         return "weight" in stored and stored["weight"].dtype in FLOATS and not others & stored.keys()
 
 
-def _by_module(model_dir: Path) -> Mapping[str, Mapping[str, Tensor]]:
+def _by_module(files: Sequence[TensorFile]) -> Mapping[str, Mapping[str, Tensor]]:
     """Module -> what is behind its name -> the tensor, on the meta device; that may be several parts of a name."""
     modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for file in open_files(model_dir):
+    for file in files:
         for name, info in file.tensors.items():
             tensor = torch.empty(info.shape, dtype=info.dtype, device="meta")
             parts = name.split(".")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from quire.models.built_in import BUILT_IN, ENCODER_FAMILIES, TRANSFORMERS, BuiltIn, EncoderFamily
+from quire.models.multimodal import WRAPPERS, Wrapper
 
 PAGE = Path("docs/models.md")
 
@@ -49,6 +50,17 @@ texts are batched (`tests/models/test_encoders.py`).
 |---|---|
 """
 
+MULTIMODAL = """
+## Of models that see or hear
+
+Of a checkpoint that takes more than text, the language model is served: config.json's `text_config` is read as the
+config of a model above, weights of other parts are left out, and the log says so. Requests with images, sound or video
+are refused. For texts, logits are within 1e-4 of the whole model's (`tests/models/test_multimodal.py`).
+
+| architecture | models | left out |
+|---|---|---|
+"""
+
 NOTES = """
 ## Limits
 
@@ -59,8 +71,10 @@ NOTES = """
 - QWen (2023) contexts end at `seq_length`: beyond it the model would rescale queries by the length of the prompt.
 - TeleChat's end at `training_seqlen`, for the same reason.
 - gpt-oss's experts may be floats or in MXFP4, and no other [quantised form](quantized_checkpoints.md).
-- Llama 4 is the text model by itself (`Llama4ForCausalLM`), with one expert for each token.
-- Gemma 3n is the text model by itself (`Gemma3nForCausalLM`), with MLPs of one size in all layers.
+- Llama 4 has one expert for each token.
+- Gemma 3n's MLPs are of one size in all layers.
+- A checkpoint of a model that sees or hears says by `tie_word_embeddings` beside `text_config` whether its head is the
+  table of tokens, else inside it. Where both are wrong, give it with `--hf-overrides`.
 - MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.
 - Layers that guess the token after the next (MTP, DeepSeek-V3) are left out.
 - Latent attention (DeepSeek and others) keeps its cache in float32, bfloat16 or float16, not in int8 or fp8.
@@ -80,7 +94,7 @@ Before the first request the model is run without data, which shows what attends
 then, with the reason: attention that is not called through transformers' interface, that hands over a mask, biases or
 sinks, or that looks ahead; encoders; a layer of which two tokens know without attention (convolutions, states);
 checkpoints whose tensors are computed into the model's and not copied. `tests/models/test_transformers_backend.py`
-runs 30 such architectures (BERT as a decoder, NanoChat, ModernBERT's decoder, Afmoe, Laguna, MiniMax M2 ...).
+runs 30 such architectures (BERT and RoBERTa as decoders, BioGPT, BitNet, ModernBERT's decoder, Laguna ...).
 
 - It is somewhat slower than a row of the table, by torch between kernels: on a CPU steps of one token for each request
   are recorded where the model computes nothing but tensors from tensors, on a GPU there are no graphs.
@@ -98,11 +112,19 @@ def models_page() -> str:
     """The page."""
     rows = "".join(f"| `{row.architecture}` | {row.models} | {_oracle(row)} |\n" for row in BUILT_IN.values())
     encoders = "".join(f"| {_architectures(family)} | {family.models} |\n" for family in ENCODER_FAMILIES)
-    return INTRODUCTION.format(count=len(BUILT_IN)) + rows + ENCODERS + encoders + NOTES
+    wrappers = "".join(
+        f"| `{row.architecture}` | {row.models} | {_others(row)} |\n" for row in WRAPPERS.values()
+    )
+    start = INTRODUCTION.format(count=len(BUILT_IN)) + rows
+    return start + MULTIMODAL + wrappers + ENCODERS + encoders + NOTES
 
 
 def _architectures(family: EncoderFamily) -> str:
     return ", ".join(f"`{row.architecture}`" for row in family.rows())
+
+
+def _others(row: Wrapper) -> str:
+    return ", ".join(f"`{name}`" for name in row.others)
 
 
 def _oracle(row: BuiltIn) -> str:

@@ -11,7 +11,7 @@ import mmap
 import os
 import stat
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -48,13 +48,13 @@ class SafetensorsFile:
     """A checked, mapped file; `tensors` holds what is in it by name, in the order of the data.
 
     Args:
-        folder: put before the names, with a slash; empty: nothing.
+        called: what a tensor is to be called, by its name in the file.
 
     Raises:
         ModelLoadError: the file cannot be read, is truncated or malformed; the message names file and tensor.
     """
 
-    def __init__(self, path: Path, folder: str = "") -> None:
+    def __init__(self, path: Path, called: Callable[[str], str] = str) -> None:
         self.path = path
         try:
             about = path.stat()
@@ -74,8 +74,9 @@ class SafetensorsFile:
         ]
         infos.sort(key=lambda info: (info.start, info.end))
         self._check_cover(infos, data_start, size)
-        before = f"{folder}/" if folder else ""
-        self.tensors = {before + info.name: info for info in infos}
+        self.tensors = {called(info.name): info for info in infos}
+        if len(self.tensors) != len(infos):
+            raise self._error("a tensor is there twice, under names that mean the same")
 
     def tensor(self, info: TensorInfo) -> Tensor:
         """A tensor whose memory is the file's; its bytes are read when they are first touched."""

@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from quire.config.arch import Multimodal
 from quire.errors import ModelLoadError
 from quire.layers.slot import Slot, sizes, why_not_covered
 from quire.models.base import CausalLM
@@ -88,7 +90,7 @@ class CheckpointWeights:
     def __init__(
         self, model: CausalLM, model_dir: Path, reader: TensorReader, *, show_progress: bool
     ) -> None:
-        files = open_files(model_dir, model.folders)
+        files = open_files(model_dir, model.folders, model.config.arch.part_of)
         self._sources = _plan(model, files, model_dir)
         hidden = not (show_progress and sys.stderr.isatty())
         self._num_slots_left = sum(len(source.slots) for source in self._sources.values())
@@ -174,11 +176,25 @@ def _generator(key: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
-def open_files(model_dir: Path, folders: Iterable[str] = ()) -> Sequence[TensorFile]:
-    """The files that make up the checkpoint, checked; raises as `CheckpointWeights`."""
+def open_files(
+    model_dir: Path, folders: Iterable[str] = (), part_of: Multimodal | None = None
+) -> Sequence[TensorFile]:
+    """The files that make up the checkpoint, checked, of a language model or of what it is part of.
+
+    Names of tensors in a folder begin with it and a slash. Raises as `CheckpointWeights`.
+    """
     if is_gguf(model_dir):
         return gguf_tensor_files(model_dir)
-    return [SafetensorsFile(path, folder) for folder, path in all_weight_files(model_dir, folders)]
+
+    def called(folder: str, name: str) -> str:
+        if folder:
+            return f"{folder}/{name}"
+        return name if part_of is None else part_of.name_alone(name)
+
+    return [
+        SafetensorsFile(path, partial(called, folder))
+        for folder, path in all_weight_files(model_dir, folders)
+    ]
 
 
 def all_weight_files(model_dir: Path, folders: Iterable[str] = ()) -> list[tuple[str, Path]]:

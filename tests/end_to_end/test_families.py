@@ -30,7 +30,7 @@ FAMILIES = (
     "opt",
     "gpt2",
     "bloom",
-    "nanochat",
+    "biogpt",
     "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})

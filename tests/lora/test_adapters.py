@@ -90,6 +90,21 @@ def test_each_adapter_in_a_mixed_batch_gives_what_it_gives_alone(
         assert torch.equal(mixed, base) == (own < 0)
 
 
+@pytest.mark.parametrize("beginning", ["model.language_model.", "language_model.model."])
+def test_an_adapter_may_name_modules_of_the_whole_model(
+    beginning: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, targets, slots = with_slots(tiny_model("with-eyes-qwen2.5"))
+    shapes = {name: (target.outputs, target.inputs) for name, target in targets.modules.items()}
+    named = {name.replace("model.", beginning, 1): shape for name, shape in shapes.items()}
+    for slot, modules in enumerate((shapes, named)):
+        adapter = write_adapter(tmp_path / str(slot), modules)
+        slots.put(slot, read_adapter(adapter, targets, 16, torch.float32))
+    alone, by_whole, without = logits_of(model, prompts((9,)) * 3, chunk_sizes=[4], adapters=[0, 1, -1])
+    assert torch.equal(alone, by_whole)
+    assert not torch.equal(alone, without)
+
+
 def test_patterns_and_stabilized_ranks_set_the_scale(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ MINISTRAL3_ROPE = {
 STATES: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 4}
 HYBRID = MIXTRAL | {"mamba_n_heads": 4, "mamba_d_head": 16}
 OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported_archs(), LLAMA) | {
+    "AfmoeForCausalLM": SPARSE,
     "DeepseekV2ForCausalLM": LATENT,
     "DeepseekV3ForCausalLM": LATENT,
     "DbrxForCausalLM": DBRX,
@@ -150,6 +151,7 @@ OF_STATES = dict.fromkeys(
 ) | {
     "short_conv": "conv",
     "latent_attention": "full_attention",
+    "differential_attention": "full_attention",
     "attention_and_mamba2": "hybrid",
 }
 """What transformers calls layers that keep something else than keys and values."""

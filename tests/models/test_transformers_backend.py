@@ -94,12 +94,12 @@ def test_learned_positions_that_begin_behind_padding_are_fewer(tiny_model: Calla
 
 def test_whose_code_it_is_can_be_chosen(tiny_model: Callable[[str], Path]) -> None:
     ours, theirs = "quire.models.decoder:", "quire.models.transformers_backend.model:"
-    llama, mixtral = tiny_model("llama"), tiny_model("nanochat")
+    llama, biogpt = tiny_model("llama"), tiny_model("biogpt")
     assert prepared_config(llama).model_class.startswith(ours)
     assert prepared_config(llama, model_impl="transformers").model_class.startswith(theirs)
-    assert prepared_config(mixtral).model_class.startswith(theirs)
-    with pytest.raises(UnsupportedModelError, match="'NanoChatForCausalLM' is not supported; of the"):
-        prepared_config(mixtral, model_impl="quire")
+    assert prepared_config(biogpt).model_class.startswith(theirs)
+    with pytest.raises(UnsupportedModelError, match="'BioGptForCausalLM' is not supported; of the"):
+        prepared_config(biogpt, model_impl="quire")
     with pytest.raises(UnsupportedModelError, match="has no model 'XverseForCausalLM'"):
         ModelRegistry.place_of("XverseForCausalLM", "transformers")
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from quire.config.arch import CheckpointNames, ModelArch
-from quire.models.families.experts import read_deepseek_experts
+from quire.models.families.experts import all_layers, read_deepseek_experts, read_experts
 from quire.models.families.fields import (
     MAX_LAYERS,
+    MAX_WIDTH,
+    alternating_window,
     biases,
     declared_windows,
+    full_layers,
     read_head_dim,
     read_llama,
     rms_eps,
@@ -16,6 +19,18 @@ from quire.models.json_object import JsonObject
 from quire.models.rope_config import read_rope
 
 _SHARED_EXPERTS = {"shared_expert": "shared_experts"}
+_TRINITY_NAMES = CheckpointNames(
+    _SHARED_EXPERTS
+    | {
+        "pre_feedforward_layernorm": "pre_mlp_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+        "gate": "router.gate",
+    },
+    {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj", "gate_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    },
+)
 
 
 def read_glm4_moe(architecture: str, config: JsonObject) -> ModelArch:
@@ -71,4 +86,47 @@ def read_dots1(architecture: str, config: JsonObject) -> ModelArch:
         qk_norm="rms",
         experts=read_deepseek_experts(config, default_top_k=None, first=0, shared=0, normalized=False),
         **declared_windows(config, lambda layer: layer >= first),
+    )
+
+
+def read_afmoe(architecture: str, config: JsonObject) -> ModelArch:
+    """Trinity (Arcee, 2025): gates of what heads make; a window and positions on all but every fourth layer."""
+    for key, value in (("attention_bias", False), ("score_func", "sigmoid"), ("route_norm", True)):
+        config.only(key, value)
+    for key in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
+        config.only(key, 1)
+    windows = alternating_window(
+        config, period=config.integer("global_attn_every_n_layers", 4, high=MAX_LAYERS), default=1024
+    )
+    size = config.integer("moe_intermediate_size", 1408, high=MAX_WIDTH)
+    routing = {
+        "default_top_k": 6,
+        "scores": "sigmoid",
+        "normalized": True,
+        "scale": config.number("route_scale", 1.0),
+    }
+    experts = read_experts(
+        config,
+        count="num_experts",
+        size="moe_intermediate_size",
+        layers=all_layers(config)[config.integer("num_dense_layers", 1, low=0) :],
+        routing=routing,
+        correction_bias="expert_bias",
+        shared_size=size * config.integer("num_shared_experts", 2, low=0, high=64),
+    )
+    mup = config.flag("mup_enabled", False)
+    return read_llama(
+        architecture,
+        config,
+        names=_TRINITY_NAMES,
+        block="sandwich",
+        default_head_dim=128,
+        norm_eps=rms_eps(config, 1e-5),
+        qk_norm="rms",
+        attention_gate=True,
+        unrotated_layers=full_layers(windows),
+        embedding_multiplier=config.integer("hidden_size", high=MAX_WIDTH) ** 0.5 if mup else None,
+        experts=experts,
+        **biases(False),
+        **windows,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quire.config.arch import CheckpointNames, ModelArch, Temperature
 from quire.models.families.fields import (
+    MAX_HEADS,
     MAX_LAYERS,
     biases,
     declared_windows,
@@ -13,6 +15,7 @@ from quire.models.families.fields import (
     optional_number,
     plain_mlp,
     read_head_dim,
+    read_kv_heads,
     read_llama,
     rms_eps,
     uniform_window,
@@ -68,6 +71,15 @@ def read_cwm(architecture: str, config: JsonObject) -> ModelArch:
     )
 
 
+def read_diffllama(architecture: str, config: JsonObject) -> ModelArch:
+    """DiffLlama: attention is the difference of two."""
+    if read_kv_heads(config, config.integer("num_attention_heads", high=MAX_HEADS)) % 2:
+        raise config.wrong("num_key_value_heads", "even")
+    layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    kinds = ("differential_attention",) * layers
+    return read_llama(architecture, config, norm_eps=rms_eps(config, 1e-5), layer_types=kinds)
+
+
 def read_arcee(architecture: str, config: JsonObject) -> ModelArch:
     """Arcee's AFM: an MLP without a gate."""
     return read_llama(architecture, config, norm_eps=rms_eps(config, 1e-5), **plain_mlp(config, "relu2"))
@@ -82,6 +94,23 @@ def read_smollm3(architecture: str, config: JsonObject) -> ModelArch:
         theta=2e6,
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
         unrotated_layers=unrotated_layers(config),
+    )
+
+
+def read_nanochat(architecture: str, config: JsonObject) -> ModelArch:
+    """nanochat (Karpathy, 2025): norms without weights, one behind the embeddings; angles count the other way round."""
+    head_dim = read_head_dim(config, config.integer("num_attention_heads", high=MAX_HEADS))
+    return read_llama(
+        architecture,
+        config,
+        names=CheckpointNames({"up_proj": "fc1", "down_proj": "fc2"}),
+        norm_weight=False,
+        embedding_norm=True,
+        qk_norm="unweighted_rms_after_rope",
+        rope=replace(read_rope(config, head_dim=head_dim), backwards=True),
+        final_logit_softcap=optional_number(config, "final_logit_softcapping", 15.0),
+        **biases(qkv=config.flag("attention_bias", False), out=config.flag("attention_bias", False)),
+        **plain_mlp(config, "relu2"),
     )
 
 
