@@ -13,10 +13,12 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels import ops
+from quire.kernels.lora import LoraStacks
 from quire.layers.base import Layer, Module, activation_dtype, model_dtype, parameter
 from quire.layers.matrix import MatrixLayer
 from quire.layers.shard import Span
 from quire.layers.slot import Slot
+from quire.layers.table_adapters import TableAdapters
 
 
 class VocabEmbedding(MatrixLayer):
@@ -26,6 +28,9 @@ class VocabEmbedding(MatrixLayer):
     packed like a linear layer's weight, and looked up in that form too: there is one copy. A head may have a `bias`;
     with `unit_rows` its rows are divided by their lengths. Looked-up rows are of `out_dtype`. It is cut by tokens.
     """
+
+    takes_adapters = True
+    """Whether whoever calls it says whose the tokens are."""
 
     def __init__(
         self,
@@ -53,16 +58,31 @@ class VocabEmbedding(MatrixLayer):
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
         self.out_dtype = out_dtype
         self.unit_rows = unit_rows
+        self.table_adapters: TableAdapters | None = None
+        """Of looked-up rows; None: the engine serves no adapters."""
+        self.adapters: LoraStacks | None = None
+        """Of the product, as those of `Linear`."""
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Ids [T] in [0, V) -> their rows [T, H]; rows [T, H] of `out_dtype`, made elsewhere, are taken as they are."""
+    def forward(self, inputs: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+        """Ids [T] in [0, V) -> their rows [T, H]; rows [T, H] of `out_dtype`, made elsewhere, are taken as they are.
+
+        adapter_rows [T]: see `StepContext`.
+        """
         if inputs.is_floating_point():
             return inputs
         rows = self._rows(inputs).to(self.out_dtype)
+        if self.table_adapters is not None and adapter_rows is not None:
+            self.table_adapters.add(rows, inputs, adapter_rows)
         return rows if self.scale is None else rows * self.scale
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H] -> float32 [N, V]."""
+    def logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+        """hidden [N, H] -> float32 [N, V]; adapter_rows [N] has the adapter of each, as in `StepContext`."""
+        logits = self._product(hidden)
+        if self.adapters is not None and adapter_rows is not None:
+            ops.lora_linear(logits, hidden.to(logits.dtype), adapter_rows, self.adapters)
+        return logits
+
+    def _product(self, hidden: Tensor) -> Tensor:
         if self.packed is not None:
             return ops.packed_linear(hidden, self.packed, self.bias).float()
         assert self.weight is not None

@@ -74,14 +74,14 @@ class _LayerReader:
     def __init__(self, file: SafetensorsFile, targets: Targets, index: int) -> None:
         self._file = file
         self._index = index
-        self._layer = targets.layers[index].layer
-        self._parts = targets.layers[index].parts
+        self._own = targets.layers[index]
+        self._layer = self._own.layer
         self._weight: Tensor | None = None
 
     def stacks(self, modules: Sequence[AdaptedModule], dtype: torch.dtype) -> LoraStacks:
         """A slot that is full."""
-        rank, inputs = max(module.rank for module in modules), length(self._layer.columns)
-        stacks = LoraStacks.empty(1, self._parts, inputs, rank, dtype, torch.device("cpu"))
+        rank, inputs = max(module.rank for module in modules), length(self._own.columns)
+        stacks = LoraStacks.empty(1, self._own.parts, inputs, rank, dtype, torch.device("cpu"))
         stacks.factors.fill_(1.0)
         for module in modules:
             tensors = {kind: self._file.tensor(info).float() for kind, info in module.tensors.items()}
@@ -103,7 +103,7 @@ class _LayerReader:
                 own = tensors["magnitude"][rows] / lengths
                 offsets = offsets + (1 - own) * self._own_bias(place)
                 factors, b = own, b * own[:, None]
-            stacks.a[0, part, :, :rank] = a[:, self._layer.columns].t()
+            stacks.a[0, part, :, :rank] = a[:, self._own.columns].t()
             stacks.b[0, :rank, here] = b.t()
             stacks.scales[0, part] = module.scale
             stacks.ranks[0, part] = rank

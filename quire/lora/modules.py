@@ -26,6 +26,8 @@ _PREFIX = "base_model.model."
 _ENDS: Mapping[str, Kind] = {
     ".lora_A.weight": "a",
     ".lora_B.weight": "b",
+    ".lora_embedding_A": "a",
+    ".lora_embedding_B": "b",
     ".lora_magnitude_vector": "magnitude",
     ".lora_magnitude_vector.weight": "magnitude",
     ".lora_B.bias": "expand_bias",
@@ -33,11 +35,8 @@ _ENDS: Mapping[str, Kind] = {
     ".bias": "bias",
 }
 """Ends of tensors' names; the first that fits counts."""
-_REFUSED = {
-    ".lora_embedding_A": "adapters of embeddings are not supported",
-    ".lora_embedding_B": "adapters of embeddings are not supported",
-}
-"""Ends of tensors' names, and what to say of them."""
+_OF_TABLES = (".lora_embedding_A", ".lora_embedding_B")
+"""Ends of the names of tensors of modules whose inputs are tokens, and of no others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +71,6 @@ def adapted_modules(
 
 def _module_of(file: SafetensorsFile, info: TensorInfo) -> tuple[str, Kind]:
     """The module that a tensor is for, and what it is of it."""
-    for end, problem in _REFUSED.items():
-        if end in info.name:
-            raise wrong(file, info, f"cannot be used: {problem}")
     for end, kind in _ENDS.items():
         if info.name.startswith(_PREFIX) and info.name.endswith(end):
             return info.name.removeprefix(_PREFIX).removesuffix(end), kind
@@ -112,11 +108,21 @@ class _Checked:
     def _target(self) -> Target:
         target = self.targets.modules.get(self.name)
         if target is None:
-            problem = f"is for {self.name}, which is no linear layer of the model that adapters can change"
+            problem = f"is for {self.name}, which is no layer of the model that adapters can change"
             raise wrong(self.file, next(iter(self.tensors.values())), problem)
         if "bias" in self.tensors and not self.targets.has_bias(target):
             raise wrong(self.file, self.tensors["bias"], "is a bias, and the model's layer has none")
+        self._check_kind(target)
         return target
+
+    def _check_kind(self, target: Target) -> None:
+        """Tables have tensors of their own, and lengths of their columns nobody here knows."""
+        for info in self.tensors.values():
+            if info.name.endswith(_OF_TABLES) != target.is_table:
+                kind = "an embedding" if target.is_table else "no embedding"
+                raise wrong(self.file, info, f"is for {self.name}, which is {kind}")
+            if target.is_table and self.config.is_dora:
+                raise wrong(self.file, info, "is of an embedding, for which use_dora is not supported")
 
     def _check_partners(self) -> None:
         """All tensors of a product are there, or none of them; that of DoRA where the config says so."""
@@ -124,10 +130,10 @@ class _Checked:
         needs: list[Kind] = ["a", "b", "magnitude"] if self.config.is_dora else ["a", "b"]
         for kind in needs if product else ():
             if kind not in product:
-                end = next(end for end, other in _ENDS.items() if other == kind)
-                raise wrong(
-                    self.file, next(iter(product.values())), f"is there without {_PREFIX}{self.name}{end}"
-                )
+                info = next(iter(product.values()))
+                ends = [end for end, other in _ENDS.items() if other == kind]
+                end = ends[-1] if info.name.endswith(_OF_TABLES) else ends[0]
+                raise wrong(self.file, info, f"is there without {_PREFIX}{self.name}{end}")
         if "magnitude" in product and not self.config.is_dora:
             raise wrong(
                 self.file, product["magnitude"], f"is DoRA's, and {self.config.where} says no use_dora"

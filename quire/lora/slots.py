@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.kernels import ops
 from quire.kernels.lora import LoraStacks
+from quire.layers.slot import length
 from quire.lora.checkpoint import Adapter
 from quire.lora.targets import Targets
 
@@ -38,16 +38,17 @@ class AdapterSlots:
         upload: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         self._upload = upload
+        self._layers = targets.layers
         self._stacks: list[LoraStacks] = []
-        for own in targets.layers:
-            inputs = own.layer.columns.stop - own.layer.columns.start
+        for own in self._layers:
+            inputs = length(own.columns)
             stacks = LoraStacks.empty(num_slots, own.parts, inputs, max_rank, dtype, device)
-            own.layer.adapters = stacks
+            own.give(stacks)
             self._stacks.append(stacks)
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Let a slot be this adapter; whatever it was before is forgotten."""
-        for index, stacks in enumerate(self._stacks):
+        for index, (own, stacks) in enumerate(zip(self._layers, self._stacks, strict=True)):
             source = adapter.layers.get(index)
             if source is None:
                 stacks.ranks[slot] = 0
@@ -55,6 +56,8 @@ class AdapterSlots:
                 continue
             rank = source.b.shape[1]
             stacks.a[slot, ..., :rank] = self._upload(source.a[0])
+            if own.is_table:  # all ranks of a row are looked up, and what is no number would spread
+                stacks.a[slot, ..., rank:] = 0.0
             stacks.b[slot, :rank] = self._upload(source.b[0])
             stacks.scales[slot] = self._upload(source.scales[0])
             stacks.ranks[slot] = self._upload(source.ranks[0])
@@ -65,11 +68,8 @@ class AdapterSlots:
 
     def launch(self) -> None:
         """Launch each layer's kernel over a row without an adapter, so that it is compiled, where kernels are."""
-        for stacks in self._stacks:
-            inputs = stacks.a.shape[2]
-            row = torch.full((1,), -1, dtype=torch.int32, device=stacks.a.device)
-            x, out = stacks.a.new_zeros(1, inputs), stacks.b.new_zeros(1, stacks.b.shape[-1])
-            ops.lora_linear(out, x, row, stacks)
+        for own, stacks in zip(self._layers, self._stacks, strict=True):
+            own.launch(stacks, torch.full((1,), -1, dtype=torch.int32, device=stacks.a.device))
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,7 @@ from quire.sampling_params import BeamSearchParams
 from quire.structured_output.params import StructuredOutputsParams
 from tests.end_to_end.test_determinism import GREEDY, RANDOM, Result, prompts, result_of
 from tests.fixtures.tiny_models import oracle_of
-from tests.lora.adapters import linear_shapes, write_adapter
+from tests.lora.adapters import linear_shapes, table_shapes, write_adapter
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +23,9 @@ def adapters(
     tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[LoRARequest]:
     """Four adapters of the tiny Llama, of several ranks and modules."""
-    shapes = linear_shapes(oracle_of(tiny_model("llama")))
-    del shapes["lm_head"]
-    base, ends = tmp_path_factory.mktemp("adapters"), ("", "q_proj", ("k_proj", "up_proj"), "down_proj")
+    oracle = oracle_of(tiny_model("llama"))
+    shapes = linear_shapes(oracle) | table_shapes(oracle)
+    base, ends = tmp_path_factory.mktemp("adapters"), ("", "q_proj", ("lm_head", "up_proj"), "embed_tokens")
     requests = []
     for number, end in enumerate(ends, 1):
         some = {name: shape for name, shape in shapes.items() if name.endswith(end)}
