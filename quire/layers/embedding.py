@@ -16,6 +16,7 @@ from quire.kernels import ops
 from quire.kernels.lora import LoraStacks
 from quire.layers.base import Layer, Module, activation_dtype, model_dtype, parameter
 from quire.layers.matrix import MatrixLayer
+from quire.layers.own_rows import OwnOutputs, OwnRows
 from quire.layers.shard import Span
 from quire.layers.slot import Slot
 from quire.layers.table_adapters import TableAdapters
@@ -62,6 +63,8 @@ class VocabEmbedding(MatrixLayer):
         """Of looked-up rows; None: the engine serves no adapters."""
         self.adapters: LoraStacks | None = None
         """Of the product, as those of `Linear`."""
+        self.own_rows: OwnRows | None = None
+        self.own_outputs: OwnOutputs | None = None
 
     def forward(self, inputs: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
         """Ids [T] in [0, V) -> their rows [T, H]; rows [T, H] of `out_dtype`, made elsewhere, are taken as they are.
@@ -70,17 +73,30 @@ class VocabEmbedding(MatrixLayer):
         """
         if inputs.is_floating_point():
             return inputs
-        rows = self._rows(inputs).to(self.out_dtype)
-        if self.table_adapters is not None and adapter_rows is not None:
-            self.table_adapters.add(rows, inputs, adapter_rows)
+        rows = self.looked_up(inputs).to(self.out_dtype)
+        if adapter_rows is not None:
+            rows = self._adapted(rows, inputs, adapter_rows)
         return rows if self.scale is None else rows * self.scale
+
+    def _adapted(self, rows: Tensor, ids: Tensor, adapter_rows: Tensor) -> Tensor:
+        if self.own_rows is not None:
+            rows = self.own_rows.replace(rows, ids, adapter_rows)
+        if self.table_adapters is not None:
+            self.table_adapters.add(rows, ids, adapter_rows)
+        return rows
 
     def logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
         """hidden [N, H] -> float32 [N, V]; adapter_rows [N] has the adapter of each, as in `StepContext`."""
         logits = self._product(hidden)
-        if self.adapters is not None and adapter_rows is not None:
-            ops.lora_linear(logits, hidden.to(logits.dtype), adapter_rows, self.adapters)
+        if adapter_rows is not None:
+            self._adapt_logits(logits, hidden.to(logits.dtype), adapter_rows)
         return logits
+
+    def _adapt_logits(self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor) -> None:
+        if self.own_outputs is not None:
+            self.own_outputs.replace(logits, hidden, adapter_rows, self.bias)
+        if self.adapters is not None:
+            ops.lora_linear(logits, hidden, adapter_rows, self.adapters)
 
     def _product(self, hidden: Tensor) -> Tensor:
         if self.packed is not None:
@@ -95,7 +111,8 @@ class VocabEmbedding(MatrixLayer):
     def rearranged(self, weight: Tensor) -> Tensor:
         return F.normalize(weight.float()).to(weight.dtype) if self.unit_rows else weight
 
-    def _rows(self, ids: Tensor) -> Tensor:
+    def looked_up(self, ids: Tensor) -> Tensor:
+        """Rows [T, H] of the table as it is kept, for ids [T] in [0, V)."""
         if self.packed is not None:
             return ops.packed_embedding(ids, self.packed)
         assert self.weight is not None

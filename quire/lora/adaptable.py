@@ -13,6 +13,7 @@ from quire.kernels.lora import LoraStacks
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear
 from quire.layers.matrix import Piece
+from quire.layers.own_rows import OwnOutputs, OwnRows
 from quire.layers.slot import length
 from quire.layers.table_adapters import TableAdapters
 from quire.models.base import CausalLM
@@ -45,6 +46,15 @@ class AdaptableLayer:
     def give(self, stacks: LoraStacks) -> None:
         """Let it add what these have."""
         self.layer.adapters = stacks
+
+    def give_rows(
+        self, num_slots: int, max_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> OwnOutputs | None:
+        """Let adapters have so many rows of their own, if it is a table."""
+        if not isinstance(self.layer, VocabEmbedding):
+            return None
+        self.layer.own_outputs = OwnOutputs(num_slots, max_rows, self.layer.shape, dtype, device)
+        return self.layer.own_outputs
 
     def launch(self, stacks: LoraStacks, row: Tensor) -> None:
         """Launch what adds to a row, [1] int32, that has no adapter."""
@@ -84,6 +94,11 @@ class AdaptableTable:
     def give(self, stacks: LoraStacks) -> None:
         """Let it add what these have."""
         self.layer.table_adapters = TableAdapters(stacks)
+
+    def give_rows(self, num_slots: int, max_rows: int, dtype: torch.dtype, device: torch.device) -> OwnRows:
+        """Let adapters have so many rows of their own."""
+        self.layer.own_rows = OwnRows(num_slots, max_rows, self.layer.shape, dtype, device)
+        return self.layer.own_rows
 
     def launch(self, stacks: LoraStacks, row: Tensor) -> None:
         """As that of `AdaptableLayer`."""

@@ -6,7 +6,7 @@ what does not is named, with its file, its tensor and the limit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,10 +17,12 @@ from quire.lora.targets import Target, Targets
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorInfo
 
-Kind = Literal["a", "b", "magnitude", "expand_bias", "bias"]
+Kind = Literal["a", "b", "magnitude", "expand_bias", "bias", "base_table", "table", "rows"]
 """A module's tensors: the product b @ a, [outputs, r] and [r, inputs]; and, of [outputs] each, the lengths of the rows
 of weight and product together (S. Liu et al., 2024, arXiv:2402.09353), a bias of b, and one in place of the module's
-own."""
+own. Of an embedding or the head, [V, H]: what the model had, and what was trained; and the rows of some tokens."""
+TABLES: tuple[Kind, ...] = ("base_table", "table", "rows")
+"""Those of embeddings and the head; what comes later counts, where two have a row."""
 
 _PREFIX = "base_model.model."
 _ENDS: Mapping[str, Kind] = {
@@ -33,6 +35,10 @@ _ENDS: Mapping[str, Kind] = {
     ".lora_B.bias": "expand_bias",
     ".base_layer.bias": "bias",
     ".bias": "bias",
+    ".token_adapter.trainable_tokens_delta": "rows",
+    ".token_adapter.base_layer.weight": "base_table",
+    ".base_layer.weight": "base_table",
+    ".weight": "table",
 }
 """Ends of tensors' names; the first that fits counts."""
 _OF_TABLES = (".lora_embedding_A", ".lora_embedding_B")
@@ -41,13 +47,20 @@ _OF_TABLES = (".lora_embedding_A", ".lora_embedding_B")
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModule:
-    """What the file has of a module: a product of a rank, which is scaled, biases, or both."""
+    """What the file has of a module: a product of a rank, which is scaled, biases, rows of tokens, or some of these."""
 
     target: Target
     tensors: Mapping[Kind, TensorInfo]
     rank: int
     """0: it has no product."""
     scale: float
+    tokens: tuple[int, ...] = ()
+    """Those whose rows it has."""
+
+    @property
+    def of_layers(self) -> Mapping[Kind, TensorInfo]:
+        """The tensors of what is added to what layers make."""
+        return {kind: info for kind, info in self.tensors.items() if kind not in TABLES}
 
 
 def adapted_modules(
@@ -75,10 +88,7 @@ def _module_of(file: SafetensorsFile, info: TensorInfo) -> tuple[str, Kind]:
         if info.name.startswith(_PREFIX) and info.name.endswith(end):
             return info.name.removeprefix(_PREFIX).removesuffix(end), kind
     raise wrong(
-        file,
-        info,
-        f"is neither {_PREFIX}<module>.lora_A.weight nor .lora_B.weight: whole modules (modules_to_save) are not"
-        " supported",
+        file, info, f"is neither {_PREFIX}<module>.lora_A.weight nor what else quire knows of adapters"
     )
 
 
@@ -97,13 +107,16 @@ class _Checked:
         target = self._target()
         self._check_partners()
         rank = next(iter(self.tensors["a"].shape), 0) if "a" in self.tensors else 0
-        shapes: dict[Kind, tuple[int, ...]] = {"a": (rank, target.inputs), "b": (target.outputs, rank)}
+        tokens = self.config.trained_tokens(self.name) if "rows" in self.tensors else ()
+        shapes = _shapes(target, rank, len(tokens))
         for kind, info in self.tensors.items():
             self._check_tensor(info, shapes.get(kind, (target.outputs,)))
         if rank:
             self._check_rank(rank, max_rank)
+        if "rows" in self.tensors:
+            self._check_tokens(tokens, target)
         scale = self.config.scale_of(self.name, rank) if rank else 0.0
-        return AdaptedModule(target, self.tensors, rank, scale)
+        return AdaptedModule(target, self.tensors, rank, scale, tokens)
 
     def _target(self) -> Target:
         target = self.targets.modules.get(self.name)
@@ -117,16 +130,21 @@ class _Checked:
 
     def _check_kind(self, target: Target) -> None:
         """Tables have tensors of their own, and lengths of their columns nobody here knows."""
-        for info in self.tensors.values():
-            if info.name.endswith(_OF_TABLES) != target.is_table:
-                kind = "an embedding" if target.is_table else "no embedding"
-                raise wrong(self.file, info, f"is for {self.name}, which is {kind}")
-            if target.is_table and self.config.is_dora:
+        for kind, info in self.tensors.items():
+            if kind not in TABLES and info.name.endswith(_OF_TABLES) != target.is_table:
+                what = "an embedding" if target.is_table else "no embedding"
+                raise wrong(self.file, info, f"is for {self.name}, which is {what}")
+            if kind not in TABLES and target.is_table and self.config.is_dora:
                 raise wrong(self.file, info, "is of an embedding, for which use_dora is not supported")
+            if kind in TABLES and not target.has_rows:
+                problem = (
+                    f"is a whole weight (modules_to_save), and {self.name} is neither embedding nor head"
+                )
+                raise wrong(self.file, info, problem)
 
     def _check_partners(self) -> None:
         """All tensors of a product are there, or none of them; that of DoRA where the config says so."""
-        product = {kind: info for kind, info in self.tensors.items() if kind != "bias"}
+        product = {kind: info for kind, info in self.tensors.items() if kind not in ("bias", *TABLES)}
         needs: list[Kind] = ["a", "b", "magnitude"] if self.config.is_dora else ["a", "b"]
         for kind in needs if product else ():
             if kind not in product:
@@ -148,6 +166,13 @@ class _Checked:
         if rank != said:
             raise wrong(self.file, self.tensors["a"], f"has rank {rank}, {self.config.where} says {said}")
 
+    def _check_tokens(self, tokens: Sequence[int], target: Target) -> None:
+        most = target.inputs if target.is_table else target.outputs
+        outside = [token for token in tokens if token >= most]
+        if outside:
+            problem = f"is for token {outside[0]} ({self.config.where}), and the model has {most}"
+            raise wrong(self.file, self.tensors["rows"], problem)
+
     def _check_tensor(self, info: TensorInfo, shape: tuple[int, ...]) -> None:
         if info.dtype not in FLOATS:
             dtype = str(info.dtype).removeprefix("torch.")
@@ -156,6 +181,18 @@ class _Checked:
             raise wrong(
                 self.file, info, f"has shape {list(info.shape)}; the model's layer implies {list(shape)}"
             )
+
+
+def _shapes(target: Target, rank: int, num_tokens: int) -> dict[Kind, tuple[int, ...]]:
+    """Of all tensors but those of [outputs]."""
+    table, size = (target.outputs, target.inputs)[:: -1 if target.is_table else 1]
+    return {
+        "a": (rank, target.inputs),
+        "b": (target.outputs, rank),
+        "base_table": (table, size),
+        "table": (table, size),
+        "rows": (num_tokens, size),
+    }
 
 
 def wrong(file: SafetensorsFile, info: TensorInfo, problem: str) -> ModelLoadError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import Piece
 from quire.layers.slot import length
 from quire.lora.adaptable import Adaptable, adaptable_layers
@@ -32,6 +33,8 @@ class Target:
     places: tuple[Place, ...]
     is_table: bool
     """Whether its inputs are tokens, whose rows are looked up."""
+    has_rows: bool
+    """Whether it is such a table or the head, whose outputs are tokens."""
 
 
 class Targets:
@@ -52,7 +55,8 @@ class Targets:
 
     def _target(self, places: Sequence[Place]) -> Target:
         own = self.layers[places[0].layer]
-        return Target(places[0].piece.num_rows, own.inputs, tuple(places), own.is_table)
+        has_rows = isinstance(own.layer, VocabEmbedding)
+        return Target(places[0].piece.num_rows, own.inputs, tuple(places), own.is_table, has_rows)
 
     def has_bias(self, target: Target) -> bool:
         """Whether all layers that make a module's outputs add a bias."""
