@@ -74,7 +74,10 @@ def adapted_modules(
     modules: dict[str, dict[Kind, TensorInfo]] = {}
     for info in file.tensors.values():
         name, kind = _module_of(file, info)
-        modules.setdefault(name, {})[kind] = info
+        own = modules.setdefault(name, {})
+        if kind in own:
+            raise wrong(file, info, f"says again what {own[kind].name!r} says")
+        own[kind] = info
     if not modules:
         raise ModelLoadError(f"{file.path}: there is no tensor in it")
     return [
@@ -137,9 +140,7 @@ class _Checked:
             if kind not in TABLES and target.is_table and self.config.is_dora:
                 raise wrong(self.file, info, "is of an embedding, for which use_dora is not supported")
             if kind in TABLES and not target.has_rows:
-                problem = (
-                    f"is a whole weight (modules_to_save), and {self.name} is neither embedding nor head"
-                )
+                problem = f"is a whole weight, and {self.name} is neither embedding nor head"
                 raise wrong(self.file, info, problem)
 
     def _check_partners(self) -> None:

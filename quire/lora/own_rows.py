@@ -32,7 +32,7 @@ def read_own_rows(
     """By the index of each table, or head, what its adapter has in place of its rows.
 
     Raises:
-        ModelLoadError: there are more than `max_rows`.
+        ModelLoadError: there are more than `max_rows`, or some in a module that DoRA changes.
     """
     found: dict[int, TokenRows] = {}
     for module in modules:
@@ -42,6 +42,10 @@ def read_own_rows(
                 if (count := len(found[index].tokens)) > max_rows:
                     problem = f"has rows for {count} tokens that are not the model's"
                     raise wrong(file, info, f"{problem}; --lora-extra-vocab-size is {max_rows}")
+            if len(own.tokens) and "magnitude" in module.tensors:
+                raise wrong(
+                    file, info, "has rows that are not the model's, with which use_dora is not supported"
+                )
     return {index: own for index, own in found.items() if len(own.tokens)}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.fixtures.tiny_models import oracle_of
@@ -73,12 +73,19 @@ def write_adapter(directory: Path, shapes: Shapes, *, rank: int = 4, seed: int =
     return directory
 
 
+def extend(directory: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
+    """Let an adapter have these tensors and options, too."""
+    own = {f"base_model.model.{name}": tensor.clone() for name, tensor in tensors.items()}
+    weights, options = directory / "adapter_model.safetensors", directory / "adapter_config.json"
+    save_file(load_file(weights) | own, weights)
+    options.write_text(json.dumps(json.loads(options.read_text()) | config))
+    return directory
+
+
 def merge(
     oracle: torch.nn.Module, directory: Path, scales: Mapping[str, float], default: float = 2.0
 ) -> None:
     """Add an adapter to a model's weights; `scales` are those of modules, by the ends of their names."""
-    from safetensors.torch import load_file
-
     tensors = load_file(directory / "adapter_model.safetensors")
     modules: dict[str, Any] = dict(oracle.named_modules())
     for key, a in tensors.items():

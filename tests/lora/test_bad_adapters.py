@@ -106,7 +106,7 @@ def test_of_a_tensor(
         ("model.embed_tokens.lora_A.weight", "is for model.embed_tokens, which is an embedding"),
         (f"{Q}.lora_embedding_A", f"is for {Q}, which is no embedding"),
         ("lm_head.weight", "has shape [4, 64]; the model's layer implies [264, 64]"),
-        (f"{Q}.weight", f"is a whole weight (modules_to_save), and {Q} is neither embedding nor head"),
+        (f"{Q}.weight", f"is a whole weight, and {Q} is neither embedding nor head"),
         ("model.norm.weight", "is for model.norm, which is no layer of the model that adapters can change"),
         ("lm_head.something", "is neither base_model.model.<module>.lora_A.weight nor what else quire knows"),
         ("model.layers.7.self_attn.q_proj.lora_A.weight", "is for model.layers.7.self_attn.q_proj, which is no"),

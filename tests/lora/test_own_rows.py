@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.lora.checkpoint import Adapter, read_adapter
-from quire.lora.peft_config import CONFIG_NAME, WEIGHTS_NAME
 from quire.lora.slots import AdapterSlots
 from quire.lora.targets import Targets
 from quire.models.base import CausalLM
 from tests.fixtures.tiny_models import oracle_of
-from tests.lora.adapters import linear_shapes, merge, table_shapes, write_adapter
+from tests.lora.adapters import extend, linear_shapes, merge, table_shapes, write_adapter
 from tests.models.harness import load_tiny, logits_of
 from tests.models.test_parity import assert_close, prompts
 
@@ -37,15 +34,6 @@ def with_slots(model_dir: Path, **args: Any) -> tuple[CausalLM, Targets, Adapter
 
 def read(directory: Path, targets: Targets) -> Adapter:
     return read_adapter(directory, targets, 16, torch.float32, max_rows=LIMIT)
-
-
-def rewrite(directory: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
-    """Let an adapter have these, too."""
-    own = {f"base_model.model.{name}": tensor.clone() for name, tensor in tensors.items()}
-    save_file(load_file(directory / WEIGHTS_NAME) | own, directory / WEIGHTS_NAME)
-    values = json.loads((directory / CONFIG_NAME).read_text()) | config
-    (directory / CONFIG_NAME).write_text(json.dumps(values))
-    return directory
 
 
 def changed(table: Tensor, seed: int = 0) -> Tensor:
@@ -71,11 +59,11 @@ def prepared(kind: str, directory: Path, oracle: Any) -> None:
     rows, other = changed(table.weight), changed(outputs.weight, 1)
     if kind == "trained tokens":
         tensors = {f"{embedding}.token_adapter.trainable_tokens_delta": rows[TOKENS]}
-        rewrite(directory, tensors, trainable_token_indices=TOKENS)
+        extend(directory, tensors, trainable_token_indices=TOKENS)
     elif kind == "saved modules":
-        rewrite(directory, {f"{embedding}.weight": rows, f"{head}.weight": other}, modules_to_save=["all"])
+        extend(directory, {f"{embedding}.weight": rows, f"{head}.weight": other}, modules_to_save=["all"])
     else:
-        rewrite(directory, {f"{embedding}.base_layer.weight": rows})
+        extend(directory, {f"{embedding}.base_layer.weight": rows})
     table.weight = torch.nn.Parameter(rows)
     if kind == "saved modules":
         outputs.weight = torch.nn.Parameter(other)
@@ -119,7 +107,7 @@ def test_a_slot_forgets_rows_and_no_neighbour_sees_them(
     rows = oracle.get_input_embeddings().weight[:1] + 1.0
     trained = "model.embed_tokens.token_adapter.trainable_tokens_delta"
     head = "lm_head.token_adapter.trainable_tokens_delta"
-    rewrite(few, {trained: rows, head: rows}, trainable_token_indices={"embed_tokens": [7], "lm_head": [5]})
+    extend(few, {trained: rows, head: rows}, trainable_token_indices={"embed_tokens": [7], "lm_head": [5]})
     prepared("saved modules", many, oracle)
     slots.put(0, read(few, targets))
     slots.put(2, read(many, targets))
@@ -143,7 +131,7 @@ def test_only_rows_that_are_not_the_models_count(
     embedding, head = modules_of(oracle)
     adapter = write_adapter(tmp_path, {})
     tables = {f"{embedding}.weight": oracle.get_input_embeddings().weight}
-    rewrite(adapter, tables | {f"{head}.weight": changed(oracle.get_output_embeddings().weight)})
+    extend(adapter, tables | {f"{head}.weight": changed(oracle.get_output_embeddings().weight)})
     dtype = torch.bfloat16 if "dtype" in options else torch.float32
     (own,) = read_adapter(adapter, targets, 16, dtype, max_rows=LIMIT).rows.values()
     assert own.tokens.tolist() == sorted(TOKENS)
@@ -151,18 +139,25 @@ def test_only_rows_that_are_not_the_models_count(
 
 def test_limits_are_named(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     _, targets, _ = with_slots(tiny_model("llama"))
-    table = oracle_of(tiny_model("llama")).get_input_embeddings().weight.detach()
+    oracle = oracle_of(tiny_model("llama"))
+    table, head = oracle.get_input_embeddings().weight.detach(), oracle.get_output_embeddings().weight
     adapter = write_adapter(tmp_path, {})
     name = "model.embed_tokens.weight"
-    rewrite(adapter, {name: table + 1.0})
+    extend(adapter, {name: table + 1.0})
     with pytest.raises(
         ModelLoadError, match=f"has rows for {len(table)} tokens .* --lora-extra-vocab-size is 6"
     ):
         read(adapter, targets)
-    rewrite(adapter, {name: torch.cat((table, table[:2]))})
+    extend(adapter, {name: torch.cat((table, table[:2]))})
     with pytest.raises(ModelLoadError, match=r"has shape \[266, 64\]; the model's layer implies \[264, 64\]"):
         read(adapter, targets)
+    dora = extend(
+        write_adapter(tmp_path / "dora", {"lm_head": (264, 64)}, use_dora=True),
+        {"lm_head.weight": changed(head)},
+    )
+    with pytest.raises(ModelLoadError, match=r"'base_model.model.lm_head.weight' has rows .* use_dora"):
+        read(dora, targets)
     rows = "model.embed_tokens.token_adapter.trainable_tokens_delta"
-    rewrite(adapter, {name: table, rows: table[:1]}, trainable_token_indices=[264])
+    extend(adapter, {name: table, rows: table[:1]}, trainable_token_indices=[264])
     with pytest.raises(ModelLoadError, match=r"is for token 264 .*, and the model has 264"):
         read(adapter, targets)
