@@ -21,6 +21,13 @@ class LoRAConfig(Config):
         None, "Adapters kept in the host's memory, at least --max-loras. Default: as many as that.", ge=1
     )
 
+    lora_extra_vocab_size: int = option(
+        256,
+        "Tokens of which an adapter may have rows of its own in the embedding, and in the head; 0: none.",
+        ge=0,
+        le=4096,
+    )
+
     @property
     def num_kept(self) -> int:
         """Adapters in the host's memory."""

@@ -13,10 +13,13 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels import ops
+from quire.kernels.lora import LoraStacks
 from quire.layers.base import Layer, Module, activation_dtype, model_dtype, parameter
 from quire.layers.matrix import MatrixLayer
+from quire.layers.own_rows import OwnOutputs, OwnRows
 from quire.layers.shard import Span
 from quire.layers.slot import Slot
+from quire.layers.table_adapters import TableAdapters
 
 
 class VocabEmbedding(MatrixLayer):
@@ -26,6 +29,9 @@ class VocabEmbedding(MatrixLayer):
     packed like a linear layer's weight, and looked up in that form too: there is one copy. A head may have a `bias`;
     with `unit_rows` its rows are divided by their lengths. Looked-up rows are of `out_dtype`. It is cut by tokens.
     """
+
+    takes_adapters = True
+    """Whether whoever calls it says whose the tokens are."""
 
     def __init__(
         self,
@@ -53,16 +59,46 @@ class VocabEmbedding(MatrixLayer):
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
         self.out_dtype = out_dtype
         self.unit_rows = unit_rows
+        self.table_adapters: TableAdapters | None = None
+        """Of looked-up rows; None: the engine serves no adapters."""
+        self.adapters: LoraStacks | None = None
+        """Of the product, as those of `Linear`."""
+        self.own_rows: OwnRows | None = None
+        self.own_outputs: OwnOutputs | None = None
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Ids [T] in [0, V) -> their rows [T, H]; rows [T, H] of `out_dtype`, made elsewhere, are taken as they are."""
+    def forward(self, inputs: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+        """Ids [T] in [0, V) -> their rows [T, H]; rows [T, H] of `out_dtype`, made elsewhere, are taken as they are.
+
+        adapter_rows [T]: see `StepContext`.
+        """
         if inputs.is_floating_point():
             return inputs
-        rows = self._rows(inputs).to(self.out_dtype)
+        rows = self.looked_up(inputs).to(self.out_dtype)
+        if adapter_rows is not None:
+            rows = self._adapted(rows, inputs, adapter_rows)
         return rows if self.scale is None else rows * self.scale
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H] -> float32 [N, V]."""
+    def _adapted(self, rows: Tensor, ids: Tensor, adapter_rows: Tensor) -> Tensor:
+        if self.own_rows is not None:
+            rows = self.own_rows.replace(rows, ids, adapter_rows)
+        if self.table_adapters is not None:
+            self.table_adapters.add(rows, ids, adapter_rows)
+        return rows
+
+    def logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+        """hidden [N, H] -> float32 [N, V]; adapter_rows [N] has the adapter of each, as in `StepContext`."""
+        logits = self._product(hidden)
+        if adapter_rows is not None:
+            self._adapt_logits(logits, hidden.to(logits.dtype), adapter_rows)
+        return logits
+
+    def _adapt_logits(self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor) -> None:
+        if self.own_outputs is not None:
+            self.own_outputs.replace(logits, hidden, adapter_rows, self.bias)
+        if self.adapters is not None:
+            ops.lora_linear(logits, hidden, adapter_rows, self.adapters)
+
+    def _product(self, hidden: Tensor) -> Tensor:
         if self.packed is not None:
             return ops.packed_linear(hidden, self.packed, self.bias).float()
         assert self.weight is not None
@@ -75,7 +111,8 @@ class VocabEmbedding(MatrixLayer):
     def rearranged(self, weight: Tensor) -> Tensor:
         return F.normalize(weight.float()).to(weight.dtype) if self.unit_rows else weight
 
-    def _rows(self, ids: Tensor) -> Tensor:
+    def looked_up(self, ids: Tensor) -> Tensor:
+        """Rows [T, H] of the table as it is kept, for ids [T] in [0, V)."""
         if self.packed is not None:
             return ops.packed_embedding(ids, self.packed)
         assert self.weight is not None

@@ -127,14 +127,17 @@ class Table(Float):
 
 
 class Int8(QuantMethod):
-    """Floats, rounded to 8 bits while they are loaded, with a scale per output."""
+    """Floats, rounded to 8 bits while they are loaded, with a scale per output, or per output and group of inputs."""
 
     name = "int8"
-    spans_rows = True
+
+    def __init__(self, scheme: WeightScheme = FLOAT) -> None:
+        super().__init__(scheme)
+        self.spans_rows = not scheme.group_size
 
     @property
     def input_unit(self) -> int:
-        return CHUNK
+        return max(CHUNK, self.scheme.group_size)
 
 
 class Int4(QuantMethod):

@@ -15,8 +15,10 @@ from torch import Tensor
 from quire.errors import ModelLoadError
 from quire.kernels import reference
 from quire.kernels.lora import LoraStacks
+from quire.layers.own_rows import TokenRows
 from quire.layers.slot import length
 from quire.lora.modules import AdaptedModule, Kind, adapted_modules
+from quire.lora.own_rows import read_own_rows
 from quire.lora.peft_config import WEIGHTS_NAME, read_peft_config
 from quire.lora.targets import Place, Targets
 from quire.models.safetensors_file import SafetensorsFile
@@ -31,18 +33,24 @@ class Adapter:
     """One adapter on the host: by the index of each layer that it changes, stacks with a single slot."""
 
     layers: Mapping[int, LoraStacks]
+    rows: Mapping[int, TokenRows]
+    """By the index of each table, rows in place of its own."""
 
     @property
     def nbytes(self) -> int:
         """Memory of its weights."""
-        return sum(stacks.nbytes for stacks in self.layers.values())
+        return sum(part.nbytes for part in (*self.layers.values(), *self.rows.values()))
 
 
-def read_adapter(directory: Path, targets: Targets, max_rank: int, dtype: torch.dtype) -> Adapter:
+def read_adapter(
+    directory: Path, targets: Targets, max_rank: int, dtype: torch.dtype, *, max_rows: int = 0
+) -> Adapter:
     """The adapter of a directory, for the model that has these targets, its weights rounded to `dtype`.
 
+    It may have `max_rows` rows of its own in a table.
+
     Raises:
-        ModelLoadError: a file is missing or corrupt, or a tensor does not fit the model or the largest rank.
+        ModelLoadError: a file is missing or corrupt, or a tensor does not fit the model or these limits.
         UnsupportedModelError: the config asks for what quire does not do.
     """
     config = read_peft_config(directory)
@@ -50,10 +58,11 @@ def read_adapter(directory: Path, targets: Targets, max_rank: int, dtype: torch.
     modules = adapted_modules(file, config, targets, max_rank)
     by_layer: dict[int, list[AdaptedModule]] = {}
     for module in modules:
-        for index in dict.fromkeys(place.layer for place in module.target.places):
+        for index in dict.fromkeys(place.layer for place in module.target.places if module.of_layers):
             by_layer.setdefault(index, []).append(module)
     return Adapter(
-        {index: _LayerReader(file, targets, index).stacks(found, dtype) for index, found in by_layer.items()}
+        {index: _LayerReader(file, targets, index).stacks(found, dtype) for index, found in by_layer.items()},
+        read_own_rows(file, modules, targets, max_rows, dtype),
     )
 
 
@@ -74,17 +83,17 @@ class _LayerReader:
     def __init__(self, file: SafetensorsFile, targets: Targets, index: int) -> None:
         self._file = file
         self._index = index
-        self._layer = targets.layers[index].layer
-        self._parts = targets.layers[index].parts
+        self._own = targets.layers[index]
+        self._layer = self._own.layer
         self._weight: Tensor | None = None
 
     def stacks(self, modules: Sequence[AdaptedModule], dtype: torch.dtype) -> LoraStacks:
         """A slot that is full."""
-        rank, inputs = max(module.rank for module in modules), length(self._layer.columns)
-        stacks = LoraStacks.empty(1, self._parts, inputs, rank, dtype, torch.device("cpu"))
+        rank, inputs = max(module.rank for module in modules), length(self._own.columns)
+        stacks = LoraStacks.empty(1, self._own.parts, inputs, rank, dtype, torch.device("cpu"))
         stacks.factors.fill_(1.0)
         for module in modules:
-            tensors = {kind: self._file.tensor(info).float() for kind, info in module.tensors.items()}
+            tensors = {kind: self._file.tensor(info).float() for kind, info in module.of_layers.items()}
             for place in module.target.places:
                 if place.layer == self._index:
                     self._fill(stacks, place, module, tensors)
@@ -103,7 +112,7 @@ class _LayerReader:
                 own = tensors["magnitude"][rows] / lengths
                 offsets = offsets + (1 - own) * self._own_bias(place)
                 factors, b = own, b * own[:, None]
-            stacks.a[0, part, :, :rank] = a[:, self._layer.columns].t()
+            stacks.a[0, part, :, :rank] = a[:, self._own.columns].t()
             stacks.b[0, :rank, here] = b.t()
             stacks.scales[0, part] = module.scale
             stacks.ranks[0, part] = rank

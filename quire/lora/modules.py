@@ -6,7 +6,7 @@ what does not is named, with its file, its tensor and the limit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,38 +17,50 @@ from quire.lora.targets import Target, Targets
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorInfo
 
-Kind = Literal["a", "b", "magnitude", "expand_bias", "bias"]
+Kind = Literal["a", "b", "magnitude", "expand_bias", "bias", "base_table", "table", "rows"]
 """A module's tensors: the product b @ a, [outputs, r] and [r, inputs]; and, of [outputs] each, the lengths of the rows
 of weight and product together (S. Liu et al., 2024, arXiv:2402.09353), a bias of b, and one in place of the module's
-own."""
+own. Of an embedding or the head, [V, H]: what the model had, and what was trained; and the rows of some tokens."""
+TABLES: tuple[Kind, ...] = ("base_table", "table", "rows")
+"""Those of embeddings and the head; what comes later counts, where two have a row."""
 
 _PREFIX = "base_model.model."
 _ENDS: Mapping[str, Kind] = {
     ".lora_A.weight": "a",
     ".lora_B.weight": "b",
+    ".lora_embedding_A": "a",
+    ".lora_embedding_B": "b",
     ".lora_magnitude_vector": "magnitude",
     ".lora_magnitude_vector.weight": "magnitude",
     ".lora_B.bias": "expand_bias",
     ".base_layer.bias": "bias",
     ".bias": "bias",
+    ".token_adapter.trainable_tokens_delta": "rows",
+    ".token_adapter.base_layer.weight": "base_table",
+    ".base_layer.weight": "base_table",
+    ".weight": "table",
 }
 """Ends of tensors' names; the first that fits counts."""
-_REFUSED = {
-    ".lora_embedding_A": "adapters of embeddings are not supported",
-    ".lora_embedding_B": "adapters of embeddings are not supported",
-}
-"""Ends of tensors' names, and what to say of them."""
+_OF_TABLES = (".lora_embedding_A", ".lora_embedding_B")
+"""Ends of the names of tensors of modules whose inputs are tokens, and of no others."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModule:
-    """What the file has of a module: a product of a rank, which is scaled, biases, or both."""
+    """What the file has of a module: a product of a rank, which is scaled, biases, rows of tokens, or some of these."""
 
     target: Target
     tensors: Mapping[Kind, TensorInfo]
     rank: int
     """0: it has no product."""
     scale: float
+    tokens: tuple[int, ...] = ()
+    """Those whose rows it has."""
+
+    @property
+    def of_layers(self) -> Mapping[Kind, TensorInfo]:
+        """The tensors of what is added to what layers make."""
+        return {kind: info for kind, info in self.tensors.items() if kind not in TABLES}
 
 
 def adapted_modules(
@@ -62,7 +74,10 @@ def adapted_modules(
     modules: dict[str, dict[Kind, TensorInfo]] = {}
     for info in file.tensors.values():
         name, kind = _module_of(file, info)
-        modules.setdefault(targets.name_of(name), {})[kind] = info
+        own = modules.setdefault(targets.name_of(name), {})
+        if kind in own:
+            raise wrong(file, info, f"says again what {own[kind].name!r} says")
+        own[kind] = info
     if not modules:
         raise ModelLoadError(f"{file.path}: there is no tensor in it")
     return [
@@ -72,17 +87,11 @@ def adapted_modules(
 
 def _module_of(file: SafetensorsFile, info: TensorInfo) -> tuple[str, Kind]:
     """The module that a tensor is for, and what it is of it."""
-    for end, problem in _REFUSED.items():
-        if end in info.name:
-            raise wrong(file, info, f"cannot be used: {problem}")
     for end, kind in _ENDS.items():
         if info.name.startswith(_PREFIX) and info.name.endswith(end):
             return info.name.removeprefix(_PREFIX).removesuffix(end), kind
     raise wrong(
-        file,
-        info,
-        f"is neither {_PREFIX}<module>.lora_A.weight nor .lora_B.weight: whole modules (modules_to_save) are not"
-        " supported",
+        file, info, f"is neither {_PREFIX}<module>.lora_A.weight nor what else quire knows of adapters"
     )
 
 
@@ -101,33 +110,49 @@ class _Checked:
         target = self._target()
         self._check_partners()
         rank = next(iter(self.tensors["a"].shape), 0) if "a" in self.tensors else 0
-        shapes: dict[Kind, tuple[int, ...]] = {"a": (rank, target.inputs), "b": (target.outputs, rank)}
+        tokens = self.config.trained_tokens(self.name) if "rows" in self.tensors else ()
+        shapes = _shapes(target, rank, len(tokens))
         for kind, info in self.tensors.items():
             self._check_tensor(info, shapes.get(kind, (target.outputs,)))
         if rank:
             self._check_rank(rank, max_rank)
+        if "rows" in self.tensors:
+            self._check_tokens(tokens, target)
         scale = self.config.scale_of(self.name, rank) if rank else 0.0
-        return AdaptedModule(target, self.tensors, rank, scale)
+        return AdaptedModule(target, self.tensors, rank, scale, tokens)
 
     def _target(self) -> Target:
         target = self.targets.modules.get(self.name)
         if target is None:
-            problem = f"is for {self.name}, which is no linear layer of the model that adapters can change"
+            problem = f"is for {self.name}, which is no layer of the model that adapters can change"
             raise wrong(self.file, next(iter(self.tensors.values())), problem)
         if "bias" in self.tensors and not self.targets.has_bias(target):
             raise wrong(self.file, self.tensors["bias"], "is a bias, and the model's layer has none")
+        self._check_kind(target)
         return target
+
+    def _check_kind(self, target: Target) -> None:
+        """Tables have tensors of their own, and lengths of their columns nobody here knows."""
+        for kind, info in self.tensors.items():
+            if kind not in TABLES and info.name.endswith(_OF_TABLES) != target.is_table:
+                what = "an embedding" if target.is_table else "no embedding"
+                raise wrong(self.file, info, f"is for {self.name}, which is {what}")
+            if kind not in TABLES and target.is_table and self.config.is_dora:
+                raise wrong(self.file, info, "is of an embedding, for which use_dora is not supported")
+            if kind in TABLES and not target.has_rows:
+                problem = f"is a whole weight, and {self.name} is neither embedding nor head"
+                raise wrong(self.file, info, problem)
 
     def _check_partners(self) -> None:
         """All tensors of a product are there, or none of them; that of DoRA where the config says so."""
-        product = {kind: info for kind, info in self.tensors.items() if kind != "bias"}
+        product = {kind: info for kind, info in self.tensors.items() if kind not in ("bias", *TABLES)}
         needs: list[Kind] = ["a", "b", "magnitude"] if self.config.is_dora else ["a", "b"]
         for kind in needs if product else ():
             if kind not in product:
-                end = next(end for end, other in _ENDS.items() if other == kind)
-                raise wrong(
-                    self.file, next(iter(product.values())), f"is there without {_PREFIX}{self.name}{end}"
-                )
+                info = next(iter(product.values()))
+                ends = [end for end, other in _ENDS.items() if other == kind]
+                end = ends[-1] if info.name.endswith(_OF_TABLES) else ends[0]
+                raise wrong(self.file, info, f"is there without {_PREFIX}{self.name}{end}")
         if "magnitude" in product and not self.config.is_dora:
             raise wrong(
                 self.file, product["magnitude"], f"is DoRA's, and {self.config.where} says no use_dora"
@@ -142,6 +167,13 @@ class _Checked:
         if rank != said:
             raise wrong(self.file, self.tensors["a"], f"has rank {rank}, {self.config.where} says {said}")
 
+    def _check_tokens(self, tokens: Sequence[int], target: Target) -> None:
+        most = target.inputs if target.is_table else target.outputs
+        outside = [token for token in tokens if token >= most]
+        if outside:
+            problem = f"is for token {outside[0]} ({self.config.where}), and the model has {most}"
+            raise wrong(self.file, self.tensors["rows"], problem)
+
     def _check_tensor(self, info: TensorInfo, shape: tuple[int, ...]) -> None:
         if info.dtype not in FLOATS:
             dtype = str(info.dtype).removeprefix("torch.")
@@ -150,6 +182,18 @@ class _Checked:
             raise wrong(
                 self.file, info, f"has shape {list(info.shape)}; the model's layer implies {list(shape)}"
             )
+
+
+def _shapes(target: Target, rank: int, num_tokens: int) -> dict[Kind, tuple[int, ...]]:
+    """Of all tensors but those of [outputs]."""
+    table, size = (target.outputs, target.inputs)[:: -1 if target.is_table else 1]
+    return {
+        "a": (rank, target.inputs),
+        "b": (target.outputs, rank),
+        "base_table": (table, size),
+        "table": (table, size),
+        "rows": (num_tokens, size),
+    }
 
 
 def wrong(file: SafetensorsFile, info: TensorInfo, problem: str) -> ModelLoadError:

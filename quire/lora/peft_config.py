@@ -20,10 +20,10 @@ MAX_FILE_RANK = 4096
 
 _OF_TRAINING = frozenset(
     {
-        "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+        "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config",
         "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform",
-        "loftq_config", "lora_bias", "lora_dropout", "megatron_config", "megatron_core", "peft_version",
-        "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+        "loftq_config", "lora_bias", "lora_dropout", "megatron_config", "megatron_core", "modules_to_save",
+        "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
     }
 )  # fmt: skip
 """Keys that say how an adapter was trained, or where; what is adapted, its tensors say."""
@@ -44,7 +44,14 @@ class PeftConfig:
     """Whether ranks divide by their root (D. Kalajdzievski, 2023, arXiv:2312.03732)."""
     is_dora: bool
     """Whether products change directions only, and lengths are given (S. Liu et al., 2024, arXiv:2402.09353)."""
+    tokens: Mapping[str, tuple[int, ...]]
+    """Those of which rows were trained, by the ends of modules' names; "": of the embedding."""
     where: str
+
+    def trained_tokens(self, module: str) -> tuple[int, ...]:
+        """Whose rows the file has of a module, in their order."""
+        ends = (end for end in self.tokens if not end or f".{module}".endswith(f".{end}"))
+        return next((self.tokens[end] for end in ends), ())
 
     def rank_of(self, module: str) -> int:
         """The rank that the config gives a module."""
@@ -77,11 +84,23 @@ def read_peft_config(directory: Path) -> PeftConfig:
         alphas={key: values.child("alpha_pattern").number(key) for key in _patterns(values, "alpha_pattern")},
         is_stabilized=values.flag("use_rslora", False),
         is_dora=values.flag("use_dora", False),
+        tokens=_trained_tokens(values),
         where=values.where,
     )
     for key in sorted(values.values.keys() - values.asked - _OF_TRAINING):
         values.only(key, False, [], {})
     return config
+
+
+def _trained_tokens(values: JsonObject) -> dict[str, tuple[int, ...]]:
+    """`trainable_token_indices`: a list, or one for each of some modules."""
+    found = values.get("trainable_token_indices")
+    lists = {"": found} if isinstance(found, list) else values.child("trainable_token_indices").values
+    for tokens in lists.values():
+        is_list = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
+        if not is_list or len({*tokens}) < len(tokens):
+            raise values.wrong("trainable_token_indices", "lists of different token ids")
+    return {end: tuple(tokens) for end, tokens in lists.items()}
 
 
 def _patterns(values: JsonObject, key: str) -> list[str]:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.kernels import ops
 from quire.kernels.lora import LoraStacks
+from quire.layers.own_rows import OwnOutputs, OwnRows
+from quire.layers.slot import length
 from quire.lora.checkpoint import Adapter
 from quire.lora.targets import Targets
 
@@ -26,6 +27,7 @@ class AdapterSlots:
         max_rank: the largest rank that they may have.
         dtype: of their weights.
         upload: brings a tensor of the host to the device, in the order of the device's work.
+        max_rows: rows of its own that an adapter may have in each table.
     """
 
     def __init__(
@@ -36,18 +38,25 @@ class AdapterSlots:
         dtype: torch.dtype,
         device: torch.device,
         upload: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        *,
+        max_rows: int = 0,
     ) -> None:
         self._upload = upload
+        self._layers = targets.layers
         self._stacks: list[LoraStacks] = []
-        for own in targets.layers:
-            inputs = own.layer.columns.stop - own.layer.columns.start
+        self._rows: dict[int, OwnRows | OwnOutputs] = {}
+        for index, own in enumerate(self._layers):
+            inputs = length(own.columns)
             stacks = LoraStacks.empty(num_slots, own.parts, inputs, max_rank, dtype, device)
-            own.layer.adapters = stacks
+            own.give(stacks)
             self._stacks.append(stacks)
+            rows = own.give_rows(num_slots, max_rows, dtype, device) if max_rows else None
+            if rows is not None:
+                self._rows[index] = rows
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Let a slot be this adapter; whatever it was before is forgotten."""
-        for index, stacks in enumerate(self._stacks):
+        for index, (own, stacks) in enumerate(zip(self._layers, self._stacks, strict=True)):
             source = adapter.layers.get(index)
             if source is None:
                 stacks.ranks[slot] = 0
@@ -55,6 +64,8 @@ class AdapterSlots:
                 continue
             rank = source.b.shape[1]
             stacks.a[slot, ..., :rank] = self._upload(source.a[0])
+            if own.is_table:  # all ranks of a row are looked up, and what is no number would spread
+                stacks.a[slot, ..., rank:] = 0.0
             stacks.b[slot, :rank] = self._upload(source.b[0])
             stacks.scales[slot] = self._upload(source.scales[0])
             stacks.ranks[slot] = self._upload(source.ranks[0])
@@ -62,16 +73,18 @@ class AdapterSlots:
             if source.affine.any():
                 stacks.factors[slot] = self._upload(source.factors[0])
                 stacks.offsets[slot] = self._upload(source.offsets[0])
+        for index, rows in self._rows.items():
+            rows.put(slot, adapter.rows.get(index), self._upload)
 
     def launch(self) -> None:
         """Launch each layer's kernel over a row without an adapter, so that it is compiled, where kernels are."""
-        for stacks in self._stacks:
-            inputs = stacks.a.shape[2]
+        for own, stacks in zip(self._layers, self._stacks, strict=True):
             row = torch.full((1,), -1, dtype=torch.int32, device=stacks.a.device)
-            x, out = stacks.a.new_zeros(1, inputs), stacks.b.new_zeros(1, stacks.b.shape[-1])
-            ops.lora_linear(out, x, row, stacks)
+            own.launch(stacks, row)
+        for rows in self._rows.values():
+            rows.launch(row)
 
     @property
     def nbytes(self) -> int:
         """Memory of all slots."""
-        return sum(stacks.nbytes for stacks in self._stacks)
+        return sum(part.nbytes for part in (*self._stacks, *self._rows.values()))

@@ -39,10 +39,12 @@ class AdapterStore:
     Args:
         max_rank: the largest that they may have.
         dtype: of their weights.
+        max_rows: rows of its own that one may have in each table.
     """
 
-    def __init__(self, max_rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, max_rank: int, dtype: torch.dtype, *, max_rows: int) -> None:
         self._max_rank = max_rank
+        self._max_rows = max_rows
         self._dtype = dtype
         self._targets: Targets | None = None
         self._kept: dict[str, Adapter] = {}
@@ -76,7 +78,9 @@ class AdapterStore:
         assert self._targets is not None, "the model is loaded first"
         directory = directory_of(request.lora_path)
         try:
-            adapter = read_adapter(directory, self._targets, self._max_rank, self._dtype)
+            adapter = read_adapter(
+                directory, self._targets, self._max_rank, self._dtype, max_rows=self._max_rows
+            )
         except StartupError as error:
             problem = str(error).replace(f"{directory}/", "")  # where it lies is for the operator alone
         except Exception:  # costs those who want this adapter, and no core

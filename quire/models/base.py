@@ -48,10 +48,10 @@ class CausalLM(Module):
         """
         raise NotImplementedError
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H] -> float32 logits [N, V]."""
+    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+        """hidden [N, H] -> float32 logits [N, V]; adapter_rows [N] has the adapter of each, as in `StepContext`."""
         assert self.lm_head is not None, "a model that is pooled has no logits"
-        return self.lm_head.logits(hidden)
+        return self.lm_head.logits(hidden, adapter_rows)
 
     def pool_head(self) -> Module | None:
         """What the model itself has behind pooled vectors, if anything: float32 [N, H] -> [N, size]."""

@@ -55,14 +55,14 @@ class Decoder(Module):
         self.norm = block_norm(config, f"{prefix}.norm")
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        x, residual = self._embedded(inputs, positions), None
+        x, residual = self._embedded(inputs, positions, step), None
         for layer in self.layers:
             x, residual = layer(x, residual, positions, step)
         hidden, _ = self.norm.add(x, residual)
         return hidden
 
-    def _embedded(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        x = self.embed_tokens(inputs)
+    def _embedded(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        x: Tensor = self.embed_tokens(inputs, step.adapter_rows)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         return x if self.embed_norm is None else self.embed_norm(x)
@@ -107,8 +107,8 @@ class DecoderForCausalLM(CausalLM):
         hidden: Tensor = self.model(inputs, positions, step)
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        arch, logits = self.config.arch, super().compute_logits(hidden)
+    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+        arch, logits = self.config.arch, super().compute_logits(hidden, adapter_rows)
         if arch.logits_multiplier != 1.0:
             logits = logits * arch.logits_multiplier
         cap = arch.final_logit_softcap

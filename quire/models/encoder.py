@@ -77,7 +77,7 @@ class Encoder(Module):
         return hidden
 
     def _embedded(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        x: Tensor = self.embed_tokens(inputs)
+        x: Tensor = self.embed_tokens(inputs, step.adapter_rows)
         if self.embed_token_types is not None:
             x = x + self.embed_token_types(step.token_types)
         if self.embed_positions is not None:

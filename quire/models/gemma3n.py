@@ -128,7 +128,8 @@ class TokenRows(Module):
         if inputs.is_floating_point():
             return rows
         known = torch.where(inputs < self.vocab_size, inputs, 0)
-        return (rows + self.embed_tokens_per_layer(known).view(rows.shape)) * math.sqrt(0.5)
+        own = self.embed_tokens_per_layer(known, step.adapter_rows)
+        return (rows + own.view(rows.shape)) * math.sqrt(0.5)
 
 
 class Gemma3nDecoder(Module):
@@ -168,7 +169,7 @@ class Gemma3nDecoder(Module):
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """As `CausalLM.forward`."""
-        x = self.embed_tokens(inputs)
+        x = self.embed_tokens(inputs, step.adapter_rows)
         told = self.token_rows(inputs, x, step)
         made = [_as_strong(project(x, step), x) for project in self.altup_projections]
         streams = torch.stack((x, *made))

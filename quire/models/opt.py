@@ -92,7 +92,9 @@ class OPTDecoder(Module):
         self.final_layer_norm = norm if arch.final_norm else nn.Identity()
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        x = self.project_in(self.embed_tokens(inputs), step) + self.embed_positions(positions)
+        x = self.project_in(self.embed_tokens(inputs, step.adapter_rows), step) + self.embed_positions(
+            positions
+        )
         for layer in self.layers:
             x = layer(x, positions, step)
         return self.project_out(self.final_layer_norm(x), step)

@@ -95,7 +95,7 @@ class Zamba2Decoder(Module):
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """As `CausalLM.forward`."""
-        x = embedded = self.embed_tokens(inputs)
+        x = embedded = self.embed_tokens(inputs, step.adapter_rows)
         for layer in self.layers:
             x = layer(x, embedded, positions, step)
         return self.final_layernorm(x)

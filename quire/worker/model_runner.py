@@ -166,7 +166,7 @@ class ModelRunner:
         if self._draft is not None:
             self._draft.follow(inputs)
         forwarded = self._transfers.mark()
-        prompts = self._prompt_logprobs.compute(inputs.layout, hidden)
+        prompts = self._prompt_logprobs.compute(inputs.layout, hidden, inputs.step.adapter_rows)
         pooled = self._pooler.compute(inputs.layout, hidden)
         sampled = self._sample(inputs, hidden, scheduled)
         marks = Marks(started, forwarded, self._transfers.mark())
@@ -258,15 +258,20 @@ class ModelRunner:
         return SampledTokens(layout.sampling, downloaded, self.batch.places(samples), drafts)
 
     def _sample_part(self, inputs: StepInputs, hidden: Tensor, samples: Samples, part: slice) -> Sampled:
-        layout = inputs.layout
-        if layout.is_all_sampled:  # then nothing has to be gathered
-            last = hidden[: layout.num_tokens][part]
-        else:
-            last = hidden.index_select(0, inputs.logits_indices[part])
-        logits = self._model.compute_logits(last).contiguous()
+        adapter_rows = inputs.step.adapter_rows
+        adapters = None if adapter_rows is None else _of_samples(inputs, adapter_rows, part)
+        logits = self._model.compute_logits(_of_samples(inputs, hidden, part), adapters).contiguous()
         if logits.shape[1] != self._vocab_size:
             raise EngineError(f"the model gave {logits.shape[1]} logits for {self._vocab_size} tokens")
         return self._sampler.sample(logits, self._sampler.stage(samples.part(part)))
 
     def _slices(self, count: int) -> Iterator[slice]:
         return (slice(i, i + self._slice_size) for i in range(0, count, self._slice_size))
+
+
+def _of_samples(inputs: StepInputs, of_tokens: Tensor, part: slice) -> Tensor:
+    """Of what has a row for each token, the rows behind which some of the samples are taken."""
+    layout = inputs.layout
+    if layout.is_all_sampled:  # then nothing has to be gathered
+        return of_tokens[: layout.num_tokens][part]
+    return of_tokens.index_select(0, inputs.logits_indices[part])

@@ -21,8 +21,8 @@ class LanguageModel(Protocol):
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Ids and positions [T] int64 -> hidden states [T, H]."""
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, H] -> [N, V] float32, a tensor the caller may change."""
+    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+        """[N, H], and perhaps the adapter of each [N], -> [N, V] float32, a tensor the caller may change."""
 
     def apply_heads(self, pooled: Tensor, task: str) -> Tensor:
         """Of a model that is pooled, for a task: float32 [N, H] -> [N, size]."""

@@ -53,7 +53,7 @@ class PromptLogprobs:
     """The rows that want prompt logprobs, and how to compute a step's share of them.
 
     Args:
-        compute_logits: hidden [N, H] -> logits [N, V] float32.
+        compute_logits: hidden [N, H] and the adapter of each [N], or None, -> logits [N, V] float32.
         slice_size: positions whose logits may exist at once.
         mode: whether logprobs or logits are reported; nothing is chosen here, so there is nothing to process.
     """
@@ -61,7 +61,7 @@ class PromptLogprobs:
     def __init__(
         self,
         batch: InputBatch,
-        compute_logits: Callable[[Tensor], Tensor],
+        compute_logits: Callable[[Tensor, Tensor | None], Tensor],
         slice_size: int,
         transfers: Transfers,
         mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
@@ -82,12 +82,23 @@ class PromptLogprobs:
         """Forget a row."""
         self._num_logprobs.pop(row, None)
 
-    def compute(self, layout: StepLayout, hidden: Tensor) -> list[PromptEntries]:
-        """The entries of the prompt positions of this step, on their way to the host."""
+    def compute(
+        self, layout: StepLayout, hidden: Tensor, adapter_rows: Tensor | None = None
+    ) -> list[PromptEntries]:
+        """The entries of the prompt positions of this step, on their way to the host.
+
+        adapter_rows [T]: see `StepContext`.
+        """
         if not self._num_logprobs:
             return []
         return [
-            PromptEntries(index, self._slices(hidden[hidden_rows], targets, self._num_logprobs[row]))
+            PromptEntries(
+                index,
+                [
+                    self._slice(self._logits(hidden, adapter_rows, part), some, self._num_logprobs[row])
+                    for part, some in self._parts(hidden_rows.start, targets)
+                ],
+            )
             for index, row, hidden_rows, targets in self._chunks(layout)
         ]
 
@@ -103,13 +114,17 @@ class PromptLogprobs:
                 targets = self._batch.token_ids[row, first + 1 : first + 1 + length].astype(np.int64)
                 yield index, row, slice(offset, offset + length), targets
 
-    def _slices(self, hidden: Tensor, targets: NDArray[np.int64], num_logprobs: int) -> list[_Slice]:
-        starts = range(0, len(targets), self._slice_size)
-        parts = (slice(start, start + self._slice_size) for start in starts)
-        return [self._slice(hidden[part], torch.from_numpy(targets[part]), num_logprobs) for part in parts]
+    def _parts(self, first: int, targets: NDArray[np.int64]) -> Iterator[tuple[slice, Tensor]]:
+        """Rows from `first` on whose logits may exist at once, and the tokens that they predict."""
+        for start in range(0, len(targets), self._slice_size):
+            some = targets[start : start + self._slice_size]
+            yield slice(first + start, first + start + len(some)), torch.from_numpy(some)
 
-    def _slice(self, hidden: Tensor, targets: Tensor, num_logprobs: int) -> _Slice:
-        logits, download = self._compute_logits(hidden), self._transfers.download
+    def _logits(self, hidden: Tensor, adapter_rows: Tensor | None, rows: slice) -> Tensor:
+        return self._compute_logits(hidden[rows], None if adapter_rows is None else adapter_rows[rows])
+
+    def _slice(self, logits: Tensor, targets: Tensor, num_logprobs: int) -> _Slice:
+        download = self._transfers.download
         is_bad = clear_unusable(logits)
         targets, counts = self._transfers.upload(targets), [num_logprobs] * len(logits)
         logprobs = token_logprobs(logits, targets, counts, self._mode)

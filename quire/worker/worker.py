@@ -60,7 +60,9 @@ class Worker:
         self._kv_config: KVCacheConfig | None = None
         self._parked: ParkedWeights | None = None
         self.grammars = GrammarStore(config.structured_outputs.settings)
-        self.adapters = AdapterStore(config.lora.max_lora_rank, model_dtype(config))
+        self.adapters = AdapterStore(
+            config.lora.max_lora_rank, model_dtype(config), max_rows=config.lora.lora_extra_vocab_size
+        )
         self._slots: AdapterSlots | None = None
 
     def load(self) -> None:
@@ -171,7 +173,9 @@ class Worker:
             targets, transfers = Targets(self._model), self._device.transfers
             limits = lora.max_loras, lora.max_lora_rank
             dtype, device = model_dtype(self._config), transfers.torch_device
-            self._slots = AdapterSlots(targets, *limits, dtype, device, transfers.upload)
+            self._slots = AdapterSlots(
+                targets, *limits, dtype, device, transfers.upload, max_rows=lora.lora_extra_vocab_size
+            )
             self.adapters.use_targets(targets)
 
     def _row_adapters(self) -> RowAdapters | None:

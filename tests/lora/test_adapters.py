@@ -21,7 +21,7 @@ from quire.lora.targets import Targets
 from quire.models.base import CausalLM
 from tests.fixtures.tiny_families import TINY_FAMILIES
 from tests.fixtures.tiny_models import TINY_MODELS, oracle_of
-from tests.lora.adapters import linear_shapes, merged_oracle, write_adapter
+from tests.lora.adapters import linear_shapes, merged_oracle, table_shapes, write_adapter
 from tests.models.harness import load_tiny, logits_of
 from tests.models.test_parity import assert_close, prompts
 
@@ -29,7 +29,7 @@ FAMILIES = ["llama", "qwen2", "phi3", "gemma3", "gpt2", "opt"]
 NAMED_OTHERWISE = {"nemotronh", "zamba2", "zamba2-adapted"}
 """Here transformers' modules, and so PEFT's, are not called what the checkpoint calls them: adapters are refused."""
 OTHERS = sorted((TINY_MODELS.keys() | TINY_FAMILIES.keys()) - {*FAMILIES, *NAMED_OTHERWISE, "phi3-longrope"})
-NOT_TARGETS = ("lm_head", "output", "embed_out", "router", "gate", "kv_b_proj")
+NOT_TARGETS = ("router", "gate", "kv_b_proj")
 """Ends of the names of linear modules that no adapter may change."""
 CPU = torch.device("cpu")
 
@@ -40,9 +40,10 @@ def with_slots(model_dir: Path, num_slots: int = 3, **args: Any) -> tuple[Causal
     return model, targets, AdapterSlots(targets, num_slots, 16, torch.float32, CPU)
 
 
-def target_shapes(model_dir: Path, targets: Targets) -> dict[str, tuple[int, int]]:
-    """All linear modules of transformers' model that adapters can change."""
-    shapes = linear_shapes(oracle_of(model_dir))
+def target_shapes(model_dir: Path, targets: Targets, tables: bool = True) -> dict[str, tuple[int, int]]:
+    """All modules of transformers' model that adapters can change."""
+    oracle = oracle_of(model_dir)
+    shapes = linear_shapes(oracle) | (table_shapes(oracle) if tables else {})
     return {name: shape for name, shape in shapes.items() if name in targets.modules}
 
 
@@ -59,7 +60,8 @@ def test_logits_equal_those_of_merged_weights(
 ) -> None:
     sequences = prompts((1, 5, 17))
     model, targets, slots = with_slots(tiny_model(name))
-    shapes = linear_shapes(oracle_of(tiny_model(name)))
+    oracle = oracle_of(tiny_model(name))
+    shapes = linear_shapes(oracle) | table_shapes(oracle)
     left = {module for module in shapes if module not in targets.modules}
     assert all(module.endswith(NOT_TARGETS) for module in left), left
     adapter = write_adapter(tmp_path / "a", {n: shape for n, shape in shapes.items() if n not in left})
@@ -140,7 +142,10 @@ def test_magnitudes_and_biases_equal_merged_weights(
     name: str, config: dict[str, Any], tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model, targets, slots = with_slots(tiny_model(name))
-    adapter = write_adapter(tmp_path, target_shapes(tiny_model(name), targets), **config)
+    shapes = target_shapes(tiny_model(name), targets, tables=False)
+    if "bias" in config:
+        del shapes["lm_head"]  # which has none
+    adapter = write_adapter(tmp_path, shapes, **config)
     slots.put(1, read_adapter(adapter, targets, 16, torch.float32))
     sequences = prompts((1, 9))
     expected = logits(merged_oracle(tiny_model(name), adapter), sequences)
@@ -156,11 +161,13 @@ def test_magnitudes_over_rounded_weights_are_those_of_what_they_stand_for(
 ) -> None:
     """m / |W + P| by rows times W x + P x, and the bias, layer by layer; W x is what the layer makes of it."""
     _, targets, slots = with_slots(tiny_model(name), quantization=quantization)
-    adapter = write_adapter(tmp_path, target_shapes(tiny_model(name), targets), use_dora=True)
+    shapes = linear_shapes(oracle_of(tiny_model(name)))
+    shapes = {module: shape for module, shape in shapes.items() if module != "lm_head"}
+    adapter = write_adapter(tmp_path, shapes, use_dora=True)
     slots.put(2, read_adapter(adapter, targets, 16, torch.float32))
     tensors = load_file(adapter / "adapter_model.safetensors")
     torch.manual_seed(0)
-    for module, target in targets.modules.items():
+    for module, target in ((module, targets.modules[module]) for module in shapes):
         a, b, m = (
             tensors[f"base_model.model.{module}.{end}"]
             for end in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
@@ -184,7 +191,8 @@ def test_a_slot_forgets_what_it_was(tiny_model: Callable[[str], Path], tmp_path:
     some = {name: shape for name, shape in shapes.items() if name.endswith(("q_proj", "up_proj"))}
     large = read_adapter(write_adapter(tmp_path / "large", shapes, rank=16), targets, 16, torch.float32)
     small = read_adapter(write_adapter(tmp_path / "small", some, rank=2, seed=1), targets, 16, torch.float32)
-    dora = write_adapter(tmp_path / "dora", shapes, use_dora=True)
+    linear = target_shapes(tiny_model("llama"), targets, tables=False)
+    dora = write_adapter(tmp_path / "dora", linear, use_dora=True)
     sequences = prompts((7,))
     slots.put(0, small)
     fresh = logits_of(model, sequences, chunk_sizes=[4], adapters=[0])[0]

@@ -22,6 +22,7 @@ from tests.models.harness import load_tiny
 
 Q = "model.layers.0.self_attn.q_proj"
 A, B = f"base_model.model.{Q}.lora_A.weight", f"base_model.model.{Q}.lora_B.weight"
+TABLE = "base_model.model.model.embed_tokens"
 SHAPES = {Q: (64, 64), "model.layers.1.mlp.up_proj": (96, 64)}
 
 
@@ -49,7 +50,12 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path
         ({"peft_type": "IA3"}, 'peft_type = "IA3" is not supported; it must be one of LORA'),
         ({"bias": "some"}, 'bias = "some" is not supported'),
         ({"use_dora": "yes"}, "use_dora must be true or false"),
-        ({"modules_to_save": ["lm_head"]}, 'modules_to_save = ["lm_head"] is not supported'),
+        ({"ensure_weight_tying": True}, "ensure_weight_tying = true is not supported"),
+        ({"trainable_token_indices": [3, 3]}, "trainable_token_indices must be lists of different token ids"),
+        (
+            {"trainable_token_indices": {"embed_tokens": "3"}},
+            "trainable_token_indices must be lists of different",
+        ),
         ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa" is not supported'),
         ({"something_new": {"a": 1}}, 'something_new = {"a": 1} is not supported'),
         ({"r": 0}, "r must be an integer in [1, 4096], got 0"),
@@ -95,10 +101,14 @@ def test_of_a_tensor(
         (f"{Q}.lora_magnitude_vector", "is DoRA's, and adapter_config.json says no use_dora"),
         (f"{Q}.lora_B.bias", "has shape [4, 64]; the model's layer implies [64]"),
         (f"{Q}.base_layer.bias", "is a bias, and the model's layer has none"),
-        ("model.norm.bias", "is for model.norm, which is no linear layer of the model that adapters can change"),
-        ("model.embed_tokens.lora_embedding_A", "adapters of embeddings are not supported"),
-        ("lm_head.weight", "whole modules (modules_to_save) are not supported"),
-        ("lm_head.lora_A.weight", "is for lm_head, which is no linear layer of the model that adapters can change"),
+        ("model.norm.bias", "is for model.norm, which is no layer of the model that adapters can change"),
+        ("model.embed_tokens.lora_embedding_A", f"is there without {TABLE}.lora_embedding_B"),
+        ("model.embed_tokens.lora_A.weight", "is for model.embed_tokens, which is an embedding"),
+        (f"{Q}.lora_embedding_A", f"is for {Q}, which is no embedding"),
+        ("lm_head.weight", "has shape [4, 64]; the model's layer implies [264, 64]"),
+        (f"{Q}.weight", f"is a whole weight, and {Q} is neither embedding nor head"),
+        ("model.norm.weight", "is for model.norm, which is no layer of the model that adapters can change"),
+        ("lm_head.something", "is neither base_model.model.<module>.lora_A.weight nor what else quire knows"),
         ("model.layers.7.self_attn.q_proj.lora_A.weight", "is for model.layers.7.self_attn.q_proj, which is no"),
     ],
 )  # fmt: skip

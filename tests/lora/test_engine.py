@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.errors import ConfigError, ValidationError
@@ -15,22 +16,26 @@ from quire.sampling_params import BeamSearchParams
 from quire.structured_output.params import StructuredOutputsParams
 from tests.end_to_end.test_determinism import GREEDY, RANDOM, Result, prompts, result_of
 from tests.fixtures.tiny_models import oracle_of
-from tests.lora.adapters import linear_shapes, write_adapter
+from tests.lora.adapters import extend, linear_shapes, table_shapes, write_adapter
+
+TABLES = ("model.embed_tokens", "lm_head")
 
 
 @pytest.fixture(scope="module")
 def adapters(
     tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[LoRARequest]:
-    """Four adapters of the tiny Llama, of several ranks and modules."""
-    shapes = linear_shapes(oracle_of(tiny_model("llama")))
-    del shapes["lm_head"]
-    base, ends = tmp_path_factory.mktemp("adapters"), ("", "q_proj", ("k_proj", "up_proj"), "down_proj")
+    """Four adapters of the tiny Llama, of several ranks and modules, the last with tokens that were trained."""
+    oracle = oracle_of(tiny_model("llama"))
+    shapes = linear_shapes(oracle) | table_shapes(oracle)
+    base, ends = tmp_path_factory.mktemp("adapters"), ("", "q_proj", ("lm_head", "up_proj"), "embed_tokens")
     requests = []
     for number, end in enumerate(ends, 1):
         some = {name: shape for name, shape in shapes.items() if name.endswith(end)}
         directory = write_adapter(base / str(number), some, rank=2 * number, seed=number)
         requests.append(LoRARequest(f"adapter-{number}", number, str(directory)))
+    rows = {f"{name}.token_adapter.trainable_tokens_delta": torch.randn(3, 64) for name in TABLES}
+    extend(directory, rows, trainable_token_indices={"embed_tokens": [32, 101, 116], "lm_head": [32, 7, 200]})
     return requests
 
 

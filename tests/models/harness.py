@@ -71,7 +71,7 @@ def logits_of(
             rows_of = [adapters[i] for i in members for _ in range(*step[i])] if adapters else None
             context = StepContext(groups, None if rows_of is None else torch.tensor(rows_of).int())
             hidden = model(inputs(torch.tensor(token_ids)), positions(torch.tensor(places)), context)
-        logits = model.compute_logits(hidden)
+        logits = model.compute_logits(hidden, context.adapter_rows)
         assert logits.dtype == torch.float32
         for i, part in zip(members, logits.split([step[i][1] - step[i][0] for i in members]), strict=True):
             rows[i].append(part)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.config import quantization
 from quire.errors import ConfigError
+from quire.kernels import reference
 from quire.kernels.cpu import library
 from quire.kernels.linear import PANEL, WeightScheme
 from quire.layers.base import Layer
@@ -24,7 +25,7 @@ from quire.layers.linear import Linear, QKVLinear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.per_head import PerHeadLinear
 from quire.layers.quantization import METHODS
-from quire.layers.shard import Shard
+from quire.layers.shard import WHOLE, Shard
 from quire.layers.sinks import Sinks
 from quire.layers.slot import Box, length, sizes, why_not_covered
 from quire.layers.step import StepContext
@@ -321,6 +322,29 @@ def test_a_cut_through_a_head_or_a_group_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         ranks_of(checkpoint("qwen2"), of, **options)
+
+
+@needs_kernels
+@pytest.mark.parametrize("group_size", [0, 128])
+def test_a_rank_reads_all_inputs_only_to_find_a_scale_for_all(group_size: int) -> None:
+    """Integers and scales of a share are those of the whole, whose groups lie within shares."""
+    weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)) * torch.arange(256)
+    scheme = WeightScheme("int8", group_size)
+
+    def made(shard: Shard) -> Linear:
+        layer = Linear(
+            in_features=256, out_features=16, bias=False, dtype=torch.float32, name="fc", cut="input"
+        )
+        layer.create_weights(METHODS["int8"](scheme), shard)
+        assert layer.weight is not None
+        read = layer.columns if group_size else slice(0, 256)
+        layer.weight.data.copy_(weight[:, read])
+        layer.finish_loading()
+        return layer
+
+    whole = reference.unpack_weight(made(WHOLE).matrix())
+    ranks = [made(Shard(rank, 2)) for rank in range(2)]
+    assert torch.equal(torch.cat([reference.unpack_weight(rank.matrix()) for rank in ranks], 1), whole)
 
 
 def test_one_scale_for_all_of_a_matrix_cannot_be_cut() -> None:

@@ -129,7 +129,7 @@ class Lookup:
         self.passes += 1
         return ops.embedding(input_ids, self.table)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
         return hidden
 
 

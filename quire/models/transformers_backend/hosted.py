@@ -34,14 +34,18 @@ class HostedLinear(Linear):
 class HostedEmbedding(VocabEmbedding):
     """Ids [1, T] -> [1, T, H]."""
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    takes_adapters = False
+
+    def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(inputs.flatten()).unflatten(0, inputs.shape)
 
 
 class HostedHead(VocabEmbedding):
     """Hidden states [1, N, H] -> logits [1, N, V]."""
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    takes_adapters = False
+
+    def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
         return self.logits(inputs)
 
 

@@ -1,0 +1,124 @@
+"""Rows that adapters have in place of a table's: trained tokens, which are few.
+
+Shapes: T tokens, V rows of the table, H their size, S slots, E rows that each adapter may have, N rows of logits.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels import ops
+from quire.kernels.lora import LoraStacks
+
+Upload = Callable[[Tensor], Tensor]
+"""Brings a tensor of the host to the device."""
+
+
+class TokenRows(NamedTuple):
+    """Rows [n, H] in place of those of tokens [n] int64, all different."""
+
+    tokens: Tensor
+    rows: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of both."""
+        return self.tokens.nbytes + self.rows.nbytes
+
+
+class OwnRows:
+    """Of a table that is looked up.
+
+    Args:
+        num_slots, num_rows: adapters, and the rows that each may have.
+        shape: V and H.
+    """
+
+    def __init__(
+        self, num_slots: int, num_rows: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._num_rows, (self._vocab_size, size) = num_rows, shape
+        self._rows = torch.zeros(num_slots * num_rows, size, dtype=dtype, device=device)
+        self._places = torch.full((num_slots * self._vocab_size,), -1, dtype=torch.int32, device=device)
+
+    def put(self, slot: int, own: TokenRows | None, upload: Upload) -> None:
+        """Let an adapter have these, at most E, or none."""
+        places = self._places[slot * self._vocab_size : (slot + 1) * self._vocab_size]
+        places.fill_(-1)
+        if own is not None:
+            first, count = slot * self._num_rows, len(own.tokens)
+            of_tokens = torch.arange(first, first + count, dtype=torch.int32)
+            places[upload(own.tokens)] = upload(of_tokens)
+            self._rows[first : first + count] = upload(own.rows)
+
+    def replace(self, rows: Tensor, ids: Tensor, adapter_rows: Tensor) -> Tensor:
+        """rows [T, H] of the table for ids [T] -> those of each token's adapter; adapter_rows [T] as in a step."""
+        of_slots = ids + adapter_rows.clamp(min=0) * self._vocab_size
+        places = self._places.index_select(0, of_slots)
+        own = ops.embedding(places.clamp(min=0).long(), self._rows).to(rows.dtype)
+        has_own = (places >= 0) & (adapter_rows >= 0)
+        return torch.where(has_own[:, None], own, rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots."""
+        return self._rows.nbytes + self._places.nbytes
+
+    def launch(self, row: Tensor) -> None:
+        """Launch what replaces a row, [1] int32, that has no adapter."""
+        self.replace(self._rows[:1], torch.zeros_like(row, dtype=torch.int64), row)
+
+
+class OwnOutputs:
+    """Of a table that is multiplied by: the output head. Arguments as of `OwnRows`."""
+
+    def __init__(
+        self, num_slots: int, num_rows: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._has_rows = [False] * num_slots
+        self._is_used = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self._tokens = torch.zeros(num_slots, num_rows, dtype=torch.int64, device=device)
+        # Rows are the shrinking half of an adapter, behind which nothing is to be mixed.
+        self._stacks = LoraStacks.empty(num_slots, (num_rows,), shape[1], num_rows, dtype, device)
+        self._stacks.b[:, :num_rows] = torch.eye(num_rows, dtype=dtype, device=device)
+        self._stacks.scales.fill_(1.0)
+
+    def put(self, slot: int, own: TokenRows | None, upload: Upload) -> None:
+        """Let an adapter have these, at most E, or none."""
+        size = self._tokens.shape[1]
+        self._has_rows[slot] = own is not None
+        self._is_used[slot] = own is not None
+        self._stacks.ranks[slot] = 0 if own is None else size
+        if own is not None:
+            # All E places are written; those that are left over, as the last one is.
+            filled = torch.arange(size).clamp(max=len(own.tokens) - 1)
+            self._tokens[slot] = upload(own.tokens[filled])
+            self._stacks.a[slot, 0, :, :size] = upload(own.rows[filled].t().contiguous())
+
+    def replace(self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor, bias: Tensor | None) -> None:
+        """Put what the rows of adapters make of hidden [N, H] into float32 logits [N, V]; adapter_rows [N]."""
+        if not any(self._has_rows):
+            return
+        slots = adapter_rows.clamp(min=0).long()
+        tokens = self._tokens[slots]
+        own = logits.new_zeros(tokens.shape)
+        ops.lora_linear(own, hidden, adapter_rows, self._stacks)
+        if bias is not None:
+            own += bias[tokens]
+        has_own = (adapter_rows >= 0) & self._is_used[slots]
+        logits.scatter_(1, tokens, torch.where(has_own[:, None], own, logits.gather(1, tokens)))
+
+    def launch(self, row: Tensor) -> None:
+        """Launch what makes logits of a row, [1] int32, that has no adapter."""
+        own, hidden = (
+            row.new_zeros(1, size, dtype=torch.float32)
+            for size in (self._tokens.shape[1], self._stacks.a.shape[2])
+        )
+        ops.lora_linear(own, hidden, row, self._stacks)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots."""
+        return self._tokens.nbytes + self._stacks.nbytes

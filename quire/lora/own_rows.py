@@ -1,0 +1,117 @@
+"""Which rows of tables an adapter has of its own, of all that its file has.
+
+Invariant: a row that is the model's own, as the model keeps it, is none of the adapter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels import ops
+from quire.layers.embedding import VocabEmbedding
+from quire.layers.own_rows import TokenRows
+from quire.lora.modules import TABLES, AdaptedModule, wrong
+from quire.lora.targets import Targets
+from quire.models.safetensors_file import SafetensorsFile
+from quire.models.tensor_file import TensorInfo
+
+_CHUNK = 4096
+"""Rows that are compared at once."""
+
+
+def read_own_rows(
+    file: SafetensorsFile,
+    modules: Sequence[AdaptedModule],
+    targets: Targets,
+    max_rows: int,
+    dtype: torch.dtype,
+) -> Mapping[int, TokenRows]:
+    """By the index of each table, or head, what its adapter has in place of its rows.
+
+    Raises:
+        ModelLoadError: there are more than `max_rows`, or some in a module that DoRA changes.
+    """
+    found: dict[int, TokenRows] = {}
+    for module in modules:
+        for info, own, is_shared in _rows_of(file, module, targets, dtype):
+            for index in _tied(module, targets) if is_shared else [module.target.places[0].layer]:
+                found[index] = _merged(found.get(index), own)
+                if (count := len(found[index].tokens)) > max_rows:
+                    problem = f"has rows for {count} tokens that are not the model's"
+                    raise wrong(file, info, f"{problem}; --lora-extra-vocab-size is {max_rows}")
+            if len(own.tokens) and "magnitude" in module.tensors:
+                raise wrong(
+                    file, info, "has rows that are not the model's, with which use_dora is not supported"
+                )
+    return {index: own for index, own in found.items() if len(own.tokens)}
+
+
+def _rows_of(
+    file: SafetensorsFile, module: AdaptedModule, targets: Targets, dtype: torch.dtype
+) -> Iterator[tuple[TensorInfo, TokenRows, bool]]:
+    """What each of a module's tensors changes, and whether it does so wherever the model has that table.
+
+    Trained tokens, and tables that were the model's when the adapter was trained, are tied as the model's are; a table
+    that was trained is of its module alone.
+    """
+    for kind in TABLES:
+        if kind in module.tensors:
+            info = module.tensors[kind]
+            rows = file.tensor(info).to(dtype)
+            own = (
+                TokenRows(torch.tensor(module.tokens, dtype=torch.int64), rows.clone())
+                if kind == "rows"
+                else _changed_rows(rows, _table_of(module, targets))
+            )
+            yield info, own, kind != "table"
+
+
+def _table_of(module: AdaptedModule, targets: Targets) -> VocabEmbedding:
+    layer = targets.layers[module.target.places[0].layer].layer
+    assert isinstance(layer, VocabEmbedding), "no other module has such tensors"
+    return layer
+
+
+def _tied(module: AdaptedModule, targets: Targets) -> list[int]:
+    """All that have this module's table."""
+    layer = _table_of(module, targets)
+    return [index for index, own in enumerate(targets.layers) if own.layer is layer]
+
+
+def _merged(first: TokenRows | None, then: TokenRows) -> TokenRows:
+    """Both; of a token that both have, what the second says."""
+    if first is None:
+        return then
+    left = ~torch.isin(first.tokens, then.tokens)
+    return TokenRows(*(torch.cat((one[left], other)) for one, other in zip(first, then, strict=True)))
+
+
+def _changed_rows(table: Tensor, layer: VocabEmbedding) -> TokenRows:
+    """Those of a table [V, H], in the model's dtype, that are not what the layer has."""
+    found = []
+    for start in range(0, len(table), _CHUNK):
+        part = table[start : start + _CHUNK]
+        differs = (_kept(part, layer) != _base(start, len(part), layer)).any(1)
+        found.append(differs.nonzero()[:, 0].cpu() + start)
+    tokens = torch.cat(found)
+    return TokenRows(tokens, table[tokens])
+
+
+def _base(start: int, count: int, layer: VocabEmbedding) -> Tensor:
+    return layer.looked_up(torch.arange(start, start + count, device=_device_of(layer)))
+
+
+def _kept(rows: Tensor, layer: VocabEmbedding) -> Tensor:
+    """What the layer would have of rows, rounded as its own are."""
+    rows = rows.to(_device_of(layer))
+    if layer.packed is None:
+        return rows
+    ids = torch.arange(len(rows), device=rows.device)
+    return ops.packed_embedding(ids, ops.pack_weight(rows, layer.packed.scheme, layer.halves()))
+
+
+def _device_of(layer: VocabEmbedding) -> torch.device:
+    return next(iter(layer.tensors().values())).device
