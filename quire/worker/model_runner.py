@@ -164,7 +164,7 @@ class ModelRunner:
         inputs = self._pipeline.gather(lay_out(self.batch, scheduled))
         hidden = self._pipeline.forward(inputs)
         if self._draft is not None:
-            self._draft.follow(inputs)
+            self._draft.follow(inputs, hidden)
         forwarded = self._transfers.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden)
         pooled = self._pooler.compute(inputs.layout, hidden)
