@@ -287,6 +287,20 @@ class HeadArch:
 
 
 @dataclass(frozen=True)
+class DraftArch:
+    """What guesses by the hidden states of another model, its target."""
+
+    method: str
+    """A key of `quire.models.draft_heads.reader.HEADS`."""
+    count: int = 1
+    """Heads, of which each guesses a token further on (Medusa)."""
+    bias: bool = False
+    """Whether what reads hidden states has one."""
+    is_numbered: bool = False
+    """Whether the checkpoint's modules have numbers in place of names (Medusa)."""
+
+
+@dataclass(frozen=True)
 class ModelArch:
     """Shape and options of a transformer; defaults are Llama's."""
 
@@ -411,6 +425,9 @@ class ModelArch:
     do_layer_norm_before: bool = True
     final_norm: bool = True
     word_embed_proj_dim: int | None = None
+
+    draft: DraftArch | None = None
+    """Of what guesses for another model, and is none by itself."""
 
     foreign_config: str = ""
     """config.json itself, as JSON with overrides, of a model whose code reads it: one that transformers runs."""

@@ -13,6 +13,7 @@ from quire.errors import ConfigError
 Length = Annotated[int, msgspec.Meta(ge=1, le=64)]
 MOST_DRAFTS = 8
 DRAFT_MODEL = "draft_model"
+MEDUSA = "medusa"
 SHORTEST_MATCH, LONGEST_MATCH = 2, 8
 
 
@@ -26,8 +27,8 @@ class SpeculativeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         prompt_lookup_min: fewest tokens that must stand earlier in the text too, for ngram; None: 2.
         prompt_lookup_max: most tokens that are compared; None: 8.
         suffix_decoding_max_cached_tokens: tokens of recent outputs that are kept for suffix.
-        model: file of recorded outputs, for recorded; for draft_model, the model that guesses.
-        quantization: precision of that model's weights, as --quantization; None: as its checkpoint has them.
+        model: file of recorded outputs, for recorded; for draft_model and medusa, the model or the heads that guess.
+        quantization: precision of their weights, as --quantization; None: as the checkpoint has them.
         synthetic_acceptance_rate: share of guesses that are made right on purpose, for recorded.
     """
 

@@ -52,7 +52,7 @@ class DraftModel(GuessingModel):
         self._num_computed[layout.rows[is_next]] = ends[is_next]
 
     def _first(self, rows: Rows, ends: Rows) -> Rows:
-        """Compute what it has not, or as many tokens of it as a pass may have: the rest is for when it is asked again."""
+        """Compute what it has not, or as much of it as a pass may have: the rest is for when it is asked again."""
         self._settle(rows, ends - 1)
         starts = self._num_computed[rows]
         stops = np.minimum(ends, starts + max(self._max_num_tokens // len(rows), 1))
@@ -61,14 +61,16 @@ class DraftModel(GuessingModel):
         chosen = np.full(len(rows), -1, dtype=np.int64)
         done = stops == ends
         if done.any():
-            chosen[done] = self._sampled(hidden[torch.from_numpy(done)], rows[done], ends[done])
+            which = hidden[torch.from_numpy(done)]
+            chosen[done] = self._sampled(self._model.compute_logits, which, rows[done], ends[done])
         return chosen
 
     def _next(self, rows: Rows, ends: Rows) -> Rows:
         guesses = self._batch.token_ids[rows, ends - 1]
         for row, token_id in zip(rows.tolist(), guesses.tolist(), strict=True):
             self._ahead[row].append(token_id)
-        return self._sampled(self._forward(rows, ends - 1, ends), rows, ends)
+        hidden = self._forward(rows, ends - 1, ends)
+        return self._sampled(self._model.compute_logits, hidden, rows, ends)
 
     def _settle(self, rows: Rows, ends: Rows) -> None:
         """Of what was computed ahead, that counts which the texts agree with; but nothing from `ends` [R] on."""

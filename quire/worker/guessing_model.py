@@ -10,7 +10,7 @@ Invariant: guesses are a matter of time and of nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -26,6 +26,8 @@ from quire.worker.pipeline import LanguageModel, Pipeline
 from quire.worker.sampler import Sampler
 
 Rows = NDArray[np.int64]
+Logits = Callable[[Tensor], Tensor]
+"""[N, H] -> float32 [N, V], which may be changed."""
 
 
 class _Going(NamedTuple):
@@ -128,12 +130,12 @@ class GuessingModel:
             limits = np.minimum(limits, table.capacity(rows))
         return limits
 
-    def _sampled(self, hidden: Tensor, rows: Rows, columns: Rows) -> Rows:
+    def _sampled(self, compute_logits: Logits, hidden: Tensor, rows: Rows, columns: Rows) -> Rows:
         """What stands at these columns of the rows, [R], by hidden states [R, H] before them."""
         samples, found = Samples(rows, columns), []
         for first in range(0, len(rows), self._slice_size):
             part = slice(first, first + self._slice_size)
-            logits = self._model.compute_logits(hidden[part]).contiguous()
+            logits = compute_logits(hidden[part]).contiguous()
             found.append(self._sampler.guess(logits, samples.part(part)))
         return np.concatenate(found)
 

@@ -162,7 +162,7 @@ class Worker:
         self.adapters.close()
 
     def _load_model(self) -> None:
-        """The model, with slots for adapters if they are served, and the one that guesses for it, if one does."""
+        """The model, with slots for adapters if they are served, and what guesses for it, if anything does."""
         self._model = load_model(self._config)
         if self._config.draft is not None:
             self._draft = load_model(self._config.draft, prefix="draft.")
@@ -217,7 +217,7 @@ class Worker:
         tensors = self._bind_cache(cache)
         if device.compiles_kernels:
             self._launch_what_no_plan_reaches(tensors)
-        if self._draft is not None:
+        if self._draft is not None and self._draft.config.arch.draft is None:  # heads are less than a layer
             self._rehearse(self._draft, rehearsal, cache)
         self._tokens_per_s = self._rehearse(self._loaded(), rehearsal, cache)
         self._bind_least_cache()
