@@ -8,7 +8,7 @@ import hashlib
 from quire.config import EngineConfig
 from quire.config.lora import LoRAConfig
 from quire.config.quantization import QuantizationConfig
-from quire.config.speculative import SpeculativeConfig
+from quire.config.speculative import MTP, SpeculativeConfig
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError
 
@@ -20,7 +20,7 @@ def check_guessing(config: EngineConfig) -> None:
         ConfigError: says which.
     """
     settings = config.speculative.settings
-    if settings.model is None:
+    if settings.model is None and settings.method != MTP:
         raise ConfigError(f'--speculative-config: method "{settings.method}" needs a "model", which guesses')
     if config.device.device != "cpu":
         raise ConfigError(

@@ -115,7 +115,8 @@ def _with_guessing_model(config: EngineConfig, usage: Usage) -> EngineConfig:
     try:
         return with_draft_heads(config) if settings.method in HEADS else _with_draft_model(config, usage)
     except StartupError as error:
-        raise ConfigError(f"--speculative-config: model {settings.model!r}: {error}") from error
+        model = settings.model or config.model.model
+        raise ConfigError(f"--speculative-config: model {model!r}: {error}") from error
 
 
 def _with_draft_model(config: EngineConfig, usage: Usage) -> EngineConfig:

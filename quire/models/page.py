@@ -62,7 +62,8 @@ NOTES = """
 - Llama 4 is the text model by itself (`Llama4ForCausalLM`), with one expert for each token.
 - Gemma 3n is the text model by itself (`Gemma3nForCausalLM`), with MLPs of one size in all layers.
 - MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.
-- Layers that guess the token after the next (MTP, DeepSeek-V3) are left out.
+- Layers that guess the token after the next (MTP) are left out, but for [`mtp`](speculative.md), which reads those of
+  DeepSeek-V3 and GLM 4.5.
 - Latent attention (DeepSeek and others) keeps its cache in float32, bfloat16 or float16, not in int8 or fp8.
 - Encoders' positions are learned or rotated; NomicBERT's texts end at the 2048 tokens that it was trained on, and Jina
   embeddings v3 is served without its adapters. A checkpoint whose norms are called gamma and beta is refused.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from quire.config import EngineConfig
-from quire.config.speculative import COMMON_KEYS, DRAFT_MODEL, MEDUSA
+from quire.config.speculative import COMMON_KEYS, DRAFT_MODEL, EAGLE, EAGLE3, MEDUSA, MTP
 from quire.errors import ConfigError
 from quire.plugins import FACTORY, PluginTable
 
@@ -67,8 +67,14 @@ def takes_time(drafter: Drafter) -> bool:
 
 
 _MODEL = frozenset({"model", "quantization"})
-MODEL_KEYS: Mapping[str, frozenset[str]] = {DRAFT_MODEL: _MODEL, MEDUSA: _MODEL}
-"""Methods by which a model guesses, which the worker makes, and the keys that they understand."""
+MODEL_KEYS: Mapping[str, frozenset[str]] = {
+    DRAFT_MODEL: _MODEL,
+    MEDUSA: _MODEL,
+    EAGLE: _MODEL,
+    EAGLE3: _MODEL,
+    MTP: frozenset({"quantization"}),
+}
+"""Methods by which a model or heads guess, which the worker makes, and the keys that they understand."""
 
 DRAFTERS: PluginTable[Callable[[EngineConfig], Drafter]] = PluginTable(
     "quire.drafters",

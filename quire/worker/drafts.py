@@ -16,19 +16,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.config import EngineConfig
-from quire.config.speculative import DRAFT_MODEL, MEDUSA
+from quire.config.speculative import DRAFT_MODEL, EAGLE, EAGLE3, MEDUSA, MTP
 from quire.errors import StartupError
 from quire.kv_cache.spec import KVCacheConfig
 from quire.spec_decode.drafter import Drafter, make_drafters
 from quire.spec_decode.speculation import Speculation
 from quire.worker.draft_model import DraftModel
 from quire.worker.guessing_model import GuessingModel
+from quire.worker.head_chain import HeadChain
 from quire.worker.input_batch import InputBatch
 from quire.worker.jump_ahead import jump_ahead
 from quire.worker.medusa import Medusa
 from quire.worker.sampler.grammar import GrammarMask
 
-GUESSING_MODELS: Mapping[str, type[GuessingModel]] = {DRAFT_MODEL: DraftModel, MEDUSA: Medusa}
+GUESSING_MODELS: Mapping[str, type[GuessingModel]] = {
+    DRAFT_MODEL: DraftModel,
+    MEDUSA: Medusa,
+    EAGLE: HeadChain,
+    EAGLE3: HeadChain,
+    MTP: HeadChain,
+}
 """By method, what guesses by a model or by heads."""
 
 

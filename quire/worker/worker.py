@@ -26,6 +26,7 @@ from quire.lora.slots import AdapterSlots
 from quire.lora.store import AdapterStore
 from quire.lora.targets import Targets
 from quire.models.base import CausalLM
+from quire.models.draft_heads.autoregressive import AutoregressiveHead
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.store import GrammarStore
@@ -166,6 +167,8 @@ class Worker:
         self._model = load_model(self._config)
         if self._config.draft is not None:
             self._draft = load_model(self._config.draft, prefix="draft.")
+            if isinstance(self._draft, AutoregressiveHead):
+                self._draft.share(self._model)
         lora = self._config.lora
         if lora.enable_lora:
             targets, transfers = Targets(self._model), self._device.transfers

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.errors import ConfigError
+from quire.errors import ConfigError, StartupError
 from quire.sampling_params import SamplingParams
 from quire.spec_decode.drafter import Draft, Text
 from quire.worker.guessing_model import GuessingModel
 from tests.end_to_end.test_draft_model import FEW_BLOCKS, jobs
 from tests.end_to_end.test_overlapped import STEM, Job, serve
-from tests.fixtures.draft_heads import HEADS, Target
+from tests.fixtures.draft_heads import HEADS, MTPOracle, Target, write_mtp
 from tests.fixtures.tiny_models import VOCAB_SIZE, oracle_of
 
 MODEL = "llama-tied-bias"
@@ -43,6 +43,14 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]
     return seen
 
 
+def generate(model: Path, **args: Any) -> None:
+    """The likeliest texts, in small steps."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    texts = [Job([*STEM[: 5 * number], 7 + number], greedy) for number in range(6)]
+    small = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    serve(texts, model=str(model), **small, enable_prefix_caching=False, **args)
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_guesses_are_those_of_the_formulas(
     name: str,
@@ -54,15 +62,28 @@ def test_guesses_are_those_of_the_formulas(
     """Whatever chunks prompts come in, and however many guesses were wrong before; the first 12 tokens of each text."""
     heads, model = HEADS[name], tiny_model(MODEL)
     directory = heads.write(tmp_path / "heads")
-    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    texts = [Job([*STEM[: 5 * number], 7 + number], greedy) for number in range(6)]
-    args = {"model": str(model), "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    serve(texts, **args, enable_prefix_caching=False, **guessing(directory, heads.method))
+    generate(model, **guessing(directory, heads.method))
     target, tensors = Target(oracle_of(model)), heads.tensors(directory)
-    assert len(proposed) > 40
+    assert sum(len(found) >= 3 for _, found in proposed) > 40
     for ids, found in proposed:
         assert found == heads.guesses(target, tensors, ids, NUM_GUESSES)[: len(found)]
+
+
+@pytest.mark.parametrize("family", ["glm4moe", "deepseekv3"])
+def test_a_layer_of_the_model_guesses_as_the_formula_does(
+    family: str,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    proposed: list[tuple[list[int], list[int]]],
+    restore_threads: None,
+) -> None:
+    model = write_mtp(tiny_model(family), tmp_path / "model")
+    keys = {"method": "mtp", "adaptive": False, "num_speculative_tokens": NUM_GUESSES}
+    generate(model, speculative_config=keys)
+    oracle = MTPOracle(oracle_of(tiny_model(family)), model)
     assert sum(len(found) >= 3 for _, found in proposed) > 40
+    for ids, found in proposed:
+        assert found == oracle.guesses(ids, NUM_GUESSES)[: len(found)]
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -90,6 +111,13 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         f"vocab_size is 32, and that of .* {VOCAB_SIZE}",
     ),
     "medusa's fewer tokens": ("medusa-named", {"truncated_vocab_size": 32}, "truncated_vocab_size = 32"),
+    "eagle of another size": ("eagle", {"hidden_size": 32}, "hidden_size is 32, and that of .* 64"),
+    "eagle of other tokens": ("eagle3", {"vocab_size": 32}, f"vocab_size is 32, and that of .* {VOCAB_SIZE}"),
+    "eagle of another model": (
+        "eagle3",
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 30]}},
+        r"layers \[1, 2, 30\] are read, and the model that is guessed for has 3",
+    ),
     "medusa's more heads": ("medusa", {"medusa_num_heads": 4}, "tensor '3.0.linear.weight' is in none"),
 }
 
@@ -100,7 +128,7 @@ def test_heads_that_do_not_fit_are_refused(
 ) -> None:
     name, config, message = WRONG[case]
     directory = HEADS[name].write(tmp_path / "heads", **config)
-    with pytest.raises((ConfigError, Exception), match=message):
+    with pytest.raises(StartupError, match=message):
         LLM(str(tiny_model(MODEL)), max_model_len=96, **guessing(directory, HEADS[name].method))
 
 
@@ -108,5 +136,9 @@ def test_a_model_is_no_heads(tiny_model: Callable[[str], Path]) -> None:
     model = tiny_model(MODEL)
     with pytest.raises(ConfigError, match="these are no Medusa heads"):
         LLM(str(model), max_model_len=96, **guessing(model, "medusa"))
+    with pytest.raises(ConfigError, match="has 3 layers, and what eagle3 guesses by has one"):
+        LLM(str(model), max_model_len=96, **guessing(model, "eagle3"))
+    with pytest.raises(ConfigError, match="has no num_nextn_predict_layers: no layer of the model guesses"):
+        LLM(str(model), max_model_len=96, speculative_config={"method": "mtp"})
     with pytest.raises(ConfigError, match='method "medusa" needs a "model"'):
         LLM(str(model), max_model_len=96, speculative_config={"method": "medusa"})

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.config.arch import DraftArch, ModelArch
-from quire.config.speculative import MEDUSA
+from quire.config.speculative import EAGLE, EAGLE3, MEDUSA, MTP
 from quire.errors import ConfigError
-from quire.models.families.fields import MAX_HEADS, MAX_LAYERS
+from quire.models.families.fields import MAX_HEADS, MAX_LAYERS, read_llama
 from quire.models.hf_config import config_json, read_fully
 from quire.models.json_object import JsonObject
 from quire.models.quantized.reader import read_quantization
@@ -76,6 +76,69 @@ def read_medusa(target: ModelArch, method: str, config: JsonObject) -> ModelArch
     )
 
 
+def read_eagle(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
+    """EAGLE (Li et al., 2024, arXiv:2401.15077): a layer as Llama's."""
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    if num_layers != 1:
+        raise ConfigError(f"{config.where} has {num_layers} layers, and what {method} guesses by has one")
+    same(config, "vocab_size", target.vocab_size)
+    same(config, "hidden_size", target.hidden_size)
+    config.only("add_para_norm", False)
+    draft = DraftArch(method, bias=config.flag("bias", True))
+    positions = target.max_position_embeddings
+    return read_llama("EagleLlamaForCausalLM", config, max_position_embeddings=positions, draft=draft)
+
+
+def read_eagle3(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
+    """EAGLE-3 (Li et al., 2025, arXiv:2503.01840): what comes into three layers is read, and few tokens are guessed."""
+    arch = read_eagle(target, method, config)
+    config.only("norm_before_residual", False)
+    config.only("target_hidden_size", target.hidden_size)
+    vocab_size = config.integer("draft_vocab_size", target.vocab_size, high=target.vocab_size)
+    reads = _read_layers(config.child("eagle_config"), target.num_layers)
+    draft = DraftArch(method, bias=config.flag("bias", False), reads=reads, vocab_size=vocab_size)
+    return replace(arch, draft=draft, attention_in_size=2 * arch.hidden_size)
+
+
+def read_mtp(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
+    """DeepSeek-V3 (2024, arXiv:2412.19437) and GLM-4.5 (2025, arXiv:2508.06471): one layer more, like the last one."""
+    if not config.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS):
+        raise ConfigError(f"{config.where} has no num_nextn_predict_layers: no layer of the model guesses")
+    last, at = target.num_layers - 1, f"model.layers.{target.num_layers}"
+    own = {name: f"{at}.{name}" for name in ("enorm", "hnorm", "eh_proj")}
+    own |= {"block": at, "head_norm": f"{at}.shared_head.norm"}
+    names = replace(target.names, renamed={**target.names.renamed, **own}, unused=("",))
+    experts = target.experts
+
+    def moved(layers: tuple[int, ...]) -> tuple[int, ...]:
+        return (0,) if last in layers else ()
+
+    return replace(
+        target,
+        num_layers=1,
+        names=names,
+        layer_types=target.layer_types[-1:],
+        first_block=None,
+        unrotated_layers=moved(target.unrotated_layers),
+        unnormed_layers=moved(target.unnormed_layers),
+        experts=None if experts is None else replace(experts, layers=moved(experts.layers)),
+        draft=DraftArch(method),
+    )
+
+
+def _read_layers(config: JsonObject, num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs are read: those that are named, else one near the start, the middle and the end each."""
+    config.only("use_aux_hidden_state", True)
+    key = "eagle_aux_hidden_state_layer_ids"
+    named = config.numbers(key) if key in config else (2, num_layers // 2, num_layers - 3)
+    layers = tuple(sorted({int(layer) for layer in named}))
+    if len(layers) != len(named) or not 0 <= layers[0] <= layers[-1] < num_layers:
+        raise ConfigError(
+            f"layers {[*map(int, named)]} are read, and the model that is guessed for has {num_layers}"
+        )
+    return layers
+
+
 def same(config: JsonObject, key: str, size: int) -> int:
     """A size that the target has as well.
 
@@ -90,5 +153,8 @@ def same(config: JsonObject, key: str, size: int) -> int:
 
 HEADS: Mapping[str, HeadKind] = {
     MEDUSA: HeadKind(read_medusa, "quire.models.draft_heads.medusa:MedusaHeads"),
+    EAGLE: HeadKind(read_eagle, "quire.models.draft_heads.eagle:EagleHead"),
+    EAGLE3: HeadKind(read_eagle3, "quire.models.draft_heads.eagle:Eagle3Head"),
+    MTP: HeadKind(read_mtp, "quire.models.draft_heads.mtp:MTPHead"),
 }
 """By method."""
