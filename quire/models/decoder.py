@@ -56,7 +56,8 @@ class Decoder(Module):
         self.kept_layers = arch.kept_layers
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        x, residual, kept = self._embedded(inputs, positions), None, []
+        x, residual = self._embedded(inputs, positions), None
+        kept: list[Tensor] = []
         for number, layer in enumerate(self.layers):
             if number in self.kept_layers:
                 kept.append(x if residual is None else x + residual)

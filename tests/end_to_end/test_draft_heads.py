@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 from quire import LLM
 from quire.errors import ConfigError, StartupError
 from quire.sampling_params import SamplingParams
-from quire.spec_decode.drafter import Draft, Text
+from quire.spec_decode.drafter import NO_DRAFT, Draft, Text
 from quire.worker.guessing_model import GuessingModel
 from tests.end_to_end.test_draft_model import FEW_BLOCKS, jobs
-from tests.end_to_end.test_overlapped import STEM, Job, serve
+from tests.end_to_end.test_overlapped import STEM, Job, jobs_of_all_kinds, overlapped, serve
 from tests.fixtures.draft_heads import HEADS, MTPOracle, Target, write_mtp
 from tests.fixtures.tiny_models import VOCAB_SIZE, oracle_of
 
@@ -69,6 +70,33 @@ def test_guesses_are_those_of_the_formulas(
         assert found == heads.guesses(target, tensors, ids, NUM_GUESSES)[: len(found)]
 
 
+def test_states_behind_which_nothing_is_guessed_are_not_lost(
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    proposed: list[tuple[list[int], list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    restore_threads: None,
+) -> None:
+    """Forty tokens are generated between questions, which is more than are kept."""
+    heads, model, propose = HEADS["eagle"], tiny_model(MODEL), GuessingModel.propose
+
+    def seldom(self: GuessingModel, texts: Sequence[Text], most: int) -> list[Draft]:
+        due = [len(text.token_ids) % 40 == 0 for text in texts]
+        drafts = iter(propose(self, list(compress(texts, due)), most) if any(due) else ())
+        return [next(drafts) if is_due else NO_DRAFT for is_due in due]
+
+    monkeypatch.setattr(GuessingModel, "propose", seldom)
+    directory = heads.write(tmp_path / "heads")
+    params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    texts = [Job(STEM[:number], params) for number in (5, 12, 31)]
+    serve(texts, model=str(model), max_model_len=128, **guessing(directory, "eagle"))
+    target, tensors = Target(oracle_of(model)), heads.tensors(directory)
+    assert sorted(len(ids) for ids, _ in proposed) == [*[40] * 3, *[80] * 3, 120]
+    assert all(len(found) == NUM_GUESSES for _, found in proposed)
+    for ids, found in proposed:
+        assert found == heads.guesses(target, tensors, ids, NUM_GUESSES)
+
+
 @pytest.mark.parametrize("family", ["glm4moe", "deepseekv3"])
 def test_a_layer_of_the_model_guesses_as_the_formula_does(
     family: str,
@@ -101,6 +129,22 @@ def test_they_change_nothing(
     got, stats = serve([*jobs(), *few], **args, **guessing(directory, HEADS[name].method))
     assert [output.outputs for output in got] == [output.outputs for output in expected]
     assert stats["spec_decoding"]["num_accepted_tokens"] > 20
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3"])
+def test_stops_and_aborts_leave_nothing_behind(
+    name: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
+) -> None:
+    """In the overlapped loop; `serve` checks the blocks at its end."""
+    directory = HEADS[name].write(tmp_path / "heads")
+    args: dict[str, Any] = {"model": str(tiny_model(MODEL)), "max_model_len": 96, **FEW_BLOCKS}
+    expected, _ = serve(jobs_of_all_kinds(), **args)
+    got, stats = serve(
+        jobs_of_all_kinds(), **args, **overlapped(2), **guessing(directory, HEADS[name].method)
+    )
+    whole = [number for number, job in enumerate(jobs_of_all_kinds()) if job.abort_after is None]
+    assert [got[number].outputs for number in whole] == [expected[number].outputs for number in whole]
+    assert stats["spec_decoding"]["num_draft_tokens"] > 100
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
