@@ -96,7 +96,7 @@ def read_eagle3(target: ModelArch, method: str, config: JsonObject) -> ModelArch
     config.only("target_hidden_size", target.hidden_size)
     vocab_size = config.integer("draft_vocab_size", target.vocab_size, high=target.vocab_size)
     reads = _read_layers(config.child("eagle_config"), target.num_layers)
-    draft = DraftArch(method, bias=config.flag("bias", False), reads=reads, vocab_size=vocab_size)
+    draft = DraftArch(method, reads=reads, vocab_size=vocab_size)
     return replace(arch, draft=draft, attention_in_size=2 * arch.hidden_size)
 
 
@@ -130,7 +130,7 @@ def _read_layers(config: JsonObject, num_layers: int) -> tuple[int, ...]:
     """The layers whose inputs are read: those that are named, else one near the start, the middle and the end each."""
     config.only("use_aux_hidden_state", True)
     key = "eagle_aux_hidden_state_layer_ids"
-    named = config.numbers(key) if key in config else (2, num_layers // 2, num_layers - 3)
+    named = config.numbers(key) if config.get(key) else (2, num_layers // 2, num_layers - 3)
     layers = tuple(sorted({int(layer) for layer in named}))
     if len(layers) != len(named) or not 0 <= layers[0] <= layers[-1] < num_layers:
         raise ConfigError(
