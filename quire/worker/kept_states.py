@@ -20,7 +20,7 @@ class KeptStates:
     """A few states for each of `num_rows` rows; room for more is made when more are kept.
 
     Attributes:
-        firsts: [S] position of the first one of each row.
+        firsts: [S] position of the first one of each row; to change it is to drop all that are kept of that row.
     """
 
     def __init__(self, num_rows: int) -> None:
