@@ -307,6 +307,24 @@ class HeadArch:
 
 
 @dataclass(frozen=True)
+class DraftArch:
+    """What guesses by the hidden states of another model, its target."""
+
+    method: str
+    """A key of `quire.models.draft_heads.reader.HEADS`."""
+    count: int = 1
+    """Heads, of which each guesses a token further on (Medusa)."""
+    bias: bool = False
+    """Whether what reads hidden states has one."""
+    is_numbered: bool = False
+    """Whether the checkpoint's modules have numbers in place of names (Medusa)."""
+    reads: tuple[int, ...] = ()
+    """Layers of the target of which it reads what comes in; none: it reads what the target's last norm gives."""
+    vocab_size: int = 0
+    """Tokens of an output head of its own; 0: it has none."""
+
+
+@dataclass(frozen=True)
 class ModelArch:
     """Shape and options of a transformer; defaults are Llama's."""
 
@@ -362,6 +380,8 @@ class ModelArch:
     logits_multiplier: float = 1.0
     final_logit_softcap: float | None = None
 
+    attention_in_size: int | None = None
+    """Of what q, k and v are made of, where it is not the hidden size."""
     attention_bias: bool = False
     """Of q, k and v."""
     attention_out_bias: bool = False
@@ -433,6 +453,11 @@ class ModelArch:
     do_layer_norm_before: bool = True
     final_norm: bool = True
     word_embed_proj_dim: int | None = None
+
+    draft: DraftArch | None = None
+    """Of what guesses for another model, and is none by itself."""
+    kept_layers: tuple[int, ...] = ()
+    """Layers of which what comes in stands, in order, behind the hidden states in a row, for heads to guess by."""
 
     foreign_config: str = ""
     """config.json itself, as JSON with overrides, of a model whose code reads it: one that transformers runs."""

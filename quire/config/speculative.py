@@ -13,6 +13,11 @@ from quire.errors import ConfigError
 Length = Annotated[int, msgspec.Meta(ge=1, le=64)]
 MOST_DRAFTS = 8
 DRAFT_MODEL = "draft_model"
+MEDUSA = "medusa"
+EAGLE, EAGLE3 = "eagle", "eagle3"
+MTP = "mtp"
+AHEAD_IN_CACHE = (DRAFT_MODEL, EAGLE, EAGLE3, MTP)
+"""Methods whose guesses take slots of the KV cache."""
 SHORTEST_MATCH, LONGEST_MATCH = 2, 8
 
 
@@ -26,8 +31,8 @@ class SpeculativeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         prompt_lookup_min: fewest tokens that must stand earlier in the text too, for ngram; None: 2.
         prompt_lookup_max: most tokens that are compared; None: 8.
         suffix_decoding_max_cached_tokens: tokens of recent outputs that are kept for suffix.
-        model: file of recorded outputs, for recorded; for draft_model, the model that guesses.
-        quantization: precision of that model's weights, as --quantization; None: as its checkpoint has them.
+        model: file of recorded outputs, for recorded; for others, the model or the heads that guess.
+        quantization: precision of their weights, as --quantization; None: as the checkpoint has them.
         synthetic_acceptance_rate: share of guesses that are made right on purpose, for recorded.
     """
 
@@ -49,7 +54,7 @@ class SpeculativeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     @property
     def num_lookahead_tokens(self) -> int:
         """Tokens behind those of a step for which there should be cache, where a model guesses before the next step."""
-        return self.most_drafts if self.method == DRAFT_MODEL else 0
+        return self.most_drafts if self.method in AHEAD_IN_CACHE else 0
 
     @property
     def prompt_lookup(self) -> tuple[int, int]:

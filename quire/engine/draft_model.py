@@ -8,28 +8,32 @@ import hashlib
 from quire.config import EngineConfig
 from quire.config.lora import LoRAConfig
 from quire.config.quantization import QuantizationConfig
-from quire.config.speculative import DRAFT_MODEL, SpeculativeConfig
+from quire.config.speculative import MTP, SpeculativeConfig
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError
 
 
-def draft_model_config(config: EngineConfig) -> EngineConfig | None:
-    """How the model that is to guess would be asked for by itself, in an engine like this one; None: no model is.
+def check_guessing(config: EngineConfig) -> None:
+    """Refuse a model, or heads, to guess where none is named, or where the engine can have none.
 
     Raises:
-        ConfigError: none is named, or the engine can have none.
+        ConfigError: says which.
     """
     settings = config.speculative.settings
-    if settings.method != DRAFT_MODEL:
-        return None
-    if settings.model is None:
-        raise ConfigError(f'--speculative-config: method "{DRAFT_MODEL}" needs a "model", which guesses')
+    if settings.model is None and settings.method != MTP:
+        raise ConfigError(f'--speculative-config: method "{settings.method}" needs a "model", which guesses')
     if config.device.device != "cpu":
         raise ConfigError(
-            f"--speculative-config: {DRAFT_MODEL} works on CPUs only so far, and --device is {config.device.device}"
+            f"--speculative-config: {settings.method} works on CPUs only so far, and --device is {config.device.device}"
         )
     if config.pooling is not None:
         raise ConfigError("--speculative-config: a model that is pooled says nothing that could be guessed")
+
+
+def draft_model_config(config: EngineConfig) -> EngineConfig:
+    """How the model that is to guess would be asked for by itself, in an engine like this one."""
+    settings = config.speculative.settings
+    assert settings.model is not None, "it was checked"
     own = dataclasses.replace(
         config.model,
         model=settings.model,

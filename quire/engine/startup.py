@@ -15,18 +15,20 @@ from typing import Any, Literal
 
 from quire.config import EngineConfig, ModelArch
 from quire.config.engine import engine_fields
-from quire.engine.draft_model import check_draft_model, draft_model_config
+from quire.engine.draft_heads import with_draft_heads
+from quire.engine.draft_model import check_draft_model, check_guessing, draft_model_config
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError, StartupError
 from quire.kernels import cpu
 from quire.models.checkpoint import read_model_config, resolve_model_dir
+from quire.models.draft_heads.reader import HEADS
 from quire.models.generation_config import read_generation_config
 from quire.models.gguf.model import is_gguf
 from quire.models.pooling.settle import Settled, settle_pooling
 from quire.models.registry import ModelRegistry
 from quire.platforms import choose_device
 from quire.plugins import load_general_plugins
-from quire.spec_decode.drafter import check_speculation
+from quire.spec_decode.drafter import MODEL_KEYS, check_speculation
 
 logger = logging.getLogger(__name__)
 
@@ -103,19 +105,25 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         logger.warning("%s: its language model is served; requests are text", arch.part_of.architecture)
     for field, reason in without_effect(config):
         logger.warning("%s: changes nothing, %s", field, reason)
-    return _with_draft_model(config, usage)
+    return _with_guessing_model(config, usage)
+
+
+def _with_guessing_model(config: EngineConfig, usage: Usage) -> EngineConfig:
+    """With the model, or the heads, that guess for this one, if any do; a model is prepared as any other."""
+    settings = config.speculative.settings
+    if settings.method not in MODEL_KEYS:
+        return config
+    check_guessing(config)
+    try:
+        return with_draft_heads(config) if settings.method in HEADS else _with_draft_model(config, usage)
+    except StartupError as error:
+        model = settings.model or config.model.model
+        raise ConfigError(f"--speculative-config: model {model!r}: {error}") from error
 
 
 def _with_draft_model(config: EngineConfig, usage: Usage) -> EngineConfig:
-    """The model that is to guess for this one is prepared as any other."""
-    given = draft_model_config(config)
-    if given is None:
-        return config
-    try:
-        found = prepare(given, usage)
-        check_draft_model(config, found, load_tokenizer(config), load_tokenizer(found))
-    except StartupError as error:
-        raise ConfigError(f"--speculative-config: model {given.model.model!r}: {error}") from error
+    found = prepare(draft_model_config(config), usage)
+    check_draft_model(config, found, load_tokenizer(config), load_tokenizer(found))
     return dataclasses.replace(config, draft=found)
 
 

@@ -29,7 +29,7 @@ class SelfAttention(Module):
         super().__init__()
         arch, dtype = config.arch, model_dtype(config)
         self.qkv_proj = QKVLinear(
-            hidden_size=arch.hidden_size,
+            hidden_size=arch.attention_in_size or arch.hidden_size,
             num_heads=arch.num_heads,
             num_kv_heads=arch.num_kv_heads,
             head_dim=arch.head_dim,

@@ -53,13 +53,17 @@ class Decoder(Module):
             for layer in range(arch.num_layers)
         )
         self.norm = block_norm(config, f"{prefix}.norm")
+        self.kept_layers = arch.kept_layers
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         x, residual = self._embedded(inputs, positions, step), None
-        for layer in self.layers:
+        kept: list[Tensor] = []
+        for number, layer in enumerate(self.layers):
+            if number in self.kept_layers:
+                kept.append(x if residual is None else x + residual)
             x, residual = layer(x, residual, positions, step)
         hidden, _ = self.norm.add(x, residual)
-        return hidden
+        return torch.cat((hidden, *kept), dim=-1) if kept else hidden
 
     def _embedded(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         x: Tensor = self.embed_tokens(inputs, step.adapter_rows)
@@ -108,7 +112,10 @@ class DecoderForCausalLM(CausalLM):
         return hidden
 
     def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
-        arch, logits = self.config.arch, super().compute_logits(hidden, adapter_rows)
+        arch = self.config.arch
+        if arch.kept_layers:
+            hidden = hidden[:, : arch.hidden_size].contiguous()
+        logits = super().compute_logits(hidden, adapter_rows)
         if arch.logits_multiplier != 1.0:
             logits = logits * arch.logits_multiplier
         cap = arch.final_logit_softcap

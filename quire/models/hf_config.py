@@ -75,10 +75,15 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
 def read_config(config: JsonObject, model_impl: str) -> ModelArch:
     """What an object with the keys of config.json says, as its family reads it; raises as `read_hf_config` does."""
     architecture = made_for(architecture_of(config), model_impl).served_as
-    return _read_all(architecture, config, ModelRegistry.resolve_config_reader(architecture, model_impl))
+    return read_fully(architecture, config, ModelRegistry.resolve_config_reader(architecture, model_impl))
 
 
-def _read_all(architecture: str, config: JsonObject, reader: ConfigReader) -> ModelArch:
+def read_fully(architecture: str, config: JsonObject, reader: ConfigReader) -> ModelArch:
+    """What a reader makes of config.json.
+
+    Raises:
+        UnsupportedModelError: it asks for something that quire does not do; all that is so is named at once.
+    """
     refused: list[UnsupportedModelError] = []
     try:
         arch = reader(architecture, config)

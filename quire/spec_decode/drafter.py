@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from quire.config import EngineConfig
-from quire.config.speculative import COMMON_KEYS, DRAFT_MODEL
+from quire.config.speculative import COMMON_KEYS, DRAFT_MODEL, EAGLE, EAGLE3, MEDUSA, MTP
 from quire.errors import ConfigError
 from quire.plugins import FACTORY, PluginTable
 
@@ -66,6 +66,16 @@ def takes_time(drafter: Drafter) -> bool:
     return bool(getattr(drafter, "takes_time", False))
 
 
+_MODEL = frozenset({"model", "quantization"})
+MODEL_KEYS: Mapping[str, frozenset[str]] = {
+    DRAFT_MODEL: _MODEL,
+    MEDUSA: _MODEL,
+    EAGLE: _MODEL,
+    EAGLE3: _MODEL,
+    MTP: frozenset({"quantization"}),
+}
+"""Methods by which a model or heads guess, which the worker makes, and the keys that they understand."""
+
 DRAFTERS: PluginTable[Callable[[EngineConfig], Drafter]] = PluginTable(
     "quire.drafters",
     "--speculative-config: method",
@@ -75,14 +85,10 @@ DRAFTERS: PluginTable[Callable[[EngineConfig], Drafter]] = PluginTable(
         "recorded": "quire.spec_decode.recorded:RecordedDrafter",
     },
     FACTORY,
-    words=("auto", DRAFT_MODEL),
+    words=("auto", *MODEL_KEYS),
 )
 AUTO = ("ngram", "suffix")
 """What costs nothing but microseconds of the host."""
-
-
-MODEL_KEYS: Mapping[str, frozenset[str]] = {DRAFT_MODEL: frozenset({"model", "quantization"})}
-"""Methods by which a model guesses, which the worker makes, and the keys that they understand."""
 
 
 def drafter_names(method: str | None) -> tuple[str, ...]:

@@ -10,21 +10,33 @@ itself in the place of a test that only keeps its distribution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.config import EngineConfig
-from quire.config.speculative import DRAFT_MODEL
+from quire.config.speculative import DRAFT_MODEL, EAGLE, EAGLE3, MEDUSA, MTP
 from quire.errors import StartupError
 from quire.kv_cache.spec import KVCacheConfig
 from quire.spec_decode.drafter import Drafter, make_drafters
 from quire.spec_decode.speculation import Speculation
 from quire.worker.draft_model import DraftModel
+from quire.worker.guessing_model import GuessingModel
+from quire.worker.head_chain import HeadChain
 from quire.worker.input_batch import InputBatch
 from quire.worker.jump_ahead import jump_ahead
+from quire.worker.medusa import Medusa
 from quire.worker.sampler.grammar import GrammarMask
+
+GUESSING_MODELS: Mapping[str, type[GuessingModel]] = {
+    DRAFT_MODEL: DraftModel,
+    MEDUSA: Medusa,
+    EAGLE: HeadChain,
+    EAGLE3: HeadChain,
+    MTP: HeadChain,
+}
+"""By method, what guesses by a model or by heads."""
 
 
 def make_speculation(
@@ -32,9 +44,11 @@ def make_speculation(
     kv_config: KVCacheConfig,
     batch: InputBatch,
     grammars: GrammarMask,
-    draft_model: DraftModel | None = None,
+    guessing: GuessingModel | None = None,
 ) -> Speculation | None:
     """Who guesses for this engine: what `--speculative-config` names, behind what grammars leave no choice about.
+
+    `guessing` is of the method that the configuration names, if that is one of `GUESSING_MODELS`.
 
     Raises:
         StartupError: somebody is to guess for a model with layers that cannot take guesses back.
@@ -49,8 +63,8 @@ def make_speculation(
     if forced is not None:
         drafters["jump_ahead"] = forced
     drafters |= make_drafters(config)
-    if draft_model is not None:
-        drafters[DRAFT_MODEL] = draft_model
+    if guessing is not None:
+        drafters[settings.method or ""] = guessing
 
     def num_allowed(request_id: str, known: NDArray[np.int32], drafts: list[int]) -> int:
         return grammars.num_allowed(batch.row(request_id), known, drafts)

@@ -29,8 +29,8 @@ from quire.spec_decode.speculation import Speculation
 from quire.structured_output.store import GrammarStore
 from quire.worker.block_table import BlockTable
 from quire.worker.devices import Device
-from quire.worker.draft_model import DraftModel
-from quire.worker.drafts import make_speculation
+from quire.worker.drafts import GUESSING_MODELS, make_speculation
+from quire.worker.guessing_model import GuessingModel
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.inputs import StepInputs, lay_out
 from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
@@ -63,7 +63,7 @@ class ModelRunner:
         device: where the model and its cache are.
         grammars: where constraints are compiled; its own, if nobody prepares any.
         adapters: those of the rows, where adapters are served.
-        draft: a model that guesses what this one says, its KV cache bound.
+        draft: a model that guesses what this one says, or heads that do, its KV cache bound.
         speculation: guesses tokens for later plans to verify; by default as the configuration says.
         is_rehearsal: its steps are run to see what memory steps take.
     """
@@ -110,10 +110,10 @@ class ModelRunner:
             processors=() if is_rehearsal else make_logits_processors(config),
             grammars=grammars or GrammarStore(config.structured_outputs.settings),
         )
-        self._draft = None if draft is None else self._draft_model(draft, config, device)
+        self._guessing = None if draft is None else self._guessing_model(draft, config, device)
         if speculation is None and not is_rehearsal:
             grammars_read = self._sampler.grammar_mask
-            speculation = make_speculation(config, kv_config, self.batch, grammars_read, self._draft)
+            speculation = make_speculation(config, kv_config, self.batch, grammars_read, self._guessing)
         self._speculation = speculation
         self._prompt_logprobs = PromptLogprobs(
             self.batch, model.compute_logits, self._slice_size, device.transfers, mode
@@ -123,13 +123,15 @@ class ModelRunner:
         self._rows_of: tuple[KeepsRows, ...] = (self._pooler,)
         """What keeps something of each request: a model that is pooled samples nothing."""
         if config.pooling is None:
-            guessing = () if self._draft is None else (self._draft,)
+            guessing = () if self._guessing is None else (self._guessing,)
             self._rows_of = (self._sampler, self._prompt_logprobs, *guessing)
         self._unusable: dict[str, str] = {}
         self._unread: list[LaunchedStep] = []
 
-    def _draft_model(self, model: LanguageModel, config: EngineConfig, device: Device) -> DraftModel:
-        return DraftModel(
+    def _guessing_model(self, model: LanguageModel, config: EngineConfig, device: Device) -> GuessingModel:
+        method = config.speculative.settings.method
+        assert method is not None, "whoever has a model for guesses says how it guesses"
+        return GUESSING_MODELS[method](
             model,
             self.batch,
             device.pipeline(model, self.batch, config),
@@ -163,8 +165,8 @@ class ModelRunner:
             self._read_results()
         inputs = self._pipeline.gather(lay_out(self.batch, scheduled))
         hidden = self._pipeline.forward(inputs)
-        if self._draft is not None:
-            self._draft.follow(inputs)
+        if self._guessing is not None:
+            self._guessing.follow(inputs, hidden)
         forwarded = self._transfers.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden, inputs.step.adapter_rows)
         pooled = self._pooler.compute(inputs.layout, hidden)

@@ -109,6 +109,7 @@ class _Places:
         self._token_types = torch.zeros(max_num_tokens, dtype=torch.int64)
         self._slots = [torch.zeros(max_num_tokens, dtype=torch.int64) for _ in table_widths]
         self._tables = [torch.zeros(max_num_tokens, width, dtype=torch.int32) for width in table_widths]
+        self._intermediate: dict[str, Tensor] = {}
 
     def place(self, inputs: StepInputs) -> StepInputs:
         """The same step, its tensors in their places."""
@@ -116,7 +117,6 @@ class _Places:
         self._input_ids[:num_tokens] = inputs.input_ids
         self._positions[:num_tokens] = inputs.positions
         step = inputs.step
-        assert step.intermediate is None, "there is no place for them"
         self._starts[: size + 1] = step.groups[0].query_start_loc
         self._seq_lens[:size] = step.groups[0].seq_lens
         for own, slots, table in zip(step.groups, self._slots, self._tables, strict=True):
@@ -132,8 +132,18 @@ class _Places:
             inputs,
             input_ids=self._input_ids[:num_tokens],
             positions=self._positions[:num_tokens],
-            step=StepContext(groups, adapter_rows, token_types),
+            step=StepContext(groups, adapter_rows, token_types, self._handed_over(step, num_tokens)),
         )
+
+    def _handed_over(self, step: StepContext, num_tokens: int) -> dict[str, Tensor] | None:
+        """Rows that a model reads beside tokens; it always does, or never, and they are always of one size."""
+        if step.intermediate is None:
+            return None
+        for name, rows in step.intermediate.items():
+            if name not in self._intermediate:
+                self._intermediate[name] = rows.new_zeros(len(self._input_ids), rows.shape[1])
+            self._intermediate[name][:num_tokens] = rows
+        return {name: place[:num_tokens] for name, place in self._intermediate.items()}
 
     def _metadata(self, own: GroupMetadata, slots: Tensor, table: Tensor) -> GroupMetadata:
         size = len(own.seq_lens)

@@ -26,6 +26,7 @@ from quire.lora.slots import AdapterSlots
 from quire.lora.store import AdapterStore
 from quire.lora.targets import Targets
 from quire.models.base import CausalLM
+from quire.models.draft_heads.autoregressive import AutoregressiveHead
 from quire.models.loader import load_model
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.store import GrammarStore
@@ -164,10 +165,12 @@ class Worker:
         self.adapters.close()
 
     def _load_model(self) -> None:
-        """The model, with slots for adapters if they are served, and the one that guesses for it, if one does."""
+        """The model, with slots for adapters if they are served, and what guesses for it, if anything does."""
         self._model = load_model(self._config)
         if self._config.draft is not None:
             self._draft = load_model(self._config.draft, prefix="draft.")
+            if isinstance(self._draft, AutoregressiveHead):
+                self._draft.share(self._model)
         lora = self._config.lora
         if lora.enable_lora:
             targets, transfers = Targets(self._model), self._device.transfers
@@ -221,7 +224,7 @@ class Worker:
         tensors = self._bind_cache(cache)
         if device.compiles_kernels:
             self._launch_what_no_plan_reaches(tensors)
-        if self._draft is not None:
+        if self._draft is not None and self._draft.config.arch.draft is None:  # heads are less than a layer
             self._rehearse(self._draft, rehearsal, cache)
         self._tokens_per_s = self._rehearse(self._loaded(), rehearsal, cache)
         self._bind_least_cache()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.server import Server
+from tests.fixtures.draft_heads import HEADS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,6 +68,9 @@ def adapt(
         for pattern, smaller in SMALLER:
             command = re.sub(pattern, smaller, command)
         command = command.replace("path/to/model", str(tiny_model("llama")))
+        if "path/to/heads" in command:
+            heads = HEADS["eagle3"].write(tmp_path_factory.mktemp("docs") / "heads")
+            command = command.replace("path/to/heads", str(heads))
         command = command.replace("benchmarks/models/dummy-0.5b", str(tiny_model("qwen2")))
         command = command.replace("benchmarks/models/dummy-mamba2", f"{tiny_model('mamba2')} --quick")
         command = command.replace("--max-model-len 4K", "--max-model-len 128").replace(

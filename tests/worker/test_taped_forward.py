@@ -167,6 +167,26 @@ def test_tokens_with_types_are_not_played_without_them() -> None:
         assert forward(replace(plain, step=replace(plain.step, token_types=types))).item() == expected
 
 
+class Reader(Lookup):
+    """A model that reads rows beside tokens."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        assert step.intermediate is not None
+        return super().forward(input_ids, positions, step) + step.intermediate["states"]
+
+
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
+def test_rows_that_are_handed_over_are_read_in_their_places() -> None:
+    model = Reader()
+    forward = TapedForward(model, 4, (4,), ROOM)
+    for ids in ([1, 2], [3, 4], [5], [6, 7], [2]):
+        plain = step(ids, list(range(len(ids))))
+        states = {"states": 10.0 * torch.tensor(ids)[:, None]}
+        got = forward(replace(plain, step=replace(plain.step, intermediate=states)))
+        assert got.flatten().tolist() == [11 * token_id for token_id in ids]
+    assert model.passes == 2
+
+
 class Described(Lookup):
     """A model of one kernel that reads the metadata of a group of states."""
 

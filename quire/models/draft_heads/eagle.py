@@ -1,0 +1,143 @@
+"""EAGLE's heads: one decoder layer that goes on in hidden states, whose guesses are a chain.
+
+EAGLE (Li et al., 2024, arXiv:2401.15077) reads what the target's last norm gives; EAGLE-3 (Li et al., 2025,
+arXiv:2503.01840) what comes into three of its layers, and has an output head of its own, perhaps of fewer tokens.
+
+Shapes: T tokens of the step, N rows, H hidden size, D tokens of the head, V of the target.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.config.arch import CheckpointNames
+from quire.layers.base import Layer, model_dtype, parameter
+from quire.layers.embedding import VocabEmbedding
+from quire.layers.linear import Linear
+from quire.layers.norm import block_norm
+from quire.layers.slot import Slot
+from quire.layers.step import StepContext
+from quire.models.blocks import Block
+from quire.models.decoder import rotaries_of
+from quire.models.draft_heads.autoregressive import AutoregressiveHead
+
+_MERGED = CheckpointNames().merged
+_RENAMED = {"layer": "layers.0"}
+_NO_STEP = StepContext(groups=())
+"""What is read of the target becomes a state before the head's own step begins."""
+
+
+class EagleBlock(Block):
+    """A Llama's layer that norms nothing before attention."""
+
+    norms = ("post_attention_layernorm",)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        attended = self.mixer(x, positions, step)
+        x, residual = self.post_attention_layernorm.add(attended, x)
+        return self.mlp(x, step), residual
+
+
+class Eagle3Block(Block):
+    """A Llama's layer whose attention reads embeddings beside states, each normed by itself."""
+
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """x are embeddings, and `residual` states, [T, H]."""
+        assert residual is not None, "there are states before it"
+        read = torch.cat((self.input_layernorm(x), self.hidden_norm(residual)), dim=-1)
+        attended = self.mixer(read, positions, step)
+        x, residual = self.post_attention_layernorm.add(attended, residual)
+        return self.mlp(x, step), residual
+
+
+class EagleHead(AutoregressiveHead):
+    """`layer(fc([embedding, state]))`; the sum behind the layer is a state, which is not normed."""
+
+    merged = _MERGED
+    renamed = _RENAMED
+    unused = (r"^embed_tokens\.", r"^lm_head\.", r"^layers\.0\.input_layernorm\.", r"\.inv_freq$")
+
+    def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
+        super().__init__(config=config, prefix=prefix)
+        size = config.arch.hidden_size
+        self.fc = Linear(
+            in_features=2 * size,
+            out_features=size,
+            bias=self.draft.bias,
+            dtype=model_dtype(config),
+            name=f"{prefix}fc",
+        )
+        (rotary,) = rotaries_of(config)
+        self.layer = EagleBlock(config=config, prefix=f"{prefix}layer", layer=0, rotary=rotary)
+
+    def behind(self, embedded: Tensor, states: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        joined = self.fc(torch.cat((embedded, states), dim=-1), step)
+        x, residual = self.layer(joined, None, positions, step)
+        return torch.add(x, residual)
+
+
+class Eagle3Head(AutoregressiveHead):
+    """`midlayer(embedding, state)`, where the target's states are `fc` of three; its head reads normed states."""
+
+    merged = _MERGED
+    unused = (r"^embed_tokens\.", r"^t2d$", r"\.inv_freq$")
+    lm_head: VocabEmbedding
+
+    def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
+        super().__init__(config=config, prefix=prefix)
+        arch, dtype, size = config.arch, model_dtype(config), config.arch.hidden_size
+        self.fc = Linear(
+            in_features=len(self.draft.reads) * size,
+            out_features=size,
+            bias=self.draft.bias,
+            dtype=dtype,
+            name=f"{prefix}fc",
+        )
+        (rotary,) = rotaries_of(config)
+        self.midlayer = Eagle3Block(config=config, prefix=f"{prefix}midlayer", layer=0, rotary=rotary)
+        self.norm = block_norm(config, f"{prefix}norm")
+        self.lm_head = VocabEmbedding(
+            vocab_size=self.draft.vocab_size, size=size, dtype=dtype, is_head=True, name=f"{prefix}lm_head"
+        )
+        self.d2t = None
+        if self.draft.vocab_size < arch.vocab_size:
+            self.d2t = TokenOffsets(self.draft.vocab_size, f"{prefix}d2t")
+        else:
+            self.unused = (*self.unused, r"^d2t$")
+
+    def read(self, rows: Tensor) -> Tensor:
+        return self.fc(rows, _NO_STEP)
+
+    def behind(self, embedded: Tensor, states: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        x, residual = self.midlayer(embedded, states, positions, step)
+        return torch.add(x, residual)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits = self.lm_head.logits(self.norm(hidden))
+        if self.d2t is None:
+            return logits
+        spread = logits.new_full((len(logits), self.config.arch.vocab_size), -torch.inf)
+        return spread.index_copy_(1, self.d2t.token_ids(), logits)
+
+
+class TokenOffsets(Layer):
+    """For each token of a head, how much greater its id is among the target's."""
+
+    def __init__(self, count: int, name: str) -> None:
+        super().__init__(name)
+        self.weight = parameter(count, dtype=torch.int64)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        yield names[0], Slot(self.weight, "zeros", dtypes=(torch.int64, torch.int32))
+
+    def token_ids(self) -> Tensor:
+        """[D] int64 the target's ids."""
+        return torch.arange(len(self.weight), device=self.weight.device) + self.weight

@@ -1,0 +1,160 @@
+"""What config.json says of heads that guess by the hidden states of another model, their target, and whether they fit.
+
+Invariant: torch-free. What the file leaves open is as in the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.config.arch import DraftArch, ModelArch
+from quire.config.speculative import EAGLE, EAGLE3, MEDUSA, MTP
+from quire.errors import ConfigError
+from quire.models.families.fields import MAX_HEADS, MAX_LAYERS, read_llama
+from quire.models.hf_config import config_json, read_fully
+from quire.models.json_object import JsonObject
+from quire.models.quantized.reader import read_quantization
+
+
+class HeadKind(NamedTuple):
+    """How heads of a method are read and served."""
+
+    reader: Callable[[ModelArch, str, JsonObject], ModelArch]
+    """Target, method and config.json -> shape of the heads."""
+    model: str
+    """Their class, "module:Name"."""
+
+
+def read_draft_heads(method: str, model_dir: Path, target: ModelArch) -> ModelArch:
+    """The shape of the heads in a directory.
+
+    Raises:
+        ModelLoadError: config.json is missing or malformed.
+        UnsupportedModelError: it asks for something that quire does not do.
+        ConfigError: they are not for such a target.
+    """
+    file = config_json(model_dir, {})
+    config = JsonObject(file.where, file.values, refused=[])
+    arch = read_fully(method, config, partial(HEADS[method].reader, target))
+    return replace(arch, quantization=read_quantization(config, model_dir))
+
+
+def read_medusa(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
+    """Medusa (Cai et al., 2024, arXiv:2401.10774), under its authors' keys or those of servers."""
+    is_numbered = "medusa_num_heads" in config
+    if is_numbered:
+        config = config.with_aliases(
+            {"num_heads": "medusa_num_heads", "num_hidden_layers": "medusa_num_layers"}
+        )
+    elif "num_heads" not in config:
+        raise ConfigError(
+            f"{config.where} has neither medusa_num_heads nor num_heads: these are no Medusa heads"
+        )
+    config.only("original_lm_head", False)
+    config.only("truncated_vocab_size", target.vocab_size)
+    return ModelArch(
+        architecture="MedusaModel",
+        model_type=method,
+        vocab_size=same(config, "vocab_size", target.vocab_size),
+        hidden_size=same(config, "hidden_size", target.hidden_size),
+        intermediate_size=target.hidden_size,
+        num_layers=config.integer("num_hidden_layers", 1, high=MAX_LAYERS),
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=target.hidden_size,
+        max_position_embeddings=target.max_position_embeddings,
+        draft=DraftArch(
+            method,
+            count=config.integer("num_heads", high=MAX_HEADS),
+            bias=config.flag("medusa_fc_bias", is_numbered),
+            is_numbered=is_numbered,
+        ),
+    )
+
+
+def read_eagle(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
+    """EAGLE (Li et al., 2024, arXiv:2401.15077): a layer as Llama's."""
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    if num_layers != 1:
+        raise ConfigError(f"{config.where} has {num_layers} layers, and what {method} guesses by has one")
+    same(config, "vocab_size", target.vocab_size)
+    same(config, "hidden_size", target.hidden_size)
+    config.only("add_para_norm", False)
+    draft = DraftArch(method, bias=config.flag("bias", True))
+    positions = target.max_position_embeddings
+    return read_llama("EagleLlamaForCausalLM", config, max_position_embeddings=positions, draft=draft)
+
+
+def read_eagle3(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
+    """EAGLE-3 (Li et al., 2025, arXiv:2503.01840): what comes into three layers is read, and few tokens are guessed."""
+    arch = read_eagle(target, method, config)
+    config.only("norm_before_residual", False)
+    config.only("target_hidden_size", target.hidden_size)
+    vocab_size = config.integer("draft_vocab_size", target.vocab_size, high=target.vocab_size)
+    reads = _read_layers(config.child("eagle_config"), target.num_layers)
+    draft = DraftArch(method, reads=reads, vocab_size=vocab_size)
+    return replace(arch, draft=draft, attention_in_size=2 * arch.hidden_size)
+
+
+def read_mtp(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
+    """DeepSeek-V3 (2024, arXiv:2412.19437) and GLM-4.5 (2025, arXiv:2508.06471): one layer more, like the last one."""
+    if not config.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS):
+        raise ConfigError(f"{config.where} has no num_nextn_predict_layers: no layer of the model guesses")
+    last, at = target.num_layers - 1, f"model.layers.{target.num_layers}"
+    own = {name: f"{at}.{name}" for name in ("enorm", "hnorm", "eh_proj")}
+    own |= {"block": at, "head_norm": f"{at}.shared_head.norm"}
+    names = replace(target.names, renamed={**target.names.renamed, **own}, unused=("",))
+    experts = target.experts
+
+    def moved(layers: tuple[int, ...]) -> tuple[int, ...]:
+        return (0,) if last in layers else ()
+
+    return replace(
+        target,
+        num_layers=1,
+        names=names,
+        layer_types=target.layer_types[-1:],
+        first_block=None,
+        unrotated_layers=moved(target.unrotated_layers),
+        unnormed_layers=moved(target.unnormed_layers),
+        experts=None if experts is None else replace(experts, layers=moved(experts.layers)),
+        draft=DraftArch(method),
+    )
+
+
+def _read_layers(config: JsonObject, num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs are read: those that are named, else one near the start, the middle and the end each."""
+    config.only("use_aux_hidden_state", True)
+    key = "eagle_aux_hidden_state_layer_ids"
+    named = config.numbers(key) if config.get(key) else (2, num_layers // 2, num_layers - 3)
+    layers = tuple(sorted({int(layer) for layer in named}))
+    if len(layers) != len(named) or not 0 <= layers[0] <= layers[-1] < num_layers:
+        raise ConfigError(
+            f"layers {[*map(int, named)]} are read, and the model that is guessed for has {num_layers}"
+        )
+    return layers
+
+
+def same(config: JsonObject, key: str, size: int) -> int:
+    """A size that the target has as well.
+
+    Raises:
+        ConfigError: it has another.
+    """
+    found = config.integer(key, size)
+    if found != size:
+        raise ConfigError(f"{key} is {found}, and that of the model that is guessed for {size}")
+    return size
+
+
+HEADS: Mapping[str, HeadKind] = {
+    MEDUSA: HeadKind(read_medusa, "quire.models.draft_heads.medusa:MedusaHeads"),
+    EAGLE: HeadKind(read_eagle, "quire.models.draft_heads.eagle:EagleHead"),
+    EAGLE3: HeadKind(read_eagle3, "quire.models.draft_heads.eagle:Eagle3Head"),
+    MTP: HeadKind(read_mtp, "quire.models.draft_heads.mtp:MTPHead"),
+}
+"""By method."""

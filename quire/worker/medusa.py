@@ -1,0 +1,58 @@
+"""Guesses by Medusa's heads: each says a token further on, all by the same hidden state.
+
+That is the state behind which the request's last token was sampled, so heads cost no pass over tokens and no cache.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from quire.models.draft_heads.medusa import MedusaHeads
+from quire.scheduler.output import NewRequestData
+from quire.spec_decode.drafter import MODEL_KEYS
+from quire.worker.guessing_model import GuessingModel, Rows
+from quire.worker.inputs import StepInputs
+from quire.worker.kept_states import KeptStates
+
+
+class Medusa(GuessingModel):
+    """See `GuessingModel`; `model` are the heads, loaded."""
+
+    keys: ClassVar[frozenset[str]] = MODEL_KEYS["medusa"]
+
+    def __init__(self, model: MedusaHeads, *parts: Any, **limits: Any) -> None:
+        super().__init__(model, *parts, **limits)
+        self._heads = model
+        self._states = KeptStates(self._batch.max_num_seqs)
+        self._head = 0
+        """The one that speaks next."""
+
+    def add_request(self, row: int, request: NewRequestData) -> None:
+        """Nothing is kept before its first step."""
+
+    def follow(self, inputs: StepInputs, hidden: Tensor) -> None:
+        """Keep the states behind which something is sampled."""
+        layout = inputs.layout
+        starts = layout.ends - layout.num_samples
+        self._states.firsts[layout.rows] = starts
+        self._states.keep(layout, starts, hidden)
+
+    def _first(self, rows: Rows, ends: Rows) -> Rows:
+        self._head = 0
+        return self._next(rows, ends)
+
+    def _next(self, rows: Rows, ends: Rows) -> Rows:
+        head = self._head
+        if head == len(self._heads.blocks):
+            return np.full(len(rows), -1, dtype=np.int64)
+        self._head += 1
+        hidden = self._states.at(rows, ends - 2 - head)
+        return self._sampled(partial(self._heads.head_logits, head), hidden, rows, ends)
+
+    def _limits(self, rows: Rows) -> Rows:
+        """Guesses take no slots."""
+        return np.full(len(rows), self._batch.max_model_len, dtype=np.int64)

@@ -1,0 +1,188 @@
+"""Heads that guess by hidden states: what they guess is what their papers' formulas say, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.errors import ConfigError, StartupError
+from quire.sampling_params import SamplingParams
+from quire.spec_decode.drafter import NO_DRAFT, Draft, Text
+from quire.worker.guessing_model import GuessingModel
+from tests.end_to_end.test_draft_model import FEW_BLOCKS, jobs
+from tests.end_to_end.test_overlapped import STEM, Job, jobs_of_all_kinds, overlapped, serve
+from tests.fixtures.draft_heads import HEADS, MTPOracle, Target, write_mtp
+from tests.fixtures.tiny_models import VOCAB_SIZE, oracle_of
+
+MODEL = "llama-tied-bias"
+NUM_GUESSES = 4
+
+
+def guessing(heads: Path, method: str, **keys: Any) -> dict[str, Any]:
+    given = {"method": method, "model": str(heads), "adaptive": False, "num_speculative_tokens": NUM_GUESSES}
+    return {"speculative_config": given | keys}
+
+
+@pytest.fixture
+def proposed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """The texts that were guessed for, and what was guessed."""
+    seen: list[tuple[list[int], list[int]]] = []
+    propose = GuessingModel.propose
+
+    def spied(self: GuessingModel, texts: Sequence[Text], most: int) -> list[Draft]:
+        known = [text.token_ids.tolist() for text in texts]
+        drafts = propose(self, texts, most)
+        seen.extend((ids, draft.token_ids) for ids, draft in zip(known, drafts, strict=True))
+        return drafts
+
+    monkeypatch.setattr(GuessingModel, "propose", spied)
+    return seen
+
+
+def generate(model: Path, **args: Any) -> None:
+    """The likeliest texts, in small steps."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    texts = [Job([*STEM[: 5 * number], 7 + number], greedy) for number in range(6)]
+    small = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    serve(texts, model=str(model), **small, enable_prefix_caching=False, **args)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_guesses_are_those_of_the_formulas(
+    name: str,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    proposed: list[tuple[list[int], list[int]]],
+    restore_threads: None,
+) -> None:
+    """Whatever chunks prompts come in, and however many guesses were wrong before; the first 12 tokens of each text."""
+    heads, model = HEADS[name], tiny_model(MODEL)
+    directory = heads.write(tmp_path / "heads")
+    generate(model, **guessing(directory, heads.method))
+    target, tensors = Target(oracle_of(model)), heads.tensors(directory)
+    assert sum(len(found) >= 3 for _, found in proposed) > 40
+    for ids, found in proposed:
+        assert found == heads.guesses(target, tensors, ids, NUM_GUESSES)[: len(found)]
+
+
+def test_states_behind_which_nothing_is_guessed_are_not_lost(
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    proposed: list[tuple[list[int], list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    restore_threads: None,
+) -> None:
+    """Forty tokens are generated between questions, which is more than are kept."""
+    heads, model, propose = HEADS["eagle"], tiny_model(MODEL), GuessingModel.propose
+
+    def seldom(self: GuessingModel, texts: Sequence[Text], most: int) -> list[Draft]:
+        due = [len(text.token_ids) % 40 == 0 for text in texts]
+        drafts = iter(propose(self, list(compress(texts, due)), most) if any(due) else ())
+        return [next(drafts) if is_due else NO_DRAFT for is_due in due]
+
+    monkeypatch.setattr(GuessingModel, "propose", seldom)
+    directory = heads.write(tmp_path / "heads")
+    params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    texts = [Job(STEM[:number], params) for number in (5, 12, 31)]
+    serve(texts, model=str(model), max_model_len=128, **guessing(directory, "eagle"))
+    target, tensors = Target(oracle_of(model)), heads.tensors(directory)
+    assert sorted(len(ids) for ids, _ in proposed) == [*[40] * 3, *[80] * 3, 120]
+    assert all(len(found) == NUM_GUESSES for _, found in proposed)
+    for ids, found in proposed:
+        assert found == heads.guesses(target, tensors, ids, NUM_GUESSES)
+
+
+@pytest.mark.parametrize("family", ["glm4moe", "deepseekv3"])
+def test_a_layer_of_the_model_guesses_as_the_formula_does(
+    family: str,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    proposed: list[tuple[list[int], list[int]]],
+    restore_threads: None,
+) -> None:
+    model = write_mtp(tiny_model(family), tmp_path / "model")
+    keys = {"method": "mtp", "adaptive": False, "num_speculative_tokens": NUM_GUESSES}
+    generate(model, speculative_config=keys)
+    oracle = MTPOracle(oracle_of(tiny_model(family)), model)
+    assert sum(len(found) >= 3 for _, found in proposed) > 40
+    for ids, found in proposed:
+        assert found == oracle.guesses(ids, NUM_GUESSES)[: len(found)]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_they_change_nothing(
+    name: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
+) -> None:
+    """Prefix hits, preemption, forks and all that shapes a choice included."""
+    directory = HEADS[name].write(tmp_path / "heads")
+    args: dict[str, Any] = {"model": str(tiny_model(MODEL)), "max_model_len": 96, **FEW_BLOCKS}
+    few = [
+        Job(STEM[:number], SamplingParams(allowed_token_ids=[60, 61], max_tokens=30, seed=number))
+        for number in range(1, 9)
+    ]
+    expected, _ = serve([*jobs(), *few], **args)
+    got, stats = serve([*jobs(), *few], **args, **guessing(directory, HEADS[name].method))
+    assert [output.outputs for output in got] == [output.outputs for output in expected]
+    assert stats["spec_decoding"]["num_accepted_tokens"] > 20
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3"])
+def test_stops_and_aborts_leave_nothing_behind(
+    name: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
+) -> None:
+    """In the overlapped loop; `serve` checks the blocks at its end."""
+    directory = HEADS[name].write(tmp_path / "heads")
+    args: dict[str, Any] = {"model": str(tiny_model(MODEL)), "max_model_len": 96, **FEW_BLOCKS}
+    expected, _ = serve(jobs_of_all_kinds(), **args)
+    got, stats = serve(
+        jobs_of_all_kinds(), **args, **overlapped(2), **guessing(directory, HEADS[name].method)
+    )
+    whole = [number for number, job in enumerate(jobs_of_all_kinds()) if job.abort_after is None]
+    assert [got[number].outputs for number in whole] == [expected[number].outputs for number in whole]
+    assert stats["spec_decoding"]["num_draft_tokens"] > 100
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "medusa of another size": ("medusa-named", {"hidden_size": 32}, "hidden_size is 32, and that of .* 64"),
+    "medusa of other tokens": (
+        "medusa-named",
+        {"vocab_size": 32},
+        f"vocab_size is 32, and that of .* {VOCAB_SIZE}",
+    ),
+    "medusa's fewer tokens": ("medusa-named", {"truncated_vocab_size": 32}, "truncated_vocab_size = 32"),
+    "eagle of another size": ("eagle", {"hidden_size": 32}, "hidden_size is 32, and that of .* 64"),
+    "eagle of other tokens": ("eagle3", {"vocab_size": 32}, f"vocab_size is 32, and that of .* {VOCAB_SIZE}"),
+    "eagle of another model": (
+        "eagle3",
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 30]}},
+        r"layers \[1, 2, 30\] are read, and the model that is guessed for has 3",
+    ),
+    "medusa's more heads": ("medusa", {"medusa_num_heads": 4}, "tensor '3.0.linear.weight' is in none"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_heads_that_do_not_fit_are_refused(
+    case: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    name, config, message = WRONG[case]
+    directory = HEADS[name].write(tmp_path / "heads", **config)
+    with pytest.raises(StartupError, match=message):
+        LLM(str(tiny_model(MODEL)), max_model_len=96, **guessing(directory, HEADS[name].method))
+
+
+def test_a_model_is_no_heads(tiny_model: Callable[[str], Path]) -> None:
+    model = tiny_model(MODEL)
+    with pytest.raises(ConfigError, match="these are no Medusa heads"):
+        LLM(str(model), max_model_len=96, **guessing(model, "medusa"))
+    with pytest.raises(ConfigError, match="has 3 layers, and what eagle3 guesses by has one"):
+        LLM(str(model), max_model_len=96, **guessing(model, "eagle3"))
+    with pytest.raises(ConfigError, match="has no num_nextn_predict_layers: no layer of the model guesses"):
+        LLM(str(model), max_model_len=96, speculative_config={"method": "mtp"})
+    with pytest.raises(ConfigError, match='method "medusa" needs a "model"'):
+        LLM(str(model), max_model_len=96, speculative_config={"method": "medusa"})

@@ -1,0 +1,32 @@
+"""`KeptStates` against a dictionary: steps of any rows and lengths, of which the last tokens may turn out wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.worker.guessing_model import layout_of
+from quire.worker.kept_states import KeptStates, positions_of
+
+
+def test_states_are_those_that_were_computed_last() -> None:
+    draw = np.random.default_rng(3)
+    kept, known = KeptStates(6), dict[tuple[int, int], float]()
+    num_computed = np.zeros(6, dtype=np.int64)
+    for number in range(60):
+        rows = draw.permutation(6)[: draw.integers(1, 7)]
+        starts = num_computed[rows]
+        ends = starts + draw.integers(1, 6, len(rows))
+        layout = layout_of(rows, starts, ends)
+        states = torch.arange(layout.num_tokens + 2).float()[:, None] + 100 * number
+        kept.keep(layout, starts, states)
+        places = zip(rows.repeat(ends - starts), positions_of(starts, ends - starts), strict=True)
+        known.update(zip(places, states.flatten().tolist(), strict=False))
+        num_computed[rows] = starts + draw.integers(1, ends - starts + 1)
+        firsts = kept.firsts[rows]
+        counts = num_computed[rows] - firsts
+        found = kept.at(rows.repeat(counts), positions_of(firsts, counts)).flatten().tolist()
+        wanted = zip(rows.repeat(counts), positions_of(firsts, counts), strict=True)
+        assert found == [known[place] for place in wanted]
+        done = rows[draw.random(len(rows)) < 0.5]
+        kept.firsts[done] = num_computed[done]
