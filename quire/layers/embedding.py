@@ -24,7 +24,8 @@ class VocabEmbedding(MatrixLayer):
 
     `scale` multiplies looked-up rows, rounded to the model's dtype first as Gemma does it. A table that `is_head` is
     packed like a linear layer's weight, and looked up in that form too: there is one copy. A head may have a `bias`;
-    with `unit_rows` its rows are divided by their lengths. Looked-up rows are of `out_dtype`. It is cut by tokens.
+    with `unit_rows` its rows are divided by their lengths. Looked-up rows are of `out_dtype`. It is cut by tokens: a
+    rank looks up those that it has, and makes their logits.
     """
 
     def __init__(
@@ -58,11 +59,15 @@ class VocabEmbedding(MatrixLayer):
         """Ids [T] in [0, V) -> their rows [T, H]; rows [T, H] of `out_dtype`, made elsewhere, are taken as they are."""
         if inputs.is_floating_point():
             return inputs
-        rows = self._rows(inputs).to(self.out_dtype)
+        rows = (self._rows(inputs) if self.group is None else self._rows_of_all(inputs)).to(self.out_dtype)
         return rows if self.scale is None else rows * self.scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> float32 [N, V]."""
+        own = self._logits(hidden)
+        return own if self.group is None else ops.all_gather(own, self.group)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         if self.packed is not None:
             return ops.packed_linear(hidden, self.packed, self.bias).float()
         assert self.weight is not None
@@ -74,6 +79,14 @@ class VocabEmbedding(MatrixLayer):
 
     def rearranged(self, weight: Tensor) -> Tensor:
         return F.normalize(weight.float()).to(weight.dtype) if self.unit_rows else weight
+
+    def _rows_of_all(self, ids: Tensor) -> Tensor:
+        """Each token's row, from the rank that has it: -0.0, which the others add, changes no number, not even 0.0."""
+        assert self.group is not None
+        local = ids - self.rows[0].start
+        foreign = (local < 0) | (local >= self.num_rows)
+        rows = self._rows(local.masked_fill(foreign, 0)).masked_fill(foreign[:, None], -0.0)
+        return ops.all_reduce(rows, self.group)
 
     def _rows(self, ids: Tensor) -> Tensor:
         if self.packed is not None:

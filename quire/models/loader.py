@@ -25,6 +25,7 @@ from quire.models.methods import quant_methods
 from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.pooling.model import PoolingModel
 from quire.models.registry import ModelRegistry
+from quire.models.sharing import share_out
 from quire.models.staged_copy import GpuCopyStream, StagedCopy
 from quire.models.weights import CheckpointWeights, MappedCopy, RandomWeights, TensorReader, Weights
 
@@ -69,6 +70,8 @@ def without_weights(config: EngineConfig, shard: Shard = WHOLE, prefix: str = ""
         methods = quant_methods(model, config)
         for (_, layer), method in zip(model.checkpoint_layers(), methods, strict=True):
             layer.create_weights(method, shard)
+        if shard.group.size > 1:
+            share_out(model, shard)
     return model
 
 
