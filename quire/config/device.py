@@ -47,13 +47,17 @@ class DeviceConfig(Config):
 
 @dataclass(frozen=True)
 class ParallelConfig(Config):
-    """The executor."""
+    """The executor, and over how many ranks it spreads a model."""
 
     distributed_executor_backend: str = option(
-        "uni",
-        "uni: the worker runs in the engine's process; null: nothing is computed; or a plug-in's.",
-        choices=("uni", "null"),
+        "auto",
+        "uni: the worker runs in the engine's process; mp: in a process for each rank; auto: mp if there are several; "
+        "null: nothing is computed; or a plug-in's.",
+        choices=("auto", "uni", "mp", "null"),
         plugins="quire.executors",
+    )
+    tensor_parallel_size: int = option(
+        1, "Ranks that share the heads and features of each layer.", ge=1, short="-tp"
     )
 
 
