@@ -59,6 +59,11 @@ class ParallelConfig(Config):
     tensor_parallel_size: int = option(
         1, "Ranks that share the heads and features of each layer.", ge=1, short="-tp"
     )
+    tp_invariant: bool = option(
+        False,
+        "Form sums that cross ranks of the same four slices whatever --tensor-parallel-size is: 1, 2 and 4 give the "
+        "same bits.",
+    )
 
 
 @dataclass(frozen=True)

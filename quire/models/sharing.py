@@ -41,8 +41,8 @@ SHARED: frozenset[type[nn.Module]] = (
 )
 
 
-def share_out(model: nn.Module, shard: Shard) -> None:
-    """Have a model's modules compute for one rank of a group.
+def check_shared(model: nn.Module, option: str) -> None:
+    """Whether all modules of a model can be shared out, as `option` asks for.
 
     Raises:
         ConfigError: one cannot; the message names it.
@@ -50,8 +50,12 @@ def share_out(model: nn.Module, shard: Shard) -> None:
     for path, module in model.named_modules():
         if type(module) not in SHARED:
             raise ConfigError(
-                f"--tensor-parallel-size is {shard.of}, but {path or 'the model'} ({type(module).__name__}) can be "
-                "computed by one rank only; give 1"
+                f"{option}: {path or 'the model'} ({type(module).__name__}) cannot be shared out among ranks yet"
             )
+
+
+def take_shares(model: nn.Module, shard: Shard) -> None:
+    """Have modules without weights compute for one rank."""
+    for module in model.modules():
         if isinstance(module, Module):
             module.take_share(shard)

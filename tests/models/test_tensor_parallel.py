@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16", "matmul_precision": "highest"},
 }
+INVARIANT = KINDS
 
 needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 
@@ -64,6 +65,29 @@ def test_ranks_say_what_one_says(name: str, kind: str, tiny_model: Callable[[str
         assert torch.equal(first.argmax(1), alone.argmax(1))
 
 
+@needs_kernels
+@pytest.mark.parametrize("kind", INVARIANT)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sums_of_fixed_slices_have_the_same_bits_at_every_number_of_ranks(
+    name: str, kind: str, tiny_model: Callable[[str], Path]
+) -> None:
+    directory, options = tiny_model(name), INVARIANT[kind] | {"tp_invariant": True}
+    alone = logits(load_tiny(directory, **options))
+    for size in (2, 4):
+        assert all(torch.equal(rank, alone) for rank in together(directory, size, logits, **options))
+    plain = logits(load_tiny(directory, **INVARIANT[kind]))
+    torch.testing.assert_close(alone, plain, rtol=2e-4, atol=2e-4)
+    assert not torch.equal(alone, plain), "one sum in the order of k is another one"
+
+
+def test_more_ranks_than_slices_are_refused(tiny_model: Callable[[str], Path]) -> None:
+    group = InProcess.group(3)[0]
+    with pytest.raises(
+        ConfigError, match="--tp-invariant forms sums of 4 slices, which 3 ranks cannot share evenly"
+    ):
+        without_weights(prepared_config(tiny_model("llama"), tp_invariant=True), Shard.of_group(group))
+
+
 def test_a_rank_holds_its_share(tiny_model: Callable[[str], Path]) -> None:
     """Also of the cache, where ranks beyond the two heads of keys and values share one."""
 
@@ -94,9 +118,9 @@ def test_steps_of_several_ranks_are_not_taped(tiny_model: Callable[[str], Path])
         (
             "qwen2moe",
             2,
-            r"--tensor-parallel-size is 2, but model\.layers\.0\.mlp \(SparseMLP\) can be computed by one",
+            r"--tensor-parallel-size 2: model\.layers\.0\.mlp \(SparseMLP\) cannot be shared out",
         ),
-        ("olmo2", 2, r"self_attn\.q_norm \(RowRMSNorm\) can be computed by one rank only; give 1"),
+        ("olmo2", 2, r"self_attn\.q_norm \(RowRMSNorm\) cannot be shared out"),
         ("llama", 3, r"self_attn\.qkv_proj: 4 units of 16 outputs cannot be shared out evenly among 3 ranks"),
         ("llama", 8, r"self_attn\.qkv_proj: 4 units of 16 outputs cannot be shared out evenly among 8 ranks"),
     ],
