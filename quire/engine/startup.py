@@ -16,6 +16,7 @@ from typing import Any, Literal
 from quire.config import EngineConfig, ModelArch
 from quire.config.engine import engine_fields
 from quire.engine.draft_model import check_draft_model, draft_model_config
+from quire.engine.rank_checks import check_ranks
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError, StartupError
 from quire.kernels import cpu
@@ -98,7 +99,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     check_speculation(config)
     config.quantization.check(config.device.device, encoded=config.arch.quantization is not None)
     config.lora.check()
-    _check_ranks(config)
+    check_ranks(config)
     config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
     _check_batch_invariant(config)
     for field, reason in without_effect(config):
@@ -248,22 +249,6 @@ def _choose_executor(config: EngineConfig) -> Choice | None:
     several = config.parallel.tensor_parallel_size > 1
     reason = "each of several ranks has a process" if several else "one rank needs no process of its own"
     return Choice("distributed_executor_backend", "mp" if several else "uni", reason)
-
-
-def _check_ranks(config: EngineConfig) -> None:
-    """Several ranks are for executors that have them, and for what was made to work with them."""
-    size, executor = config.parallel.tensor_parallel_size, config.parallel.distributed_executor_backend
-    if size == 1:
-        return
-    wants = {
-        f"--distributed-executor-backend mp, not {executor}": executor in ("uni", "null"),
-        f"--device cpu, not {config.device.device}": config.device.device != "cpu",
-        "no --enable-lora": config.lora.enable_lora,
-        "no --cpu-pin-threads, which would pin all ranks to the same cores": config.device.cpu_pin_threads,
-    }
-    for wanted, lacks in wants.items():
-        if lacks:
-            raise ConfigError(f"--tensor-parallel-size is {size}, which wants {wanted}")
 
 
 def _choose_loop(config: EngineConfig) -> list[Choice]:
