@@ -92,7 +92,7 @@ class MultiprocExecutor(Executor):
         return self._ranks.call("prepare_adapter", msgspec.to_builtins(request))
 
     def drop_adapter(self, key: str) -> None:
-        self._ranks.call("drop_adapter", key)
+        self._all("drop_adapter", key)
 
     def shutdown(self) -> None:
         if self._background is not None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,16 +24,19 @@ from typing import Any
 import msgspec
 
 from quire.config import EngineConfig
+from quire.distributed.agreement import check_same
 from quire.distributed.group import ALONE, Group
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped, ToRank
 from quire.kv_cache.plain import decode_kv_config, encode_specs
 from quire.layers.shard import Shard
 from quire.logging_setup import configure_logging
 from quire.lora_request import LoRARequest
+from quire.models.fingerprint import checkpoint_fingerprint
 from quire.plugins import load_general_plugins
 from quire.processes import PARENTS_SIGNALS
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
+from quire.version import __version__
 from quire.worker.devices import make_device
 from quire.worker.worker import Worker
 
@@ -80,13 +84,24 @@ class RankProcess:
     def load(self) -> None:
         load_general_plugins()
         if self._size > 1:
-            from quire.distributed.gloo import Gloo, file_store
-
-            store = file_store(self._directory / "ranks", self._size)
-            self._group = Gloo(self._rank, self._size, store, join_s=JOIN_S)
+            self._join()
         device = make_device(self._config.device.device)
         self._worker = Worker(self._config, device, Shard.of_group(self._group))
         self._worker.load()
+
+    def _join(self) -> None:
+        from quire.distributed.gloo import Gloo, file_store  # which one rank does not need
+
+        store = file_store(self._directory / "ranks", self._size)
+        self._group = Gloo(self._rank, self._size, store, join_s=JOIN_S)
+        check_same(
+            self._group,
+            {
+                "version of quire": __version__.encode(),
+                "configuration": msgspec.json.encode(replace(self._config, model_dir="")),
+                "checkpoint": checkpoint_fingerprint(Path(self._config.model_dir)),
+            },
+        )
 
     def _obey(self, message: Step | Call) -> bool:
         """Whether to go on."""

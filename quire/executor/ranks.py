@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -29,6 +30,7 @@ from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Step
 from quire.processes import exit_reason
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
+PROGRAM = ("-m", "quire.executor.rank_process")
 CLOSE_TIMEOUT_S = 5.0
 WAIT_MS = 500
 DEATH_S = 1.0
@@ -54,16 +56,17 @@ class Answers(Future[Any]):
 
 
 class Ranks:
-    """So many processes of `quire.executor.rank_process`. Messages may be sent by any thread; one listens.
+    """So many processes of a program for Python. Messages may be sent by any thread; one listens.
 
     Raises:
         StartupError: the machine refuses a process or room for a file; nothing is left behind.
     """
 
-    def __init__(self, config: EngineConfig, size: int) -> None:
+    def __init__(self, config: EngineConfig, size: int, program: Sequence[str] = PROGRAM) -> None:
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromRank)
         self._lock = threading.Lock()
         self._poll = select.poll()
+        self._directory: Path | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._by_fd: dict[int, int] = {}
@@ -75,7 +78,7 @@ class Ranks:
             self._directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
             (self._directory / "config.json").write_bytes(msgspec.json.encode(config))
             for rank in range(size):
-                self._start(rank, size)
+                self._start(program, [str(self._directory), str(rank), str(size)])
         except OSError as error:
             self.close()
             raise StartupError(
@@ -121,7 +124,8 @@ class Ranks:
 
     def have_met(self) -> None:
         """All ranks know each other and have read what they are to do."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
         """End all ranks; twice is fine."""
@@ -134,19 +138,17 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if hasattr(self, "_directory"):
-            self.have_met()
+        self.have_met()
 
-    def _start(self, rank: int, size: int) -> None:
+    def _start(self, program: Sequence[str], args: list[str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            place = [str(self._directory), str(rank), str(size), str(theirs.fileno())]
-            command = [sys.executable, "-m", "quire.executor.rank_process", *place]
+            command = [sys.executable, *program, *args, str(theirs.fileno())]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._processes.append(process)
         connection = Connection(ours.detach())
+        self._by_fd[connection.fileno()] = len(self._connections)
         self._connections.append(connection)
-        self._by_fd[connection.fileno()] = rank
         self._poll.register(connection.fileno(), select.POLLIN)
 
     def _tell(self, message: Step | Call) -> None:
@@ -180,13 +182,27 @@ class Ranks:
         raise error
 
     def _cause(self, failure: Failed, rank: int) -> Exception:
-        """A rank that has lost another says so before that one's own end is heard of."""
-        if failure.kind == RankLostError.__name__:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                for other, process in enumerate(self._processes):
-                    if other != rank and process.wait(DEATH_S / len(self._processes)) is not None:
-                        return self._death(other)
-        return failure.error(rank)
+        """A rank that has lost another may be heard before that one, or its end."""
+        until = time.monotonic() + DEATH_S
+        said, who = failure, rank
+        while said.kind == RankLostError.__name__:
+            self._poll.unregister(self._connections[who].fileno())
+            ready = self._poll.poll(max(until - time.monotonic(), 0) * 1000)
+            if not ready:
+                return failure.error(rank)
+            who = self._by_fd[ready[0][0]]
+            try:
+                said = self._last_words(who)
+            except (EOFError, ConnectionResetError):
+                return self._death(who)
+        return said.error(who)
+
+    def _last_words(self, rank: int) -> Failed:
+        """Why a step failed on a rank; raises EOFError if it ends without having said."""
+        while True:
+            message = self._decoder.decode(self._connections[rank].recv_bytes())
+            if isinstance(message, Failed) and message.number is None:
+                return message
 
     def _death(self, rank: int) -> RankLostError:
         try:

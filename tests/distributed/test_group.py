@@ -157,6 +157,18 @@ def test_a_rank_that_is_silent_is_named() -> None:
         first.all_gather(torch.zeros(1))
 
 
+def test_a_process_that_is_silent_is_named(tmp_path: Path) -> None:
+    def join(rank: int) -> Group:
+        return Gloo(rank, 2, file_store(tmp_path / "meet", 2), answer_s=0.3)
+
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(join, range(2)))
+    with pytest.raises(RankLostError, match="rank 1 is lost; it says: "):
+        groups[0].all_gather(torch.zeros(1))
+    for group in groups:
+        group.close()
+
+
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         StartupError, match=r"rank 1 has waited 0.05 s for ranks 0, 2 of 3, which did not come"
