@@ -7,6 +7,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -72,13 +73,26 @@ def directories() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("quire-ranks-*"))
 
 
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
+@contextmanager
+def three() -> Iterator[Ranks]:
     ranks = Ranks(EngineConfig(), 3, PROGRAM)
     yield ranks
     ranks.close()
     ranks.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.pids)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Those of all tests after which they are as they were."""
+    with three() as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def mortal() -> Iterator[Ranks]:
+    with three() as ranks:
+        yield ranks
 
 
 def test_all_answer_and_the_first_has_the_results(ranks: Ranks) -> None:
@@ -122,26 +136,26 @@ def test_large_messages_go_both_ways_at_once(ranks: Ranks) -> None:
     assert [one.result()[2][2] for one in answers] == [text] * 3
 
 
-def test_a_rank_that_ends_is_named_now_and_later(ranks: Ranks) -> None:
-    ranks.call("say").result()
-    os.kill(ranks.pids[2], signal.SIGKILL)
-    answers = ranks.call("say")
+def test_a_rank_that_ends_is_named_now_and_later(mortal: Ranks) -> None:
+    mortal.call("say").result()
+    os.kill(mortal.pids[2], signal.SIGKILL)
+    answers = mortal.call("say")
     for _ in range(2):
         with pytest.raises(
-            RankLostError, match=rf"rank 2 is lost; it says: process {ranks.pids[2]}: killed by signal 9"
+            RankLostError, match=rf"rank 2 is lost; it says: process {mortal.pids[2]}: killed by signal 9"
         ):
             answers.result()
     with pytest.raises(RankLostError, match="rank 2 is lost"):
-        ranks.output()
+        mortal.output()
 
 
-def test_of_a_rank_that_was_lost_and_those_who_lost_it_the_first_is_named(ranks: Ranks) -> None:
-    ranks.step(plan(LOSES))
+def test_of_a_rank_that_was_lost_and_those_who_lost_it_the_first_is_named(mortal: Ranks) -> None:
+    mortal.step(plan(LOSES))
     with pytest.raises(RankLostError, match=r"rank 1 is lost; it says: process \d+: killed by signal 9"):
-        ranks.output()
+        mortal.output()
 
 
-def test_what_failed_is_told_and_not_who_heard_of_it(ranks: Ranks) -> None:
-    ranks.step(plan(FAILS))
+def test_what_failed_is_told_and_not_who_heard_of_it(mortal: Ranks) -> None:
+    mortal.step(plan(FAILS))
     with pytest.raises(EngineError, match="rank 1 failed: ValueError: nan"):
-        ranks.output()
+        mortal.output()
