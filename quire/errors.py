@@ -17,7 +17,8 @@
     │   └── RateLimitError          429  this client has used up what it may use
     ├── DeadlineError               504  the request's time was over before it had a token
     ├── EngineError                 500  the engine failed, not the request
-    │   └── EngineDeadError         503  the engine core is gone
+    │   ├── EngineDeadError         503  the engine core is gone
+    │   └── RankLostError           500  of several ranks one is gone
     └── StartupError                     the process cannot start; one sentence for the operator
         ├── ConfigError                  a flag or a config field (also a ValueError)
         ├── ModelLoadError               a checkpoint file is missing, corrupt or does not fit
@@ -143,6 +144,16 @@ class DeadlineError(QuireError):
 
 class EngineError(QuireError):
     """The engine failed, not the request."""
+
+
+class RankLostError(EngineError):
+    """A rank that others wait for has ended, failed or stopped; `ranks` are those of which it is one."""
+
+    def __init__(self, ranks: list[int], said: str) -> None:
+        names = ", ".join(map(str, ranks))
+        who = f"rank {names}" if len(ranks) == 1 else f"one of ranks {names}"
+        super().__init__(f"{who} is lost{FOREIGN_WORDS}{said}")
+        self.ranks = ranks
 
 
 class EngineDeadError(EngineError):

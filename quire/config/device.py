@@ -47,13 +47,22 @@ class DeviceConfig(Config):
 
 @dataclass(frozen=True)
 class ParallelConfig(Config):
-    """The executor."""
+    """The executor, and over how many ranks it spreads a model."""
 
     distributed_executor_backend: str = option(
-        "uni",
-        "uni: the worker runs in the engine's process; null: nothing is computed; or a plug-in's.",
-        choices=("uni", "null"),
+        "auto",
+        "uni: the worker runs in the engine's process; mp: in a process for each rank; auto: mp if there are several; "
+        "null: nothing is computed; or a plug-in's.",
+        choices=("auto", "uni", "mp", "null"),
         plugins="quire.executors",
+    )
+    tensor_parallel_size: int = option(
+        1, "Ranks that share the heads and features of each layer.", ge=1, short="-tp"
+    )
+    tp_invariant: bool = option(
+        False,
+        "Form sums that cross ranks of the same four slices whatever --tensor-parallel-size is: 1, 2 and 4 give the "
+        "same bits.",
     )
 
 

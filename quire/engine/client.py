@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from quire.engine.messages import CoreMessage, CoreRequest, Shutdown
 from quire.engine.progress import Progress
 from quire.engine.remote import PROGRESS, RemoteClient
 from quire.errors import StartupError
+from quire.processes import exit_reason
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -167,11 +167,6 @@ def startup_errors() -> Iterator[None]:
         raise StartupError(
             f"the engine core cannot be started: {error}; look at TMPDIR, at the room there and at ulimit -a"
         ) from error
-
-
-def exit_reason(code: int) -> str:
-    """How a process ended, by the code that `Popen` gives."""
-    return f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
 
 
 def core_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -72,10 +72,11 @@ class EngineCore:
         load_general_plugins()
         scheduler_class = resolve_scheduler(config.scheduler.scheduler_cls)
         self.executor: Executor = resolve_executor(config.parallel.distributed_executor_backend)(config)
-        self.executor.load()
-        kv_config = size_kv_cache(config, self.executor.kv_cache_specs(), self.executor.kv_memory())
-        config = settle_max_model_len(config, kv_config)
-        self.executor.initialize_kv_cache(kv_config)
+        with _shut_down_on_error(self.executor):
+            self.executor.load()
+            kv_config = size_kv_cache(config, self.executor.kv_cache_specs(), self.executor.kv_memory())
+            config = settle_max_model_len(config, kv_config)
+            self.executor.initialize_kv_cache(kv_config)
         self.scheduler = scheduler_class(config, kv_config)
         self._publisher = create_publisher(config)
         self._trace = create_trace(config, kv_config)
@@ -224,3 +225,13 @@ class EngineCore:
         events = self.scheduler.take_kv_events()
         if events:
             self._publisher.publish(events, time.time())
+
+
+@contextmanager
+def _shut_down_on_error(executor: Executor) -> Iterator[None]:
+    """What an executor has begun, such as processes, does not wait for a core that will not be."""
+    try:
+        yield
+    except BaseException:
+        executor.shutdown()
+        raise

@@ -35,14 +35,13 @@ from quire.engine.progress import Progress
 from quire.engine.remote import PROGRESS, REQUESTS
 from quire.errors import StartupError
 from quire.logging_setup import configure_logging
+from quire.processes import PARENTS_SIGNALS
 
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 1000
 MAX_CHECKED_BLOCKS = 100_000
 """A larger cache is not checked when the core is idle: a request that comes then would wait for it, 0.2 s and more."""
-PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""They reach whole groups of processes (Ctrl-C, a closed terminal, a service manager); a core ends when told to."""
 
 
 class CoreProcess:

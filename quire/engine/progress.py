@@ -162,3 +162,19 @@ def cpu_seconds(pid: int) -> float | None:
     except OSError:
         return None
     return (int(fields[11]) + int(fields[12])) * TICK_S
+
+
+def cpu_seconds_with_children(pid: int) -> float | None:
+    """The same with the processes that it has started and that still run, such as the ranks of a core."""
+    own = cpu_seconds(pid)
+    if own is None:
+        return None
+    return own + sum(cpu_seconds(child) or 0.0 for child in _children(pid))
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:  # it, or a thread of it, has ended meanwhile
+        return []
+    return [int(child) for children in lists for child in children.split()]

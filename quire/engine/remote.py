@@ -21,7 +21,7 @@ import zmq
 from quire.config import EngineConfig
 from quire.engine.core_client import CoreClient
 from quire.engine.messages import WIRE_VERSION, CoreFailed, CoreMessage, CoreReady, CoreRequest
-from quire.engine.progress import Heartbeat, Progress, cpu_seconds
+from quire.engine.progress import Heartbeat, Progress, cpu_seconds_with_children
 from quire.errors import EngineDeadError, StartupError
 
 POLL_MS = 200
@@ -130,7 +130,7 @@ class RemoteClient(CoreClient):
         return message
 
     def _look(self) -> None:
-        turns, used = self._progress.num_turns, cpu_seconds(self._pid)
+        turns, used = self._progress.num_turns, cpu_seconds_with_children(self._pid)
         if self._heartbeat.hangs(time.monotonic(), turns, used):
             self._on_hang(self._heartbeat.silent_s)
 

@@ -28,10 +28,10 @@ from quire.engine.trace import (
     Resumed,
     Returned,
     Trace,
-    decode_kv_config,
 )
 from quire.errors import ConfigError, EngineError
 from quire.executor.null import NullExecutor
+from quire.kv_cache.plain import decode_kv_config
 from quire.kv_cache.spec import KVCacheSpec
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold

@@ -17,6 +17,7 @@ from quire.config import EngineConfig, ModelArch
 from quire.config.engine import engine_fields
 from quire.engine.draft_heads import with_draft_heads
 from quire.engine.draft_model import check_draft_model, check_guessing, draft_model_config
+from quire.engine.rank_checks import check_ranks
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError, StartupError
 from quire.kernels import cpu
@@ -86,6 +87,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         _choose_max_model_len(config, pooling.max_seq_length),
         *_choose_batch(config, usage),
         *_choose_loop(config),
+        _choose_executor(config),
         _choose_impl(config),
         _choose_name(config),
     ]
@@ -99,6 +101,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     check_speculation(config)
     config.quantization.check(config.device.device, encoded=config.arch.quantization is not None)
     config.lora.check()
+    check_ranks(config)
     config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
     _check_batch_invariant(config)
     if arch.part_of is not None:
@@ -248,6 +251,14 @@ def _check_whole_texts(config: EngineConfig) -> None:
             f"--max-num-batched-tokens is {tokens}, but an encoder computes texts of up to {longest} tokens "
             "(--max-model-len) whole, in one step"
         )
+
+
+def _choose_executor(config: EngineConfig) -> Choice | None:
+    if config.parallel.distributed_executor_backend != "auto":
+        return None
+    several = config.parallel.tensor_parallel_size > 1
+    reason = "each of several ranks has a process" if several else "one rank needs no process of its own"
+    return Choice("distributed_executor_backend", "mp" if several else "uni", reason)
 
 
 def _choose_loop(config: EngineConfig) -> list[Choice]:

@@ -6,11 +6,10 @@ last whole frame. The first frame is a `Header`; `TRACE_VERSION` changes with an
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,8 +18,8 @@ import msgspec
 from quire.config import EngineConfig
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError
-from quire.kv_cache.single_type_manager import MANAGERS
-from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.kv_cache.plain import encode_kv_config
+from quire.kv_cache.spec import KVCacheConfig
 from quire.scheduler.output import WAIST_VERSION, BlockIds
 
 logger = logging.getLogger(__name__)
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 TRACE_VERSION = 4
 MAGIC = b"quire-trace\n"
 LENGTH_BYTES = 4
-SPECS: dict[str, type[KVCacheSpec]] = {spec.__name__: spec for spec in MANAGERS}
-"""What a spec in a header may be."""
 
 
 class Header(msgspec.Struct, tag="header", frozen=True):
@@ -250,35 +247,3 @@ def _messages(data: bytes) -> Iterator[bytes]:
         if start > len(data):
             return
         yield data[begin:start]
-
-
-def encode_kv_config(kv_config: KVCacheConfig) -> dict[str, Any]:
-    """A cache as plain data, in which each spec has its name."""
-    plain: dict[str, Any] = msgspec.to_builtins(dataclasses.replace(kv_config, groups=(), layer_specs={}))
-    plain["groups"] = [(group.layer_names, _encode_spec(group.spec)) for group in kv_config.groups]
-    plain["layer_specs"] = {name: _encode_spec(spec) for name, spec in kv_config.layer_specs.items()}
-    return plain
-
-
-def decode_kv_config(plain: Mapping[str, Any]) -> KVCacheConfig:
-    """The cache that `encode_kv_config` was given.
-
-    Raises:
-        ConfigError: there is no such cache.
-    """
-    try:
-        base = msgspec.convert({**plain, "groups": [], "layer_specs": {}}, KVCacheConfig)
-        groups = tuple(KVCacheGroup(tuple(names), _decode_spec(spec)) for names, spec in plain["groups"])
-        layer_specs = {name: _decode_spec(spec) for name, spec in plain["layer_specs"].items()}
-    except (msgspec.ValidationError, KeyError, ValueError) as error:
-        raise ConfigError(f"the recorded KV cache is unknown: {error!r}") from None
-    return dataclasses.replace(base, groups=groups, layer_specs=layer_specs)
-
-
-def _encode_spec(spec: KVCacheSpec) -> tuple[str, dict[str, Any]]:
-    return type(spec).__name__, msgspec.to_builtins(spec)
-
-
-def _decode_spec(named: tuple[str, dict[str, Any]]) -> KVCacheSpec:
-    name, fields = named
-    return msgspec.convert(fields, SPECS[name])

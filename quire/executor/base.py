@@ -115,7 +115,11 @@ class Executor(ABC):
 EXECUTORS: PluginTable[type[Executor]] = PluginTable(
     "quire.executors",
     "--distributed-executor-backend",
-    {"uni": "quire.executor.uniproc:UniprocExecutor", "null": "quire.executor.null:NullExecutor"},
+    {
+        "uni": "quire.executor.uniproc:UniprocExecutor",
+        "mp": "quire.executor.multiproc:MultiprocExecutor",
+        "null": "quire.executor.null:NullExecutor",
+    },
     subclass_of(Executor),
 )
 """An executor's module is imported when it is asked for, so the null executor runs without torch."""

@@ -10,7 +10,7 @@ positional-only.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, update_wrapper
 from importlib import import_module
@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from quire.config.arch import Routing
+from quire.distributed.group import Group
 from quire.errors import ConfigError
 from quire.kernels import (
     cpu,
     reference,
     reference_bidirectional,
+    reference_collectives,
     reference_experts,
     reference_latent,
     reference_lora,
@@ -639,6 +641,46 @@ def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStac
 def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
     """Rows of a packed table: ids [T] int64 in [0, N) -> float32 [T, K]. An id outside is an IndexError."""
     return reference.packed_embedding(ids, weight)
+
+
+# Collectives: what crosses the ranks that compute a model together. All ranks of a group call the same ones in the same
+# order; a rank that is lost is a RankLostError on the others. In a group of one, nothing is done.
+
+
+@op()
+def all_reduce(x: Tensor, /, group: Group) -> Tensor:
+    """The sum of all ranks' x, of any shape and float dtype, with the same bits on every rank.
+
+    Ranks are added in pairs of neighbours, then the sums of pairs, and so on.
+    """
+    return reference_collectives.all_reduce(x, group)
+
+
+@op()
+def all_gather(x: Tensor, /, group: Group, dim: int = -1) -> Tensor:
+    """All ranks' x, of one shape, one behind the other along `dim`, in the order of ranks."""
+    return reference_collectives.all_gather(x, group, dim)
+
+
+@op()
+def all_to_all(x: Tensor, counts: Sequence[int], /, group: Group) -> tuple[Tensor, list[int]]:
+    """x [T, ...], of which the first counts[0] rows are for rank 0, the next counts[1] for rank 1 ...
+
+    Returns the rows that came, in the order of the ranks that they came from, and how many came from each.
+    """
+    return reference_collectives.all_to_all(x, counts, group)
+
+
+@op()
+def send(x: Tensor, /, group: Group, to: int) -> None:
+    """Give x to another rank, which calls `recv`; x may change afterwards."""
+    group.send(x, to)
+
+
+@op()
+def recv(out: Tensor, /, group: Group, source: int) -> None:
+    """Write into `out`, contiguous, what another rank sends, of the same shape and dtype."""
+    group.recv(out, source)
 
 
 # Experts: E MLPs of which a token is seen by `top_k`.

@@ -25,7 +25,9 @@ from quire.layers.base import DTYPES, Module, activation_dtype, device_type
 from quire.layers.kv_cache import cache_planes, cache_users
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.shard import Shard, Span
 from quire.layers.sinks import Sinks
+from quire.layers.slot import length
 from quire.layers.step import StepContext
 
 
@@ -93,6 +95,13 @@ class Attention(Module):
         )
         self.k_cache = self.v_cache = torch.empty(0)
         self.group_id = 0
+
+    def take_share(self, shard: Shard) -> None:
+        heads = Span(self.num_heads).piece(shard, self.name)
+        kv_heads = Span(self.num_kv_heads, replicated=True).piece(shard, self.name)
+        self.num_heads, self.num_kv_heads = length(heads), length(kv_heads)
+        if self.alibi_slopes is not None:
+            self.alibi_slopes = self.alibi_slopes[heads]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]; k and v are in the cache afterwards.

@@ -43,6 +43,10 @@ class Module(nn.Module):
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)
 
+    def take_share(self, shard: Shard) -> None:
+        """Compute for the heads of one rank; called once, if there are several."""
+        return None
+
 
 class Layer(Module):
     """Base of layers with parameters; `name` is the full name of the layer in the model."""

@@ -27,7 +27,8 @@ class VocabEmbedding(MatrixLayer):
 
     `scale` multiplies looked-up rows, rounded to the model's dtype first as Gemma does it. A table that `is_head` is
     packed like a linear layer's weight, and looked up in that form too: there is one copy. A head may have a `bias`;
-    with `unit_rows` its rows are divided by their lengths. Looked-up rows are of `out_dtype`. It is cut by tokens.
+    with `unit_rows` its rows are divided by their lengths. Looked-up rows are of `out_dtype`. It is cut by tokens: a
+    rank looks up those that it has, and makes their logits.
     """
 
     takes_adapters = True
@@ -88,6 +89,8 @@ class VocabEmbedding(MatrixLayer):
     def logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
         """hidden [N, H] -> float32 [N, V]; adapter_rows [N] has the adapter of each, as in `StepContext`."""
         logits = self._product(hidden)
+        if self.group is not None:
+            logits = ops.all_gather(logits, self.group)
         if adapter_rows is not None:
             self._adapt_logits(logits, hidden.to(logits.dtype), adapter_rows)
         return logits
@@ -113,6 +116,17 @@ class VocabEmbedding(MatrixLayer):
 
     def looked_up(self, ids: Tensor) -> Tensor:
         """Rows [T, H] of the table as it is kept, for ids [T] in [0, V)."""
+        return self._rows(ids) if self.group is None else self._rows_of_all(ids)
+
+    def _rows_of_all(self, ids: Tensor) -> Tensor:
+        """Each token's row, from the rank that has it: -0.0, which the others add, changes no number, not even 0.0."""
+        assert self.group is not None
+        local = ids - self.rows[0].start
+        foreign = (local < 0) | (local >= self.num_rows)
+        rows = self._rows(local.masked_fill(foreign, 0)).masked_fill(foreign[:, None], -0.0)
+        return ops.all_reduce(rows, self.group)
+
+    def _rows(self, ids: Tensor) -> Tensor:
         if self.packed is not None:
             return ops.packed_embedding(ids, self.packed)
         assert self.weight is not None

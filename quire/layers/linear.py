@@ -55,6 +55,10 @@ class Linear(MatrixLayer):
         self.adapters: LoraStacks | None = None
         """What a step's `adapter_rows` choose from; None: the engine serves no adapters."""
 
+    def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
+        super().create_weights(method, shard)
+        self._adds_up_with = self.group if self.cut == "input" else None
+
     def reads(self, source: RowSource) -> None:
         """Say that x is what `source` makes, and that nobody else reads it.
 
@@ -68,12 +72,12 @@ class Linear(MatrixLayer):
         return self._source[0] if self._source else None
 
     def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Tensor:
-        """x [T, K] -> [T, N]; the rows are those of the step's tokens."""
+        """x [T, K] -> [T, N]; the rows are those of the step's tokens. K is the rank's share if that is cut, else N."""
         out = self._product(x)
         if self.adapters is not None and step.adapter_rows is not None:
             assert isinstance(x, Tensor), "what serves adapters does not quantise x"
             ops.lora_linear(out, x, step.adapter_rows, self.adapters)
-        return out
+        return out if self._adds_up_with is None else ops.all_reduce(out, self._adds_up_with)
 
     def _product(self, x: Tensor | QuantizedRows) -> Tensor:
         if self.packed is not None:

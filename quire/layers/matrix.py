@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from quire.distributed.group import Group
 from quire.errors import ConfigError
 from quire.kernels.linear import FLOAT, PackedWeight
 from quire.layers.base import Layer, parameter
@@ -79,6 +80,9 @@ class MatrixLayer(Layer):
         self.weight: nn.Parameter | None = None
         self.packed: PackedWeight | None = None
         self.method.create(self)
+        crosses = shard.group.size > 1 and self.cut != "whole"
+        self.group: Group | None = shard.group if crosses else None
+        """Those with whom its outputs are put together, or added up, depending on the cut; None: they are whole."""
         adds_bias = self.has_bias and (self.cut != "input" or shard.rank == 0)
         self.bias = parameter(self.num_rows, dtype=self.dtype) if adds_bias else None
 
@@ -90,6 +94,10 @@ class MatrixLayer(Layer):
                 f" {self.method.input_unit}, which {self.method.name} weights want"
             )
         return slice(shard.rank * count, (shard.rank + 1) * count)
+
+    def why_not_captured(self) -> str | None:
+        """See `Capturable`."""
+        return None if self.group is None else "what crosses ranks cannot be captured yet"
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield from self.method.slots(self, names)

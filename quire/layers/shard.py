@@ -4,9 +4,10 @@ Invariant: what a rank holds follows from two statements, the layer's (`Cut` and
 and the rank's (`Shard`), and from nothing else; loader and methods of quantisation slice by them alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.distributed.group import ALONE, Group
 from quire.errors import ConfigError
 
 Cut = Literal["whole", "output", "input"]
@@ -16,10 +17,20 @@ Cut = Literal["whole", "output", "input"]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The share of one rank of several."""
+    """The share of one rank of several.
+
+    What crosses ranks goes by way of `group`, which is theirs; without it each layer makes its own part of sums and
+    rows, and whoever calls it puts the parts together.
+    """
 
     rank: int = 0
     of: int = 1
+    group: Group = field(default=ALONE, compare=False)
+
+    @staticmethod
+    def of_group(group: Group) -> "Shard":
+        """That of a rank of a group."""
+        return Shard(group.rank, group.size, group)
 
 
 WHOLE = Shard()

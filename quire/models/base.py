@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.layers.base import Layer, Module, model_dtype
 from quire.layers.embedding import VocabEmbedding
+from quire.layers.sliced_linear import SLICES
 from quire.layers.slot import Slot
 from quire.layers.step import StepContext
 
@@ -72,7 +73,7 @@ class CausalLM(Module):
         """Each layer with parameters, under the names of the checkpoint's modules that it holds."""
         for path, module in self.named_modules():
             if isinstance(module, Layer):
-                *parents, leaf = path.split(".")
+                *parents, leaf = path.partition(f".{SLICES}.")[0].split(".")
                 leaves = self.merged.get(leaf) or (self.renamed.get(leaf, leaf),)
                 names = [*(self.renamed.get(part, part) for part in parents)]
                 yield [".".join(filter(None, (*names, name))) for name in leaves], module

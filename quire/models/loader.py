@@ -19,12 +19,14 @@ from quire.kernels.cpu.linear import packed_layout
 from quire.layers.attention import attention_backends
 from quire.layers.base import Layer, device_type, model_dtype
 from quire.layers.shard import WHOLE, Shard
+from quire.layers.sliced_linear import slice_sums
 from quire.models.base import CausalLM
 from quire.models.construction import construct
 from quire.models.methods import quant_methods
 from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.pooling.model import PoolingModel
 from quire.models.registry import ModelRegistry
+from quire.models.sharing import check_shared, take_shares
 from quire.models.staged_copy import GpuCopyStream, StagedCopy
 from quire.models.weights import CheckpointWeights, MappedCopy, RandomWeights, TensorReader, Weights
 
@@ -66,9 +68,16 @@ def without_weights(config: EngineConfig, shard: Shard = WHOLE, prefix: str = ""
         model = construct(model_cls, config, prefix)
         if config.pooling is not None:
             model = PoolingModel(model, config.pooling)
+        if shard.group.size > 1:
+            check_shared(model, f"--tensor-parallel-size {shard.of}")
+        if config.parallel.tp_invariant:
+            check_shared(model, "--tp-invariant")
+            slice_sums(model, shard)
         methods = quant_methods(model, config)
         for (_, layer), method in zip(model.checkpoint_layers(), methods, strict=True):
             layer.create_weights(method, shard)
+        if shard.group.size > 1:
+            take_shares(model, shard)
     return model
 
 

@@ -55,7 +55,7 @@ def packed_key(model: CausalLM, layout: str) -> str:
         "format": (FORMAT, __version__, layout),
         "arch": dataclasses.asdict(dataclasses.replace(config.arch, generation={})),
         "layers": [
-            (names, _shapes(layer), dataclasses.astuple(layer.shard))
+            (names, _shapes(layer), (layer.shard.rank, layer.shard.of))
             for names, layer in model.checkpoint_layers()
         ],
         "quantization": dataclasses.asdict(config.quantization),

@@ -22,6 +22,7 @@ from quire.kernels import ops
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts, fit_states
 from quire.layers.base import model_dtype
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
+from quire.layers.shard import WHOLE, Shard
 from quire.lora.slots import AdapterSlots
 from quire.lora.store import AdapterStore
 from quire.lora.targets import Targets
@@ -48,11 +49,13 @@ class Worker:
 
     Args:
         config: prepared.
+        shard: what this worker computes of the model; a draft model it computes as a whole.
     """
 
-    def __init__(self, config: EngineConfig, device: Device) -> None:
+    def __init__(self, config: EngineConfig, device: Device, shard: Shard = WHOLE) -> None:
         self._config = config
         self._device = device
+        self._shard = shard
         self._model: CausalLM | None = None
         self._draft: CausalLM | None = None
         self._runner: ModelRunner | None = None
@@ -166,7 +169,7 @@ class Worker:
 
     def _load_model(self) -> None:
         """The model, with slots for adapters if they are served, and what guesses for it, if anything does."""
-        self._model = load_model(self._config)
+        self._model = load_model(self._config, self._shard)
         if self._config.draft is not None:
             self._draft = load_model(self._config.draft, prefix="draft.")
             if isinstance(self._draft, AutoregressiveHead):

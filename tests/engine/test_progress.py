@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.progress import BUSY_FACTOR, LONGEST_FACTOR, Heartbeat, Progress, cpu_seconds
+from quire.engine.progress import (
+    BUSY_FACTOR,
+    LONGEST_FACTOR,
+    Heartbeat,
+    Progress,
+    cpu_seconds,
+    cpu_seconds_with_children,
+)
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, SchedulerOutput
 
@@ -117,3 +125,24 @@ def test_the_processor_time_of_a_process() -> None:
     assert after is not None
     assert after - before > 0.05
     assert cpu_seconds(2**22 + 1) is None
+
+
+def test_a_process_whose_children_compute_uses_a_processor() -> None:
+    busy = "i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done; echo done; read end"
+    child = subprocess.Popen(["sh", "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"done\n"
+        own, used, together = (
+            cpu_seconds(os.getpid()),
+            cpu_seconds(child.pid),
+            cpu_seconds_with_children(os.getpid()),
+        )
+        assert own is not None
+        assert used is not None
+        assert together is not None
+        assert used > 0
+        assert together >= own + used
+    finally:
+        child.communicate()
+    assert cpu_seconds_with_children(2**22 + 1) is None

@@ -31,11 +31,10 @@ from quire.engine.trace import (
     Reset,
     Trace,
     TraceWriter,
-    decode_kv_config,
-    encode_kv_config,
     read_trace,
 )
 from quire.errors import ConfigError, EngineError
+from quire.kv_cache.plain import SPECS, decode_kv_config, encode_kv_config
 from quire.kv_cache.single_type_manager import MANAGERS
 from quire.kv_cache.spec import SwapCosts
 from quire.pooling_params import PoolingParams
@@ -280,7 +279,7 @@ def test_every_kind_of_cache_comes_back_from_a_header() -> None:
     kv_config = make_kv_config(make_config(), num_groups=2, num_host_blocks=7)
     kv_config = dataclasses.replace(kv_config, swap_costs=SwapCosts(1e10 / 3, 77.7))
     assert decode_kv_config(encode_kv_config(kv_config)) == kv_config
-    assert {"FullAttentionSpec", "SlidingWindowSpec"} <= {spec.__name__ for spec in MANAGERS}
+    assert set(SPECS.values()) == set(MANAGERS)
 
 
 def test_an_unknown_kind_of_cache_is_said(recording: Path) -> None:

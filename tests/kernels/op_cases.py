@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.config.arch import Routing
+from quire.distributed.group import ALONE, Group
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.kernels.experts import ExpertWeights
@@ -571,6 +572,57 @@ def rg_lru(dtype: torch.dtype) -> Iterator[Arguments]:
             x, gates = randn(rows, heads * size, dtype=dtype), randn(heads, size, 2 * size) * size**-0.5
             of_heads = (gates, randn(heads, 2 * size), -8 * torch.rand(heads * size))
             yield (x, *of_heads, of_state(step, heads * size), step), {}
+
+
+class Mirror(Group):
+    """The first of two ranks; the other one does as this one does, with twice the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self._sent = torch.empty(0)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return [x, 2 * x]
+
+    def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [parts[0], 2 * parts[0]]
+
+    def send(self, x: Tensor, to: int) -> None:
+        self.check_peer(to)
+
+    def recv(self, out: Tensor, source: int) -> None:
+        self.check_peer(source)
+        out.fill_(2)
+
+
+@cases
+def all_reduce(dtype: torch.dtype) -> Iterator[Arguments]:
+    for group in (ALONE, Mirror()):
+        yield (randn(3, 5, dtype=dtype), group), {}
+
+
+@cases
+def all_gather(dtype: torch.dtype) -> Iterator[Arguments]:
+    for group in (ALONE, Mirror()):
+        yield (randn(3, 5, dtype=dtype), group), {}
+        yield (randn(3, 5, dtype=dtype), group), {"dim": 0}
+
+
+@cases
+def all_to_all(dtype: torch.dtype) -> Iterator[Arguments]:
+    yield (randn(3, 5, dtype=dtype), [3], ALONE), {}
+    yield (randn(3, 5, dtype=dtype), [1, 2], Mirror()), {}
+    yield (randn(3, 5, dtype=dtype), [0, 3], Mirror()), {}
+
+
+@cases
+def send(dtype: torch.dtype) -> Iterator[Arguments]:
+    yield (randn(3, 5, dtype=dtype), Mirror(), 1), {}
+
+
+@cases
+def recv(dtype: torch.dtype) -> Iterator[Arguments]:
+    yield (randn(3, 5, dtype=dtype), Mirror(), 1), {}
 
 
 def compare(

@@ -14,10 +14,10 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
-from quire.engine.client import exit_reason
 from quire.engine.ledger import Ledger
 from quire.entrypoints.openai.processes.channel import Channel
 from quire.entrypoints.openai.processes.pulse import Pulse
+from quire.processes import exit_reason
 
 PROGRAM = "quire.entrypoints.openai.processes.member"
 END_S = 1.0

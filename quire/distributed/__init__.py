@@ -1,0 +1,1 @@
+"""How the ranks of one model talk to each other."""

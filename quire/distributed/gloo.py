@@ -1,0 +1,141 @@
+"""Ranks that are processes, by torch's gloo: over the loopback on one host, over the network between hosts.
+
+Invariant: no global state of torch.distributed is touched, so a process may be in several groups.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire.distributed.group import Group
+from quire.errors import RankLostError, StartupError
+
+ANSWER_S = 30.0
+"""All ranks do the same work at the same time, so one that keeps the others waiting for so long has stopped."""
+LOOK_S = 1.0
+"""How long a process whose connections are closed may take to be seen as gone."""
+
+
+class Gloo(Group):
+    """One process of a group.
+
+    Args:
+        store: where the ranks find each other, such as `dist.FileStore` or `dist.TCPStore`.
+        address: of this host, as the others reach it.
+        join_s: how long to wait for the others to come.
+
+    Raises:
+        StartupError: not all ranks came; the message names those that did not.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        *,
+        address: str = "127.0.0.1",
+        join_s: float = 60.0,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        super().__init__(rank, size)
+        self._processes = _meet(rank, size, store, join_s)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=answer_s)
+        self._answer_s = answer_s
+        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        own = _as_bytes(x)
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        if own.numel():
+            self._wait(lambda: self._group.allgather([gathered], [own]))
+        gathered[self.rank] = own
+        return [part.view(x.dtype).view(x.shape) for part in gathered]
+
+    def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        rest, dtype = parts[0].shape[1:], parts[0].dtype
+        row_bytes = parts[0].new_empty((1, *rest)).nbytes
+        counts = self.all_gather(torch.tensor([len(part) for part in parts]))
+        given = torch.cat([_as_bytes(part) for part in parts])
+        came = [int(row[self.rank]) * row_bytes for row in counts]
+        taken = torch.empty(sum(came), dtype=torch.uint8)
+        gave = [part.nbytes for part in parts]
+        if any(int(row.sum()) for row in counts) and row_bytes:
+            self._wait(lambda: self._group.alltoall_base(taken, given, came, gave))
+        return [part.view(dtype).view(-1, *rest) for part in taken.split(came)]
+
+    def send(self, x: Tensor, to: int) -> None:
+        self.check_peer(to)
+        self._wait(lambda: self._group.send([_as_bytes(x)], to, 0))
+
+    def recv(self, out: Tensor, source: int) -> None:
+        self.check_peer(source)
+        self._wait(lambda: self._group.recv([_as_bytes(out)], source, 0))
+
+    def close(self, reason: str = "it has ended") -> None:
+        self._group = None
+
+    def _wait(self, start: Callable[[], Any]) -> None:
+        try:
+            start().wait()
+        except RuntimeError as error:
+            raise self._loss(str(error).splitlines()[0]) from error
+
+    def _loss(self, said: str) -> RankLostError:
+        """Who has gone; those of other hosts cannot be looked at, so all of them may be."""
+        until = time.monotonic() + LOOK_S
+        while True:
+            here = [rank for rank in self._others() if self._processes[rank][0] == socket.gethostname()]
+            gone = [rank for rank in here if not _runs(self._processes[rank][1])]
+            if gone or time.monotonic() > until:
+                return RankLostError(gone or self._others(), said)
+            time.sleep(0.02)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+
+def file_store(path: Path, size: int) -> dist.Store:
+    """Where ranks of one host meet: a file, which need not be there yet."""
+    return dist.FileStore(str(path), size)
+
+
+def _meet(rank: int, size: int, store: dist.Store, join_s: float) -> list[tuple[str, int]]:
+    """Each rank's host and process."""
+    store.set(f"rank.{rank}", f"{os.getpid()} {socket.gethostname()}")
+    until, missing = time.monotonic() + join_s, list(range(size))
+    while missing := [one for one in missing if not store.check([f"rank.{one}"])]:
+        if time.monotonic() > until:
+            names = ", ".join(map(str, missing))
+            raise StartupError(
+                f"rank {rank} has waited {join_s:g} s for ranks {names} of {size}, which did not come"
+            )
+        time.sleep(0.01)
+    words = [store.get(f"rank.{one}").decode().split(" ", 1) for one in range(size)]
+    return [(host, int(pid)) for pid, host in words]
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """The same memory, if x is contiguous: gloo need not know the type of what it moves."""
+    return x.contiguous().flatten().view(torch.uint8)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this host is there, and is neither dead nor stopped."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return not Path("/proc/self/stat").exists()
+    return state not in "ZXT"

@@ -1,0 +1,55 @@
+"""Whether a model may be computed by as many ranks as the configuration says, found out before any is started."""
+
+from __future__ import annotations
+
+from quire.config import EngineConfig, ModelArch
+from quire.errors import ConfigError
+
+EXECUTORS = ("uni", "null")
+"""Those that have one rank, whatever the configuration says."""
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """Several ranks are for executors that have them, for what works with them, and for models that can be cut so.
+
+    What is cut in units that only layers know, such as groups of quantised weights, is checked by these.
+
+    Raises:
+        ConfigError: says what to change, and, if it is the number, which could be.
+    """
+    size, executor = config.parallel.tensor_parallel_size, config.parallel.distributed_executor_backend
+    if config.parallel.tp_invariant and config.lora.enable_lora:
+        raise ConfigError(
+            "--tp-invariant wants no --enable-lora: what adapters add is not formed of slices yet"
+        )
+    if size == 1:
+        return
+    wants = {
+        f"--distributed-executor-backend mp, not {executor}": executor in EXECUTORS,
+        f"--device cpu, not {config.device.device}": config.device.device != "cpu",
+        "no --enable-lora": config.lora.enable_lora,
+        "no --cpu-pin-threads, which would pin all ranks to the same cores": config.device.cpu_pin_threads,
+    }
+    for wanted, lacks in wants.items():
+        if lacks:
+            raise ConfigError(f"--tensor-parallel-size is {size}, which wants {wanted}")
+    uneven = _uneven(config.arch, size)
+    if uneven is not None:
+        possible = [str(n) for n in range(1, config.arch.num_heads + 1) if _uneven(config.arch, n) is None]
+        raise ConfigError(
+            f"--tensor-parallel-size is {size}, and the model's {uneven} cannot be shared out evenly among so many "
+            f"ranks; possible: {', '.join(possible)}"
+        )
+
+
+def _uneven(arch: ModelArch, size: int) -> str | None:
+    """What of a model cannot be shared out among so many ranks; heads of keys and values may be had by several."""
+    if arch.num_heads % size:
+        return f"{arch.num_heads} attention heads"
+    if arch.num_kv_heads % size and size % arch.num_kv_heads:
+        return f"{arch.num_kv_heads} key-value heads"
+    if arch.intermediate_size % size:
+        return f"{arch.intermediate_size} features of its MLPs"
+    if arch.vocab_size % size:
+        return f"{arch.vocab_size} tokens"
+    return None

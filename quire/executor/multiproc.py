@@ -1,0 +1,122 @@
+"""The executor with a process for each rank, on this host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.errors import EngineError, StartupError
+from quire.executor.base import Executor
+from quire.executor.ranks import Answers, Ranks
+from quire.kv_cache.plain import decode_specs, encode_kv_config
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
+from quire.lora_request import LoRARequest
+from quire.platforms import Host
+from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_output.vocabulary import Vocabulary
+
+
+class MultiprocExecutor(Executor):
+    """Tells all ranks the same, and takes results from the first."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._size = config.parallel.tensor_parallel_size
+        self._ranks = Ranks(_of_one_rank(config), self._size)
+        self._vocabulary: Callable[[], Vocabulary] | None = None
+        self._background: ThreadPoolExecutor | None = None
+        self._level = 1
+
+    def load(self) -> None:
+        self._all("load")
+        self._ranks.have_met()
+
+    def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
+        first, *others = self._all("kv_cache_specs")
+        if any(other != first for other in others):
+            raise EngineError("ranks want different caches")
+        return decode_specs(first)
+
+    def kv_memory(self) -> KVMemory:
+        """What each rank may take: all see the same free memory, and have an equal part of it."""
+        found = [msgspec.convert(plain, KVMemory) for plain in self._all("kv_memory")]
+        least = min(found, key=lambda memory: memory.free_bytes)
+        if self._size == 1:
+            return least
+        unasked = [memory.default_bytes for memory in found if memory.default_bytes is not None]
+        return dataclasses.replace(
+            least,
+            free_bytes=least.free_bytes // self._size,
+            default_bytes=min(unasked) // self._size if unasked else None,
+            reason=f"a part for each of {self._size} ranks of {least.reason}",
+        )
+
+    def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
+        self._all("initialize_kv_cache", encode_kv_config(kv_config))
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        self._ranks.step(plan)
+
+    def collect(self) -> ModelRunnerOutput:
+        return self._ranks.output()
+
+    def sleep(self, level: int) -> None:
+        self._all("sleep", level)
+        self._level = level
+
+    def wake_up(self, tag: str) -> None:
+        try:
+            self._all("wake_up", tag)
+        except StartupError:
+            self._all("sleep", self._level if tag == "weights" else 1)  # those that have woken
+            raise
+
+    def use_vocabulary(self, source: Callable[[], Vocabulary]) -> None:
+        self._vocabulary = source
+
+    def prepare_grammar(self, params: StructuredOutputsParams) -> Future[None]:
+        """Ranks are told the vocabulary with the first grammar, in the background: reading it takes its time."""
+        if self._background is None:
+            self._background = ThreadPoolExecutor(1, "quire-vocabulary")
+        prepared = Answers(self._ranks)
+        self._background.submit(self._prepare_grammar, params, prepared)
+        return prepared
+
+    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
+        return self._ranks.call("prepare_adapter", msgspec.to_builtins(request))
+
+    def drop_adapter(self, key: str) -> None:
+        self._all("drop_adapter", key)
+
+    def shutdown(self) -> None:
+        if self._background is not None:
+            self._background.shutdown()
+        self._ranks.close()
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        """What each rank returns."""
+        return self._ranks.call(method, *args).result()
+
+    def _prepare_grammar(self, params: StructuredOutputsParams, prepared: Answers) -> None:
+        try:
+            if self._vocabulary is not None:
+                self._ranks.call("use_vocabulary", msgspec.to_builtins(self._vocabulary()))
+                self._vocabulary = None
+        except Exception as error:  # whoever waits for the grammar hears of it
+            prepared.set_exception(error)
+        else:
+            self._ranks.call("prepare_grammar", msgspec.to_builtins(params), answers=prepared)
+
+
+def _of_one_rank(config: EngineConfig) -> EngineConfig:
+    """The configuration of each rank, which has an equal part of the processors."""
+    size = config.parallel.tensor_parallel_size
+    if size == 1 or config.device.cpu_threads:
+        return config
+    return config.evolve(cpu_threads=max(Host().num_threads()[0] // size, 1))

@@ -1,0 +1,192 @@
+"""A rank as a process of its own: `python -m quire.executor.rank_process DIRECTORY RANK SIZE FD`.
+
+Invariant: one thread does what the executor says on the socket FD, in its order, while another reads, so that neither
+side ever waits for the other to read. When the socket's other end is closed the process ends, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.distributed.agreement import check_same
+from quire.distributed.group import ALONE, Group
+from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped, ToRank
+from quire.kv_cache.plain import decode_kv_config, encode_specs
+from quire.layers.shard import Shard
+from quire.logging_setup import configure_logging
+from quire.lora_request import LoRARequest
+from quire.models.fingerprint import checkpoint_fingerprint
+from quire.plugins import load_general_plugins
+from quire.processes import PARENTS_SIGNALS
+from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_output.vocabulary import Vocabulary
+from quire.version import __version__
+from quire.worker.devices import make_device
+from quire.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+JOIN_S = 300.0
+"""Ranks start together, and whoever started them sees when one ends; but a busy machine may take long to load them."""
+GRACE_S = 2.0
+"""How long a rank whose parent is gone may take to end in its own way."""
+
+
+class RankProcess:
+    """One worker, and the ways to the executor and to the other ranks."""
+
+    def __init__(self, directory: Path, rank: int, size: int, connection: Connection) -> None:
+        self._directory, self._rank, self._size = directory, rank, size
+        self._connection = connection
+        self._config = msgspec.json.decode((directory / "config.json").read_bytes(), type=EngineConfig)
+        observability = self._config.observability
+        configure_logging(observability.log_level, observability.log_format)
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToRank)
+        self._frames: SimpleQueue[bytes | None] = SimpleQueue()
+        self._sending = threading.Lock()
+        self._group: Group = ALONE
+        self._worker: Worker | None = None
+
+    def run(self) -> int:
+        """Until the executor is gone or a step fails; returns the exit code."""
+        threading.Thread(target=self._read, name="quire-rank-reader", daemon=True).start()
+        try:
+            while (frame := self._frames.get()) is not None:
+                if not self._obey(self._decoder.decode(frame)):
+                    return 1
+            return 0
+        finally:
+            self._group.close()
+            if self._worker is not None:
+                self._worker.shutdown()
+
+    @property
+    def worker(self) -> Worker:
+        assert self._worker is not None, "load comes first"
+        return self._worker
+
+    def load(self) -> None:
+        load_general_plugins()
+        if self._size > 1:
+            self._join()
+        device = make_device(self._config.device.device)
+        self._worker = Worker(self._config, device, Shard.of_group(self._group))
+        self._worker.load()
+
+    def _join(self) -> None:
+        from quire.distributed.gloo import Gloo, file_store  # which one rank does not need
+
+        store = file_store(self._directory / "ranks", self._size)
+        self._group = Gloo(self._rank, self._size, store, join_s=JOIN_S)
+        check_same(
+            self._group,
+            {
+                "version of quire": __version__.encode(),
+                "configuration": msgspec.json.encode(replace(self._config, model_dir="")),
+                "checkpoint": checkpoint_fingerprint(Path(self._config.model_dir)),
+            },
+        )
+
+    def _obey(self, message: Step | Call) -> bool:
+        """Whether to go on."""
+        if isinstance(message, Call):
+            self._answer(message)
+            return True
+        try:
+            output = self.worker.submit(message.plan)()
+        except Exception as error:  # the last boundary of the process: log, tell, end
+            logger.exception("rank %d: step %d failed", self._rank, message.plan.step_id)
+            self._send(Failed.of(error))
+            return False
+        if self._rank == 0:
+            self._send(Stepped(output))
+        return True
+
+    def _answer(self, call: Call) -> None:
+        try:
+            result = CALLS[call.method](self, *call.args)
+        except Exception as error:  # whoever called hears of it
+            self._fail(call, error)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(lambda done: self._answer_late(call, done))
+        else:
+            self._send(Returned(call.number, result))
+
+    def _answer_late(self, call: Call, done: Future[None]) -> None:
+        error = done.exception()
+        if error is None:
+            self._send(Returned(call.number, None))
+        else:
+            self._fail(call, error)
+
+    def _fail(self, call: Call, error: BaseException) -> None:
+        logger.info("rank %d: %s failed", self._rank, call.method, exc_info=error)
+        self._send(Failed.of(error, call.number))
+
+    def _send(self, message: FromRank) -> None:
+        try:
+            with self._sending:
+                self._connection.send_bytes(self._encoder.encode(message))
+        except (BrokenPipeError, ConnectionResetError):
+            logger.info("rank %d: nobody hears it any more", self._rank)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._frames.put(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self._frames.put(None)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        time.sleep(GRACE_S)
+        os._exit(1)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "load": RankProcess.load,
+    "kv_cache_specs": lambda rank: encode_specs(rank.worker.kv_cache_specs()),
+    "kv_memory": lambda rank: msgspec.to_builtins(rank.worker.kv_memory()),
+    "initialize_kv_cache": lambda rank, plain: rank.worker.initialize_kv_cache(decode_kv_config(plain)),
+    "sleep": lambda rank, level: rank.worker.sleep(level),
+    "wake_up": lambda rank, tag: rank.worker.wake_up(tag),
+    "use_vocabulary": lambda rank, plain: _use_vocabulary(rank.worker, plain),
+    "prepare_grammar": lambda rank, plain: rank.worker.grammars.prepare(
+        msgspec.convert(plain, StructuredOutputsParams)
+    ),
+    "prepare_adapter": lambda rank, plain: rank.worker.adapters.prepare(msgspec.convert(plain, LoRARequest)),
+    "drop_adapter": lambda rank, key: rank.worker.adapters.drop(key),
+}
+"""What an executor may ask of a rank, from plain data to plain data, or to a future without a result."""
+
+
+def _use_vocabulary(worker: Worker, plain: dict[str, Any]) -> None:
+    vocabulary = msgspec.convert(plain, Vocabulary)
+    worker.grammars.use_vocabulary(lambda: vocabulary)
+
+
+def main() -> int:
+    configure_logging()
+    for number in PARENTS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    directory, rank, size, fd = sys.argv[1:]
+    return RankProcess(Path(directory), int(rank), int(size), Connection(int(fd))).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Ranks that are child processes: started, spoken to, watched and ended.
+
+Invariant: a rank knows of its parent by one Unix socket, of which each side has an end, and ends when the other is
+closed; so no rank outlives whoever started it. The private directory is gone once all ranks have met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.errors import RankLostError, StartupError
+from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped
+from quire.processes import exit_reason
+from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
+
+PROGRAM = ("-m", "quire.executor.rank_process")
+CLOSE_TIMEOUT_S = 5.0
+WAIT_MS = 500
+DEATH_S = 1.0
+"""How long a rank that others have lost may take to be seen as dead."""
+
+
+class Answers(Future[Any]):
+    """A list of each rank's answer to one call, in their order; whoever asks for them reads what ranks have said."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def done(self) -> bool:
+        if not super().done():
+            self._ranks.listen(wait=False)
+        return super().done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        while not super().done():
+            self._ranks.listen(wait=True)
+        return super().result()
+
+
+class Ranks:
+    """So many processes of a program for Python. Messages may be sent by any thread; one listens.
+
+    Raises:
+        StartupError: the machine refuses a process or room for a file; nothing is left behind.
+    """
+
+    def __init__(self, config: EngineConfig, size: int, program: Sequence[str] = PROGRAM) -> None:
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromRank)
+        self._lock = threading.Lock()
+        self._poll = select.poll()
+        self._directory: Path | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._by_fd: dict[int, int] = {}
+        self._outputs: deque[ModelRunnerOutput] = deque()
+        self._calls: dict[int, tuple[Answers, dict[int, Returned | Failed]]] = {}
+        self._num_calls = 0
+        self._lost: Exception | None = None
+        try:
+            self._directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
+            (self._directory / "config.json").write_bytes(msgspec.json.encode(config))
+            for rank in range(size):
+                self._start(program, [str(self._directory), str(rank), str(size)])
+        except OSError as error:
+            self.close()
+            raise StartupError(
+                f"a rank cannot be started: {error}; look at TMPDIR, at the room there and at ulimit -a"
+            ) from error
+
+    @property
+    def pids(self) -> list[int]:
+        """Each rank's process."""
+        return [process.pid for process in self._processes]
+
+    def call(self, method: str, *args: Any, answers: Answers | None = None) -> Answers:
+        """Have all ranks do something, behind what they were told before; of errors, that of the lowest rank counts."""
+        answers = answers or Answers(self)
+        with self._lock:
+            number, self._num_calls = self._num_calls, self._num_calls + 1
+            self._calls[number] = answers, {}
+            self._tell(Call(number, method, list(args)))
+        return answers
+
+    def step(self, plan: SchedulerOutput) -> None:
+        """Have all ranks execute a plan."""
+        with self._lock:
+            self._tell(Step(plan))
+
+    def output(self) -> ModelRunnerOutput:
+        """Wait for the result of the oldest step that has not been asked for."""
+        while not self._outputs:
+            self.listen(wait=True)
+        return self._outputs.popleft()
+
+    def listen(self, *, wait: bool) -> None:
+        """Take in what ranks have said; wait a while if they have said nothing.
+
+        Raises:
+            RankLostError: a rank has ended; so will this raise from now on.
+            EngineError: a step failed on one.
+        """
+        if self._lost is not None:
+            raise self._lost
+        for fd, _ in self._poll.poll(WAIT_MS if wait else 0):
+            self._hear(self._by_fd[fd])
+
+    def have_met(self) -> None:
+        """All ranks know each other and have read what they are to do."""
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """End all ranks; twice is fine."""
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+        for process in self._processes:
+            try:
+                process.wait(CLOSE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.have_met()
+
+    def _start(self, program: Sequence[str], args: list[str]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, *program, *args, str(theirs.fileno())]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._processes.append(process)
+        connection = Connection(ours.detach())
+        self._by_fd[connection.fileno()] = len(self._connections)
+        self._connections.append(connection)
+        self._poll.register(connection.fileno(), select.POLLIN)
+
+    def _tell(self, message: Step | Call) -> None:
+        frame = self._encoder.encode(message)
+        for connection in self._connections:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # whoever listens hears of it
+                connection.send_bytes(frame)
+
+    def _hear(self, rank: int) -> None:
+        try:
+            message = self._decoder.decode(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._fail(self._death(rank))
+        if isinstance(message, Stepped):
+            self._outputs.append(message.output)
+        elif message.number is None:
+            self._fail(self._cause(message, rank))
+        else:
+            self._note(rank, message)
+
+    def _note(self, rank: int, answer: Returned | Failed) -> None:
+        assert answer.number is not None
+        answers, given = self._calls[answer.number]
+        given[rank] = answer
+        if len(given) == len(self._processes):
+            del self._calls[answer.number]
+            settle(answers, [given[rank] for rank in range(len(given))])
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._lost = error
+        raise error
+
+    def _cause(self, failure: Failed, rank: int) -> Exception:
+        """A rank that has lost another may be heard before that one, or its end."""
+        until = time.monotonic() + DEATH_S
+        said, who = failure, rank
+        while said.kind == RankLostError.__name__:
+            self._poll.unregister(self._connections[who].fileno())
+            ready = self._poll.poll(max(until - time.monotonic(), 0) * 1000)
+            if not ready:
+                return failure.error(rank)
+            who = self._by_fd[ready[0][0]]
+            try:
+                said = self._last_words(who)
+            except (EOFError, ConnectionResetError):
+                return self._death(who)
+        return said.error(who)
+
+    def _last_words(self, rank: int) -> Failed:
+        """Why a step failed on a rank; raises EOFError if it ends without having said."""
+        while True:
+            message = self._decoder.decode(self._connections[rank].recv_bytes())
+            if isinstance(message, Failed) and message.number is None:
+                return message
+
+    def _death(self, rank: int) -> RankLostError:
+        try:
+            how = exit_reason(self._processes[rank].wait(DEATH_S))
+        except subprocess.TimeoutExpired:
+            how = "it has closed its socket"
+        return RankLostError([rank], f"process {self._processes[rank].pid}: {how}")
+
+
+def settle(answers: Answers, given: Sequence[Returned | Failed]) -> None:
+    """Give a call its result, or the first error."""
+    failures = [(rank, answer) for rank, answer in enumerate(given) if isinstance(answer, Failed)]
+    if failures:
+        rank, failure = failures[0]
+        answers.set_exception(failure.error(rank))
+    else:
+        answers.set_result([answer.result for answer in given if isinstance(answer, Returned)])

@@ -1,0 +1,86 @@
+"""Sums that have the same bits however many ranks share them.
+
+Floats are added in another order if their sum is cut in another way. So it is cut in one way always: inputs in
+`NUM_SLICES`, each with a product of its own, which are added in the tree of `ops.all_reduce`. A rank's slices are a
+whole subtree: the number of ranks divides that of the slices, and is a power of two, too.
+
+Shapes: T tokens, K input features, N output features.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from quire.errors import ConfigError
+from quire.kernels import ops
+from quire.kernels.reference_collectives import tree_sum
+from quire.layers.base import Module
+from quire.layers.linear import Linear
+from quire.layers.quantization import QuantMethod
+from quire.layers.shard import WHOLE, Shard
+from quire.layers.slot import Slot
+from quire.layers.step import StepContext
+
+NUM_SLICES = 4
+"""A power of two: the most ranks that can share such a sum."""
+SLICES = "slices"
+"""The place of a layer's slices in the module tree, which no checkpoint knows."""
+
+
+class Slice(Linear):
+    """One of `NUM_SLICES` parts of a linear layer that is cut by inputs; the first adds the bias."""
+
+    def __init__(self, linear: Linear, place: int, shard: Shard) -> None:
+        self._number = shard.rank * (NUM_SLICES // shard.of) + place
+        self._place = place
+        super().__init__(
+            in_features=linear.inputs,
+            out_features=sum(span.size for span in linear.spans),
+            bias=linear.has_bias,
+            dtype=linear.dtype,
+            name=linear.name,
+            cut="input",
+            transposed=linear.transposed,
+        )
+
+    def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
+        """The same for each number of ranks, so `shard` is not asked."""
+        super().create_weights(method, Shard(self._number, NUM_SLICES))
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        """The first answers for the matrix: all slices together take what a rank's share of it is."""
+        for name, slot in super().slots(names):
+            yield name, replace(slot, shared=self._place > 0)
+
+
+class SlicedLinear(Module):
+    """A rank's slices of a linear layer.
+
+    Raises:
+        ConfigError: there are more ranks than slices, or their number does not divide that of the slices.
+    """
+
+    def __init__(self, linear: Linear, shard: Shard) -> None:
+        super().__init__()
+        count, rest = divmod(NUM_SLICES, shard.of)
+        if rest:
+            raise ConfigError(
+                f"--tp-invariant forms sums of {NUM_SLICES} slices, which {shard.of} ranks cannot share evenly"
+            )
+        self.slices = nn.ModuleList(Slice(linear, place, shard) for place in range(count))
+        self.group = shard.group
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """x [T, K], the rank's share -> [T, N]."""
+        pieces = x.tensor_split(len(self.slices), 1)
+        products = [part(piece.contiguous(), step) for part, piece in zip(self.slices, pieces, strict=True)]
+        return ops.all_reduce(tree_sum(products), self.group)
+
+
+def slice_sums(model: nn.Module, shard: Shard) -> None:
+    """Put slices in the place of each linear layer that is cut by inputs."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is Linear and child.cut == "input":
+                setattr(parent, name, SlicedLinear(child, shard))

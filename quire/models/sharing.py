@@ -1,0 +1,61 @@
+"""Which modules compute together with those of other ranks.
+
+Invariant: a model is shared out as a whole or not at all. A module that nobody has looked at with several ranks in mind
+is refused by its type, and a subclass of one that is fine is another one.
+"""
+
+from torch import nn
+
+from quire.errors import ConfigError
+from quire.layers.attention import Attention
+from quire.layers.base import Module
+from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
+from quire.layers.linear import GateUpLinear, Linear, QKVLinear
+from quire.layers.mlp import GatedMLP, PlainMLP
+from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.qk_norm import UnweightedRMSNorm
+from quire.layers.rotary import RotaryEmbedding
+from quire.layers.self_attention import SelfAttention
+from quire.layers.shard import Shard
+from quire.layers.sinks import Sinks
+from quire.layers.temperature import TemperatureTuning
+from quire.models.blocks import BLOCKS
+from quire.models.decoder import Decoder, DecoderForCausalLM
+
+_MATRICES = frozenset({VocabEmbedding, Linear, QKVLinear, GateUpLinear})
+_BY_HEADS = frozenset({Attention, Sinks})
+_ON_WHOLE_ROWS_OR_HEADS = frozenset(
+    {
+        LayerNorm,
+        RMSNorm,
+        UnweightedRMSNorm,
+        RotaryEmbedding,
+        PositionEmbedding,
+        SinusoidalEmbedding,
+        TemperatureTuning,
+    }
+)
+_OF_SUCH_PARTS = frozenset({nn.ModuleList, DecoderForCausalLM, Decoder, SelfAttention, GatedMLP, PlainMLP})
+SHARED: frozenset[type[nn.Module]] = (
+    _MATRICES | _BY_HEADS | _ON_WHOLE_ROWS_OR_HEADS | _OF_SUCH_PARTS | frozenset(BLOCKS.values())
+)
+
+
+def check_shared(model: nn.Module, option: str) -> None:
+    """Whether all modules of a model can be shared out, as `option` asks for.
+
+    Raises:
+        ConfigError: one cannot; the message names it.
+    """
+    for path, module in model.named_modules():
+        if type(module) not in SHARED:
+            raise ConfigError(
+                f"{option}: {path or 'the model'} ({type(module).__name__}) cannot be shared out among ranks yet"
+            )
+
+
+def take_shares(model: nn.Module, shard: Shard) -> None:
+    """Have modules without weights compute for one rank."""
+    for module in model.modules():
+        if isinstance(module, Module):
+            module.take_share(shard)

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from quire.distributed.agreement import check_same
+from quire.distributed.group import Group
+from quire.distributed.in_process import InProcess
+from quire.errors import StartupError
+from quire.models.fingerprint import EDGE_BYTES, checkpoint_fingerprint
+
+
+def test_ranks_that_differ_are_named_with_what_differs() -> None:
+    def compare(group: Group) -> str:
+        try:
+            check_same(group, {"version": b"1", "checkpoint": b"ab"[group.rank % 2 :]})
+        except StartupError as error:
+            return str(error)
+        return ""
+
+    def agree(group: Group) -> None:
+        check_same(group, {"version": b"1", "checkpoint": b""})
+
+    groups = InProcess.group(4)
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(agree, groups)) == [None] * 4
+        said = list(threads.map(compare, groups))
+    assert said == ["all ranks must have the same checkpoint, and rank 0 has another than 1, 3"] * 4
+
+
+def write(directory: Path, **files: bytes) -> bytes:
+    directory.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return checkpoint_fingerprint(directory)
+
+
+def test_a_checkpoint_is_its_files_wherever_they_are(tmp_path: Path) -> None:
+    weights = bytes(3 * EDGE_BYTES)
+    one = write(tmp_path / "a", config=b"{}", weights=weights)
+    assert write(tmp_path / "b", config=b"{}", weights=weights) == one
+    others = {
+        write(tmp_path / "c", config=b"{ }", weights=weights),
+        write(tmp_path / "d", config=b"{}", weights=weights[:-1] + b"1"),
+        write(tmp_path / "e", config=b"{}", weights=weights[:-1]),
+        write(tmp_path / "f", config=b"{}", weights=weights, more=b""),
+    }
+    assert len(others | {one}) == 5

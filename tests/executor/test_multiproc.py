@@ -1,0 +1,143 @@
+"""Ranks in processes of their own do what a worker in the core's process does, and none outlives its executor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.engine.llm_engine import LLMEngine
+from quire.errors import ConfigError, EngineError, RankLostError, StartupError, ValidationError
+from quire.executor.messages import Failed
+from quire.executor.multiproc import MultiprocExecutor
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+from quire.structured_output.params import StructuredOutputsParams
+
+PROMPTS = [[3, 1, 4, 1, 5] * 5, [2, 7, 1, 8], [99] * 30, [50, 60, 70]]
+PARAMS = [
+    SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, logprobs=3),
+    SamplingParams(max_tokens=9, seed=3, ignore_eos=True, prompt_logprobs=1),
+    SamplingParams(max_tokens=12, seed=4, ignore_eos=True, n=2),
+    SamplingParams(max_tokens=8, seed=5, structured_outputs=StructuredOutputsParams(regex="[ab]{5}")),
+]
+
+
+def started(model: Path, **args: Any) -> LLMEngine:
+    limits = {
+        "max_model_len": 64,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 16,
+        "num_gpu_blocks_override": 12,
+    }
+    return LLMEngine(EngineConfig.from_args(model=str(model), device="cpu", cpu_threads=1, **limits | args))
+
+
+def run(engine: LLMEngine) -> dict[str, RequestOutput]:
+    """What comes of all requests, which do not fit into the cache at once."""
+    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        engine.add_request(str(index), list(prompt), params)
+    ended = {}
+    while engine.has_unfinished_requests():
+        ended.update({output.request_id: output for output in engine.step() if output.finished})
+    return ended
+
+
+def said(outputs: dict[str, RequestOutput]) -> Any:
+    return {
+        name: [(list(one.token_ids), one.finish_reason) for one in output.outputs]
+        for name, output in sorted(outputs.items())
+    }
+
+
+def numbers(outputs: dict[str, RequestOutput]) -> Any:
+    return {
+        name: (output.prompt_logprobs, [one.logprobs for one in output.outputs])
+        for name, output in sorted(outputs.items())
+    }
+
+
+def executor_of(engine: LLMEngine) -> MultiprocExecutor:
+    executor = engine._clients[0]._core.executor  # type: ignore[attr-defined]
+    assert isinstance(executor, MultiprocExecutor)
+    return executor
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, RequestOutput]]:
+    engine = started(tiny_model("llama"))
+    yield run(engine)
+    engine.shutdown()
+
+
+def directories() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("quire-ranks-*"))
+
+
+def test_one_rank_has_the_bits_of_a_worker_in_the_core(
+    alone: dict[str, RequestOutput], tiny_model: Callable[[str], Path]
+) -> None:
+    engine = started(tiny_model("llama"), distributed_executor_backend="mp", async_scheduling=True)
+    for level in (1, 2):
+        outputs = run(engine)
+        assert said(outputs) == said(alone)
+        assert numbers(outputs) == numbers(alone)
+        engine.sleep(level, "wait")
+        engine.wake_up()
+    assert said(run(engine)) == said(alone)
+    ranks = executor_of(engine)._ranks
+    ranks._connections[0].close()  # as when the core is killed
+    ranks._processes[0].wait(60)
+    engine.shutdown()
+
+
+def test_two_ranks_say_the_same_until_one_is_killed(
+    alone: dict[str, RequestOutput], tiny_model: Callable[[str], Path]
+) -> None:
+    before = directories()
+    engine = started(tiny_model("llama"), tensor_parallel_size=2)
+    assert directories() == before, "ranks that have met need none"
+    assert said(run(engine)) == said(alone)
+    engine.sleep(1, "wait")
+    engine.wake_up()
+    assert said(run(engine)) == said(alone)
+    pids = executor_of(engine)._ranks.pids
+    engine.add_request("last", [1, 2, 3], PARAMS[0])
+    engine.step()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"rank 1 is lost; it says: process \d+: killed by signal 9"):
+        run(engine)
+    engine.shutdown()
+    assert all(map(is_gone, pids))
+
+
+def test_what_a_rank_cannot_load_is_a_startup_error_of_the_same_words(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    before = directories()
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp \(SparseMLP\) cannot be shared out"):
+        started(tiny_model("qwen2moe"), tensor_parallel_size=2)
+    assert directories() == before
+
+
+@pytest.mark.parametrize("error", [StartupError("no"), ConfigError("no"), ValidationError("no")])
+def test_an_error_that_is_somebodys_affair_comes_as_it_was(error: Exception) -> None:
+    found = Failed.of(error).error(1)
+    assert (type(found), str(found)) == (type(error), "no")
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), RankLostError([3], "no"), KeyboardInterrupt("no")])
+def test_an_error_of_ours_has_the_name_of_the_rank(error: BaseException) -> None:
+    found = Failed.of(error, 7).error(1)
+    assert type(found) is EngineError
+    assert str(found) == f"rank 1 failed: {type(error).__name__}: {error}"

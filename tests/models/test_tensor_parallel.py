@@ -1,0 +1,133 @@
+"""Ranks that are threads compute together what one computes alone, and say all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.distributed.in_process import InProcess
+from quire.errors import ConfigError
+from quire.kernels.cpu import library
+from quire.layers.kv_cache import kv_cache_specs, why_not_captured
+from quire.layers.shard import Shard
+from quire.models.base import CausalLM
+from quire.models.loader import load_model, without_weights
+from tests.models.harness import load_tiny, logits_of, prepared_config
+
+SEQUENCES = [[5, 9, 31, 7, 12, 80, 3, 44, 21, 18, 6], [3, 1, 4], [250, 17, 99, 100, 101, 102, 8]]
+CHUNKS = (3, 1, 5)
+FAMILIES = ["llama", "llama-tied-bias", "mistral", "qwen2", "qwen3", "gemma2", "gpt2"]
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16", "matmul_precision": "highest"},
+}
+INVARIANT = KINDS
+
+needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
+
+
+def together(directory: Path, size: int, work: Callable[[CausalLM], Any], **args: Any) -> list[Any]:
+    """What each rank makes of its share of a model."""
+    config, groups = prepared_config(directory, **args), InProcess.group(size)
+
+    def rank(group: InProcess) -> Any:
+        try:
+            return work(load_model(config, Shard.of_group(group)))
+        except BaseException as error:
+            group.close(str(error))
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank, groups))
+
+
+def logits(model: CausalLM) -> Tensor:
+    return torch.cat(logits_of(model, SEQUENCES, chunk_sizes=CHUNKS))
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ranks_say_what_one_says(name: str, kind: str, tiny_model: Callable[[str], Path]) -> None:
+    """But for the order of the sums that cross ranks; among the ranks it is the same, bit for bit."""
+    directory, options = tiny_model(name), KINDS[kind]
+    alone = logits(load_tiny(directory, **options))
+    for size in (2, 4):
+        first, *others = together(directory, size, logits, **options)
+        assert all(torch.equal(other, first) for other in others)
+        torch.testing.assert_close(first, alone, rtol=2e-4, atol=2e-4)
+        assert torch.equal(first.argmax(1), alone.argmax(1))
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", INVARIANT)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sums_of_fixed_slices_have_the_same_bits_at_every_number_of_ranks(
+    name: str, kind: str, tiny_model: Callable[[str], Path]
+) -> None:
+    directory, options = tiny_model(name), INVARIANT[kind] | {"tp_invariant": True}
+    alone = logits(load_tiny(directory, **options))
+    for size in (2, 4):
+        assert all(torch.equal(rank, alone) for rank in together(directory, size, logits, **options))
+    plain = logits(load_tiny(directory, **INVARIANT[kind]))
+    torch.testing.assert_close(alone, plain, rtol=2e-4, atol=2e-4)
+    assert not torch.equal(alone, plain), "one sum in the order of k is another one"
+
+
+def test_more_ranks_than_slices_are_refused(tiny_model: Callable[[str], Path]) -> None:
+    group = InProcess.group(3)[0]
+    with pytest.raises(
+        ConfigError, match="--tp-invariant forms sums of 4 slices, which 3 ranks cannot share evenly"
+    ):
+        without_weights(prepared_config(tiny_model("llama"), tp_invariant=True), Shard.of_group(group))
+
+
+def test_a_rank_holds_its_share(tiny_model: Callable[[str], Path]) -> None:
+    """Also of the cache, where ranks beyond the two heads of keys and values share one."""
+
+    def weights(model: CausalLM) -> tuple[int, int]:
+        heads = {spec.num_kv_heads for spec in kv_cache_specs(model).values()}  # type: ignore[attr-defined]
+        return sum(
+            part.nbytes for _, layer in model.checkpoint_layers() for part in layer.tensors().values()
+        ), *heads
+
+    whole, _ = weights(load_tiny(tiny_model("llama")))
+    for size, heads in ((2, 1), (4, 1)):
+        for share, own_heads in together(tiny_model("llama"), size, weights):
+            assert share < 1.3 * whole / size  # norms are whole, and so is a shared head's part
+            assert own_heads == heads
+
+
+def test_steps_of_several_ranks_are_not_taped(tiny_model: Callable[[str], Path]) -> None:
+    """A tape would play the kernels and leave out what crosses ranks."""
+    assert (
+        together(tiny_model("llama"), 2, why_not_captured)
+        == ["what crosses ranks cannot be captured yet"] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "words"),
+    [
+        (
+            "qwen2moe",
+            2,
+            r"--tensor-parallel-size 2: model\.layers\.0\.mlp \(SparseMLP\) cannot be shared out",
+        ),
+        ("olmo2", 2, r"self_attn\.q_norm \(RowRMSNorm\) cannot be shared out"),
+        ("llama", 3, r"self_attn\.qkv_proj: 4 units of 16 outputs cannot be shared out evenly among 3 ranks"),
+        ("llama", 8, r"self_attn\.qkv_proj: 4 units of 16 outputs cannot be shared out evenly among 8 ranks"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(
+    name: str, size: int, words: str, tiny_model: Callable[[str], Path]
+) -> None:
+    group = InProcess.group(size)[0]
+    with pytest.raises(ConfigError, match=words):
+        without_weights(prepared_config(tiny_model(name)), Shard.of_group(group))
