@@ -106,9 +106,10 @@ class OwnCores(Cores):
         verdict = self._supervisor.died(core, flights.keys(), names_in_work(client, flights), elsewhere)
         if verdict.restart_in_s is None:
             which = f"it was the {MAX_DEATHS + 1}th death in {WINDOW_S / 60:g} minutes"
-            raise EngineDeadError(f"{error}; {which}")
-        num_left = len(flights) - len(verdict.failed)
-        logger.error("%s; a new one starts in %g s, %d requests go on", error, verdict.restart_in_s, num_left)
+            raise EngineDeadError(f"{self._which(core)}{error}; {which}")
+        num_left, delay_s = len(flights) - len(verdict.failed), verdict.restart_in_s
+        message = "%s%s; a new one starts in %g s, %d requests go on"
+        logger.error(message, self._which(core), error, delay_s, num_left)
         if self._watcher is not None:
             self._watcher.core_lost(core)
         return verdict
@@ -127,6 +128,10 @@ class OwnCores(Cores):
 
     def stop(self) -> None:
         self._stopped.set()
+
+    def _which(self, core: int) -> str:
+        """In front of a message about a core, where there are several."""
+        return f"replica {self.config.parallel.first_replica + core}: " if len(self.clients) > 1 else ""
 
     def watch(self, watcher: CoreWatcher) -> None:
         self._watcher = watcher

@@ -32,7 +32,7 @@ from quire.scheduler.explain import Explanation
 
 
 class LLMEngine:
-    """Requests in, outputs out; a core runs in this process unless `in_process=False`, replicas in processes of their own.
+    """Requests in, outputs out; the core runs in this process unless `in_process=False`, replicas in their own.
 
     Raises:
         StartupError: the engine cannot start; the message says why.

@@ -31,9 +31,11 @@ class Lending:
     def __init__(self) -> None:
         self.borrowers: list[BorrowedCores] = []
         self.addresses: list[CoreAddress] = []
+        self.cores: dict[int, CoreAddress] = {}
 
     def core_started(self, core: int, address: CoreAddress) -> None:
         self.addresses.append(address)
+        self.cores[core] = address
         for borrower in self.borrowers:
             borrower.core_started(core, address)
 
@@ -61,7 +63,8 @@ async def front_ends(
 async def joined(owner: AsyncLLM, lending: Lending, number: int) -> AsyncLLM:
     cores = BorrowedCores(owner.config, number)
     lending.borrowers.append(cores)
-    cores.core_started(0, lending.addresses[-1])
+    for core, address in lending.cores.items():
+        cores.core_started(core, address)
     engine = AsyncLLM(owner.config, cores=cores)
     await engine.wait_ready()
     return engine
@@ -92,6 +95,21 @@ async def test_requests_of_one_label_at_several_front_ends_are_several_requests(
         )
         assert together == [wanted for wanted in alone for _ in engines]
         assert await running(others[0]) == 0
+
+
+async def test_all_front_ends_use_all_replicas_and_lose_nothing_with_one(null_model_dir: Path) -> None:
+    async with front_ends(null_model_dir, 1, data_parallel_size=2) as (owner, (other,)):
+        ledger = Ledger(2, num_cores=2)
+        for index, engine in enumerate((owner, other)):
+            engine.share(ledger.page(index))
+        alone = [await tokens(owner, prompt, n=2) for prompt in PROMPTS]
+        tasks = [asyncio.create_task(tokens(one, p, n=2)) for p in PROMPTS for one in (owner, other)]
+        await begun(owner, 2 * len(PROMPTS))
+        await begun(other, 2 * len(PROMPTS))
+        assert all(engine._front_end.in_flight(core) for engine in (owner, other) for core in range(2))
+        os.kill(owner._clients[1].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        assert await asyncio.gather(*tasks) == [wanted for wanted in alone for _ in range(2)]
+        assert await tokens(other, PROMPTS[0], n=2) == alone[0]
 
 
 async def test_each_front_end_knows_its_own_requests_and_the_core_all(null_model_dir: Path) -> None:
