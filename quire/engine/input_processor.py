@@ -87,6 +87,8 @@ class InputProcessor:
             return self.pooling.tokenize(parts, options)
         if parts.second_text is not None or parts.second_text_start is not None:
             raise ValidationError("this model generates, and reads no pairs of texts", param="prompt")
+        if parts.instruction_length is not None:
+            raise ValidationError("this model generates; 'instruction_length' is of what is pooled", param="prompt")
         token_ids = self._encode(parts.text or "") if parts.token_ids is None else list(parts.token_ids)
         return TokenizedPrompt(token_ids, parts.text, parts.cache_salt)
 
@@ -211,6 +213,7 @@ class InputProcessor:
             tenant=tenant,
             pooling_params=self.pooling.settled(params),
             second_text_start=prompt.second_text_start,
+            instruction_length=prompt.instruction_length,
             lora_request=lora_request,
         )
 
