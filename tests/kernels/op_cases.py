@@ -1,5 +1,6 @@
 """Arguments for every op, by op name, and the comparison of an implementation with its oracle on them."""
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -633,14 +634,28 @@ def compare(
     accepts: Callable[..., bool] | None = None,
 ) -> None:
     """Both functions on clones of each case's arguments: equal results, equal effects on the arguments."""
-    torch.manual_seed(0)
-    for args, kwargs in CASES[op.name](dtype):
-        ours, theirs = move((args, kwargs), device), move((args, kwargs), device)
-        if accepts is not None and not accepts(*ours[0], **ours[1]):
+    for arguments, wanted in told_by_the_oracle(op.name, dtype, device):
+        args, kwargs = move(arguments, device)
+        if accepts is not None and not accepts(*args, **kwargs):
             continue
-        results = function(*ours[0], **ours[1]), op.oracle(*theirs[0], **theirs[1])
-        for got, want in zip(tensors((results[0], ours)), tensors((results[1], theirs)), strict=True):
+        result = function(*args, **kwargs)
+        for got, want in zip(tensors((result, (args, kwargs))), wanted, strict=True):
             close(got, want, dtype)
+
+
+@functools.cache
+def told_by_the_oracle(name: str, dtype: torch.dtype, device: str) -> list[tuple[Arguments, list[Tensor]]]:
+    """Each case of an op with what is wanted: the oracle's results, and the arguments as it leaves them.
+
+    Made once for all implementations and instruction sets, since it takes longer than they do.
+    """
+    torch.manual_seed(0)
+    found = []
+    for arguments in CASES[name](dtype):
+        args, kwargs = move(arguments, device)
+        result = ops.TABLE[name].oracle(*args, **kwargs)
+        found.append((arguments, tensors((result, (args, kwargs)))))
+    return found
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
