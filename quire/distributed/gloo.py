@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.distributed.group import Group
+from quire.distributed.group import ANSWER_S, Group
 from quire.errors import RankLostError, StartupError
+from quire.processes import why_silent
 
-ANSWER_S = 30.0
-"""All ranks do the same work at the same time, so one that keeps the others waiting for so long has stopped."""
 LOOK_S = 1.0
 """How long a process whose connections are closed may take to be seen as gone."""
 
@@ -98,7 +97,7 @@ class Gloo(Group):
         until = time.monotonic() + LOOK_S
         while True:
             here = [rank for rank in self._others() if self._processes[rank][0] == socket.gethostname()]
-            gone = [rank for rank in here if not _runs(self._processes[rank][1])]
+            gone = [rank for rank in here if why_silent(self._processes[rank][1])]
             if gone or time.monotonic() > until:
                 return RankLostError(gone or self._others(), said)
             time.sleep(0.02)
@@ -130,12 +129,3 @@ def _meet(rank: int, size: int, store: dist.Store, join_s: float) -> list[tuple[
 def _as_bytes(x: Tensor) -> Tensor:
     """The same memory, if x is contiguous: gloo need not know the type of what it moves."""
     return x.contiguous().flatten().view(torch.uint8)
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process of this host is there, and is neither dead nor stopped."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return not Path("/proc/self/stat").exists()
-    return state not in "ZXT"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.distributed.group import ALONE, Group
+from quire.distributed.shared_memory import share_memory
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.kernels.experts import ExpertWeights
@@ -598,15 +599,18 @@ class Mirror(Group):
 
 @cases
 def all_reduce(dtype: torch.dtype) -> Iterator[Arguments]:
-    for group in (ALONE, Mirror()):
+    for group in (ALONE, Mirror(), share_memory(ALONE, piece_bytes=64)):
         yield (randn(3, 5, dtype=dtype), group), {}
+        yield (randn(0, 5, dtype=dtype), group), {}
+        yield (randn(7, 2, 60, dtype=dtype), group), {}
 
 
 @cases
 def all_gather(dtype: torch.dtype) -> Iterator[Arguments]:
-    for group in (ALONE, Mirror()):
+    for group in (ALONE, Mirror(), share_memory(ALONE, piece_bytes=64)):
         yield (randn(3, 5, dtype=dtype), group), {}
         yield (randn(3, 5, dtype=dtype), group), {"dim": 0}
+        yield (randn(7, 2, 60, dtype=dtype), group), {"dim": 1}
 
 
 @cases
