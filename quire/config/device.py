@@ -78,8 +78,8 @@ class ParallelConfig(Config):
     )
     routing_policy: str = option(
         "prefix",
-        "Which replica gets a request: prefix: where it is computed first, cached prefixes considered; least_loaded: "
-        "the one with the fewest; round_robin: each in its turn.",
+        "Which replica gets a request: prefix: where it is computed first, going by what is cached; least_loaded; or "
+        "round_robin.",
         choices=("prefix", "least_loaded", "round_robin"),
     )
     data_parallel_size_local: int | None = option(
