@@ -502,12 +502,13 @@ def token_logprobs(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 def state_steps() -> Iterator[StateMetadata]:
-    """Prompts and decodes, begun and resumed, at the ends of blocks and across them; no rows, and padding."""
+    """Prompts and decodes, begun and resumed, at the ends of blocks and across them; no rows, padding, and drafts."""
     rng = random.Random(0)
     yield state_batch([], 4)
     yield state_batch([(0, 1)], 16)
     yield state_batch([(7, 1), (4, 1), (0, 1)], 4)
     yield state_batch([(0, 19), (3, 2), (8, 9), (5, 0), (1, 30)], 4, lambda: rng.random() < 0.5)
+    yield state_batch([(6, 3), (0, 2), (8, 1)], 4, num_drafts=[5, 0, 2])
     decodes = state_batch([(0, 1), (6, 1), (12, 1)], 4)
     yield replace(decodes, seq_lens=torch.tensor([1, 0, 13], dtype=torch.int32))
 
