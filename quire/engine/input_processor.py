@@ -88,7 +88,9 @@ class InputProcessor:
         if parts.second_text is not None or parts.second_text_start is not None:
             raise ValidationError("this model generates, and reads no pairs of texts", param="prompt")
         if parts.instruction_length is not None:
-            raise ValidationError("this model generates; 'instruction_length' is of what is pooled", param="prompt")
+            raise ValidationError(
+                "this model generates; 'instruction_length' is of what is pooled", param="prompt"
+            )
         token_ids = self._encode(parts.text or "") if parts.token_ids is None else list(parts.token_ids)
         return TokenizedPrompt(token_ids, parts.text, parts.cache_salt)
 

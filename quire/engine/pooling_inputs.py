@@ -105,7 +105,9 @@ class PoolingInputs:
         if most is None:
             self._check_text(text)
         encoded = self._fitter(options).text(text, most)
-        return self._with_instruction(TokenizedPrompt(encoded.token_ids, parts.text, parts.cache_salt), options)
+        return self._with_instruction(
+            TokenizedPrompt(encoded.token_ids, parts.text, parts.cache_salt), options
+        )
 
     def pairs(
         self, pairs: Iterable[tuple[str, str]], options: TextOptions, cache_salt: str | None = None
@@ -143,7 +145,9 @@ class PoolingInputs:
                 list(ids), parts.text, parts.cache_salt, parts.second_text_start, parts.instruction_length
             )
         if parts.instruction_length is not None:
-            raise ValidationError("token ids with an instruction cannot be cut", param="truncate_prompt_tokens")
+            raise ValidationError(
+                "token ids with an instruction cannot be cut", param="truncate_prompt_tokens"
+            )
         if parts.second_text_start is not None:
             raise ValidationError(
                 "token ids of two texts cannot be cut; send the texts", param="truncate_prompt_tokens"

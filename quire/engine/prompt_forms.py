@@ -81,7 +81,8 @@ def _parts_of_dict(prompt: dict[str, Any]) -> PromptParts:
     for name, place in (("second_text_start", start), ("instruction_length", instruction)):
         if place is not None and not (token_ids and type(place) is int and 0 < place < len(token_ids)):
             raise ValidationError(
-                f"{name!r} must be the index of one of 'prompt_token_ids', and not of the first", param="prompt"
+                f"{name!r} must be the index of one of 'prompt_token_ids', and not of the first",
+                param="prompt",
             )
     return PromptParts(text, token_ids, salt, second, start, instruction)
 

@@ -197,7 +197,7 @@ class Pooler:
 
 
 def _chunks(layout: StepLayout, indices: NDArray[np.int64], lengths: NDArray[np.int64]) -> Chunks:
-    """Of some requests of a step, what stands behind their instructions of such lengths, of which each has something."""
+    """Of some requests of a step, what stands behind their instructions of such lengths."""
     starts = np.maximum(layout.starts[indices], lengths)
     return Chunks(
         layout.rows[indices],

@@ -269,7 +269,10 @@ def test_a_pair_is_one_prompt_that_knows_where_the_second_text_begins(pair_model
         ({"prompt": "a", "second_prompt": ""}, "must not be empty"),
         ({"prompt_token_ids": [1], "second_prompt": "a"}, "needs 'prompt'"),
         ({"prompt_token_ids": [1, 2], "second_text_start": 2}, "index of one of"),
-        ({"prompt_token_ids": [1, 2], "instruction_length": 0}, "'instruction_length' must be the index of one of"),
+        (
+            {"prompt_token_ids": [1, 2], "instruction_length": 0},
+            "'instruction_length' must be the index of one of",
+        ),
         ({"second_prompt": "a"}, "needs 'prompt'"),
     ):
         with pytest.raises(ValidationError, match=message):
