@@ -13,7 +13,6 @@ from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, Vocab
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.layers.qk_norm import UnweightedRMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.self_attention import SelfAttention
 from quire.layers.shard import Shard
@@ -28,7 +27,6 @@ _ON_WHOLE_ROWS_OR_HEADS = frozenset(
     {
         LayerNorm,
         RMSNorm,
-        UnweightedRMSNorm,
         RotaryEmbedding,
         PositionEmbedding,
         SinusoidalEmbedding,
