@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.engine.lexicons import Lexicon
 from quire.errors import ContextLengthError, ValidationError
 from quire.inputs import PromptType, TokensPrompt
 
@@ -19,6 +20,8 @@ class TokenizedPrompt:
     cache_salt: str | None = None
     second_text_start: int | None = None
     instruction_length: int | None = None
+    lexicon: Lexicon | None = None
+    """Of the adapter that it was tokenized for; None: the model's."""
 
     def as_prompt(self) -> TokensPrompt:
         """As callers pass it."""

@@ -17,9 +17,10 @@ from quire.kernels import reference
 from quire.kernels.lora import LoraStacks
 from quire.layers.own_rows import TokenRows
 from quire.layers.slot import length
+from quire.lora.directory import WEIGHTS_NAME
 from quire.lora.modules import AdaptedModule, Kind, adapted_modules
 from quire.lora.own_rows import read_own_rows
-from quire.lora.peft_config import WEIGHTS_NAME, read_peft_config
+from quire.lora.peft_config import read_peft_config
 from quire.lora.targets import Place, Targets
 from quire.models.safetensors_file import SafetensorsFile
 

@@ -45,7 +45,7 @@ def target_shapes(model_dir: Path, targets: Targets, tables: bool = True) -> dic
     """All modules of transformers' model that adapters can change."""
     oracle = oracle_of(model_dir)
     shapes = linear_shapes(oracle) | (table_shapes(oracle) if tables else {})
-    return {name: shape for name, shape in shapes.items() if name in targets.modules}
+    return {name: shape for name, shape in shapes.items() if targets.name_of(name) in targets.modules}
 
 
 @torch.inference_mode()
@@ -61,7 +61,7 @@ def test_logits_equal_those_of_merged_weights(
     model, targets, slots = with_slots(tiny_model(name))
     oracle = oracle_of(tiny_model(name))
     shapes = linear_shapes(oracle) | table_shapes(oracle)
-    left = {module for module in shapes if module not in targets.modules}
+    left = {module for module in shapes if targets.name_of(module) not in targets.modules}
     assert all(module.endswith(NOT_TARGETS) for module in left), left
     adapter = write_adapter(tmp_path / "a", {n: shape for n, shape in shapes.items() if n not in left})
     slots.put(1, read_adapter(adapter, targets, 16, torch.float32))
