@@ -2,8 +2,8 @@
 
 Ranks are processes of one thread each. Sums are formed through memory that they share, and through gloo, in turn.
 Latency is that of a sum of 4 KB, called from Python and, as in a decode step, played from a tape. Bandwidth is that of
-a sum of 8 MB, from a tape, whose memory is there, beside copies of as much by all ranks at once. Every number is the median
-of rounds, of the first rank.
+a sum of 8 MB, from a tape, whose memory is there, beside copies of as much by all ranks at once. Every number is the
+median of rounds, of the first rank.
 """
 
 from __future__ import annotations
