@@ -22,8 +22,14 @@ logger = logging.getLogger(__name__)
 GENERAL = "quire.plugins"
 """Functions without arguments that every process calls once when it starts, such as one that registers models."""
 
-entry_points = functools.cache(metadata.entry_points)
-"""What is installed, by group; a start asks a dozen times, and each search goes through all packages (10 ms)."""
+
+@functools.cache
+def entry_points(group: str, name: str | None = None) -> metadata.EntryPoints:
+    """What is installed, by group; a start asks a dozen times, and each search goes through all packages (10 ms)."""
+    return (
+        metadata.entry_points(group=group) if name is None else metadata.entry_points(group=group, name=name)
+    )
+
 
 T = TypeVar("T")
 

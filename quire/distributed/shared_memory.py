@@ -124,7 +124,8 @@ def share_memory(
         )
     try:
         offers = group.all_gather(torch.tensor([os.getpid(), made, tag]))
-        segment = _opened(*offers[0].tolist(), num_bytes) if able else None
+        pid, file, number = map(int, offers[0])
+        segment = _opened(pid, file, number, num_bytes) if able else None
         if segment is not None:
             _Segment.from_buffer(segment).ranks[group.rank].pid = os.getpid()
         have_it = group.all_gather(torch.tensor([segment is not None]))

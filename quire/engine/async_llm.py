@@ -286,7 +286,8 @@ class AsyncLLM:
             ValidationError: its tokenizer does not fit the model's.
         """
         lexicons = self.input_processor.lexicons
-        return lexicons.known(adapter) or await asyncio.to_thread(lexicons.of, adapter)
+        known = lexicons.known(adapter)
+        return await asyncio.to_thread(lexicons.of, adapter) if known is None else known
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Let go of an adapter, by its `lora_int_id`, when no request has it any more; false if none is there."""
