@@ -57,7 +57,7 @@ class ParallelConfig(Config):
 
     distributed_executor_backend: str = option(
         "auto",
-        "uni: the worker runs in the engine's process; mp: in a process for each rank; auto: mp if there are several; "
+        "uni: ranks of one, in the engine's process; mp: a process for each rank; auto: mp for several; "
         "null: nothing is computed; or a plug-in's.",
         choices=("auto", "uni", "mp", "null"),
         plugins="quire.executors",

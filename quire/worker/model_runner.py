@@ -9,6 +9,7 @@ host. A request that fails costs itself alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -34,7 +35,7 @@ from quire.worker.guessing_model import GuessingModel
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.inputs import StepInputs, lay_out
 from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
-from quire.worker.pipeline import LanguageModel
+from quire.worker.pipeline import LanguageModel, logits_of
 from quire.worker.pooling import Pooler
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.row_adapters import RowAdapters
@@ -116,7 +117,7 @@ class ModelRunner:
             speculation = make_speculation(config, kv_config, self.batch, grammars_read, self._guessing)
         self._speculation = speculation
         self._prompt_logprobs = PromptLogprobs(
-            self.batch, model.compute_logits, self._slice_size, device.transfers, mode
+            self.batch, partial(logits_of, model), self._slice_size, device.transfers, mode
         )
         self._pooling = config.pooling
         self._pooler = Pooler(self.batch, model, config.pooling, device.transfers)
@@ -262,7 +263,7 @@ class ModelRunner:
     def _sample_part(self, inputs: StepInputs, hidden: Tensor, samples: Samples, part: slice) -> Sampled:
         adapter_rows = inputs.step.adapter_rows
         adapters = None if adapter_rows is None else _of_samples(inputs, adapter_rows, part)
-        logits = self._model.compute_logits(_of_samples(inputs, hidden, part), adapters).contiguous()
+        logits = logits_of(self._model, _of_samples(inputs, hidden, part), adapters).contiguous()
         if logits.shape[1] != self._vocab_size:
             raise EngineError(f"the model gave {logits.shape[1]} logits for {self._vocab_size} tokens")
         return self._sampler.sample(logits, self._sampler.stage(samples.part(part)))

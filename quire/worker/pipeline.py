@@ -28,6 +28,13 @@ class LanguageModel(Protocol):
         """Of a model that is pooled, for a task: float32 [N, H] -> [N, size]."""
 
 
+def logits_of(model: LanguageModel, hidden: Tensor, adapter_rows: Tensor | None) -> Tensor:
+    """As `compute_logits`; where nothing is adapted, of hidden states alone, which is all that some models take."""
+    return (
+        model.compute_logits(hidden) if adapter_rows is None else model.compute_logits(hidden, adapter_rows)
+    )
+
+
 Forward = Callable[[StepInputs], Tensor]
 """Hidden states [T, H] of a step, which the next step may overwrite."""
 

@@ -211,10 +211,10 @@ async def test_a_core_that_dies_while_a_prompt_is_tokenized_leaves_nobody_waitin
     tokenizing, go_on = threading.Event(), threading.Event()
     tokenize = engine.input_processor.tokenize
 
-    def slow(prompt: Any) -> Any:
+    def slow(*args: Any, **kwargs: Any) -> Any:
         tokenizing.set()
         assert go_on.wait(60)
-        return tokenize(prompt)
+        return tokenize(*args, **kwargs)
 
     monkeypatch.setattr("quire.engine.tokenizer.INLINE_CHARS", 0)
     monkeypatch.setattr(engine.input_processor, "tokenize", slow)
@@ -250,9 +250,9 @@ async def test_time_runs_while_a_prompt_is_tokenized(
 ) -> None:
     tokenize = engine._tokenize
 
-    async def slowly(prompt: Any) -> Any:
+    async def slowly(*args: Any) -> Any:
         await asyncio.sleep(0.1)
-        return await tokenize(prompt)
+        return await tokenize(*args)
 
     monkeypatch.setattr(engine, "_tokenize", slowly)
     outputs = [output async for output in engine.generate([1, 2], params(), "late", timeout_s=0.05)]

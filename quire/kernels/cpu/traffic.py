@@ -75,17 +75,17 @@ def _of_latents(values: Sequence[int]) -> int:
 
 
 def _of_delta(values: Sequence[int]) -> int:
-    requests, heads, keys, columns = (values[i] for i in (11, 17, 18, 19))
+    requests, heads, keys, columns = (values[i] for i in (12, 18, 19, 20))
     return _of_states(requests, heads * keys * columns)
 
 
 def _of_selective_scan(values: Sequence[int]) -> int:
-    requests, channels, count = (values[i] for i in (13, 23, 24))
+    requests, channels, count = (values[i] for i in (14, 24, 25))
     return _of_states(requests, channels * count)
 
 
 def _of_ssd_scan(values: Sequence[int]) -> int:
-    requests, heads, size, count = (values[i] for i in (14, 24, 25, 27))
+    requests, heads, size, count = (values[i] for i in (15, 25, 26, 28))
     return _of_states(requests, heads * size * count)
 
 

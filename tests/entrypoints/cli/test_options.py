@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import click
@@ -108,7 +109,7 @@ def test_help_lists_every_flag_with_its_documentation_by_owner() -> None:
     )
     for name, (owner, field) in FIELDS.items():
         section = text.split(f"{owner.__name__.removesuffix('Config')} options:")[1].split("options:")[0]
-        assert f"  {flag_of(name)} " in section
+        assert re.search(rf"  (-\w+, )?{flag_of(name)} ", section), name
         assert info_of(field).doc in section
 
 
