@@ -67,10 +67,11 @@ def test_portable_kernels_can_be_asked_for() -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("name", [name for name in library.SIGNATURES if name in ops.TABLE])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("isa", library.supported_isas())
-def test_kernels_of_every_instruction_set_match_the_oracle(
+@pytest.mark.parametrize("isa", library.supported_isas()[1:])
+def test_kernels_of_every_other_instruction_set_match_the_oracle(
     isa: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those of the best one are what test_ops.py takes."""
     opened = library.open_library(library.PATH, isa)
     monkeypatch.setattr(library, "loaded", lambda: opened)
     (row,) = (row for row in ops.TABLE[name].implementations if row.name == "cpu")

@@ -95,7 +95,7 @@ def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.more
 @pytest.mark.usefixtures("processors")
-@pytest.mark.parametrize("dtype", quick(DTYPES, [torch.float16]), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_latent_attention(batch: list[tuple[int, int]], heads: int, dtype: torch.dtype) -> None:

@@ -15,7 +15,6 @@ from quire.kernels import ops, reference
 from quire.kernels.formats import Numbers, format_of
 from quire.kernels.linear import PackedWeight, WeightScheme
 from quire.kernels.triton import fp8, linear, matmul, quantize, widen
-from tests.fixtures.quick import quick
 from tests.kernels.op_cases import randn
 
 DTYPES = [torch.float32, torch.float16]
@@ -42,8 +41,12 @@ def stands_for(weight: Tensor, scheme: WeightScheme) -> Tensor:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("dtype", quick(DTYPES, [torch.float16]), ids=str)
-@pytest.mark.parametrize("scheme", quick([*INTEGERS, *CODES], [*INTEGERS[::2], *CODES[::4]]), ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [(scheme, torch.float16) for scheme in (*INTEGERS, *CODES)]
+    + [(scheme, torch.float32) for scheme in (*INTEGERS[::2], *CODES[::4])],
+    ids=str,
+)
 def test_integer_linear(scheme: WeightScheme, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tolerance = TOLERANCES[dtype]
@@ -136,9 +139,11 @@ def test_invariant_linear(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("dtype", quick(DTYPES, [torch.float16]), ids=str)
 @pytest.mark.parametrize(
-    "scheme", quick([FLOAT, *INTEGERS[:3], *CODES[:2], *FP8], [FLOAT, INTEGERS[1], CODES[0], FP8[0]]), ids=str
+    ("scheme", "dtype"),
+    [(scheme, torch.float16) for scheme in (FLOAT, *INTEGERS[:3], *CODES[:2], *FP8)]
+    + [(scheme, torch.float32) for scheme in (FLOAT, INTEGERS[1], CODES[0], FP8[0])],
+    ids=str,
 )
 def test_an_invariant_weight_gives_a_row_the_same_bits_in_any_batch(
     scheme: WeightScheme, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -32,10 +32,15 @@ def is_small(*args: Any, **_options: Any) -> bool:
     return bool(args[-2][0].numel() <= 200)
 
 
+def is_feasible(*args: Any, **_options: Any) -> bool:
+    """Whether an interpreter is done with all tokens in seconds: the largest state is for the shorter steps."""
+    return bool(args[-2][0].numel() * len(args[0]) <= 200_000)
+
+
 @pytest.mark.parametrize("dtype", quick([torch.float32, torch.float16], [torch.float16]), ids=str)
 @every_kernel
 def test_near_the_oracle(name: str, dtype: torch.dtype) -> None:
-    accepts = is_small if dtype == torch.float16 else None
+    accepts = is_small if dtype == torch.float16 else is_feasible
     compare(ops.TABLE[name], KERNELS[name], dtype, "cpu", accepts)
 
 
