@@ -4,24 +4,29 @@ Invariant: a model is shared out as a whole or not at all. A module that nobody 
 is refused by its type, and a subclass of one that is fine is another one.
 """
 
+from collections.abc import Collection
+
 from torch import nn
 
 from quire.errors import ConfigError
 from quire.layers.attention import Attention
 from quire.layers.base import Module
 from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
-from quire.layers.linear import GateUpLinear, Linear, QKVLinear
+from quire.layers.experts import EXPERTS
+from quire.layers.linear import ExactLinear, GateUpLinear, Linear, QKVLinear
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.router import Router
 from quire.layers.self_attention import SelfAttention
 from quire.layers.shard import Shard
 from quire.layers.sinks import Sinks
+from quire.layers.sparse_mlp import SparseMLP
 from quire.layers.temperature import TemperatureTuning
 from quire.models.blocks import BLOCKS
 from quire.models.decoder import Decoder, DecoderForCausalLM
 
-_MATRICES = frozenset({VocabEmbedding, Linear, QKVLinear, GateUpLinear})
+_MATRICES = frozenset({VocabEmbedding, Linear, ExactLinear, QKVLinear, GateUpLinear, Router})
 _BY_HEADS = frozenset({Attention, Sinks})
 _ON_WHOLE_ROWS_OR_HEADS = frozenset(
     {
@@ -34,19 +39,21 @@ _ON_WHOLE_ROWS_OR_HEADS = frozenset(
     }
 )
 _OF_SUCH_PARTS = frozenset({nn.ModuleList, DecoderForCausalLM, Decoder, SelfAttention, GatedMLP, PlainMLP})
-SHARED: frozenset[type[nn.Module]] = (
+SLICED: frozenset[type[nn.Module]] = (
     _MATRICES | _BY_HEADS | _ON_WHOLE_ROWS_OR_HEADS | _OF_SUCH_PARTS | frozenset(BLOCKS.values())
 )
+"""Those whose sums can be formed of slices."""
+SHARED = SLICED | EXPERTS | {SparseMLP}
 
 
-def check_shared(model: nn.Module, option: str) -> None:
+def check_shared(model: nn.Module, option: str, modules: Collection[type[nn.Module]] = SHARED) -> None:
     """Whether all modules of a model can be shared out, as `option` asks for.
 
     Raises:
         ConfigError: one cannot; the message names it.
     """
     for path, module in model.named_modules():
-        if type(module) not in SHARED:
+        if type(module) not in modules:
             raise ConfigError(
                 f"{option}: {path or 'the model'} ({type(module).__name__}) cannot be shared out among ranks yet"
             )

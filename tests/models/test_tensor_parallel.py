@@ -29,19 +29,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16", "matmul_precision": "highest"},
 }
-_WIDE = {
-    "load_format": "dummy",
-    "hf_overrides": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2},
-}
-"""Sizes of which four ranks have whole groups of inputs."""
+_SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+_OF_EXPERTS = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+_WIDE = {"load_format": "dummy", "hf_overrides": _SIZES}
+"""Of four ranks each has whole groups of inputs."""
 ROUNDED: dict[str, dict[str, Any]] = {
     "int8": _WIDE | {"quantization": "int8", "quantization_config": {"mode": "precise"}},
     "int4": _WIDE | {"quantization": "int4", "quantization_config": {"mode": "precise", "head": "int4"}},
     "int8-fast": _WIDE | {"quantization": "int8"},
     "int4-fast": _WIDE | {"quantization": "int4", "quantization_config": {"symmetric": False}},
 }
+_SPARSE_INT8 = ROUNDED["int8"] | {"hf_overrides": _SIZES | _OF_EXPERTS}
 CASES = [(name, kind) for name in FAMILIES for kind in KINDS] + [("llama", kind) for kind in ROUNDED]
-OPTIONS = KINDS | ROUNDED
+SPARSE = [(name, kind) for name in ("qwen2moe", "gptoss") for kind in KINDS] + [("qwen2moe", "int8-experts")]
+OPTIONS = KINDS | ROUNDED | {"int8-experts": _SPARSE_INT8}
 
 needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 
@@ -66,7 +67,7 @@ def logits(model: CausalLM) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if "fast" not in case[1]])
+@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if "fast" not in case[1]] + SPARSE)
 def test_ranks_say_what_one_says(name: str, kind: str, tiny_model: Callable[[str], Path]) -> None:
     """But for the order of the sums that cross ranks; among the ranks it is the same, bit for bit."""
     directory, options = tiny_model(name), OPTIONS[kind]
@@ -102,6 +103,11 @@ def test_more_ranks_than_slices_are_refused(tiny_model: Callable[[str], Path]) -
         without_weights(prepared_config(tiny_model("llama"), tp_invariant=True), Shard.of_group(group))
 
 
+def test_experts_are_not_sliced(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"--tp-invariant: model\.layers\.0\.mlp \(SparseMLP\) cannot be"):
+        without_weights(prepared_config(tiny_model("qwen2moe"), tp_invariant=True))
+
+
 def test_a_rank_holds_its_share(tiny_model: Callable[[str], Path]) -> None:
     """Also of the cache, where ranks beyond the two heads of keys and values share one."""
 
@@ -132,9 +138,9 @@ def test_steps_are_taped_where_kernels_cross_ranks(tiny_model: Callable[[str], P
     ("name", "size", "words"),
     [
         (
-            "qwen2moe",
+            "mamba",
             2,
-            r"--tensor-parallel-size 2: model\.layers\.0\.mlp \(SparseMLP\) cannot be shared out",
+            r"--tensor-parallel-size 2: model\.layers\.0\.mamba \(MambaMixer\) cannot be shared out",
         ),
         ("olmo2", 2, r"self_attn\.q_norm \(RowRMSNorm\) cannot be shared out"),
         ("llama", 3, r"self_attn\.qkv_proj: 4 units of 16 outputs cannot be shared out evenly among 3 ranks"),
