@@ -11,18 +11,30 @@ from torch import nn
 from quire.errors import ConfigError
 from quire.layers.attention import Attention
 from quire.layers.base import Module
+from quire.layers.causal_conv import CausalConv
 from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
 from quire.layers.experts import EXPERTS
+from quire.layers.gated_delta_net import DeltaRule, GatedDeltaNet
+from quire.layers.latent_attention import LatentAttention
+from quire.layers.latent_self_attention import LatentSelfAttention
 from quire.layers.linear import ExactLinear, GateUpLinear, Linear, QKVLinear
+from quire.layers.mamba import MambaMixer, SelectiveScan, UnitRMSNorm
+from quire.layers.mamba2 import GroupRMSNorm, HeadScan, Mamba2Mixer
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.per_head import PerHeadLinear
+from quire.layers.recurrent_unit import RGLRU, RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.router import Router
 from quire.layers.self_attention import SelfAttention
 from quire.layers.shard import Shard
+from quire.layers.short_conv import ShortConv
 from quire.layers.sinks import Sinks
 from quire.layers.sparse_mlp import SparseMLP
+from quire.layers.states import StateCache
 from quire.layers.temperature import TemperatureTuning
+from quire.layers.two_mixers import TwoMixers
+from quire.layers.xielu import XIELU
 from quire.models.blocks import BLOCKS
 from quire.models.decoder import Decoder, DecoderForCausalLM
 
@@ -36,11 +48,37 @@ _ON_WHOLE_ROWS_OR_HEADS = frozenset(
         PositionEmbedding,
         SinusoidalEmbedding,
         TemperatureTuning,
+        XIELU,
     }
 )
+_WITH_STATES = frozenset(
+    {
+        StateCache,
+        CausalConv,
+        MambaMixer,
+        SelectiveScan,
+        UnitRMSNorm,
+        Mamba2Mixer,
+        HeadScan,
+        GroupRMSNorm,
+        TwoMixers,
+        ShortConv,
+        GatedDeltaNet,
+        DeltaRule,
+        RecurrentUnit,
+        RGLRU,
+    }
+)
+_LATENT = frozenset({LatentSelfAttention, LatentAttention, PerHeadLinear})
 _OF_SUCH_PARTS = frozenset({nn.ModuleList, DecoderForCausalLM, Decoder, SelfAttention, GatedMLP, PlainMLP})
 SLICED: frozenset[type[nn.Module]] = (
-    _MATRICES | _BY_HEADS | _ON_WHOLE_ROWS_OR_HEADS | _OF_SUCH_PARTS | frozenset(BLOCKS.values())
+    _MATRICES
+    | _BY_HEADS
+    | _ON_WHOLE_ROWS_OR_HEADS
+    | _WITH_STATES
+    | _LATENT
+    | _OF_SUCH_PARTS
+    | frozenset(BLOCKS.values())
 )
 """Those whose sums can be formed of slices."""
 SHARED = SLICED | EXPERTS | {SparseMLP}

@@ -20,6 +20,10 @@ from quire.layers.kv_cache import kv_cache_specs, why_not_captured
 from quire.layers.shard import Shard
 from quire.models.base import CausalLM
 from quire.models.loader import load_model, without_weights
+from tests.fixtures.foreign_models import FOREIGN
+from tests.fixtures.plain_models import PLAIN
+from tests.fixtures.quick import quick_models
+from tests.fixtures.tiny_families import TINY_FAMILIES
 from tests.models.harness import load_tiny, logits_of, prepared_config
 
 SEQUENCES = [[5, 9, 31, 7, 12, 80, 3, 44, 21, 18, 6], [3, 1, 4], [250, 17, 99, 100, 101, 102, 8]]
@@ -41,8 +45,15 @@ ROUNDED: dict[str, dict[str, Any]] = {
 }
 _SPARSE_INT8 = ROUNDED["int8"] | {"hf_overrides": _SIZES | _OF_EXPERTS}
 CASES = [(name, kind) for name in FAMILIES for kind in KINDS] + [("llama", kind) for kind in ROUNDED]
-SPARSE = [(name, kind) for name in ("qwen2moe", "gptoss") for kind in KINDS] + [("qwen2moe", "int8-experts")]
+OTHERS = [("qwen2moe", "bfloat16"), ("qwen2moe", "int8-experts")]
+OTHERS += [(name, "float32") for name in ("gptoss", "deepseekv3", "jamba", "qwen3next", "falconh1", "lfm2")]
 OPTIONS = KINDS | ROUNDED | {"int8-experts": _SPARSE_INT8}
+EVERY_FAMILY = TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()
+REFUSED = {
+    "bamba", "cohere-qk-norm", "diffllama", "falconh1-gated-after", "flexolmo", "gemma3n", "granite4", "mamba2",
+    "minimax", "minimaxm2", "olmo2", "olmo3", "olmoe", "opt", "opt-no-bias", "opt-post-norm", "stablelm-parallel",
+    "zamba2", "zamba2-adapted",
+}  # fmt: skip
 
 needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 
@@ -67,7 +78,7 @@ def logits(model: CausalLM) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if "fast" not in case[1]] + SPARSE)
+@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if "fast" not in case[1]] + OTHERS)
 def test_ranks_say_what_one_says(name: str, kind: str, tiny_model: Callable[[str], Path]) -> None:
     """But for the order of the sums that cross ranks; among the ranks it is the same, bit for bit."""
     directory, options = tiny_model(name), OPTIONS[kind]
@@ -77,6 +88,20 @@ def test_ranks_say_what_one_says(name: str, kind: str, tiny_model: Callable[[str
         assert all(torch.equal(other, first) for other in others)
         torch.testing.assert_close(first, alone, rtol=2e-4, atol=2e-4)
         assert torch.equal(first.argmax(1), alone.argmax(1))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", quick_models(sorted(EVERY_FAMILY), ()))
+def test_every_family_is_shared_out_unless_it_is_refused(
+    name: str, tiny_model: Callable[[str], Path]
+) -> None:
+    if name in REFUSED:
+        with pytest.raises(ConfigError, match="cannot be shared out"):
+            together(tiny_model(name), 2, logits)
+        return
+    first, second = together(tiny_model(name), 2, logits)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, logits(load_tiny(tiny_model(name))), rtol=2e-4, atol=2e-4)
 
 
 @needs_kernels
