@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.config.arch import ExpertsArch, ExpertStack
+from quire.distributed.group import Group
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.experts import ExpertWeights, lay_together
@@ -20,6 +21,7 @@ from quire.layers.activation import FUSED
 from quire.layers.base import Module, activation_dtype, device_type, model_dtype
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
+from quire.layers.shard import Shard
 from quire.layers.slot import Slot
 
 
@@ -101,10 +103,16 @@ class Experts(Module):
         self._activation = FUSED[experts.activation]
         self._device_type, self._dtype = device_type(config), activation_dtype(config)
         self._weights: ExpertWeights | None = None
+        self._adds_up_with: Group | None = None
+
+    def take_share(self, shard: Shard) -> None:
+        """Each rank has some features of every expert."""
+        self._adds_up_with = shard.group
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], as `Router` chose and weighted -> [T, H]."""
-        return ops.experts(x, chosen, weights, self._of())
+        out = ops.experts(x, chosen, weights, self._of())
+        return out if self._adds_up_with is None else ops.all_reduce(out, self._adds_up_with)
 
     def why_not_captured(self) -> str | None:
         """See `Capturable`."""
@@ -142,6 +150,10 @@ class Experts(Module):
             tuple(member.gate_up_proj.matrix() for member in members),
             tuple(member.down_proj.matrix() for member in members),
         )
+
+
+EXPERTS: frozenset[type[nn.Module]] = frozenset({Experts, Expert, _LinearInStack, _GateUpInStack})
+"""Modules of which experts are made."""
 
 
 def _lay_together(layers: Sequence[Linear]) -> None:

@@ -15,7 +15,8 @@ from quire.layers.linear import Linear
 from quire.layers.mamba import negative_exp
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import Span
+from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.slot import length
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
 from quire.layers.vectors import Vector, VectorLayer
@@ -64,10 +65,13 @@ class GatedDeltaNet(Module):
             name=f"{prefix}.out_proj",
             cut="input",
         )
-        channels = 2 * keys.size + values.size
-        parts = [(own.taps - 1, channels), (own.value_heads, own.key_dim, own.value_dim)]
+        parts = [(own.taps - 1, (keys, keys, values)), ((of_heads,), own.key_dim, own.value_dim)]
         self.cache = StateCache(config=config, name=f"{prefix}.cache", parts=parts)
-        self.widths = (channels, values.size)
+        self.take_share(WHOLE)
+
+    def take_share(self, shard: Shard) -> None:
+        q, k, v, z = map(length, self.in_proj_qkvz.rows)
+        self.widths = (q + k + v, z)
 
     @staticmethod
     def _in_proj(config: EngineConfig, own: DeltaArch, spans: tuple[Span, ...], name: str) -> Linear:

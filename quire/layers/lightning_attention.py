@@ -72,7 +72,7 @@ class LightningAttention(Module):
         self.register_buffer("rates", -share * slopes(heads.units), persistent=False)
         self.register_buffer("zeros", torch.zeros(heads.units, device="cpu"), persistent=False)
         self.heads = heads
-        parts = [(heads.units, heads.unit, heads.unit)]
+        parts = [((Span(heads.units),), heads.unit, heads.unit)]
         self.cache = StateCache(config=config, name=f"{prefix}.cache", parts=parts)
 
     def reads(self, source: RowSource) -> None:

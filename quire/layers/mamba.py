@@ -127,7 +127,7 @@ class MambaMixer(Module):
             name=f"{prefix}.out_proj",
             cut="input",
         )
-        parts = [(own.taps - 1, own.channels), (own.states, own.channels)]
+        parts = [(own.taps - 1, (channels,)), (own.states, (channels,))]
         self.cache = StateCache(config=config, name=f"{prefix}.cache", parts=parts)
 
     def reads(self, source: RowSource) -> None:

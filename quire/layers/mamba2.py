@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.attention_metadata import StateMetadata
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
@@ -14,7 +15,8 @@ from quire.layers.causal_conv import CausalConv
 from quire.layers.linear import Linear
 from quire.layers.mamba import negative_exp
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import Span
+from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.slot import length
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
 from quire.layers.vectors import Vector, VectorLayer
@@ -34,8 +36,11 @@ class HeadScan(VectorLayer):
 
     def __init__(self, *, heads: int, groups: int, time_limits: tuple[float, float], name: str) -> None:
         super().__init__(Span(heads), name=name)
-        self.groups = groups
+        self.of_all, self.groups = Span(groups, replicated=True), groups
         self.time_limits = time_limits
+
+    def take_share(self, shard: Shard) -> None:
+        self.groups = length(self.of_all.piece(shard, self.name))
 
     def forward(
         self,
@@ -77,6 +82,14 @@ class GroupRMSNorm(VectorLayer):
         ones = torch.ones(self.span.unit, dtype=dtype, device="cpu")
         self.register_buffer("ones", ones, persistent=False)
 
+    def take_share(self, shard: Shard) -> None:
+        """Raises ConfigError: ranks have to have parts of a group."""
+        if self.span.units % shard.of:
+            raise ConfigError(
+                f"{self.name}: {self.span.units} groups, each normed as a whole, cannot be shared out evenly among"
+                f" {shard.of} ranks"
+            )
+
     def forward(self, x: Tensor) -> Tensor:
         """x [T, C] -> [T, C]."""
         if x.shape[1] == self.span.unit:
@@ -101,21 +114,18 @@ class Mamba2Mixer(Module):
         assert own is not None, "a layer of this kind is described"
         channels, heads = Span(own.heads, own.head_dim), Span(own.heads)
         shared = Span(own.groups, own.states, replicated=True)
-        self.widths = [channels.size, channels.size + 2 * shared.size, heads.size]
-        self.conv_widths = [channels.size, shared.size, shared.size]
         spans = (channels, channels, shared, shared, heads)
         self.in_proj = Linear(
             in_features=hidden,
-            out_features=sum(self.widths),
+            out_features=sum(span.size for span in spans),
             bias=own.bias,
             dtype=dtype,
             name=f"{prefix}.in_proj",
             cut="output",
             spans=spans,
         )
-        multipliers = [m for m, span in zip(own.multipliers, spans, strict=False) for _ in range(span.size)]
-        row = torch.tensor(multipliers, dtype=activation_dtype(config), device="cpu") if multipliers else None
-        self.register_buffer("multipliers", row, persistent=False)
+        self.of_each, self.dtype = own.multipliers, activation_dtype(config)
+        self.register_buffer("multipliers", None, persistent=False)
         self.conv1d = CausalConv(
             spans=(channels, shared, shared),
             taps=own.taps,
@@ -144,8 +154,16 @@ class Mamba2Mixer(Module):
             name=f"{prefix}.out_proj",
             cut="input",
         )
-        parts = [(own.taps - 1, self.widths[1]), (own.heads, own.states, own.head_dim)]
+        parts = [(own.taps - 1, (channels, shared, shared)), ((heads,), own.states, own.head_dim)]
         self.cache = StateCache(config=config, name=f"{prefix}.cache", parts=parts)
+        self.take_share(WHOLE)
+
+    def take_share(self, shard: Shard) -> None:
+        gate, x, b, c, dt = sizes = [*map(length, self.in_proj.rows)]
+        self.widths, self.conv_widths = [gate, x + b + c, dt], [x, b, c]
+        if self.of_each:
+            row = [m for m, size in zip(self.of_each, sizes, strict=True) for _ in range(size)]
+            self.multipliers = torch.tensor(row, dtype=self.dtype, device="cpu")
 
     def reads(self, source: RowSource) -> None:
         """As `SelfAttention.reads`."""

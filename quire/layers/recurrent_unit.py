@@ -96,7 +96,7 @@ class RecurrentUnit(Module):
             cut="input",
         )
         self.act_fn = PLAIN[arch.hidden_act]
-        parts = [(own.taps - 1, own.width), (own.width,)]
+        parts = [(own.taps - 1, (channels,)), ((channels,),)]
         self.cache = StateCache(config=config, name=f"{prefix}.cache", parts=parts)
 
     def reads(self, source: RowSource) -> None:

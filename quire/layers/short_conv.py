@@ -43,7 +43,8 @@ class ShortConv(Module):
             name=f"{prefix}.out_proj",
             cut="input",
         )
-        self.cache = StateCache(config=config, name=f"{prefix}.cache", parts=[(own.taps - 1, size)])
+        parts = [(own.taps - 1, (channels,))]
+        self.cache = StateCache(config=config, name=f"{prefix}.cache", parts=parts)
 
     def reads(self, source: RowSource) -> None:
         """As `SelfAttention.reads`."""

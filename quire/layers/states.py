@@ -18,6 +18,8 @@ from quire.kernels.attention_metadata import StateMetadata
 from quire.kv_cache.spec import KVCacheSpec, RecurrentStateSpec
 from quire.layers.base import Module, activation_dtype, device_type
 from quire.layers.kv_cache import cache_planes
+from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.slot import length
 from quire.layers.step import StepContext
 
 ALIGNMENT = 64
@@ -25,6 +27,9 @@ ALIGNMENT = 64
 CHECKPOINT_TOKENS = 512
 """About how often a state is kept for other requests to resume from: a state is as large as the keys and values of
 hundreds of tokens, so that more of them would cost more than the attention that they replace."""
+
+Shape = Sequence[int | tuple[Span, ...]]
+"""Of a part of what is kept; sizes that are cut for several ranks are the spans that make them up."""
 
 
 class StateCache(Module):
@@ -35,15 +40,25 @@ class StateCache(Module):
         parts: shapes of what is kept of a request.
     """
 
-    def __init__(self, *, config: EngineConfig, name: str, parts: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, *, config: EngineConfig, name: str, parts: Sequence[Shape]) -> None:
         super().__init__()
         self.name = name
-        self.shapes = tuple(parts)
+        self.parts = tuple(parts)
+        self.shapes = self._cut_for(WHOLE)
         self.views: tuple[Tensor, ...] = ()
         """Of each part [blocks, *shape] float32, for the ops that read and replace it."""
         self._block_size = config.cache.block_size
         self._has_kernels = bool(ops.causal_conv.supporting(device_type(config), activation_dtype(config)))
         self._group_id = 0
+
+    def take_share(self, shard: Shard) -> None:
+        self.shapes = self._cut_for(shard)
+
+    def _cut_for(self, shard: Shard) -> tuple[tuple[int, ...], ...]:
+        def size(of: int | tuple[Span, ...]) -> int:
+            return of if isinstance(of, int) else sum(length(span.piece(shard, self.name)) for span in of)
+
+        return tuple(tuple(map(size, part)) for part in self.parts)
 
     def metadata(self, step: StepContext) -> StateMetadata:
         """Whose states the step reads, and where it leaves them."""

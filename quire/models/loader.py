@@ -26,7 +26,7 @@ from quire.models.methods import quant_methods
 from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.pooling.model import PoolingModel
 from quire.models.registry import ModelRegistry
-from quire.models.sharing import check_shared, take_shares
+from quire.models.sharing import SLICED, check_shared, take_shares
 from quire.models.staged_copy import GpuCopyStream, StagedCopy
 from quire.models.weights import CheckpointWeights, MappedCopy, RandomWeights, TensorReader, Weights
 
@@ -71,7 +71,7 @@ def without_weights(config: EngineConfig, shard: Shard = WHOLE, prefix: str = ""
         if shard.group.size > 1:
             check_shared(model, f"--tensor-parallel-size {shard.of}")
         if config.parallel.tp_invariant:
-            check_shared(model, "--tp-invariant")
+            check_shared(model, "--tp-invariant", SLICED)
             slice_sums(model, shard)
         methods = quant_methods(model, config)
         for (_, layer), method in zip(model.checkpoint_layers(), methods, strict=True):

@@ -4,24 +4,41 @@ Invariant: a model is shared out as a whole or not at all. A module that nobody 
 is refused by its type, and a subclass of one that is fine is another one.
 """
 
+from collections.abc import Collection
+
 from torch import nn
 
 from quire.errors import ConfigError
 from quire.layers.attention import Attention
 from quire.layers.base import Module
+from quire.layers.causal_conv import CausalConv
 from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
-from quire.layers.linear import GateUpLinear, Linear, QKVLinear
+from quire.layers.experts import EXPERTS
+from quire.layers.gated_delta_net import DeltaRule, GatedDeltaNet
+from quire.layers.latent_attention import LatentAttention
+from quire.layers.latent_self_attention import LatentSelfAttention
+from quire.layers.linear import ExactLinear, GateUpLinear, Linear, QKVLinear
+from quire.layers.mamba import MambaMixer, SelectiveScan, UnitRMSNorm
+from quire.layers.mamba2 import GroupRMSNorm, HeadScan, Mamba2Mixer
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.per_head import PerHeadLinear
+from quire.layers.recurrent_unit import RGLRU, RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.router import Router
 from quire.layers.self_attention import SelfAttention
 from quire.layers.shard import Shard
+from quire.layers.short_conv import ShortConv
 from quire.layers.sinks import Sinks
+from quire.layers.sparse_mlp import SparseMLP
+from quire.layers.states import StateCache
 from quire.layers.temperature import TemperatureTuning
+from quire.layers.two_mixers import TwoMixers
+from quire.layers.xielu import XIELU
 from quire.models.blocks import BLOCKS
 from quire.models.decoder import Decoder, DecoderForCausalLM
 
-_MATRICES = frozenset({VocabEmbedding, Linear, QKVLinear, GateUpLinear})
+_MATRICES = frozenset({VocabEmbedding, Linear, ExactLinear, QKVLinear, GateUpLinear, Router})
 _BY_HEADS = frozenset({Attention, Sinks})
 _ON_WHOLE_ROWS_OR_HEADS = frozenset(
     {
@@ -31,22 +48,50 @@ _ON_WHOLE_ROWS_OR_HEADS = frozenset(
         PositionEmbedding,
         SinusoidalEmbedding,
         TemperatureTuning,
+        XIELU,
     }
 )
-_OF_SUCH_PARTS = frozenset({nn.ModuleList, DecoderForCausalLM, Decoder, SelfAttention, GatedMLP, PlainMLP})
-SHARED: frozenset[type[nn.Module]] = (
-    _MATRICES | _BY_HEADS | _ON_WHOLE_ROWS_OR_HEADS | _OF_SUCH_PARTS | frozenset(BLOCKS.values())
+_WITH_STATES = frozenset(
+    {
+        StateCache,
+        CausalConv,
+        MambaMixer,
+        SelectiveScan,
+        UnitRMSNorm,
+        Mamba2Mixer,
+        HeadScan,
+        GroupRMSNorm,
+        TwoMixers,
+        ShortConv,
+        GatedDeltaNet,
+        DeltaRule,
+        RecurrentUnit,
+        RGLRU,
+    }
 )
+_LATENT = frozenset({LatentSelfAttention, LatentAttention, PerHeadLinear})
+_OF_SUCH_PARTS = frozenset({nn.ModuleList, DecoderForCausalLM, Decoder, SelfAttention, GatedMLP, PlainMLP})
+SLICED: frozenset[type[nn.Module]] = (
+    _MATRICES
+    | _BY_HEADS
+    | _ON_WHOLE_ROWS_OR_HEADS
+    | _WITH_STATES
+    | _LATENT
+    | _OF_SUCH_PARTS
+    | frozenset(BLOCKS.values())
+)
+"""Those whose sums can be formed of slices."""
+SHARED = SLICED | EXPERTS | {SparseMLP}
 
 
-def check_shared(model: nn.Module, option: str) -> None:
+def check_shared(model: nn.Module, option: str, modules: Collection[type[nn.Module]] = SHARED) -> None:
     """Whether all modules of a model can be shared out, as `option` asks for.
 
     Raises:
         ConfigError: one cannot; the message names it.
     """
     for path, module in model.named_modules():
-        if type(module) not in SHARED:
+        if type(module) not in modules:
             raise ConfigError(
                 f"{option}: {path or 'the model'} ({type(module).__name__}) cannot be shared out among ranks yet"
             )

@@ -129,8 +129,8 @@ def test_what_a_rank_cannot_load_is_a_startup_error_of_the_same_words(
     tiny_model: Callable[[str], Path],
 ) -> None:
     before = directories()
-    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp \(SparseMLP\) cannot be shared out"):
-        started(tiny_model("qwen2moe"), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"self_attn\.q_norm \(RowRMSNorm\) cannot be shared out"):
+        started(tiny_model("olmo2"), tensor_parallel_size=2)
     assert directories() == before
 
 

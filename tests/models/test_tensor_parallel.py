@@ -20,6 +20,10 @@ from quire.layers.kv_cache import kv_cache_specs, why_not_captured
 from quire.layers.shard import Shard
 from quire.models.base import CausalLM
 from quire.models.loader import load_model, without_weights
+from tests.fixtures.foreign_models import FOREIGN
+from tests.fixtures.plain_models import PLAIN
+from tests.fixtures.quick import quick_models
+from tests.fixtures.tiny_families import TINY_FAMILIES
 from tests.models.harness import load_tiny, logits_of, prepared_config
 
 SEQUENCES = [[5, 9, 31, 7, 12, 80, 3, 44, 21, 18, 6], [3, 1, 4], [250, 17, 99, 100, 101, 102, 8]]
@@ -29,7 +33,27 @@ KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16", "matmul_precision": "highest"},
 }
-INVARIANT = KINDS
+_SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+_OF_EXPERTS = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+_WIDE = {"load_format": "dummy", "hf_overrides": _SIZES}
+"""Of four ranks each has whole groups of inputs."""
+ROUNDED: dict[str, dict[str, Any]] = {
+    "int8": _WIDE | {"quantization": "int8", "quantization_config": {"mode": "precise"}},
+    "int4": _WIDE | {"quantization": "int4", "quantization_config": {"mode": "precise", "head": "int4"}},
+    "int8-fast": _WIDE | {"quantization": "int8"},
+    "int4-fast": _WIDE | {"quantization": "int4", "quantization_config": {"symmetric": False}},
+}
+_SPARSE_INT8 = ROUNDED["int8"] | {"hf_overrides": _SIZES | _OF_EXPERTS}
+CASES = [(name, kind) for name in FAMILIES for kind in KINDS] + [("llama", kind) for kind in ROUNDED]
+OTHERS = [("qwen2moe", "bfloat16"), ("qwen2moe", "int8-experts")]
+OTHERS += [(name, "float32") for name in ("gptoss", "deepseekv3", "jamba", "qwen3next", "falconh1", "lfm2")]
+OPTIONS = KINDS | ROUNDED | {"int8-experts": _SPARSE_INT8}
+EVERY_FAMILY = TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()
+REFUSED = {
+    "bamba", "cohere-qk-norm", "diffllama", "falconh1-gated-after", "flexolmo", "gemma3n", "granite4", "mamba2",
+    "minimax", "minimaxm2", "olmo2", "olmo3", "olmoe", "opt", "opt-no-bias", "opt-post-norm", "stablelm-parallel",
+    "zamba2", "zamba2-adapted",
+}  # fmt: skip
 
 needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 
@@ -54,11 +78,10 @@ def logits(model: CausalLM) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if "fast" not in case[1]] + OTHERS)
 def test_ranks_say_what_one_says(name: str, kind: str, tiny_model: Callable[[str], Path]) -> None:
     """But for the order of the sums that cross ranks; among the ranks it is the same, bit for bit."""
-    directory, options = tiny_model(name), KINDS[kind]
+    directory, options = tiny_model(name), OPTIONS[kind]
     alone = logits(load_tiny(directory, **options))
     for size in (2, 4):
         first, *others = together(directory, size, logits, **options)
@@ -68,17 +91,32 @@ def test_ranks_say_what_one_says(name: str, kind: str, tiny_model: Callable[[str
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", INVARIANT)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick_models(sorted(EVERY_FAMILY), ()))
+def test_every_family_is_shared_out_unless_it_is_refused(
+    name: str, tiny_model: Callable[[str], Path]
+) -> None:
+    if name in REFUSED:
+        with pytest.raises(ConfigError, match="cannot be shared out"):
+            together(tiny_model(name), 2, logits)
+        return
+    first, second = together(tiny_model(name), 2, logits)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, logits(load_tiny(tiny_model(name))), rtol=2e-4, atol=2e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_sums_of_fixed_slices_have_the_same_bits_at_every_number_of_ranks(
     name: str, kind: str, tiny_model: Callable[[str], Path]
 ) -> None:
-    directory, options = tiny_model(name), INVARIANT[kind] | {"tp_invariant": True}
+    """Of activations that are rounded, too: each slice has scales of its own."""
+    directory, options = tiny_model(name), OPTIONS[kind] | {"tp_invariant": True}
     alone = logits(load_tiny(directory, **options))
     for size in (2, 4):
         assert all(torch.equal(rank, alone) for rank in together(directory, size, logits, **options))
-    plain = logits(load_tiny(directory, **INVARIANT[kind]))
-    torch.testing.assert_close(alone, plain, rtol=2e-4, atol=2e-4)
+    plain = logits(load_tiny(directory, **OPTIONS[kind]))
+    if kind not in ("int8-fast", "int4-fast"):
+        torch.testing.assert_close(alone, plain, rtol=2e-4, atol=2e-4)
     assert not torch.equal(alone, plain), "one sum in the order of k is another one"
 
 
@@ -88,6 +126,11 @@ def test_more_ranks_than_slices_are_refused(tiny_model: Callable[[str], Path]) -
         ConfigError, match="--tp-invariant forms sums of 4 slices, which 3 ranks cannot share evenly"
     ):
         without_weights(prepared_config(tiny_model("llama"), tp_invariant=True), Shard.of_group(group))
+
+
+def test_experts_are_not_sliced(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"--tp-invariant: model\.layers\.0\.mlp \(SparseMLP\) cannot be"):
+        without_weights(prepared_config(tiny_model("qwen2moe"), tp_invariant=True))
 
 
 def test_a_rank_holds_its_share(tiny_model: Callable[[str], Path]) -> None:
@@ -120,9 +163,9 @@ def test_steps_are_taped_where_kernels_cross_ranks(tiny_model: Callable[[str], P
     ("name", "size", "words"),
     [
         (
-            "qwen2moe",
+            "mamba",
             2,
-            r"--tensor-parallel-size 2: model\.layers\.0\.mlp \(SparseMLP\) cannot be shared out",
+            r"--tensor-parallel-size 2: model\.layers\.0\.mamba \(MambaMixer\) cannot be shared out",
         ),
         ("olmo2", 2, r"self_attn\.q_norm \(RowRMSNorm\) cannot be shared out"),
         ("llama", 3, r"self_attn\.qkv_proj: 4 units of 16 outputs cannot be shared out evenly among 3 ranks"),
