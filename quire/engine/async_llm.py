@@ -24,6 +24,7 @@ from quire.engine.cores import Cores, CoreWatcher, OwnCores
 from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.gathering import Gathering
 from quire.engine.ledger import Page
+from quire.engine.lexicons import Lexicon
 from quire.engine.messages import CoreMessage, Detach
 from quire.engine.output_stream import Offer, OutputStream
 from quire.engine.prompt_forms import TokenizedPrompt
@@ -164,7 +165,7 @@ class AsyncLLM:
         self._pumps.ensure()
         await self.check_health()
         self._admission.check_queue(sampling_params.n, 0)
-        tokenized = await self._tokenize(prompt)
+        tokenized = await self._tokenize(prompt, lora_request)
         self._admission.check_queue(sampling_params.n, sampling_params.n * len(tokenized.token_ids))
         # A beam search has one output, at the end.
         kind = None if isinstance(sampling_params, BeamSearchParams) else sampling_params.output_kind
@@ -233,7 +234,7 @@ class AsyncLLM:
         await self.check_health()
         window = 2 * self.config.scheduler.max_num_seqs
         self._admission.check_queue(min(len(prompts), window), 0)
-        tokenized = [await self._tokenize(prompt) for prompt in prompts]
+        tokenized = [await self._tokenize(prompt, lora_request) for prompt in prompts]
         self._admission.check_queue(
             min(len(prompts), window), sum(len(one.token_ids) for one in tokenized[:window])
         )
@@ -274,8 +275,19 @@ class AsyncLLM:
         Raises:
             ValidationError: it cannot be used; the message names the file, the tensor and the limit.
         """
+        await self.lexicon_of(lora_request)
         fields = msgspec.to_builtins(lora_request)
         return all(await self._call_each("add_lora", fields))
+
+    async def lexicon_of(self, adapter: LoRARequest | None) -> Lexicon:
+        """By what the texts of an adapter's requests, or of the model's, are token ids; its files are read in a thread.
+
+        Raises:
+            ValidationError: its tokenizer does not fit the model's.
+        """
+        lexicons = self.input_processor.lexicons
+        known = lexicons.known(adapter)
+        return await asyncio.to_thread(lexicons.of, adapter) if known is None else known
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Let go of an adapter, by its `lora_int_id`, when no request has it any more; false if none is there."""
@@ -408,10 +420,11 @@ class AsyncLLM:
         await asyncio.to_thread(self._front_end.stat_loggers.close)
         self.input_processor.constraints.close()
 
-    async def _tokenize(self, prompt: PromptType) -> TokenizedPrompt:
+    async def _tokenize(self, prompt: PromptType, adapter: LoRARequest | None) -> TokenizedPrompt:
+        await self.lexicon_of(adapter)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         num_chars = len(text) if isinstance(text, str) else 0
-        return await beside_loop(num_chars, self.input_processor.tokenize, prompt)
+        return await beside_loop(num_chars, self.input_processor.tokenize, prompt, adapter=adapter)
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:
         self._pumps.ensure()

@@ -96,7 +96,7 @@ class LLMEngine:
             ValidationError: the prompt, a parameter or the id cannot be honoured; nothing was queued.
         """
         arrived = self._front_end.clock()
-        tokenized = self.input_processor.tokenize(prompt)
+        tokenized = self.input_processor.tokenize(prompt, adapter=lora_request)
         if isinstance(params, SamplingParams):
             params = self.input_processor.constraints.settled(params)
         with self._one_thread, HeldInterrupts():
@@ -166,6 +166,7 @@ class LLMEngine:
         Raises:
             ValidationError: it cannot be used; the message names the file, the tensor and the limit.
         """
+        self.input_processor.lexicons.of(lora_request)
         fields = msgspec.to_builtins(lora_request)
         return all(self._call_each("add_lora", fields))
 
