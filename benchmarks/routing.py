@@ -1,6 +1,6 @@
 """What routing by prefix is worth: requests per second that are served in time, for each policy, on made-up time.
 
-    python -m benchmarks.routing [--replicas 4] [--groups 32] [--rates 8 12 16 20] [--policies prefix round_robin]
+    python -m benchmarks.routing [--replicas 4] [--groups 32] [--rates 12 16 20 24] [--policies prefix round_robin]
 
 Requests arrive at random and share prompts' beginnings: each belongs to one of `--groups`, whose prompts have the
 same 1,024 tokens first. Schedulers, caches and router are the real ones; the null executor computes, and a step takes
@@ -217,8 +217,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Goodput by routing policy.")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--groups", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=600)
-    parser.add_argument("--rates", type=float, nargs="+", default=[8, 12, 16, 20, 24, 28, 32, 40])
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--rates", type=float, nargs="+", default=[12, 16, 20, 24, 28, 32, 36, 40])
     parser.add_argument("--policies", nargs="+", default=["prefix", "least_loaded", "round_robin"])
     args = parser.parse_args()
     print(f"{args.replicas} replicas, {args.groups} shared prefixes of {PREFIX_LEN} tokens")

@@ -121,7 +121,7 @@ class Host:
     def cores(self) -> list[tuple[int, ...]]:
         """The processors of each physical core that this process may use."""
         cores: dict[str, list[int]] = {}
-        for cpu in sorted(os.sched_getaffinity(0)):
+        for cpu in _usable_processors():
             cores.setdefault(self._core_of(cpu), []).append(cpu)
         return [tuple(cpus) for cpus in cores.values()]
 
@@ -226,6 +226,13 @@ def _read(path: Path) -> str | None:
 def _fields(text: str) -> dict[str, int]:
     """Lines of the form "name number [unit]"."""
     return {name: int(value) for name, value, *_ in map(str.split, text.splitlines())}
+
+
+def _usable_processors() -> list[int]:
+    """Of this process; all, where the system cannot say."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def _numbers(text: str) -> Iterator[int]:

@@ -120,6 +120,11 @@ class ParallelConfig(Config):
             return self.data_parallel_rank
         return self.data_parallel_start_rank or 0
 
+    @property
+    def replicas(self) -> range:
+        """The numbers of those that run here."""
+        return range(self.first_replica, self.first_replica + self.num_replicas)
+
 
 @dataclass(frozen=True)
 class HostShare:

@@ -67,15 +67,25 @@ class KVEventsConfig(Config):
         """Whether events are collected and published."""
         return self.settings.enable_kv_cache_events and self.settings.publisher != "null"
 
-    def check(self, *, enable_prefix_caching: bool) -> None:
-        """Refuse events of a cache that is not there.
+    def check(self, *, enable_prefix_caching: bool, replicas: range = range(1)) -> None:
+        """Refuse events of a cache that is not there, and replicas that would have an address in common.
 
         Raises:
-            ConfigError: names both flags.
+            ConfigError: names both flags, or the addresses.
         """
-        if self.enabled and not enable_prefix_caching:
+        if not self.enabled:
+            return
+        if not enable_prefix_caching:
             raise ConfigError(
                 "--kv-events-config enables events of the prefix cache, which --no-enable-prefix-caching turns off"
+            )
+        own = [self.settings.of_replica(number) for number in replicas]
+        addresses = [one for each in own for one in (each.endpoint, each.replay_endpoint) if one is not None]
+        if len(set(addresses)) < len(addresses):
+            raise ConfigError(
+                f"--kv-events-config: each of {len(replicas)} replicas counts its ports up by its number, so those of "
+                f"endpoint ({self.settings.endpoint}) and replay_endpoint ({self.settings.replay_endpoint}) must be as "
+                "far apart"
             )
 
 

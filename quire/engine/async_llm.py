@@ -360,8 +360,7 @@ class AsyncLLM:
         Raises:
             NotFoundError: no core knows any, or they ended too long ago.
         """
-        names = self._front_end.known(request_id)
-        asked = [(core, name) for core in self._front_end.cores_to_ask for name in names]
+        asked = self._front_end.whereabouts(request_id)
         found = await asyncio.gather(*(self._call(core, "explain", name) for core, name in asked))
         return explained(found, request_id)
 

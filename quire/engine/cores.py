@@ -101,6 +101,8 @@ class OwnCores(Cores):
     ) -> Verdict:
         client = self.clients[core]
         cannot_start = isinstance(error, StartupError) and not was_ready
+        if cannot_start and (which := self._which(core)):
+            raise StartupError(f"{which}{error}")
         if cannot_start or not isinstance(client, ProcessClient):
             raise error
         verdict = self._supervisor.died(core, flights.keys(), names_in_work(client, flights), elsewhere)

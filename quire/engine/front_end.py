@@ -156,9 +156,15 @@ class FrontEnd:
         """Of unfinished requests, oldest first."""
         return self._flights.labels()
 
-    def known(self, label: str) -> list[str]:
-        """Core ids of a label's requests in flight, else of its last one that ended."""
-        return self._flights.known(label)
+    def whereabouts(self, label: str) -> list[tuple[int, str]]:
+        """Core and core id of each sequence of a label's requests in flight, else of its last one that ended.
+
+        Which core had that one is forgotten, so all are named that are there.
+        """
+        names = self._flights.known(label)
+        if label in self._flights:
+            return [(core, name) for core, theirs in self._flights.by_core(names).items() for name in theirs]
+        return [(core, name) for core in self.cores_to_ask for name in names]
 
     def check_health(self) -> None:
         """Raise the error that ended the engine, if it ended."""
@@ -220,7 +226,7 @@ class FrontEnd:
             self.output_processor.add_request(label, prompt, requests, watched, trace_headers)
             core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
         keys = ExtraKeys(prompt.cache_salt, None if lora_request is None else lora_request.key)
-        routed = RoutedRequest(prompt.token_ids, len(core_ids), keys, self.config.cache.block_size)
+        routed = RoutedRequest(prompt.token_ids, len(core_ids), keys)
         core = self.router.route(name, routed, core_ids[0], self.cores_to_ask)
         came = self.clock() if arrived is None else arrived
         deadline = None if timeout_s is None else came + timeout_s

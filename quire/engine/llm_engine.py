@@ -216,8 +216,7 @@ class LLMEngine:
         Raises:
             NotFoundError: no core knows it, or it ended too long ago.
         """
-        names = self._front_end.known(request_id)
-        asked = [(core, name) for core in range(len(self._clients)) for name in names]
+        asked = self._front_end.whereabouts(request_id)
         return explained([self._call(core, "explain", name) for core, name in asked], request_id)
 
     def call_core(self, method: str, *args: Any) -> Any:

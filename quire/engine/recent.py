@@ -1,4 +1,4 @@
-"""What was used last, in bounded memory: keys, and the blocks of prompts."""
+"""What was used last, in bounded memory: keys, and the pieces of prompts."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Recent(Generic[K]):
 
 
 class RecentPrefixes:
-    """The blocks that a prefix cache of so many blocks is likely to hold, by the prompts that it was given.
+    """The pieces of prompts that a prefix cache with room for so many is likely to hold, by what it was given.
 
-    Invariant: with a block those before it in its prompt are there, because none of them was ever used earlier. So
-    how many blocks of a prompt are there is found by bisection.
+    Invariant: with a piece those before it in its prompt are there, because none of them was ever used earlier. So
+    how many of a prompt are there is found by bisection.
     """
 
-    def __init__(self, max_blocks: int) -> None:
-        self._blocks: Recent[BlockHash] = Recent(max_blocks)
+    def __init__(self, max_pieces: int) -> None:
+        self._pieces: Recent[BlockHash] = Recent(max_pieces)
 
     def num_known(self, hashes: Sequence[BlockHash]) -> int:
-        """Of a prompt's blocks, how many there are from its start on."""
-        return bisect_left(hashes, True, key=lambda block: block not in self._blocks)
+        """Of a prompt's pieces, how many there are from its start on."""
+        return bisect_left(hashes, True, key=lambda piece: piece not in self._pieces)
 
     def use(self, hashes: Sequence[BlockHash]) -> None:
-        """A prompt of these blocks was given."""
-        self._blocks.use(reversed(hashes))
+        """A prompt of these pieces was given."""
+        self._pieces.use(reversed(hashes))

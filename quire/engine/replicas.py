@@ -22,10 +22,10 @@ def configs_of_replicas(
     config: EngineConfig, *, in_process: bool, host: Host | None = None
 ) -> list[EngineConfig]:
     """A configuration for each core of an engine, in order; those in this process share all that it has."""
-    first, num = config.parallel.first_replica, config.parallel.num_replicas
+    num = config.parallel.num_replicas
     if num == 1:
         return [config]
-    configs = [config.evolve(data_parallel_rank=number) for number in range(first, first + num)]
+    configs = [config.evolve(data_parallel_rank=number) for number in config.parallel.replicas]
     if in_process:
         return configs
     host = host or Host()
@@ -82,6 +82,8 @@ def check_replicas(config: EngineConfig, host: Host | None = None) -> None:
         raise ConfigError(
             f"--data-parallel-size is {num}, which wants --device cpu, not {config.device.device}"
         )
+    if config.device.cpu_pin_threads and config.device.cpu_numa == "off":
+        raise ConfigError("--cpu-pin-threads would pin all replicas to the same cores, with --cpu-numa off")
     num_cores = len((host or Host()).cores())
     if num > num_cores and parallel.distributed_executor_backend != "null":
         raise ConfigError(

@@ -21,8 +21,10 @@ SEQUENCE_TOKENS = 48
 """What a sequence in flight costs one that comes beside it: each of its tokens makes the other's steps longer."""
 ADAPTER_TOKENS = 512
 """What it costs to read an adapter that a core does not have."""
-MAX_BLOCKS = 1 << 17
-"""So many blocks of a core's cache are followed at most, in some 20 MB."""
+PIECE_TOKENS = 64
+"""Prompts are compared in pieces of so many; those of caches are smaller, and would take four times as long."""
+MAX_PIECES = 1 << 16
+"""So much of a core's cache is followed at most, in some 10 MB."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,12 @@ class RoutedRequest:
     token_ids: list[int]
     num_sequences: int
     keys: ExtraKeys
-    block_size: int
 
     @cached_property
     def hashes(self) -> list[BlockHash]:
-        """Of the full blocks of its prompt, under which caches know them."""
+        """Of the full pieces of its prompt."""
         hashes: list[BlockHash] = []
-        extend_hashes(hashes, self.token_ids, self.block_size, self.keys)
+        extend_hashes(hashes, self.token_ids, PIECE_TOKENS, self.keys)
         return hashes
 
 
@@ -96,7 +97,7 @@ class LongestPrefix(RoutingPolicy):
     That is the one with the fewest tokens to compute: of prompts that wait, and of this one, less the prefix that is
     taken to be in the core's cache because prompts with it went there. So a conversation stays where its turns before
     were, as long as computing them anew takes longer than waiting; and what many ask for spreads by itself.
-    A prompt that is as good anywhere goes where its first block says, so that all front ends agree.
+    A prompt that is as good anywhere goes where its first piece says, so that all front ends agree.
     """
 
     def __init__(self, config: EngineConfig, loads: Loads, num_cores: int) -> None:
@@ -121,7 +122,7 @@ class LongestPrefix(RoutingPolicy):
 
     def num_uncached(self, request: RoutedRequest, core: int) -> int:
         """The last token is always computed."""
-        num_cached = self._prefixes[core].num_known(request.hashes) * request.block_size
+        num_cached = self._prefixes[core].num_known(request.hashes) * PIECE_TOKENS
         return max(len(request.token_ids) - num_cached, 1)
 
     def sent(self, request: RoutedRequest, core: int) -> None:
@@ -130,10 +131,10 @@ class LongestPrefix(RoutingPolicy):
             self._adapters[core].use([request.keys.adapter])
 
     def ready(self, core: int, num_blocks: int) -> None:
-        kept = num_blocks if self._config.cache.enable_prefix_caching else 0
-        self._prefixes[core] = RecentPrefixes(min(kept, MAX_BLOCKS))
+        self._num_slots[core] = num_slots = num_blocks * self._config.cache.block_size
+        num_pieces = num_slots // PIECE_TOKENS if self._config.cache.enable_prefix_caching else 0
+        self._prefixes[core] = RecentPrefixes(min(num_pieces, MAX_PIECES))
         self._adapters[core] = self._no_adapters()
-        self._num_slots[core] = num_blocks * self._config.cache.block_size
 
     def _lacking(self, request: RoutedRequest, core: int) -> float:
         """Tokens for which there is no room in the KV cache, before others end."""

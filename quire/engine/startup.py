@@ -104,7 +104,9 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.lora.check()
     check_ranks(config)
     check_replicas(config)
-    config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
+    config.kv_events.check(
+        enable_prefix_caching=config.cache.enable_prefix_caching, replicas=config.parallel.replicas
+    )
     _check_batch_invariant(config)
     if arch.part_of is not None:
         logger.warning("%s: its language model is served; requests are text", arch.part_of.architecture)

@@ -161,14 +161,21 @@ def create_trace(config: EngineConfig, kv_config: KVCacheConfig) -> TraceWriter 
     name = config.observability.record_trace
     if not name:
         return None
-    names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
-    path = next(path for path in names if not os.path.lexists(path))
-    try:
-        file = open(path, "xb", opener=_open_private)  # noqa: SIM115 - the writer closes it
-    except OSError as error:
-        raise ConfigError(f"--record-trace: cannot write {path}: {error.strerror}") from None
-    logger.info("recording this run, with its prompts and answers, to %s", path)
+    file = _open_first(itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2))))
+    logger.info("recording this run, with its prompts and answers, to %s", file.name)
     return TraceWriter(file, Header(config, encode_kv_config(kv_config)))
+
+
+def _open_first(paths: Iterator[str]) -> BinaryIO:
+    """The first of these that is not there yet, however many replicas open theirs at once."""
+    for path in paths:
+        try:
+            return open(path, "xb", opener=_open_private)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"--record-trace: cannot write {path}: {error.strerror}") from None
+    raise AssertionError("there is always another name")
 
 
 def _open_private(path: str, flags: int) -> int:

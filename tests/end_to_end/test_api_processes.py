@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.end_to_end.server import Server
+from tests.end_to_end.server import CORE, Server
 from tests.end_to_end.test_faults import BODIES, events, serving, whole
 
 MEMBER = "quire.entrypoints.openai.processes.member"
@@ -201,15 +201,20 @@ def test_a_process_that_cannot_act_does_not_outlive_the_first_either(tmp_path: P
 
 
 @pytest.mark.more
-def test_a_killed_core_is_a_pause_for_the_streams_of_all_processes(tmp_path: Path) -> None:
-    with several(tmp_path, "--no-enable-prefix-caching") as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_killed_core_is_a_pause_for_the_streams_of_all_processes(num_replicas: int, tmp_path: Path) -> None:
+    args = "--no-enable-prefix-caching", "--data-parallel-size", str(num_replicas)
+    with several(tmp_path, *args) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
         wanted = whole(events(server, LONG))
         first = server.core_pid()
         assert first is not None
         streams = Streams(server, pool)
         os.kill(first, signal.SIGKILL)
+        if num_replicas > 1:
+            assert all_are_ready(server), "the other replica takes requests"
         assert streams.results() == [wanted] * NUM_STREAMS
-        assert server.core_pid() != first
+        wait_until(lambda: metric(server, "engine_core_up") == num_replicas)
+        assert first not in server.children(CORE)
         for _ in range(NUM_PROCESSES):
             assert server.health() == 200
             assert whole(events(server, LONG)) == wanted

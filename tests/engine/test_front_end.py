@@ -349,7 +349,9 @@ def test_requests_of_a_core_that_is_gone_go_on_at_once_on_others_and_new_ones_pa
     cores.add("e", [1, 2], max_tokens=3)
     assert cores.sent[-1][0] == 1
     assert not cores.front_end.in_flight(0)
+    assert cores.front_end.whereabouts("a") == [(1, "a-0")]
     cores.run()
+    assert cores.front_end.whereabouts("a") == [(1, "a-0")], "of those that are there"
     assert cores.front_end.unfinished(0) == []
 
 

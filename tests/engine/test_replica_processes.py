@@ -6,13 +6,17 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.client import ProcessClient
+from quire.engine.cores import OwnCores
+from quire.engine.startup import prepare
 from quire.entrypoints.llm import LLM
-from quire.errors import EngineError
+from quire.errors import EngineError, StartupError
 from quire.sampling_params import SamplingParams
 from tests.engine.test_restart import POISON, Poisoned, collect, expected, params, run_all, started
 
@@ -95,14 +99,30 @@ async def test_who_kills_one_replica_and_then_another_ends_and_others_go_on(null
         await engine.shutdown()
 
 
-def test_offline_replicas_give_the_bits_of_one() -> None:
-    prompts = ["The capital of France is", "Once upon a time", "2 + 2 =", "The capital of France is", "Hello"]
+async def test_a_replica_that_cannot_start_is_named(null_model_dir: Path) -> None:
+    args = {"model": str(null_model_dir), "distributed_executor_backend": "null", "data_parallel_size": 2}
+    cores = OwnCores(prepare(EngineConfig.from_args(**args), "server"), in_process=True)
+    with pytest.raises(StartupError, match=r"^replica 1: no memory$"):
+        cores.lost(1, {}, set(), StartupError("no memory"), was_ready=False)
+
+
+PROMPTS = ["The capital of France is", "Once upon a time", "2 + 2 =", "The capital of France is", "Hello"]
+
+
+def generated(**args: Any) -> list[Any]:
+    """Tokens and logprobs of a few prompts, offline."""
     sampling = SamplingParams(max_tokens=12, logprobs=3, seed=7, temperature=0.9)
-    found = []
-    for size in (1, 2):
-        llm = LLM(max_model_len=256, max_num_seqs=4, num_gpu_blocks_override=100, data_parallel_size=size)
-        assert len(llm.llm_engine._clients) == size
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        found.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs])
-        llm.llm_engine.shutdown()
-    assert found[0] == found[1]
+    llm = LLM(max_model_len=256, max_num_seqs=4, num_gpu_blocks_override=100, **args)
+    assert len(llm.llm_engine._clients) == args.get("data_parallel_size", 1)
+    outputs = llm.generate(PROMPTS, sampling, use_tqdm=False)
+    llm.llm_engine.shutdown()
+    return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+
+
+def test_offline_replicas_give_the_bits_of_one() -> None:
+    assert generated(data_parallel_size=2) == generated()
+
+
+@pytest.mark.more
+def test_replicas_of_two_ranks_give_the_bits_of_one_replica_of_two() -> None:
+    assert generated(data_parallel_size=2, tensor_parallel_size=2) == generated(tensor_parallel_size=2)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig
+from quire.config.kv_events import KVEventsConfig
 from quire.engine.placement import divided, nodes_of, shown
 from quire.engine.replicas import check_replicas, configs_of_replicas
 from quire.errors import ConfigError
@@ -56,6 +57,7 @@ def config(**args: Any) -> EngineConfig:
     return EngineConfig.from_args(**{"device": "cpu", "distributed_executor_backend": "uni", **args})
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 12))
 def test_no_core_is_given_to_two_and_none_is_left(sizes: list[int], num_replicas: int) -> None:
     parts = divided(nodes(*sizes), num_replicas)
@@ -87,6 +89,7 @@ def test_replicas_keep_to_nodes_where_they_can(
     assert [nodes_of(part, made) for part in divided(made, num_replicas)] == placed
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.sets(st.integers(0, 300)))
 def test_lists_of_processors_are_read_as_they_are_written(processors: set[int]) -> None:
     from quire.platforms import _numbers
@@ -183,6 +186,10 @@ SIZE = "--data-parallel-size is"
         ),
         ({"data_parallel_size": 2, "data_parallel_external_lb": True}, "wants --data-parallel-rank"),
         (
+            {"data_parallel_size": 2, "cpu_pin_threads": True, "cpu_numa": "off"},
+            "--cpu-pin-threads would pin all replicas",
+        ),
+        (
             {"data_parallel_size": 2, "data_parallel_rank": 1, "data_parallel_hybrid_lb": True},
             "which --data-parallel-hybrid-lb contradicts",
         ),
@@ -211,3 +218,25 @@ def test_what_cannot_be_is_refused_with_what_to_do(
 def test_numbers_out_of_range_name_their_option(args: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="--data-parallel-"):
         config(**args)
+
+
+def events(endpoint: str, replay: str) -> KVEventsConfig:
+    settings = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay}
+    return KVEventsConfig(settings)
+
+
+def test_kv_events_of_each_replica_have_addresses_of_their_own() -> None:
+    settings = events("tcp://127.0.0.1:5557", "ipc:///tmp/x").settings
+    assert settings.of_replica(0) == settings
+    third = settings.of_replica(3)
+    assert (third.endpoint, third.replay_endpoint) == ("tcp://127.0.0.1:5560", "ipc:///tmp/x_dp3")
+    assert KVEventsConfig().settings.of_replica(1).replay_endpoint is None
+
+
+def test_addresses_that_two_replicas_would_have_are_refused() -> None:
+    near = events("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
+    near.check(enable_prefix_caching=True, replicas=range(4, 5))
+    with pytest.raises(ConfigError, match="each of 2 replicas counts its ports up"):
+        near.check(enable_prefix_caching=True, replicas=range(2))
+    far = events("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5559")
+    far.check(enable_prefix_caching=True, replicas=range(2))

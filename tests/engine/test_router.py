@@ -6,28 +6,27 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig
 from quire.engine.ledger import Ledger, Load
 from quire.engine.recent import Recent, RecentPrefixes
 from quire.engine.router import Router
-from quire.engine.routing_policies import ADAPTER_TOKENS, SEQUENCE_TOKENS, RoutedRequest
+from quire.engine.routing_policies import ADAPTER_TOKENS, PIECE_TOKENS, SEQUENCE_TOKENS, RoutedRequest
 from quire.kv_cache.hashing import ExtraKeys, extend_hashes
 from quire.scheduler.output import SchedulerStats
 
-BLOCK = 4
 NUM_CORES = 3
 
 
-def prompt(*blocks: int, tail: int = 1) -> list[int]:
-    """One of such blocks, and a few tokens behind them."""
-    return [token for block in blocks for token in (block,) * BLOCK] + [7] * tail
+def prompt(*pieces: int, tail: int = 1) -> list[int]:
+    """One of such pieces, and a few tokens behind them."""
+    return [token for piece in pieces for token in (piece,) * PIECE_TOKENS] + [7] * tail
 
 
 def routed(token_ids: list[int], num_sequences: int = 1, keys: ExtraKeys = ExtraKeys(None)) -> RoutedRequest:  # noqa: B008
-    return RoutedRequest(token_ids, num_sequences, keys, BLOCK)
+    return RoutedRequest(token_ids, num_sequences, keys)
 
 
 def with_adapter(token_ids: list[int], adapter: str) -> RoutedRequest:
@@ -38,7 +37,7 @@ class Routers:
     """A router with cores that have loaded, and requests that are numbered."""
 
     def __init__(self, num_cores: int = NUM_CORES, num_blocks: int = 1000, **args: Any) -> None:
-        self.router = Router(EngineConfig.from_args(block_size=BLOCK, **args), num_cores)
+        self.router = Router(EngineConfig.from_args(**args), num_cores)
         self.cores = list(range(num_cores))
         self.num_sent = 0
         for core in self.cores:
@@ -54,6 +53,7 @@ class Routers:
         return self.router._policy.loads.of(core, load)
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.integers(0, 5), st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=20))
 def test_recent_keys_are_those_of_the_last_uses(max_keys: int, uses: list[list[int]]) -> None:
     recent: Recent[int] = Recent(max_keys)
@@ -66,23 +66,25 @@ def test_recent_keys_are_those_of_the_last_uses(max_keys: int, uses: list[list[i
     assert [key for key in range(10) if key in recent] == sorted(kept)
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.integers(0, 12), st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=30))
 def test_the_known_prefix_is_that_of_a_search_from_the_start(
-    max_blocks: int, prompts: list[list[int]]
+    max_pieces: int, prompts: list[list[int]]
 ) -> None:
-    prefixes = RecentPrefixes(max_blocks)
-    for blocks in prompts:
+    prefixes = RecentPrefixes(max_pieces)
+    for pieces in prompts:
         hashes: list[bytes] = []
-        extend_hashes(hashes, prompt(*blocks), BLOCK, ExtraKeys(None))
-        in_order = [block in prefixes._blocks for block in hashes]
-        assert in_order == sorted(in_order, reverse=True), "a block is there without one before it"
+        extend_hashes(hashes, prompt(*pieces), PIECE_TOKENS, ExtraKeys(None))
+        in_order = [piece in prefixes._pieces for piece in hashes]
+        assert in_order == sorted(in_order, reverse=True), "a piece is there without one before it"
         assert prefixes.num_known(hashes) == sum(in_order)
         prefixes.use(hashes)
-        assert prefixes.num_known(hashes) == min(len(hashes), max_blocks)
-        assert len(prefixes._blocks) <= max_blocks
+        assert prefixes.num_known(hashes) == min(len(hashes), max_pieces)
+        assert len(prefixes._pieces) <= max_pieces
 
 
 @pytest.mark.parametrize("policy", ["prefix", "round_robin", "least_loaded"])
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(data=st.data())
 def test_what_is_counted_is_what_is_in_flight(policy: str, data: st.DataObject) -> None:
     routers = Routers(routing_policy=policy)
@@ -124,7 +126,7 @@ def test_prompts_follow_their_prefix_until_waiting_takes_longer_than_computing_i
     while routers.send(prompt(*long, sent + 100)) == first:
         routers.router.heard([f"r{sent}.0"])
         sent += 1
-    saved = len(long) * BLOCK
+    saved = len(long) * PIECE_TOKENS
     assert saved / SEQUENCE_TOKENS <= sent <= saved / SEQUENCE_TOKENS + 1
     routers.router.heard([f"r{sent}.0"])
     assert routers.send(prompt(*long, 99)) != first, "now it is there, too, where less is to do"

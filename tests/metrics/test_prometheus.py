@@ -239,3 +239,20 @@ def test_adapters_are_one_series_whatever_their_names(metrics: Metrics) -> None:
         assert samples() == [
             {"max_lora": "4", "running_lora_adapters": f"a{number},b", "waiting_lora_adapters": "c"}
         ]
+
+
+def test_replicas_are_labelled_by_their_numbers_and_their_adapters_are_one_series() -> None:
+    registry = CollectorRegistry()
+    logger = PrometheusStatLogger("m", 100, registry=registry, first_engine=2, num_engines=2)
+    for core, name in enumerate(("b", "a")):
+        stats = SchedulerStats(num_running=core + 5, adapters=AdapterStats([name], [], 4))
+        logger.record(IterationStats(), stats, core)
+    running = {
+        sample.labels["engine"]: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if family.name == "quire:num_requests_running"
+    }
+    assert running == {"2": 5, "3": 6}
+    labels = {"max_lora": "4", "running_lora_adapters": "a,b", "waiting_lora_adapters": ""}
+    assert registry.get_sample_value("quire:lora_requests_info", labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import mmap
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.config.device import HostShare
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
 from quire.platforms import Host
@@ -98,6 +100,17 @@ def test_all_memory_is_what_the_tightest_group_grants_and_mapped_files_are_not_t
     assert Host(write(tmp_path / "bare", {})).total_bytes() == 32 * GIB
     host = Host(write(tmp_path / "container", files))
     assert (host.total_bytes(), host.left_bytes()) == (5 * GIB, GIB)
+
+
+def test_a_replica_takes_its_share_less_what_it_has_and_mapped_files_are_taken_once(tmp_path: Path) -> None:
+    pages = GIB // mmap.PAGESIZE
+    host = Host(write(tmp_path, {"proc/self/statm": f"9 {3 * pages} {2 * pages} 1 0 1 0"}))
+    assert (host.own_bytes(), host.own_bytes(2)) == (3 * GIB, 2 * GIB)
+    memory, config = worker_cpu.CpuMemory(host), tiny_config(tensor_parallel_size=2)
+    assert memory._free_bytes(config) == 14 * GIB
+    for share, free in ((10, 6), (100, 14), (1, 0)):
+        config = dataclasses.replace(config, share=HostShare(2, share * GIB))
+        assert memory._free_bytes(config) == free * GIB
 
 
 def topology(cores: list[int]) -> dict[str, str]:

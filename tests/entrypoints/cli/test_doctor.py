@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from quire.entrypoints.cli.doctor import (
     Section,
     instruction_set_facts,
     native_library_section,
+    node_facts,
     openmp_problems,
     python_problems,
     report,
@@ -23,11 +25,13 @@ from quire.entrypoints.cli.doctor import (
 from quire.entrypoints.cli.main import main
 from quire.kernels import ops
 from quire.kernels.cpu import library
+from quire.platforms import Host
 
 
 def test_sections_of_this_machine() -> None:
     sections = {section.title: section for section in (make() for make in SECTIONS)}
     assert sections["Machine"].facts["cores"].split()[0].isdigit()
+    assert any(name.startswith("NUMA node ") for name in sections["Machine"].facts)
     assert sections["Versions"].facts["torch"].startswith("2.")
     assert not sections["Versions"].problems
     assert set(sections["Kernels (float32 on the CPU)"].facts) == set(ops.TABLE)
@@ -136,3 +140,21 @@ def test_machine_without_proc(tmp_path: Path) -> None:
     assert machine.memory_gib(tmp_path) is None
     assert machine.openmp_runtimes(tmp_path) == []
     assert machine.num_cores() >= 1
+
+
+def test_nodes_with_their_processors_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    assert node_facts(Host(tmp_path)) == {
+        "NUMA node 0": "processors 0-3 (4 physical cores), unknown of memory",
+    }
+    for number, cpus in ((0, "0,2"), (1, "1,3,5")):
+        folder = tmp_path / f"sys/devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus)
+        (folder / "meminfo").write_text(
+            f"Node {number} MemTotal:       {2 * 2**20} kB\nNode 0 MemFree: 1 kB\n"
+        )
+    assert node_facts(Host(tmp_path)) == {
+        "NUMA node 0": "processors 0,2 (2 physical cores), 2.0 GiB of memory",
+        "NUMA node 1": "processors 1,3 (2 physical cores), 2.0 GiB of memory",
+    }
