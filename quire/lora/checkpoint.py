@@ -99,9 +99,9 @@ class _LayerReader:
         self._weight: Tensor | None = None
 
     def stacks(self, modules: Sequence[AdaptedModule], dtype: torch.dtype) -> LoraStacks:
-        """A slot that is full."""
-        rank, inputs = max(module.rank for module in modules), length(self._own.columns)
-        stacks = LoraStacks.empty(1, self._own.parts, inputs, rank, dtype, torch.device("cpu"))
+        """Those of one adapter."""
+        rank = max(module.rank for module in modules)
+        stacks = self._own.stacks(1, rank, dtype, torch.device("cpu"))
         stacks.factors.fill_(1.0)
         for module in modules:
             tensors = {kind: self._file.tensor(info).float() for kind, info in module.of_layers.items()}
@@ -117,16 +117,15 @@ class _LayerReader:
         factors: Tensor | float = 1.0
         offsets = self._offsets(place, module, tensors)
         if rank:
-            a, b = tensors["a"], tensors["b"][rows]
+            a, b = tensors["a"], tensors["b"]
             if "magnitude" in tensors:
-                lengths = self._lengths(place, module.scale * (b @ a))
+                lengths = self._lengths(place, module.scale * (b[rows] @ a))
                 own = tensors["magnitude"][rows] / lengths
                 offsets = offsets + (1 - own) * self._own_bias(place)
-                factors, b = own, b * own[:, None]
-            stacks.a[0, part, :, :rank] = a[:, self._own.columns].t()
-            stacks.b[0, :rank, here] = b.t()
-            stacks.scales[0, part] = module.scale
-            stacks.ranks[0, part] = rank
+                factors, b = own, b.index_copy(0, torch.arange(rows.start, rows.stop), b[rows] * own[:, None])
+            self._own.put(stacks, part, place.piece, a, b)
+            stacks.scales[:, part] = module.scale
+            stacks.ranks[:, part] = rank
         if tensors.keys() - {"a", "b"}:
             stacks.factors[0, here], stacks.offsets[0, here] = factors, offsets
             stacks.affine[0, part] = 1

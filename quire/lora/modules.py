@@ -140,8 +140,11 @@ class _Checked:
             if kind not in TABLES and info.name.endswith(_OF_TABLES) != target.is_table:
                 what = "an embedding" if target.is_table else "no embedding"
                 raise wrong(self.file, info, f"is for {self.name}, which is {what}")
-            if kind not in TABLES and target.is_table and self.config.is_dora:
-                raise wrong(self.file, info, "is of an embedding, for which use_dora is not supported")
+            if kind not in TABLES and not target.has_vectors and self.config.is_dora:
+                what = "an embedding" if target.is_table else "matrices of heads"
+                raise wrong(self.file, info, f"is of {what}, for which use_dora is not supported")
+            if kind == "expand_bias" and not target.has_vectors:
+                raise wrong(self.file, info, f"is a bias, which {self.name} has no place for")
             if kind in TABLES and not target.has_rows:
                 problem = f"is a whole weight, and {self.name} is neither embedding nor head"
                 raise wrong(self.file, info, problem)
