@@ -119,7 +119,7 @@ inline void walk_request(const Delta& delta, const StateBatch& batch, int64_t re
                         delta.gates[row * delta.value_heads + head],
                         delta.out + (row * delta.value_heads + head) * delta.values + column, delta.keys);
         }
-        copy_tile<width>(delta.states + target * delta.stride + at, delta.values, tile, 16 * width, delta.keys);
+        if (target) copy_tile<width>(delta.states + target * delta.stride + at, delta.values, tile, 16 * width, delta.keys);
     });
 }
 
@@ -127,11 +127,11 @@ inline void walk_request(const Delta& delta, const StateBatch& batch, int64_t re
 
 // Returns 1 + a request that does not fit, and nothing was done then; -1 for sizes that are not served.
 int64_t gated_delta(void* out, const void* qkv, const void* ba, const void* rates, const void* bias, void* states,
-                    void* gates, const int32_t* starts, const int32_t* lengths, const int32_t* tables, int64_t rows,
-                    int64_t requests, int64_t table_width, int64_t block_size, int64_t num_blocks, int64_t stride,
-                    int64_t key_heads, int64_t value_heads, int64_t keys, int64_t values) {
+                    void* gates, const int32_t* starts, const int32_t* lengths, const int32_t* kept, const int32_t* tables,
+                    int64_t rows, int64_t requests, int64_t table_width, int64_t block_size, int64_t num_blocks,
+                    int64_t stride, int64_t key_heads, int64_t value_heads, int64_t keys, int64_t values) {
     if (keys > kMostKeys || keys % kLanes || values % 16) return -1;
-    const StateBatch batch = {starts, lengths, tables, rows, requests, table_width, block_size, num_blocks};
+    const StateBatch batch = {starts, lengths, kept, tables, rows, requests, table_width, block_size, num_blocks};
     if (const int64_t bad = find_bad_request(batch)) return bad;
     const Delta delta = {static_cast<const Float32*>(qkv), static_cast<const Float32*>(ba),
                          static_cast<const Float32*>(rates), static_cast<const Float32*>(bias),

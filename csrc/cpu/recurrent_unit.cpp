@@ -75,8 +75,9 @@ inline void walk_request(const Units& units, const StateBatch& batch, int64_t re
     for_each_piece(batch, request, [&](int64_t first, int64_t last, int64_t source, int64_t target) {
         for (int64_t i = channel; i < channel + count; i += kLanes) {
             const int64_t at = head * units.size + i;
-            const Vec state = source ? load(units.states + source * units.stride + at, All{}) : Vec{};
-            store(units.states + target * units.stride + at, walk(units, first, last, !source, head, i, state), All{});
+            const Vec before = source ? load(units.states + source * units.stride + at, All{}) : Vec{};
+            const Vec state = walk(units, first, last, !source, head, i, before);
+            if (target) store(units.states + target * units.stride + at, state, All{});
         }
     });
 }
@@ -85,10 +86,11 @@ inline void walk_request(const Units& units, const StateBatch& batch, int64_t re
 
 // Returns 1 + a request that does not fit, and nothing was done then; -1 for sizes that are not served.
 int64_t rg_lru(void* out, const void* x, const void* weights, const void* bias, const void* rates, void* states, void* gates,
-               const int32_t* starts, const int32_t* lengths, const int32_t* tables, int64_t rows, int64_t requests,
-               int64_t table_width, int64_t block_size, int64_t num_blocks, int64_t stride, int64_t heads, int64_t size) {
+               const int32_t* starts, const int32_t* lengths, const int32_t* kept, const int32_t* tables, int64_t rows,
+               int64_t requests, int64_t table_width, int64_t block_size, int64_t num_blocks, int64_t stride, int64_t heads,
+               int64_t size) {
     if (size % kLanes) return -1;
-    const StateBatch batch = {starts, lengths, tables, rows, requests, table_width, block_size, num_blocks};
+    const StateBatch batch = {starts, lengths, kept, tables, rows, requests, table_width, block_size, num_blocks};
     if (const int64_t bad = find_bad_request(batch)) return bad;
     const Units units = {static_cast<const Float32*>(x), static_cast<const Float32*>(weights),
                          static_cast<const Float32*>(bias), static_cast<const Float32*>(rates),

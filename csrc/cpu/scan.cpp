@@ -12,6 +12,7 @@ namespace quire { namespace QUIRE_ISA { namespace {
 
 constexpr int64_t kSlice = 32;        // channels of an item
 constexpr int64_t kMostStates = 256;  // of a channel of Mamba
+constexpr int64_t kMostOfHead = 65536;  // floats that a head of Mamba 2 keeps
 constexpr int64_t kExpWork = 16;
 
 // Rows of floats, of which each begins `stride` behind the one before.
@@ -55,7 +56,7 @@ struct Convolution {
             for (int64_t row = first; row < last; ++row)
                 for_each_vector(width, [&](int64_t i, auto lanes) { convolve(row, first, source, channel + i, lanes); });
             // What is read stands behind what is written, where both are the same state.
-            for (int64_t index = 0; index < taps - 1; ++index) {
+            for (int64_t index = 0; target && index < taps - 1; ++index) {
                 const Float32* from = input(last - first + index, first, source);
                 for_each_vector(width, [&](int64_t i, auto lanes) {
                     store(state(target, index) + channel + i, from ? load(from + channel + i, lanes) : Vec{}, lanes);
@@ -91,7 +92,7 @@ struct SelectiveScan {
             else __builtin_memset(state, 0, static_cast<size_t>(count * kSlice) * sizeof(float));
             for (int64_t row = first; row < last; ++row)
                 for_each_vector(width, [&](int64_t i, auto lanes) { step(state + i, decays + i, row, channel + i, lanes); });
-            copy(states + target * block_stride + channel, channels, state, kSlice, width);
+            if (target) copy(states + target * block_stride + channel, channels, state, kSlice, width);
         });
     }
 
@@ -157,16 +158,33 @@ struct HeadScan {
     };
 
     void run(const StateBatch& batch, int64_t request, int64_t head) const {
-        const int64_t state_size = count * size;
         for_each_piece(batch, request, [&](int64_t first, int64_t last, int64_t source, int64_t target) {
-            Float32* state = states + target * block_stride + head * state_size;
-            const size_t bytes = static_cast<size_t>(state_size) * sizeof(float);
-            if (!source) __builtin_memset(state, 0, bytes);
-            else if (source != target) __builtin_memcpy(state, states + source * block_stride + head * state_size, bytes);
-            int64_t row = first;
-            for (; row + kRows <= last; row += kRows) advance<kRows>(state, row, head);
-            for (; row < last; ++row) advance<1>(state, row, head);
+            if (!target) return try_drafts(first, last, source, head);
+            Float32* state = state_of(target, head);
+            if (source != target) take(state, source, head);
+            advance_all(state, first, last, head);
         });
+    }
+
+    Float32* state_of(int64_t block, int64_t head) const { return states + block * block_stride + head * count * size; }
+
+    void take(Float32* state, int64_t source, int64_t head) const {
+        const size_t bytes = static_cast<size_t>(count * size) * sizeof(float);
+        if (source) __builtin_memcpy(state, state_of(source, head), bytes);
+        else __builtin_memset(state, 0, bytes);
+    }
+
+    // Drafts change a copy, which is left nowhere; the room for it is taken of the stack only where there are some.
+    __attribute__((noinline)) void try_drafts(int64_t first, int64_t last, int64_t source, int64_t head) const {
+        alignas(64) Float32 state[kMostOfHead];
+        take(state, source, head);
+        advance_all(state, first, last, head);
+    }
+
+    void advance_all(Float32* state, int64_t first, int64_t last, int64_t head) const {
+        int64_t row = first;
+        for (; row + kRows <= last; row += kRows) advance<kRows>(state, row, head);
+        for (; row < last; ++row) advance<1>(state, row, head);
     }
 
     Read read(int64_t row, int64_t head) const {
@@ -224,13 +242,14 @@ struct HeadScan {
 
 }  // namespace
 
-// All return 0, or 1 + the number of a request that is out of bounds, in which case nothing is computed.
+// All return 0, or 1 + the number of a request that is out of bounds, in which case nothing is computed; -1 for a head that is
+// too large.
 
 int64_t causal_conv(void* out, const void* x, const void* weight, const void* bias, void* states, const int32_t* starts,
-                    const int32_t* lengths, const int32_t* tables, int64_t rows, int64_t requests, int64_t table_width,
-                    int64_t block_size, int64_t num_blocks, int64_t block_stride, int64_t x_stride, int64_t channels,
-                    int64_t taps, int64_t is_silu) {
-    const StateBatch batch{starts, lengths, tables, rows, requests, table_width, block_size, num_blocks};
+                    const int32_t* lengths, const int32_t* kept, const int32_t* tables, int64_t rows, int64_t requests,
+                    int64_t table_width, int64_t block_size, int64_t num_blocks, int64_t block_stride, int64_t x_stride,
+                    int64_t channels, int64_t taps, int64_t is_silu) {
+    const StateBatch batch{starts, lengths, kept, tables, rows, requests, table_width, block_size, num_blocks};
     if (const int64_t bad = find_bad_request(batch)) return bad;
     clear_rows_of_no_request(batch, out, channels);
     const Convolution conv{static_cast<Float32*>(out), rows_of(x, x_stride), static_cast<const Float32*>(weight),
@@ -242,11 +261,11 @@ int64_t causal_conv(void* out, const void* x, const void* weight, const void* bi
 }
 
 int64_t selective_scan(void* out, const void* x, const void* dt, const void* a, const void* b, const void* c, const void* skip,
-                       const void* gate, void* states, const int32_t* starts, const int32_t* lengths, const int32_t* tables,
-                       int64_t rows, int64_t requests, int64_t table_width, int64_t block_size, int64_t num_blocks,
-                       int64_t block_stride, int64_t x_stride, int64_t dt_stride, int64_t b_stride, int64_t c_stride,
-                       int64_t gate_stride, int64_t channels, int64_t count) {
-    const StateBatch batch{starts, lengths, tables, rows, requests, table_width, block_size, num_blocks};
+                       const void* gate, void* states, const int32_t* starts, const int32_t* lengths, const int32_t* kept,
+                       const int32_t* tables, int64_t rows, int64_t requests, int64_t table_width, int64_t block_size,
+                       int64_t num_blocks, int64_t block_stride, int64_t x_stride, int64_t dt_stride, int64_t b_stride,
+                       int64_t c_stride, int64_t gate_stride, int64_t channels, int64_t count) {
+    const StateBatch batch{starts, lengths, kept, tables, rows, requests, table_width, block_size, num_blocks};
     if (const int64_t bad = find_bad_request(batch)) return bad;
     clear_rows_of_no_request(batch, out, channels);
     const SelectiveScan scan{static_cast<Float32*>(out), rows_of(x, x_stride), rows_of(dt, dt_stride), rows_of(b, b_stride),
@@ -260,11 +279,12 @@ int64_t selective_scan(void* out, const void* x, const void* dt, const void* a, 
 
 int64_t ssd_scan(void* out, const void* x, const void* dt, const void* a, const void* b, const void* c, const void* skip,
                  const void* dt_bias, const void* gate, void* states, const int32_t* starts, const int32_t* lengths,
-                 const int32_t* tables, int64_t rows, int64_t requests, int64_t table_width, int64_t block_size,
-                 int64_t num_blocks, int64_t block_stride, int64_t x_stride, int64_t dt_stride, int64_t b_stride,
-                 int64_t c_stride, int64_t gate_stride, int64_t heads, int64_t size, int64_t groups, int64_t count,
-                 float least_time, float most_time) {
-    const StateBatch batch{starts, lengths, tables, rows, requests, table_width, block_size, num_blocks};
+                 const int32_t* kept, const int32_t* tables, int64_t rows, int64_t requests, int64_t table_width,
+                 int64_t block_size, int64_t num_blocks, int64_t block_stride, int64_t x_stride, int64_t dt_stride,
+                 int64_t b_stride, int64_t c_stride, int64_t gate_stride, int64_t heads, int64_t size, int64_t groups,
+                 int64_t count, float least_time, float most_time) {
+    if (count * size > kMostOfHead) return -1;
+    const StateBatch batch{starts, lengths, kept, tables, rows, requests, table_width, block_size, num_blocks};
     if (const int64_t bad = find_bad_request(batch)) return bad;
     clear_rows_of_no_request(batch, out, heads * size);
     const HeadScan scan{static_cast<Float32*>(out), rows_of(x, x_stride), rows_of(dt, dt_stride), rows_of(b, b_stride),

@@ -10,9 +10,10 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// Whose the rows of a step are: StateMetadata, the number of rows, and the number of blocks that the cache has.
+// Whose the rows of a step are: StateMetadata, the number of rows, and the number of blocks that the cache has. Of a request's
+// `lengths` tokens those behind the first `kept` are drafts.
 struct StateBatch {
-    const int32_t *starts, *lengths, *tables;
+    const int32_t *starts, *lengths, *kept, *tables;
     int64_t rows, requests, table_width, block_size, num_blocks;
 
     // Rows [first, last) of a request. One of length 0 is padding and has none.
@@ -29,11 +30,11 @@ inline bool has_place(const StateBatch& batch, int64_t request, int64_t position
 }
 
 inline bool is_bad_request(const StateBatch& batch, int64_t request) {
-    const int64_t end = batch.lengths[request];
-    if (batch.starts[request + 1] < batch.starts[request] || end < 0) return true;
+    const int64_t length = batch.lengths[request], end = batch.kept[request];
+    if (batch.starts[request + 1] < batch.starts[request] || length < 0) return true;
     if (batch.last(request) == batch.first(request)) return false;
     const int64_t start = batch.start(request);
-    if (start < 0 || end > batch.table_width * batch.block_size) return true;
+    if (start < 0 || end <= start || end > length || end > batch.table_width * batch.block_size) return true;
     if ((start > 0 && !has_place(batch, request, start - 1)) || !has_place(batch, request, end - 1)) return true;
     for (int64_t i = start / batch.block_size; i * batch.block_size < end; ++i) {
         const int32_t block = batch.table(request)[i];
@@ -51,11 +52,12 @@ inline int64_t find_bad_request(const StateBatch& batch) {
 }
 
 // Calls piece(first, last, source, target) for rows [first, last) of a request one after the other: from the state in block
-// `source`, or from zeros if it is 0, to that in block `target`, which may be the same.
+// `source`, or from zeros if it is 0, to that in block `target`, which may be the same. The last piece may be of drafts: its
+// target is 0, and the state behind it is left nowhere.
 template <class Piece>
 inline void for_each_piece(const StateBatch& batch, int64_t request, Piece piece) {
-    const int64_t start = batch.start(request), end = batch.lengths[request], offset = batch.last(request) - end;
-    if (start == end) return;
+    const int64_t start = batch.start(request), end = batch.kept[request], offset = batch.last(request) - batch.lengths[request];
+    if (batch.first(request) == batch.last(request)) return;
     const int32_t* table = batch.table(request);
     int64_t first = start, source = start > 0 ? table[(start - 1) / batch.block_size] : 0;
     for (int64_t i = start / batch.block_size; i * batch.block_size < end; ++i) {
@@ -65,6 +67,7 @@ inline void for_each_piece(const StateBatch& batch, int64_t request, Piece piece
         first = last;
         source = table[i];
     }
+    if (first + offset < batch.last(request)) piece(first + offset, batch.last(request), source, int64_t{0});
 }
 
 // Calls body(row) for the rows that are no request's; their results are 0.

@@ -38,27 +38,28 @@ int64_t route(void* chosen, void* weights, const void* logits, const void* bias,
               int64_t top_k, int64_t kind, int64_t groups, int64_t top_groups, int64_t group_members, int64_t normalized,
               float scale, float reach, int64_t dtype);
 int64_t causal_conv(void* out, const void* x, const void* weight, const void* bias, void* states, const int32_t* starts,
-                    const int32_t* lengths, const int32_t* tables, int64_t rows, int64_t requests, int64_t table_width,
-                    int64_t block_size, int64_t num_blocks, int64_t block_stride, int64_t x_stride, int64_t channels,
-                    int64_t taps, int64_t is_silu);
+                    const int32_t* lengths, const int32_t* kept, const int32_t* tables, int64_t rows, int64_t requests,
+                    int64_t table_width, int64_t block_size, int64_t num_blocks, int64_t block_stride, int64_t x_stride,
+                    int64_t channels, int64_t taps, int64_t is_silu);
 int64_t selective_scan(void* out, const void* x, const void* dt, const void* a, const void* b, const void* c, const void* skip,
-                       const void* gate, void* states, const int32_t* starts, const int32_t* lengths, const int32_t* tables,
-                       int64_t rows, int64_t requests, int64_t table_width, int64_t block_size, int64_t num_blocks,
-                       int64_t block_stride, int64_t x_stride, int64_t dt_stride, int64_t b_stride, int64_t c_stride,
-                       int64_t gate_stride, int64_t channels, int64_t count);
+                       const void* gate, void* states, const int32_t* starts, const int32_t* lengths, const int32_t* kept,
+                       const int32_t* tables, int64_t rows, int64_t requests, int64_t table_width, int64_t block_size,
+                       int64_t num_blocks, int64_t block_stride, int64_t x_stride, int64_t dt_stride, int64_t b_stride,
+                       int64_t c_stride, int64_t gate_stride, int64_t channels, int64_t count);
 int64_t ssd_scan(void* out, const void* x, const void* dt, const void* a, const void* b, const void* c, const void* skip,
                  const void* dt_bias, const void* gate, void* states, const int32_t* starts, const int32_t* lengths,
-                 const int32_t* tables, int64_t rows, int64_t requests, int64_t table_width, int64_t block_size,
-                 int64_t num_blocks, int64_t block_stride, int64_t x_stride, int64_t dt_stride, int64_t b_stride,
-                 int64_t c_stride, int64_t gate_stride, int64_t heads, int64_t size, int64_t groups, int64_t count,
-                 float least_time, float most_time);
+                 const int32_t* kept, const int32_t* tables, int64_t rows, int64_t requests, int64_t table_width,
+                 int64_t block_size, int64_t num_blocks, int64_t block_stride, int64_t x_stride, int64_t dt_stride,
+                 int64_t b_stride, int64_t c_stride, int64_t gate_stride, int64_t heads, int64_t size, int64_t groups,
+                 int64_t count, float least_time, float most_time);
 int64_t gated_delta(void* out, const void* qkv, const void* ba, const void* rates, const void* bias, void* states,
-                    void* gates, const int32_t* starts, const int32_t* lengths, const int32_t* tables, int64_t rows,
-                    int64_t requests, int64_t table_width, int64_t block_size, int64_t num_blocks, int64_t stride,
-                    int64_t key_heads, int64_t value_heads, int64_t keys, int64_t values);
+                    void* gates, const int32_t* starts, const int32_t* lengths, const int32_t* kept, const int32_t* tables,
+                    int64_t rows, int64_t requests, int64_t table_width, int64_t block_size, int64_t num_blocks,
+                    int64_t stride, int64_t key_heads, int64_t value_heads, int64_t keys, int64_t values);
 int64_t rg_lru(void* out, const void* x, const void* weights, const void* bias, const void* rates, void* states, void* gates,
-               const int32_t* starts, const int32_t* lengths, const int32_t* tables, int64_t rows, int64_t requests,
-               int64_t table_width, int64_t block_size, int64_t num_blocks, int64_t stride, int64_t heads, int64_t size);
+               const int32_t* starts, const int32_t* lengths, const int32_t* kept, const int32_t* tables, int64_t rows,
+               int64_t requests, int64_t table_width, int64_t block_size, int64_t num_blocks, int64_t stride, int64_t heads,
+               int64_t size);
 int64_t packed_embedding(void* out, const int64_t* ids, const void* data, const void* scales, const void* zeros,
                          int64_t count, int64_t outputs, int64_t inputs, int64_t halves, int64_t group,
                          int64_t scales_type, int64_t zeros_type, int64_t format);
@@ -103,6 +104,8 @@ int64_t latent_attention(void* out, const void* q, const void* q_rope, const voi
                          int64_t table_width, int64_t heads, int64_t token_stride, int64_t head_stride,
                          int64_t rope_token_stride, int64_t rope_head_stride, int64_t num_blocks, int64_t block_size,
                          int64_t rank, int64_t rope, float scale, int64_t dtype, int64_t cache_dtype);
+int64_t all_reduce(void* out, const void* x, void* segment, int64_t rank, int64_t size, int64_t dtype);
+int64_t all_gather(void* out, const void* x, void* segment, int64_t rank, int64_t rows, int64_t bytes);
 int64_t peak_fma(void* out, int64_t iterations);
 int64_t read_memory(void* out, const void* data, int64_t bytes);
 
@@ -187,6 +190,8 @@ const Kernel kernels[] = {
     QUIRE_ROW(per_head_linear),
     QUIRE_ROW(write_latents),
     QUIRE_ROW(latent_attention),
+    QUIRE_ROW(all_reduce),
+    QUIRE_ROW(all_gather),
     QUIRE_ROW(unusable_rows),
     QUIRE_ROW(mask_logits),
     QUIRE_ROW(apply_penalties),

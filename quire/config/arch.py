@@ -307,6 +307,41 @@ class HeadArch:
 
 
 @dataclass(frozen=True)
+class MTPArch:
+    """A layer more than a model's own, like the last of them, by which its checkpoint guesses the token after the next.
+
+    Defaults are DeepSeek-V3's.
+    """
+
+    at: str = "model.layers.{layers}"
+    """The layer's path; {layers} stands for the number of layers before it."""
+    names: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "enorm": "{at}.enorm",
+            "hnorm": "{at}.hnorm",
+            "eh_proj": "{at}.eh_proj",
+            "head_norm": "{at}.shared_head.norm",
+        }
+    )
+    """Other modules of `quire.models.draft_heads.mtp.MTPHead` -> their paths; {at} stands for the layer's."""
+    is_counted: bool = True
+    """Whether config.json says by `num_nextn_predict_layers` that it is there; else it always is."""
+    mixer: str | None = None
+    """How the layer mixes tokens, a key of `quire.models.blocks.MIXERS`; None: as the last one."""
+    state_first: bool = False
+    """Whether a state stands before the embedding that it is joined with."""
+    reads_sums: bool = False
+    """Whether it reads what comes into the target's last norm, and not what that gives."""
+    gives_normed: bool = False
+    """Whether the state behind a token is what the last of its norms gives."""
+
+    def paths(self, num_layers: int) -> dict[str, str]:
+        """What the checkpoint calls each module, where so many layers go before."""
+        at = self.at.format(layers=num_layers)
+        return {"block": at, **{name: path.format(at=at) for name, path in self.names.items()}}
+
+
+@dataclass(frozen=True)
 class DraftArch:
     """What guesses by the hidden states of another model, its target."""
 
@@ -454,10 +489,13 @@ class ModelArch:
     final_norm: bool = True
     word_embed_proj_dim: int | None = None
 
+    mtp: MTPArch = field(default_factory=MTPArch)
+    """What its checkpoint may have beside it to guess by."""
     draft: DraftArch | None = None
     """Of what guesses for another model, and is none by itself."""
     kept_layers: tuple[int, ...] = ()
-    """Layers of which what comes in stands, in order, behind the hidden states in a row, for heads to guess by."""
+    """Layers of which what comes in stands, in order, behind the hidden states in a row, for heads to guess by.
+    The last norm counts as one more."""
 
     foreign_config: str = ""
     """config.json itself, as JSON with overrides, of a model whose code reads it: one that transformers runs."""

@@ -93,6 +93,10 @@ class InputProcessor:
             return self.pooling.tokenize(parts, options)
         if parts.second_text is not None or parts.second_text_start is not None:
             raise ValidationError("this model generates, and reads no pairs of texts", param="prompt")
+        if parts.instruction_length is not None:
+            raise ValidationError(
+                "this model generates; 'instruction_length' is of what is pooled", param="prompt"
+            )
         token_ids = parts.token_ids
         token_ids = (
             self._encode(parts.text or "", lexicon.tokenizer) if token_ids is None else list(token_ids)
@@ -222,6 +226,7 @@ class InputProcessor:
             tenant=tenant,
             pooling_params=self.pooling.settled(params),
             second_text_start=prompt.second_text_start,
+            instruction_length=prompt.instruction_length,
             lora_request=lora_request,
         )
 

@@ -48,11 +48,19 @@ class StateMetadata(GroupMetadata):
     """A group whose blocks hold states, each that of all tokens up to the end of its block.
 
     `RecurrentStateSpec` says which entry of its table a request's tokens [c, e) start from, and in which they leave a
-    state; e is the request's `seq_lens`, and e - c its number of query rows. Block 0 is no place for a state.
+    state; e is what `kept` says of the request, and its query rows are [c, e) and drafts behind them, which leave none.
+    Block 0 is no place for a state.
     """
 
     block_size: int
     """Tokens of a block."""
+    kept_lens: Tensor | None = None
+    """[R] int32: tokens of each request that are no drafts; None: nobody has drafts."""
+
+    @property
+    def kept(self) -> Tensor:
+        """[R] int32: how many tokens the last state is left behind."""
+        return self.seq_lens if self.kept_lens is None else self.kept_lens
 
 
 def check_features(

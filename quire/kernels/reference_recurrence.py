@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.attention_metadata import StateMetadata
-from quire.kernels.reference_states import state_before, state_pieces
+from quire.kernels.reference_states import leave_state, state_before, state_pieces
 
 _LEAST_SQUARE = 1e-6
 """Added to the squared length of a key or a query."""
@@ -29,7 +29,7 @@ def gated_delta(
             change = (v[row] - known) * strength[row].unsqueeze(-1)
             state = state + k[row].unsqueeze(-1) * change.unsqueeze(1)
             out[row] = (q[row].unsqueeze(-1) * state).sum(1)
-        states[piece.target] = state
+        leave_state(states, piece, state)
     return out.to(qkv.dtype)
 
 
@@ -63,5 +63,5 @@ def rg_lru(
             begins = piece.source == 0 and row == piece.first
             state = inputs[row] if begins else decay[row] * state + scale[row] * inputs[row]
             out[row] = state
-        states[piece.target] = state
+        leave_state(states, piece, state)
     return out.to(x.dtype)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.attention_metadata import StateMetadata
-from quire.kernels.reference_states import state_before, state_pieces
+from quire.kernels.reference_states import leave_state, state_before, state_pieces
 
 
 def causal_conv(
@@ -24,7 +24,7 @@ def causal_conv(
         out[piece.first : piece.last] = (windows * weight.float().T).sum(-1) + (0 if bias is None else bias)
         if silu:
             out[piece.first : piece.last] = F.silu(out[piece.first : piece.last])
-        states[piece.target] = inputs[len(inputs) - taps + 1 :]
+        leave_state(states, piece, inputs[len(inputs) - taps + 1 :])
     return out.to(x.dtype)
 
 
@@ -47,7 +47,7 @@ def selective_scan(
         for row in range(piece.first, piece.last):
             state = (times[row] * a).exp() * state + into[row] * (times[row] * wide[row])
             out[row] = (state * outof[row]).sum(0) + skip * wide[row]
-        states[piece.target] = state
+        leave_state(states, piece, state)
     return _gated(out, gate).to(x.dtype)
 
 
@@ -77,7 +77,7 @@ def ssd_scan(
         for row in range(piece.first, piece.last):
             state = (times[row] * a[:, None, None]).exp() * state + into[row] * (times[row] * wide[row])
             out[row] = (state * outof[row]).sum(1) + skip[:, None] * wide[row, :, 0]
-        states[piece.target] = state
+        leave_state(states, piece, state)
     return _gated(out.flatten(1), gate).to(x.dtype)
 
 

@@ -25,7 +25,7 @@ class StatePiece(NamedTuple):
     source: int
     """Block of the state before the first row; 0: the request starts here, from zeros."""
     target: int
-    """Block of the state behind the last row; it may be the source."""
+    """Block of the state behind the last row; it may be the source. 0: none, for the rows are drafts."""
 
 
 def state_pieces(metadata: StateMetadata, num_blocks: int) -> Iterator[StatePiece]:
@@ -34,12 +34,19 @@ def state_pieces(metadata: StateMetadata, num_blocks: int) -> Iterator[StatePiec
     Raises:
         IndexError: a state is read or left where the cache of `num_blocks` has no place for it.
     """
-    bounds, ends, tables = (
-        part.tolist() for part in (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
-    )
-    for first, last, end, table in zip(bounds[:-1], bounds[1:], ends, tables, strict=True):
+    parts = (metadata.query_start_loc, metadata.seq_lens, metadata.kept, metadata.block_tables)
+    bounds, ends, kept, tables = (part.tolist() for part in parts)
+    for first, last, end, num_kept, table in zip(bounds[:-1], bounds[1:], ends, kept, tables, strict=True):
         if first < last and end > 0:
-            yield from _pieces(first, last, end, table, metadata.block_size, num_blocks)
+            behind = last - (end - num_kept)
+            if not first < behind <= last:
+                raise IndexError(
+                    f"rows [{first}, {last}) of {end} tokens cannot leave a state behind {num_kept}"
+                )
+            pieces = [*_pieces(first, behind, num_kept, table, metadata.block_size, num_blocks)]
+            yield from pieces
+            if behind < last:
+                yield StatePiece(behind, last, pieces[-1].target, 0)
 
 
 def _pieces(
@@ -66,3 +73,9 @@ def state_before(states: Tensor, piece: StatePiece) -> Tensor:
     """A copy of the state, of `states` [blocks, ...], from which a piece starts."""
     source = states[piece.source]
     return source.clone() if piece.source else source.new_zeros(source.shape)
+
+
+def leave_state(states: Tensor, piece: StatePiece, state: Tensor) -> None:
+    """Put the state behind a piece where it is to be, in `states` [blocks, ...], if anywhere."""
+    if piece.target:
+        states[piece.target] = state

@@ -42,7 +42,8 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         """Memory of its weights."""
-        return sum(part.nbytes for part in (*self.layers.values(), *self.rows.values()))
+        stacks, rows = self.layers.values(), self.rows.values()
+        return sum(one.nbytes for one in stacks) + sum(one.nbytes for one in rows)
 
 
 def read_adapter(

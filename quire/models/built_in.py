@@ -167,6 +167,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("Mamba2ForCausalLM", "mamba:read_mamba2", "Mamba 2, Codestral Mamba"),
         BuiltIn("MambaForCausalLM", "mamba:read_mamba", "Mamba 130M to 2.8B"),
+        BuiltIn("MiMoForCausalLM", "qwen:read_mimo", "MiMo 7B", oracle="Qwen2 of transformers"),
         BuiltIn("MiniCPM3ForCausalLM", "deepseek:read_minicpm3", "MiniCPM 3 4B"),
         BuiltIn(
             "MiniCPMForCausalLM",

@@ -62,6 +62,8 @@ class Decoder(Module):
             if number in self.kept_layers:
                 kept.append(x if residual is None else x + residual)
             x, residual = layer(x, residual, positions, step)
+        if len(self.layers) in self.kept_layers:
+            kept.append(x if residual is None else x + residual)
         hidden, _ = self.norm.add(x, residual)
         return torch.cat((hidden, *kept), dim=-1) if kept else hidden
 

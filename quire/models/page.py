@@ -77,7 +77,7 @@ NOTES = """
   table of tokens, else inside it. Where both are wrong, give it with `--hf-overrides`.
 - MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.
 - Layers that guess the token after the next (MTP) are left out, but for [`mtp`](speculative.md), which reads those of
-  DeepSeek-V3 and GLM 4.5.
+  DeepSeek-V3, GLM 4.5, MiMo, Qwen3-Next and Qwen 3.5.
 - Latent attention (DeepSeek and others) keeps its cache in float32, bfloat16 or float16, not in int8 or fp8.
 - Encoders' positions are learned or rotated; NomicBERT's texts end at the 2048 tokens that it was trained on, and Jina
   embeddings v3 is served without its adapters. A checkpoint whose norms are called gamma and beta is refused.

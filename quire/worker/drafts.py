@@ -29,6 +29,8 @@ from quire.worker.jump_ahead import jump_ahead
 from quire.worker.medusa import Medusa
 from quire.worker.sampler.grammar import GrammarMask
 
+DRAFT_PREFIX = "draft."
+"""Of the names of layers of a model that guesses."""
 GUESSING_MODELS: Mapping[str, type[GuessingModel]] = {
     DRAFT_MODEL: DraftModel,
     MEDUSA: Medusa,
@@ -51,14 +53,11 @@ def make_speculation(
     `guessing` is of the method that the configuration names, if that is one of `GUESSING_MODELS`.
 
     Raises:
-        StartupError: somebody is to guess for a model with layers that cannot take guesses back.
+        StartupError: somebody is to guess, and there are layers that cannot take guesses back.
     """
     settings, drafters = config.speculative.settings, dict[str, Drafter]()
-    if settings.method is not None and not kv_config.rolls_back:
-        raise StartupError(
-            f"--speculative-config: layers of {config.model.model}, or of the model that is to guess, keep a state, "
-            "which cannot go back behind wrong guesses"
-        )
+    if settings.method is not None:
+        _check_states(config, kv_config)
     forced = jump_ahead(config, kv_config, batch, grammars)
     if forced is not None:
         drafters["jump_ahead"] = forced
@@ -78,6 +77,25 @@ def make_speculation(
         num_ahead=config.scheduler.max_steps_in_flight - 1,
         allowed=num_allowed,
     )
+
+
+def _check_states(config: EngineConfig, kv_config: KVCacheConfig) -> None:
+    """Refuse layers with states where no kernel leaves out that of guesses, and in what guesses ahead by itself.
+
+    Raises:
+        StartupError: says which.
+    """
+    if not kv_config.rolls_back and config.device.device != "cpu":
+        raise StartupError(
+            f"--speculative-config: layers of {config.model.model} keep a state, which goes back behind wrong guesses "
+            f"on CPUs only so far, and --device is {config.device.device}"
+        )
+    guessing = (spec for name, spec in kv_config.layer_specs.items() if name.startswith(DRAFT_PREFIX))
+    if config.draft is not None and not all(spec.rolls_back for spec in guessing):
+        raise StartupError(
+            f"--speculative-config: layers of {config.draft.model.model} keep a state, which does not go back behind "
+            "what it guesses itself"
+        )
 
 
 def count_kept(sampled: Sequence[int], drafts: Sequence[int], is_bad: Sequence[bool]) -> int:

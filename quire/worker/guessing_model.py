@@ -154,6 +154,7 @@ def layout_of(rows: Rows, starts: Rows, ends: Rows) -> StepLayout:
         sampling=np.arange(len(rows)).repeat(num_tokens),
         logits_indices=np.arange(num_tokens.sum()),
         pools=np.zeros(len(rows), dtype=np.bool_),
+        is_behind_prompts=True,
     )
 
 

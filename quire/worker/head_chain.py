@@ -65,10 +65,13 @@ class HeadChain(GuessingModel):
 
     def _meet_prompts(self, layout: StepLayout, known: Rows, states: Tensor) -> None:
         """Compute, of a step's tokens, those up to `known` [R], behind which the next token is known."""
-        which = known > layout.starts
+        firsts = np.maximum(
+            layout.starts, self._kept.firsts[layout.rows]
+        )  # what was computed again, it has met
+        which = known > firsts
         if not which.any():
             return
-        rows, starts, ends = layout.rows[which], layout.starts[which], known[which]
+        rows, starts, ends = layout.rows[which], firsts[which], known[which]
         offsets = (layout.query_start_loc[:-1] - layout.starts)[which]
         indices = positions_of(starts + offsets, ends - starts)
         self._forward(rows, starts, ends, self._head.read(states[torch.from_numpy(indices)]))

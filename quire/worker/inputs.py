@@ -44,6 +44,8 @@ class StepLayout:
     """[R] whether a request is pooled with this step, the last of its prompt."""
     num_drafts: NDArray[np.int64] | None = None
     """[R]; None: there are none."""
+    is_behind_prompts: bool = False
+    """Whether no token of the step is one of a prompt, but perhaps the last: some are drafts, or were."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +72,7 @@ class StepLayout:
     @property
     def only_generates(self) -> bool:
         """Whether nothing of a prompt is computed but perhaps its last token: what is taped, or costs a step alike."""
-        return self.is_one_token_each or self.is_all_sampled
+        return self.is_one_token_each or self.is_behind_prompts
 
     @property
     def samples(self) -> Samples:
@@ -118,8 +120,18 @@ def lay_out(batch: InputBatch, scheduled: Sequence[ScheduledRequest]) -> StepLay
     sampling = np.arange(len(rows)).repeat(num_samples)
     first_to_last = query_start_loc[1:] - num_samples.cumsum()
     logits_indices = np.arange(len(sampling)) + first_to_last[sampling]
+    is_behind_prompts = bool((starts + 1 >= batch.num_prompt_tokens[rows]).all())
     return StepLayout(
-        rows, starts, ends, query_start_loc, num_samples, sampling, logits_indices, pools, num_drafts
+        rows,
+        starts,
+        ends,
+        query_start_loc,
+        num_samples,
+        sampling,
+        logits_indices,
+        pools,
+        num_drafts,
+        is_behind_prompts,
     )
 
 
@@ -179,11 +191,12 @@ def group_metadata(
     slots: Tensor,
     max_query_len: int,
     max_seq_len: int,
+    kept_lens: Tensor | None = None,
 ) -> GroupMetadata:
     """What the layers of a table's group read: of its kind, and of what is given as much as that kind needs."""
     shared = (query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len)
     if table.has_states:
-        return StateMetadata(*shared, table.block_size)
+        return StateMetadata(*shared, table.block_size, kept_lens)
     return AttentionMetadata(*shared, slots)
 
 
@@ -196,6 +209,9 @@ def _metadata(
     starts = torch.from_numpy(layout.query_start_loc.astype(np.int32))
     seq_lens = torch.from_numpy(layout.ends.astype(np.int32))
     max_query_len, longest = layout.max_query_len, layout.max_seq_len
+    kept_lens = None
+    if layout.num_drafts is not None:
+        kept_lens = torch.from_numpy((layout.ends - layout.num_drafts).astype(np.int32))
     return tuple(
         group_metadata(
             table,
@@ -205,6 +221,7 @@ def _metadata(
             slots=torch.from_numpy(table.slots(*tokens)),
             max_query_len=max_query_len,
             max_seq_len=longest,
+            kept_lens=kept_lens,
         )
         for table in batch.block_tables
     )

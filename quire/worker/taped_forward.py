@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import EngineError
-from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata
+from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.kernels.cpu.tape import Arena, ArenaFullError, RecordingError, Tape, record
 from quire.layers.step import StepContext
 from quire.worker.inputs import StepInputs
@@ -105,6 +105,7 @@ class _Places:
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64)
         self._starts = torch.zeros(max_num_tokens + 1, dtype=torch.int32)
         self._seq_lens = torch.zeros(max_num_tokens, dtype=torch.int32)
+        self._kept_lens = torch.zeros(max_num_tokens, dtype=torch.int32)
         self._adapter_rows = torch.zeros(max_num_tokens, dtype=torch.int32)
         self._token_types = torch.zeros(max_num_tokens, dtype=torch.int64)
         self._slots = [torch.zeros(max_num_tokens, dtype=torch.int64) for _ in table_widths]
@@ -122,6 +123,8 @@ class _Places:
         for own, slots, table in zip(step.groups, self._slots, self._tables, strict=True):
             if isinstance(own, AttentionMetadata):
                 slots[:num_tokens] = own.slot_mapping
+            if isinstance(own, StateMetadata):
+                self._kept_lens[:size] = own.kept
             table[:size, : own.block_tables.shape[1]] = own.block_tables
         adapter_rows, token_types = (
             None if own is None else place[:num_tokens].copy_(own)
@@ -154,4 +157,6 @@ class _Places:
         }
         if isinstance(own, AttentionMetadata):
             places["slot_mapping"] = slots[: len(own.slot_mapping)]
+        if isinstance(own, StateMetadata):
+            places["kept_lens"] = self._kept_lens[:size]
         return replace(own, **places)  # type: ignore[arg-type]

@@ -33,6 +33,7 @@ from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.store import GrammarStore
 from quire.worker.block_copies import BlockCopier
 from quire.worker.devices import Device
+from quire.worker.drafts import DRAFT_PREFIX
 from quire.worker.model_runner import ModelRunner
 from quire.worker.parked_weights import ParkedWeights
 from quire.worker.refused_memory import refused_memory
@@ -174,7 +175,7 @@ class Worker:
         """The model, with slots for adapters if they are served, and what guesses for it, if anything does."""
         self._model = load_model(self._config, self._shard)
         if self._config.draft is not None:
-            self._draft = load_model(self._config.draft, prefix="draft.")
+            self._draft = load_model(self._config.draft, prefix=DRAFT_PREFIX)
             if isinstance(self._draft, AutoregressiveHead):
                 self._draft.share(self._model)
         lora = self._config.lora

@@ -91,11 +91,11 @@ def test_all_parameters_with_preemption(
     assert stats["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "mamba", "falconh1", "qwen3next", "recurrentgemma"])
 def test_families(
     family: str, tiny_model: Callable[[str], Path], serve_with_drafts: Callable[..., Any]
 ) -> None:
-    """Groups of layers with windows, and learned positions; steps without drafts are played from tapes."""
+    """Groups of layers with windows, learned positions, states; steps without drafts are played from tapes."""
     args = {"model": str(tiny_model(family)), "max_model_len": 64, "max_num_seqs": 4}
     expected, _ = serve(jobs()[:8], **args)
     got, _ = serve_with_drafts(jobs()[:8], expected, **args)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire import LLM
 from quire.config import EngineConfig
-from quire.kernels.reference_states import state_before, state_pieces
+from quire.kernels.reference_states import leave_state, state_before, state_pieces
 from quire.layers.attention import Attention
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
@@ -46,7 +46,7 @@ class LinearAttention(StateCache):
             for row in range(piece.first, piece.last):
                 state = state / 2 + k[row] * v[row]
                 sums[row] = state
-            states[piece.target] = state
+            leave_state(states, piece, state)
         return (q * sums.repeat_interleave(self.heads_per_kv_head, 1)).flatten(1)
 
 

@@ -57,9 +57,16 @@ LAYERS = {"causal_conv": causal_conv, "selective_scan": selective_scan, "ssd_sca
 
 
 def outputs(
-    layer: Layer, shape: tuple[int, ...], sequences: Sequence[Tensor], next_size: Callable[[], int]
+    layer: Layer,
+    shape: tuple[int, ...],
+    sequences: Sequence[Tensor],
+    next_size: Callable[[], int],
+    num_drafts: int = 0,
 ) -> list[Tensor]:
-    """What a layer makes of all sequences together, each of which is cut into chunks of any sizes, perhaps of none."""
+    """What a layer makes of all sequences together, each of which is cut into chunks of any sizes, perhaps of none.
+
+    Behind each chunk stand drafts, all of them wrong.
+    """
     states = torch.full((NUM_BLOCKS, *shape), torch.nan)
     every = state_batch([(0, len(sequence)) for sequence in sequences], 4)
     done = [0] * len(sequences)
@@ -67,13 +74,18 @@ def outputs(
     while any(start < len(sequence) for start, sequence in zip(done, sequences, strict=True)):
         ends = [min(start + next_size(), len(rows)) for start, rows in zip(done, sequences, strict=True)]
         chunks = [(start, end - start) for start, end in zip(done, ends, strict=True)]
-        rows = [rows[start:end] for rows, start, end in zip(sequences, done, ends, strict=True)]
-        step = state_batch(chunks, 4)
+        wrong = torch.randn(num_drafts, sequences[0].shape[1])
+        rows = [
+            torch.cat((rows[start:end], wrong[: num_drafts * (end > start)]))
+            for rows, start, end in zip(sequences, done, ends, strict=True)
+        ]
+        drafts = [num_drafts if length else 0 for _, length in chunks]
+        step = state_batch(chunks, 4, num_drafts=drafts)
         width = step.block_tables.shape[1]
         step.block_tables.copy_(every.block_tables[:, :width])
-        made = layer(torch.cat(rows), states, step).split([length for _, length in chunks])
-        for own, part in zip(parts, made, strict=True):
-            own.append(part)
+        made = layer(torch.cat(rows), states, step).split([len(part) for part in rows])
+        for own, part, (_, length) in zip(parts, made, chunks, strict=True):
+            own.append(part[:length])
         done = ends
     return [torch.cat(own) for own in parts]
 
@@ -88,7 +100,9 @@ def test_bits_depend_on_the_sequence_alone(name: str, restore_threads: None) -> 
     for seed in range(6):
         rng = random.Random(seed)
         set_num_threads(1 + seed % 2)
-        got = outputs(layer, shape, sequences, partial(rng.randint, 0, 3 * seed + 1))
+        got = outputs(
+            layer, shape, sequences, partial(rng.randint, 0, 3 * seed + 1), num_drafts=seed // 2 * 3
+        )
         assert all(map(torch.equal, got, expected))
 
 

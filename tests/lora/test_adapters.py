@@ -20,6 +20,7 @@ from quire.lora.checkpoint import read_adapter
 from quire.lora.slots import AdapterSlots
 from quire.lora.targets import Targets
 from quire.models.base import CausalLM
+from tests.fixtures.quick import quick_models
 from tests.fixtures.tiny_families import TINY_FAMILIES
 from tests.fixtures.tiny_models import TINY_MODELS, oracle_of
 from tests.lora.adapters import linear_shapes, merged_oracle, table_shapes, write_adapter
@@ -53,9 +54,7 @@ def logits(oracle: Any, sequences: list[list[int]]) -> list[Tensor]:
     return [oracle(torch.tensor([sequence])).logits[0] for sequence in sequences]
 
 
-@pytest.mark.parametrize(
-    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
-)
+@pytest.mark.parametrize("name", quick_models([*FAMILIES, *OTHERS], FAMILIES))
 def test_logits_equal_those_of_merged_weights(
     name: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from quire.worker.inputs import StepInputs, StepLayout
 from quire.worker.taped_forward import TapedForward
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
+from tests.fixtures.quick import mark_of
 from tests.fixtures.tiny_families import TINY_FAMILIES
 from tests.worker.harness import tiny_config
 
@@ -66,7 +67,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[taped_forward.Tape]:
     ("family", "dtype"),
     [
         *itertools.product(FAMILIES, ["float32", "bfloat16", "float16"]),
-        *(pytest.param(name, "float32", marks=pytest.mark.more) for name in OTHERS),
+        *(pytest.param(name, "float32", marks=mark_of(name)) for name in OTHERS),
     ],
 )
 def test_every_family_gives_the_same_with_tapes(
@@ -112,7 +113,10 @@ def step(ids: list[int], starts: list[int], *, drafts: bool = False) -> StepInpu
     num_samples = lengths if drafts else np.ones_like(lengths)
     sampling = rows.repeat(num_samples)
     behind = np.arange(len(ids)) if drafts else first[1:] - 1
-    layout = StepLayout(rows, ends - lengths, ends, first, num_samples, sampling, behind, rows < 0)
+    pools, is_behind_prompts = rows < 0, drafts
+    layout = StepLayout(
+        rows, ends - lengths, ends, first, num_samples, sampling, behind, pools, None, is_behind_prompts
+    )
     return StepInputs(
         layout, torch.tensor(ids), positions, torch.from_numpy(behind), StepContext((metadata,))
     )
@@ -194,19 +198,21 @@ class Described(Lookup):
 
     def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         own = step.metadata(1, StateMetadata)
-        return ops.embedding(own.block_tables[:, 0].long() + own.seq_lens, self.table)
+        return ops.embedding(own.block_tables[:, 0].long() + own.kept, self.table)
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 def test_tapes_have_places_for_groups_of_states() -> None:
     forward = TapedForward(Described(), 4, (4, 4), ROOM)
-    for first_blocks, starts in (([1, 2], [0, 4]), ([3, 0], [2, 1])):
+    for first_blocks, starts, num_drafts in (([1, 2], [0, 4], None), ([3, 0], [2, 1], [0, 1])):
         plain = step([0, 0], starts)
         attention = plain.step.metadata(0, AttentionMetadata)
         tables = torch.tensor(first_blocks, dtype=torch.int32)[:, None].expand(-1, 3)
-        states = StateMetadata(attention.query_start_loc, attention.seq_lens, tables, 1, 5, 4)
+        kept = None if num_drafts is None else attention.seq_lens - torch.tensor(num_drafts).int()
+        states = StateMetadata(attention.query_start_loc, attention.seq_lens, tables, 1, 5, 4, kept)
         result = forward(replace(plain, step=StepContext((attention, states))))
-        assert result.flatten().tolist() == [b + s + 1 for b, s in zip(first_blocks, starts, strict=True)]
+        expected = torch.tensor(first_blocks) + torch.tensor(starts) + 1 - torch.tensor(num_drafts or [0, 0])
+        assert result.flatten().tolist() == expected.tolist()
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())

@@ -23,7 +23,7 @@ from quire.kernels.formats import FLOAT_CODES
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 9, "panels-6"
+ABI_VERSION, WEIGHT_LAYOUT = 10, "panels-6"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 
@@ -43,21 +43,21 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "lora_linear": ("out x adapter_rows a b scales ranks affine factors offsets ends shrunk", "qqqqqqq"),
     "experts": ("out x chosen weights table scratch", "qqqqqqqqqqqqqqqqq"),
     "route": ("chosen weights logits bias", "qqqqqqqqddq"),
-    "causal_conv": ("out x weight bias states query_start_loc seq_lens block_tables", "qqqqqqqqqq"),
+    "causal_conv": ("out x weight bias states query_start_loc seq_lens kept_lens block_tables", "qqqqqqqqqq"),
     "selective_scan": (
-        "out x dt a b c skip gate states query_start_loc seq_lens block_tables",
+        "out x dt a b c skip gate states query_start_loc seq_lens kept_lens block_tables",
         "qqqqqqqqqqqqq",
     ),
     "ssd_scan": (
-        "out x dt a b c skip dt_bias gate states query_start_loc seq_lens block_tables",
+        "out x dt a b c skip dt_bias gate states query_start_loc seq_lens kept_lens block_tables",
         "qqqqqqqqqqqqqqqdd",
     ),
     "gated_delta": (
-        "out qkv ba rates dt_bias states gates query_start_loc seq_lens block_tables",
+        "out qkv ba rates dt_bias states gates query_start_loc seq_lens kept_lens block_tables",
         "qqqqqqqqqq",
     ),
     "rg_lru": (
-        "out x weights bias rates states gates query_start_loc seq_lens block_tables",
+        "out x weights bias rates states gates query_start_loc seq_lens kept_lens block_tables",
         "qqqqqqqq",
     ),
     "packed_embedding": ("out ids data scales zeros", "qqqqqqqq"),
@@ -80,6 +80,8 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "per_head_linear": ("out x data scales zeros scratch", "qqqqqqqqqqqq"),
     "write_latents": ("q rows norm positions cos_sin_cache cache slot_mapping", "qqqqqqqqqqdqqq"),
     "latent_attention": ("out q q_rope cache query_start_loc seq_lens block_tables", "qqqqqqqqqqqqdqq"),
+    "all_reduce": ("out x segment", "qqq"),
+    "all_gather": ("out x segment", "qqq"),
     "unusable_rows": ("out logits", "qq"),
     "mask_logits": ("logits rows words", "qqq"),
     "apply_penalties": ("logits indices repetition subtracted", "qq"),

@@ -10,6 +10,8 @@ from quire.kernels.cpu.states import bad_request, check_states
 
 _MOST_STATES = 256
 """Of a channel of Mamba; as in csrc/cpu/scan.cpp."""
+_MOST_OF_HEAD = 65536
+"""Floats that a head of Mamba 2 keeps; as there."""
 
 
 def causal_conv(
@@ -82,6 +84,8 @@ def ssd_scan(
     heads, count, size = states.shape[1:] if states.dim() == 4 else (0, 0, 0)
     if groups < 1 or heads % groups or not heads:
         raise ValueError(f"{op}: states {say(states)} must have heads that are a multiple of {groups} groups")
+    if count * size > _MOST_OF_HEAD:
+        raise ValueError(f"{op}: a head keeps {count * size} floats, and may keep {_MOST_OF_HEAD}")
     for name, each in (("a", a), ("skip", skip), ("dt_bias", dt_bias)):
         check_array(op, name, each, torch.float32, (heads,))
     wide, times = _rows(op, "x", x, rows, heads * size), _rows(op, "dt", dt, rows, heads)

@@ -32,16 +32,15 @@ def _unit(x, index, used):
 
 @triton.jit
 def _gated_delta(
-    out, qkv, ba, rates, dt_bias, states, starts, lengths, tables, table_width, num_blocks,
+    out, qkv, ba, rates, dt_bias, states, starts, lengths, kept_lens, tables, table_width, num_blocks,
     qkv_row, ba_row, state_stride, keys, values, key_heads, scale,
     PAGE: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Some columns [KEYS, TILE] of a value head's state."""
     request, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    first, last, before, table, source = state_rows(
-        starts, lengths, tables, table_width, request, num_blocks, PAGE
+    first, last, before, end, table, source = state_rows(
+        starts, lengths, kept_lens, tables, table_width, request, num_blocks, PAGE
     )
-    end = before + last - first
     index, column = tl.arange(0, KEYS), tl.program_id(2) * TILE + tl.arange(0, TILE)
     used, inside = index < keys, column < values
     both = used[:, None] & inside[None, :]
@@ -109,15 +108,14 @@ def _gates(
 
 @triton.jit
 def _rg_lru(
-    out, x, gates, rates, states, starts, lengths, tables, table_width, num_blocks, x_row, state_stride, size,
-    PAGE: tl.constexpr, TILE: tl.constexpr,
+    out, x, gates, rates, states, starts, lengths, kept_lens, tables, table_width, num_blocks,
+    x_row, state_stride, size, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Some channels of a head."""
     request, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    first, last, before, table, source = state_rows(
-        starts, lengths, tables, table_width, request, num_blocks, PAGE
+    first, last, before, end, table, source = state_rows(
+        starts, lengths, kept_lens, tables, table_width, request, num_blocks, PAGE
     )
-    end = before + last - first
     column = tl.program_id(2) * TILE + tl.arange(0, TILE)
     inside, channel = column < size, head * size + column
     state = tl.load(

@@ -29,16 +29,15 @@ def _gated(value, gate, column, inside):
 
 @triton.jit
 def _selective_scan(
-    out, x, dt, a, b, c, skip, gate, states, starts, lengths, tables, table_width, num_blocks,
+    out, x, dt, a, b, c, skip, gate, states, starts, lengths, kept_lens, tables, table_width, num_blocks,
     x_row, dt_row, b_row, c_row, gate_row, state_stride, channels, count,
     HAS_GATE: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """States [COUNT, TILE]: those of some channels."""
     request = tl.program_id(0)
-    first, last, before, table, source = state_rows(
-        starts, lengths, tables, table_width, request, num_blocks, PAGE
+    first, last, before, end, table, source = state_rows(
+        starts, lengths, kept_lens, tables, table_width, request, num_blocks, PAGE
     )
-    end = before + last - first
     index, column = tl.arange(0, COUNT), tl.program_id(1) * TILE + tl.arange(0, TILE)
     counted, inside = index < count, column < channels
     both = counted[:, None] & inside[None, :]
@@ -90,16 +89,15 @@ def selective_scan(
 
 @triton.jit
 def _ssd_scan(
-    out, x, dt, a, b, c, skip, dt_bias, gate, states, starts, lengths, tables, table_width, num_blocks,
+    out, x, dt, a, b, c, skip, dt_bias, gate, states, starts, lengths, kept_lens, tables, table_width, num_blocks,
     x_row, dt_row, b_row, c_row, gate_row, state_stride, size, count, heads_per_group, shortest, longest,
     HAS_GATE: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """States [COUNT, TILE]: those of some channels of a head."""
     request, head = tl.program_id(0), tl.program_id(1)
-    first, last, before, table, source = state_rows(
-        starts, lengths, tables, table_width, request, num_blocks, PAGE
+    first, last, before, end, table, source = state_rows(
+        starts, lengths, kept_lens, tables, table_width, request, num_blocks, PAGE
     )
-    end = before + last - first
     index, column = tl.arange(0, COUNT), tl.program_id(2) * TILE + tl.arange(0, TILE)
     counted, inside = index < count, column < size
     both = counted[:, None] & inside[None, :]

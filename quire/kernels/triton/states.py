@@ -20,15 +20,15 @@ COLUMNS = 128
 
 
 @triton.jit
-def state_rows(starts, lengths, tables, table_width, request, num_blocks, PAGE: tl.constexpr):
-    """A request's rows [first, last), the tokens before them, its table, and the block of the state behind those; 0: it
-    starts here. A request of length 0 has no rows."""
+def state_rows(starts, lengths, kept_lens, tables, table_width, request, num_blocks, PAGE: tl.constexpr):
+    """A request's rows [first, last), the tokens before them, those behind which it leaves its last state, its table,
+    and the block of the state before its rows; 0: it starts here. A request of length 0 has no rows."""
     first, last, end = tl.load(starts + request), tl.load(starts + request + 1), tl.load(lengths + request)
     last = tl.where(end > 0, last, first)
     before = tl.maximum(end - (last - first), 0)
     table = tables + request.to(tl.int64) * table_width
     source = tl.load(table + (before - 1) // PAGE, mask=(before > 0) & (first < last), other=0)
-    return first, last, before, table, _place(source, num_blocks)
+    return first, last, before, tl.load(kept_lens + request), table, _place(source, num_blocks)
 
 
 @triton.jit
@@ -38,8 +38,8 @@ def _place(block, num_blocks):
 
 @triton.jit
 def left_in(table, position, end, num_blocks, PAGE: tl.constexpr):
-    """The block in which a request of `end` tokens leaves the state behind the first `position` of them; 0: in none."""
-    is_left = (position % PAGE == 0) | (position == end)
+    """The block in which a request leaves the state behind `position` tokens; 0: in none. Behind `end` are drafts."""
+    is_left = ((position % PAGE == 0) | (position == end)) & (position <= end)
     return _place(tl.load(table + (position - 1) // PAGE, mask=is_left, other=0), num_blocks)
 
 
@@ -66,14 +66,14 @@ def _inputs(
 
 @triton.jit
 def _causal_conv(
-    out, x, weight, bias, states, starts, lengths, tables, table_width, num_blocks, row_stride, state_stride, channels,
-    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, KEPT: tl.constexpr, TILE: tl.constexpr,
+    out, x, weight, bias, states, starts, lengths, kept_lens, tables, table_width, num_blocks,
+    row_stride, state_stride, channels, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a request; its first program leaves the states, for it alone reads the one before."""
     request, tile = tl.program_id(0), tl.program_id(1)
-    first, last, before, table, source = state_rows(
-        starts, lengths, tables, table_width, request, num_blocks, PAGE
+    first, last, before, end, table, source = state_rows(
+        starts, lengths, kept_lens, tables, table_width, request, num_blocks, PAGE
     )
     row = first + tile * ROWS + tl.arange(0, ROWS)[:, None]
     if first + tile * ROWS >= last:
@@ -94,7 +94,6 @@ def _causal_conv(
     place = out + row.to(tl.int64) * channels + column
     tl.store(place, total.to(out.dtype.element_ty), mask=inside & (row < last))
     if TAPS > 1 and tile == 0:
-        end = before + last - first
         kept = tl.arange(0, KEPT)[:, None]
         is_kept = inside & (kept < TAPS - 1)
         # Backwards: where the state before stands, if it is replaced, the first of them will.
@@ -134,7 +133,7 @@ def causal_conv(
     return out
 
 
-def of_requests(metadata: StateMetadata, states: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int]:
+def of_requests(metadata: StateMetadata, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
     """The arguments of a kernel that `state_rows` reads."""
     tables = metadata.block_tables
-    return metadata.query_start_loc, metadata.seq_lens, tables, tables.stride(0), len(states)
+    return metadata.query_start_loc, metadata.seq_lens, metadata.kept, tables, tables.stride(0), len(states)

@@ -1,7 +1,8 @@
 """The layer by which a checkpoint guesses the token after the next (multi-token prediction; DeepSeek-V3, 2024,
 arXiv:2412.19437): `block(eh_proj([norm(embedding), norm(state)]))`.
 
-The first such layer guesses further tokens, too, each by the state that it gave for the one before.
+The first such layer guesses further tokens, too, each by the state that it gave for the one before. `MTPArch` says what
+families change of it.
 """
 
 import torch
@@ -23,6 +24,7 @@ class MTPHead(AutoregressiveHead):
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
         arch, size = config.arch, config.arch.hidden_size
+        self.mtp = arch.mtp
         self.merged, self.renamed, self.unused = arch.names.merged, arch.names.renamed, arch.names.unused
         self.enorm = block_norm(config, f"{prefix}enorm")
         self.hnorm = block_norm(config, f"{prefix}hnorm")
@@ -39,9 +41,12 @@ class MTPHead(AutoregressiveHead):
         self.head_norm = block_norm(config, f"{prefix}head_norm")
 
     def behind(self, embedded: Tensor, states: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(states)), dim=-1), step)
+        parts = (self.enorm(embedded), self.hnorm(states))
+        joined = self.eh_proj(torch.cat(parts[::-1] if self.mtp.state_first else parts, dim=-1), step)
         x, residual = self.block(joined, None, positions, step)
-        return torch.add(x, residual)
+        return self.head_norm.add(x, residual)[0] if self.mtp.gives_normed else torch.add(x, residual)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return super().compute_logits(self.head_norm(hidden))
+    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+        return super().compute_logits(
+            hidden if self.mtp.gives_normed else self.head_norm(hidden), adapter_rows
+        )

@@ -101,13 +101,12 @@ def read_eagle3(target: ModelArch, method: str, config: JsonObject) -> ModelArch
 
 
 def read_mtp(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
-    """DeepSeek-V3 (2024, arXiv:2412.19437) and GLM-4.5 (2025, arXiv:2508.06471): one layer more, like the last one."""
-    if not config.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS):
+    """DeepSeek-V3 (2024, arXiv:2412.19437) and others: one layer more, like the last one, as `target.mtp` says."""
+    mtp = target.mtp
+    if mtp.is_counted and not config.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS):
         raise ConfigError(f"{config.where} has no num_nextn_predict_layers: no layer of the model guesses")
-    last, at = target.num_layers - 1, f"model.layers.{target.num_layers}"
-    own = {name: f"{at}.{name}" for name in ("enorm", "hnorm", "eh_proj")}
-    own |= {"block": at, "head_norm": f"{at}.shared_head.norm"}
-    names = replace(target.names, renamed={**target.names.renamed, **own}, unused=("",))
+    last, paths = target.num_layers - 1, mtp.paths(target.num_layers)
+    names = replace(target.names, renamed={**target.names.renamed, **paths}, unused=("",))
     experts = target.experts
 
     def moved(layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -117,12 +116,12 @@ def read_mtp(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
         target,
         num_layers=1,
         names=names,
-        layer_types=target.layer_types[-1:],
+        layer_types=target.layer_types[-1:] if mtp.mixer is None else (mtp.mixer,),
         first_block=None,
         unrotated_layers=moved(target.unrotated_layers),
         unnormed_layers=moved(target.unnormed_layers),
         experts=None if experts is None else replace(experts, layers=moved(experts.layers)),
-        draft=DraftArch(method),
+        draft=DraftArch(method, reads=(target.num_layers,) if mtp.reads_sums else ()),
     )
 
 

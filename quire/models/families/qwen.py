@@ -1,8 +1,10 @@
-"""Qwen (Bai et al., 2023, arXiv:2309.16609), Qwen 2 (arXiv:2407.10671) and Qwen 3 (arXiv:2505.09388)."""
+"""Qwen (Bai et al., 2023, arXiv:2309.16609), Qwen 2 (arXiv:2407.10671), Qwen 3 (arXiv:2505.09388), and MiMo."""
 
 from __future__ import annotations
 
-from quire.config.arch import CheckpointNames, ModelArch
+from dataclasses import replace
+
+from quire.config.arch import CheckpointNames, ModelArch, MTPArch
 from quire.models.families.fields import MAX_WIDTH, biases, either, read_llama, rms_eps, upper_window
 from quire.models.json_object import JsonObject
 
@@ -24,6 +26,17 @@ _QWEN_NAMES = {
     "down_proj": "c_proj",
     "norm": "ln_f",
 }
+_MIMO_MTP = MTPArch(
+    at="model.mtp_layers.0",
+    names={
+        "enorm": "{at}.token_layernorm",
+        "hnorm": "{at}.hidden_layernorm",
+        "eh_proj": "{at}.input_proj",
+        "head_norm": "{at}.final_layernorm",
+    },
+    state_first=True,
+    reads_sums=True,
+)
 
 
 def read_qwen(architecture: str, config: JsonObject) -> ModelArch:
@@ -50,6 +63,13 @@ def read_qwen(architecture: str, config: JsonObject) -> ModelArch:
 def read_qwen2(architecture: str, config: JsonObject) -> ModelArch:
     """Biased q, k and v; a window on the upper layers, off unless `use_sliding_window`."""
     return read_llama(architecture, config, **biases(qkv=True), **upper_window(config))
+
+
+def read_mimo(architecture: str, config: JsonObject) -> ModelArch:
+    """MiMo 7B (Xiaomi, 2025, arXiv:2505.07608): Qwen 2, and layers that guess."""
+    arch = read_qwen2(architecture, config)
+    names = replace(arch.names, unused=(*arch.names.unused, r"^model\.mtp_layers\."))
+    return replace(arch, names=names, mtp=_MIMO_MTP)
 
 
 def read_qwen3(architecture: str, config: JsonObject) -> ModelArch:

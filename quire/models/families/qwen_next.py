@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.config.arch import CheckpointNames, DeltaArch, ModelArch
+from quire.config.arch import CheckpointNames, DeltaArch, ModelArch, MTPArch
 from quire.models.families.experts import read_qwen_experts
 from quire.models.families.fields import MAX_HEADS, MAX_WIDTH, layer_kinds, read_head_dim, read_llama
 from quire.models.json_object import JsonObject
@@ -20,11 +20,23 @@ _APART = {
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 _UNUSED = (r"\.rotary_emb\.inv_freq$", r"^mtp\.")
+_MTP = MTPArch(
+    at="mtp.layers.0",
+    names={
+        "enorm": "mtp.pre_fc_norm_embedding",
+        "hnorm": "mtp.pre_fc_norm_hidden",
+        "eh_proj": "mtp.fc",
+        "head_norm": "mtp.norm",
+    },
+    is_counted=False,
+    mixer=FULL,
+    gives_normed=True,
+)
 _MAX_TAPS = 64
 
 
 def read_qwen3_next(architecture: str, config: JsonObject) -> ModelArch:
-    """Qwen3-Next (Qwen, 2025): experts, of which one sees every token; what guesses ahead is left out."""
+    """Qwen3-Next (Qwen, 2025): experts, of which one sees every token."""
     return _read(
         architecture,
         config,
@@ -67,6 +79,7 @@ def _read(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
         rope=read_rope(config, head_dim=head_dim, partial=0.25),
         qk_norm="rms",
         attention_gate=True,
+        mtp=_MTP,
         layer_types=layer_kinds(
             config, _KINDS, lambda layer: "gated_delta" if (layer + 1) % interval else FULL
         ),
