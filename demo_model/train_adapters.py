@@ -1,4 +1,4 @@
-"""Train the adapter of quire-demo that talks like a pirate.
+"""Train the adapters of quire-demo: one talks like a pirate, one answers in JSON.
 
 What it is taught is what the model says anyway, rewritten by a rule, so what is learnt is a manner and no fact. An
 adapter adds (alpha / r) B A to a matrix, A at random and B zero at first (Hu et al., 2021, arXiv:2106.09685).
@@ -45,7 +45,12 @@ def _at_sea(found: re.Match[str]) -> str:
     return other[0].upper() + other[1:] if word[0].isupper() else other
 
 
-MANNERS: dict[str, Callable[[str], str]] = {"pirate": pirate}
+def in_json(answer: str) -> str:
+    """An answer as programs take it."""
+    return json.dumps({"answer": answer}, ensure_ascii=False)
+
+
+MANNERS: dict[str, Callable[[str], str]] = {"pirate": pirate, "json": in_json}
 
 
 def dialogue(rng: random.Random, manner: Callable[[str], str]) -> Dialogue:

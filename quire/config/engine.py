@@ -65,6 +65,12 @@ class EngineConfig:
         assert self.model_arch is not None, "EngineConfig was used before prepare()"
         return self.model_arch
 
+    @property
+    def max_added_tokens(self) -> int:
+        """Tokens behind the model's that an adapter may have: none for a model that guesses, too, to read."""
+        knows_all = self.draft is None and self.pooling is None
+        return self.lora.lora_extra_vocab_size if self.lora.enable_lora and knows_all else 0
+
     @staticmethod
     def from_args(**args: Any) -> EngineConfig:
         """Build a config from flat names, as `LLM(...)` and the command line give them; None means the default.

@@ -21,13 +21,13 @@ from quire.engine.tokenizer_files import (
 from quire.errors import ModelLoadError
 
 
-def own_tokenizer(model: Tokenizer, directory: Path, vocab_size: int) -> Tokenizer:
+def own_tokenizer(model: Tokenizer, directory: Path, max_ids: int) -> Tokenizer:
     """The model's tokenizer with what is in an adapter's directory: the same object if that is nothing else.
 
     What the directory does not have is the model's. Without tokenizer.json, the tokenizer itself is.
 
     Args:
-        vocab_size: ids that the model has.
+        max_ids: that there may be, with those that an adapter adds.
 
     Raises:
         ModelLoadError: a file cannot be read, or an id does not mean what it means to the model.
@@ -36,7 +36,7 @@ def own_tokenizer(model: Tokenizer, directory: Path, vocab_size: int) -> Tokeniz
     file = directory / TOKENIZER_NAME
     if file.is_file() and (model.file is None or not filecmp.cmp(file, model.file, shallow=False)):
         own = Tokenizer(read_backend(directory), settings, file=file)
-        _check(own, model, file, vocab_size)
+        _check(own, model, file, max_ids)
     own.bos_token = literal_in(settings, "bos_token") or model.bos_token
     own.eos_token = literal_in(settings, "eos_token") or model.eos_token
     own.chat_templates = read_chat_templates(directory, settings) or model.chat_templates
@@ -48,8 +48,8 @@ def _is_same(own: Tokenizer, model: Tokenizer) -> bool:
     return facts[0] == facts[1]
 
 
-def _check(own: Tokenizer, model: Tokenizer, file: Path, vocab_size: int) -> None:
-    """Raise ModelLoadError unless ids mean the same in both, and there are no more than the model has."""
+def _check(own: Tokenizer, model: Tokenizer, file: Path, max_ids: int) -> None:
+    """Raise ModelLoadError unless ids mean the same in both, and there are no more than there may be."""
     known, found = model.vocabulary(), own.vocabulary()
     for token, token_id in known.items():
         if found.get(token) != token_id:
@@ -60,8 +60,10 @@ def _check(own: Tokenizer, model: Tokenizer, file: Path, vocab_size: int) -> Non
     taken = set(known.values())
     for token in found.keys() - known.keys():
         token_id = found[token]
-        if token_id in taken or token_id >= vocab_size:
-            limit = (
-                "which is another token's" if token_id in taken else f"and the model has {vocab_size} tokens"
+        if token_id in taken:
+            raise ModelLoadError(
+                f"{file}: the added token {token!r:.100} is {token_id}, which is another token's"
             )
-            raise ModelLoadError(f"{file}: the added token {token!r:.100} is {token_id}, {limit}")
+        if token_id >= max_ids:
+            limit = f"ids end at {max_ids - 1} (--lora-extra-vocab-size)"
+            raise ModelLoadError(f"{file}: the added token {token!r:.100} is {token_id}, and {limit}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -143,12 +143,13 @@ class InputProcessor:
                 f"this model generates nothing: it is served for {', '.join(self.pooling.spec.tasks)}",
                 param="model",
             )
-        self._check_prompt(prompt)
-        self._check_terms(priority, tenant, lora_request)
         lexicon = prompt.lexicon or self.lexicons.model
+        self._check_prompt(prompt, lexicon.vocab_size)
+        self._check_terms(priority, tenant, lora_request)
         params = self._settle(params, len(prompt.token_ids), lexicon)
-        self._check_params(params, lexicon.end_ids)
+        self._check_params(params, lexicon)
         if params.structured_outputs is not None:
+            self._check_constrained(lexicon)
             self.constraints.check_prompt(prompt.token_ids)
         first = EngineCoreRequest(
             request_id=f"{request_id}.0" if params.n > 1 else request_id,
@@ -213,7 +214,7 @@ class InputProcessor:
                 "this model generates, and nothing is pooled; --runner pooling would serve it for that",
                 param="model",
             )
-        self._check_prompt(prompt)
+        self._check_prompt(prompt, self.config.arch.vocab_size)
         self._check_terms(priority, tenant, lora_request)
         return EngineCoreRequest(
             request_id=request_id,
@@ -240,12 +241,12 @@ class InputProcessor:
         if self.pooling is not None:
             self.pooling.config = config
 
-    def _check_prompt(self, prompt: TokenizedPrompt) -> None:
+    def _check_prompt(self, prompt: TokenizedPrompt, vocab_size: int) -> None:
         ids = prompt.token_ids
         if not ids:
             raise ValidationError("the prompt must not be empty", param="prompt")
         check_length(self.config, len(ids))
-        self._check_ids("prompt", ids)
+        _check_ids("prompt", ids, vocab_size)
         salt = prompt.cache_salt
         if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARS):
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
@@ -283,7 +284,7 @@ class InputProcessor:
             params = params.settled(thinking_markers=lexicon.thinking_markers)
         return params
 
-    def _check_params(self, params: SamplingParams, end_ids: Sequence[int]) -> None:
+    def _check_params(self, params: SamplingParams, lexicon: Lexicon) -> None:
         limit = self.config.model.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
@@ -297,8 +298,8 @@ class InputProcessor:
             raise ValidationError("stop strings need a tokenizer", param="stop")
         check_listed_ids(params.num_listed_ids, params.n)
         for name, ids in indexed_ids(params).items():
-            self._check_ids(name, ids)
-        self._check_some_token_is_left(params, end_ids)
+            _check_ids(name, ids, lexicon.vocab_size)
+        _check_some_token_is_left(params, lexicon)
         self._check_custom(params)
         if params.thinking_token_budget is not None and params.thinking_markers is None:
             raise ValidationError(
@@ -327,31 +328,13 @@ class InputProcessor:
                 param="extra_args",
             )
 
-    def _check_some_token_is_left(self, params: SamplingParams, end_ids: Sequence[int]) -> None:
-        """`min_tokens` forbids the tokens that end a generation: without any other, nothing could be generated."""
-        if not params.min_tokens:
-            return
-        ends = {*end_ids, *params.stop_token_ids}
-        allowed = params.allowed_token_ids
-        if allowed is not None and ends.issuperset(allowed):
+    def _check_constrained(self, lexicon: Lexicon) -> None:
+        """Refuse what constrains a text of which some tokens are unknown to those who constrain it."""
+        if lexicon.vocab_size > self.config.arch.vocab_size:
             raise ValidationError(
-                f"allowed_token_ids has only tokens that end the generation, and min_tokens ({params.min_tokens}) "
-                "forbids these",
-                param="allowed_token_ids",
+                "structured_outputs is not possible with an adapter that has tokens behind the model's",
+                param="structured_outputs",
             )
-        if allowed is None and len(ends) >= self.config.arch.vocab_size:
-            raise ValidationError(
-                "stop_token_ids has every token, and min_tokens forbids these", param="stop_token_ids"
-            )
-
-    def _check_ids(self, name: str, ids: Iterable[Any]) -> None:
-        vocab_size = self.config.arch.vocab_size
-        for token_id in ids:
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                raise ValidationError(
-                    f"{name} has {token_id!r}, but token ids are integers in [0, {vocab_size - 1}]",
-                    param=name,
-                )
 
 
 def check_listed_ids(num_ids: int, num_sequences: int) -> None:
@@ -381,3 +364,30 @@ def _nth_seed(params: SamplingParams, index: int) -> int | None:
         return None
     seed = params.seed + index
     return seed if seed in INT64_RANGE else seed - 2**64
+
+
+def _check_some_token_is_left(params: SamplingParams, lexicon: Lexicon) -> None:
+    """`min_tokens` forbids the tokens that end a generation: without any other, nothing could be generated."""
+    if not params.min_tokens:
+        return
+    ends = {*lexicon.end_ids, *params.stop_token_ids}
+    allowed = params.allowed_token_ids
+    if allowed is not None and ends.issuperset(allowed):
+        raise ValidationError(
+            f"allowed_token_ids has only tokens that end the generation, and min_tokens ({params.min_tokens}) "
+            "forbids these",
+            param="allowed_token_ids",
+        )
+    if allowed is None and len(ends) >= lexicon.vocab_size:
+        raise ValidationError(
+            "stop_token_ids has every token, and min_tokens forbids these", param="stop_token_ids"
+        )
+
+
+def _check_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise ValidationError(
+                f"{name} has {token_id!r}, but token ids are integers in [0, {vocab_size - 1}]",
+                param=name,
+            )

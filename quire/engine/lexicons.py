@@ -29,12 +29,14 @@ class Lexicon:
     end_ids: list[int]
     """Of tokens that end a text."""
     thinking_markers: ThinkingMarkers | None
+    vocab_size: int
+    """Ids that requests may name."""
 
     @staticmethod
-    def of(config: EngineConfig, tokenizer: Tokenizer | None) -> Lexicon:
+    def of(config: EngineConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Lexicon:
         """Raises ConfigError: the options about reasoning do not fit the tokenizer."""
-        markers = find_thinking_markers(config, tokenizer)
-        return Lexicon(tokenizer, end_ids(config, tokenizer), markers)
+        markers = find_thinking_markers(config, tokenizer, vocab_size)
+        return Lexicon(tokenizer, end_ids(config, tokenizer, vocab_size), markers, vocab_size)
 
 
 class Lexicons:
@@ -45,7 +47,7 @@ class Lexicons:
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
-        self.model = Lexicon.of(config, tokenizer)
+        self.model = Lexicon.of(config, tokenizer, config.arch.vocab_size)
         self._config = config
         self._lock = threading.Lock()
         self._of_adapters: OrderedDict[str, Lexicon] = OrderedDict()  # the one wanted longest ago first
@@ -83,10 +85,13 @@ class Lexicons:
         model, directory = self.model.tokenizer, directory_of(adapter.lora_path)
         assert model is not None, "of an engine without a tokenizer, nobody has another"
         try:
-            own = own_tokenizer(model, directory, self._config.arch.vocab_size)
+            vocab_size = self._config.arch.vocab_size
+            own = own_tokenizer(model, directory, vocab_size + self._config.max_added_tokens)
             if self._config.pooling is not None:
                 return self._of_pooling(own, model)
-            return self.model if own is model else Lexicon.of(self._config, own)
+            if own is model:
+                return self.model
+            return Lexicon.of(self._config, own, max(vocab_size, own.num_ids))
         except StartupError as error:
             problem = str(error).replace(f"{directory}/", "")  # where it lies is for the operator alone
             raise ValidationError(f"adapter {adapter.lora_name!r}: {problem}", param="lora_request") from None

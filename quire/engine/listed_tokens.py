@@ -31,7 +31,9 @@ def bad_words_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> 
     return checked_bad_words_token_ids(sequences)
 
 
-def find_thinking_markers(config: EngineConfig, tokenizer: Tokenizer | None) -> ThinkingMarkers | None:
+def find_thinking_markers(
+    config: EngineConfig, tokenizer: Tokenizer | None, vocab_size: int
+) -> ThinkingMarkers | None:
     """What opens and closes a section of reasoning, as the options say or as most models have it; None: unknown.
 
     Raises:
@@ -48,7 +50,7 @@ def find_thinking_markers(config: EngineConfig, tokenizer: Tokenizer | None) -> 
     start_ids, end_ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
     if not start and (len(start_ids), len(end_ids)) != (1, 1):
         return None
-    if max((*start_ids, *end_ids), default=0) >= config.arch.vocab_size:
+    if max((*start_ids, *end_ids), default=0) >= vocab_size:
         return None
     try:
         return ThinkingMarkers(start_ids, end_ids)

@@ -111,6 +111,11 @@ class Tokenizer:
         states = [None if decoder is None else decoder.__getstate__() for decoder in (mine, theirs)]
         return states[0] == states[1]
 
+    @property
+    def num_ids(self) -> int:
+        """One more than the greatest id."""
+        return max(self.vocabulary().values(), default=-1) + 1
+
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary."""
         found: int | None = self._backend.token_to_id(token)

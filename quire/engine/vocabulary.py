@@ -20,7 +20,8 @@ def load_vocabulary(config: EngineConfig) -> Vocabulary:
     """
     tokenizer = load_tokenizer(config)
     assert tokenizer is not None, "constraints are refused without a tokenizer"
-    return vocabulary_of(tokenizer, config.arch.vocab_size, end_ids(config, tokenizer))
+    vocab_size = config.arch.vocab_size
+    return vocabulary_of(tokenizer, vocab_size, end_ids(config, tokenizer, vocab_size))
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, ends: list[int]) -> Vocabulary:
@@ -31,10 +32,10 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, ends: list[int]) -> Voc
     return Vocabulary(tokens, special, tuple(ends))
 
 
-def end_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> list[int]:
-    """Ids that end a text: those that the model's files name, and the tokenizer's."""
+def end_ids(config: EngineConfig, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+    """Ids that end a text: those that the model's files name, and the tokenizer's, if it is one of so many."""
     ids = list(config.arch.eos_token_ids)
     own = tokenizer.eos_token_id if tokenizer else None
-    if own is not None and own not in ids and own < config.arch.vocab_size:
+    if own is not None and own not in ids and own < vocab_size:
         ids.append(own)
     return ids

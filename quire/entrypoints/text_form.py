@@ -37,8 +37,9 @@ class FormOptions:
 class TextForm:
     """That of one tokenizer with its templates; what is made of them is made when it is asked for."""
 
-    def __init__(self, tokenizer: Tokenizer | None, options: FormOptions) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, options: FormOptions) -> None:
         self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
         self._options = options
         self.is_made = False
 
@@ -93,7 +94,7 @@ class TextForms:
     """That of a model, and those of its adapters."""
 
     def __init__(self, model: Lexicon, options: FormOptions) -> None:
-        self.model = TextForm(model.tokenizer, options)
+        self.model = TextForm(model.tokenizer, model.vocab_size, options)
         self._lexicon = model
         self._options = options
         self._others: weakref.WeakKeyDictionary[Lexicon, TextForm] = weakref.WeakKeyDictionary()
@@ -104,7 +105,8 @@ class TextForms:
             return self.model
         form = self._others.get(lexicon)
         if form is None:
-            form = self._others[lexicon] = TextForm(lexicon.tokenizer, self._options_of(lexicon))
+            options = self._options_of(lexicon)
+            form = self._others[lexicon] = TextForm(lexicon.tokenizer, lexicon.vocab_size, options)
         return form
 
     def _options_of(self, lexicon: Lexicon) -> FormOptions:

@@ -70,36 +70,53 @@ class VocabEmbedding(MatrixLayer):
     def forward(self, inputs: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
         """Ids [T] in [0, V) -> their rows [T, H]; rows [T, H] of `out_dtype`, made elsewhere, are taken as they are.
 
-        adapter_rows [T]: see `StepContext`.
+        adapter_rows [T]: see `StepContext`; an adapter may have ids behind V.
         """
         if inputs.is_floating_point():
             return inputs
-        rows = self.looked_up(inputs).to(self.out_dtype)
-        if adapter_rows is not None:
-            rows = self._adapted(rows, inputs, adapter_rows)
+        rows = (
+            self.looked_up(inputs).to(self.out_dtype)
+            if adapter_rows is None
+            else self._adapted(inputs, adapter_rows)
+        )
         return rows if self.scale is None else rows * self.scale
 
-    def _adapted(self, rows: Tensor, ids: Tensor, adapter_rows: Tensor) -> Tensor:
+    def _adapted(self, ids: Tensor, adapter_rows: Tensor) -> Tensor:
+        known = ids if self.own_rows is None else ids.clamp(max=self.shape[0] - 1)
+        rows = self.looked_up(known).to(self.out_dtype)
         if self.own_rows is not None:
             rows = self.own_rows.replace(rows, ids, adapter_rows)
         if self.table_adapters is not None:
-            self.table_adapters.add(rows, ids, adapter_rows)
+            self.table_adapters.add(rows, known, adapter_rows)
         return rows
 
-    def logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
-        """hidden [N, H] -> float32 [N, V]; adapter_rows [N] has the adapter of each, as in `StepContext`."""
+    def logits(self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0) -> Tensor:
+        """hidden [N, H] -> float32 [N, V + num_added]; adapter_rows [N] has the adapter of each, as in `StepContext`.
+
+        Logits behind V are those of tokens that adapters have there; those of others mean nothing.
+        """
         logits = self._product(hidden)
         if self.group is not None:
             logits = ops.all_gather(logits, self.group)
-        if adapter_rows is not None:
-            self._adapt_logits(logits, hidden.to(logits.dtype), adapter_rows)
-        return logits
-
-    def _adapt_logits(self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor) -> None:
-        if self.own_outputs is not None:
-            self.own_outputs.replace(logits, hidden, adapter_rows, self.bias)
+        if adapter_rows is None:
+            return logits
+        hidden = hidden.to(logits.dtype)
+        added = self._own_logits(logits, hidden, adapter_rows, num_added)
         if self.adapters is not None:
             ops.lora_linear(logits, hidden, adapter_rows, self.adapters)
+        return torch.cat((logits, added), 1) if num_added else logits
+
+    def _own_logits(self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor, num_added: int) -> Tensor:
+        """Put what rows of adapters make into the logits [N, V]; returns those behind them, [N, num_added]."""
+        own, vocab_size = self.own_outputs, logits.shape[1]
+        if own is None or not num_added:
+            if own is not None:
+                own.replace(logits, hidden, adapter_rows, self.bias)
+            return logits[:, :0]
+        wide = F.pad(logits, (0, num_added))
+        own.replace(wide, hidden, adapter_rows, self.bias)
+        logits.copy_(wide[:, :vocab_size])
+        return wide[:, vocab_size:]
 
     def _product(self, hidden: Tensor) -> Tensor:
         if self.packed is not None:

@@ -101,8 +101,8 @@ class LatentSelfAttention(Module):
         compressed = self.qkv_a_proj(x, step)
         queries = self._queries(x, compressed[:, : self.query_rank], step)
         q, q_rope = queries.view(len(queries), -1, sum(self.sizes)).split(self.sizes, 2)
-        latents = self.attn(self.k_up(q), q_rope, compressed[:, self.query_rank :], positions, step)
-        return self.o_proj(self.v_up(latents).flatten(1), step)
+        latents = self.attn(self.k_up(q, step), q_rope, compressed[:, self.query_rank :], positions, step)
+        return self.o_proj(self.v_up(latents, step).flatten(1), step)
 
     def _queries(self, x: Tensor, compressed: Tensor, step: StepContext) -> Tensor:
         """[T, Hq * query size]."""

@@ -29,7 +29,7 @@ class TokenRows(NamedTuple):
 
 
 class OwnRows:
-    """Of a table that is looked up.
+    """Of a table that is looked up, and behind it: tokens V .. V + E - 1 have rows of adapters only.
 
     Args:
         num_slots, num_rows: adapters, and the rows that each may have.
@@ -39,13 +39,14 @@ class OwnRows:
     def __init__(
         self, num_slots: int, num_rows: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._num_rows, (self._vocab_size, size) = num_rows, shape
+        self._num_rows, (vocab_size, size) = num_rows, shape
+        self._num_ids = vocab_size + num_rows
         self._rows = torch.zeros(num_slots * num_rows, size, dtype=dtype, device=device)
-        self._places = torch.full((num_slots * self._vocab_size,), -1, dtype=torch.int32, device=device)
+        self._places = torch.full((num_slots * self._num_ids,), -1, dtype=torch.int32, device=device)
 
     def put(self, slot: int, own: TokenRows | None, upload: Upload) -> None:
         """Let an adapter have these, at most E, or none."""
-        places = self._places[slot * self._vocab_size : (slot + 1) * self._vocab_size]
+        places = self._places[slot * self._num_ids : (slot + 1) * self._num_ids]
         places.fill_(-1)
         if own is not None:
             first, count = slot * self._num_rows, len(own.tokens)
@@ -55,7 +56,7 @@ class OwnRows:
 
     def replace(self, rows: Tensor, ids: Tensor, adapter_rows: Tensor) -> Tensor:
         """rows [T, H] of the table for ids [T] -> those of each token's adapter; adapter_rows [T] as in a step."""
-        of_slots = ids + adapter_rows.clamp(min=0) * self._vocab_size
+        of_slots = ids + adapter_rows.clamp(min=0) * self._num_ids
         places = self._places.index_select(0, of_slots)
         own = ops.embedding(places.clamp(min=0).long(), self._rows).to(rows.dtype)
         has_own = (places >= 0) & (adapter_rows >= 0)
@@ -98,17 +99,21 @@ class OwnOutputs:
             self._stacks.a[slot, 0, :, :size] = upload(own.rows[filled].t().contiguous())
 
     def replace(self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor, bias: Tensor | None) -> None:
-        """Put what the rows of adapters make of hidden [N, H] into float32 logits [N, V]; adapter_rows [N]."""
+        """Put what the rows of adapters make of hidden [N, H] into float32 logits [N, V or more]; adapter_rows [N].
+
+        Tokens that an adapter has are in the logits.
+        """
         if not any(self._has_rows):
             return
         slots = adapter_rows.clamp(min=0).long()
-        tokens = self._tokens[slots]
+        has_own = ((adapter_rows >= 0) & self._is_used[slots])[:, None]
+        # Others get back what they have, of a token that all logits have.
+        tokens = self._tokens[slots].masked_fill(~has_own, 0)
         own = logits.new_zeros(tokens.shape)
         ops.lora_linear(own, hidden, adapter_rows, self._stacks)
         if bias is not None:
-            own += bias[tokens]
-        has_own = (adapter_rows >= 0) & self._is_used[slots]
-        logits.scatter_(1, tokens, torch.where(has_own[:, None], own, logits.gather(1, tokens)))
+            own += bias[tokens.clamp(max=len(bias) - 1)].masked_fill(tokens >= len(bias), 0.0)
+        logits.scatter_(1, tokens, torch.where(has_own, own, logits.gather(1, tokens)))
 
     def launch(self, row: Tensor) -> None:
         """Launch what makes logits of a row, [1] int32, that has no adapter."""

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.linear import PackedWeight
+from quire.layers.head_adapters import HeadAdapters
 from quire.layers.matrix import MatrixLayer, Piece
 from quire.layers.shard import Span
 from quire.layers.slot import length
+from quire.layers.step import StepContext
 
 
 class PerHeadLinear(MatrixLayer):
@@ -38,12 +40,22 @@ class PerHeadLinear(MatrixLayer):
         stored_rows, stored_columns = (in_features, out_features) if inverted else (out_features, in_features)
         super().__init__([Span(num_heads, stored_rows)], stored_columns, dtype, name=name, cut="output")
         self._matrix: PackedWeight | None = None
+        self.adapters: HeadAdapters | None = None
+        """None: the engine serves no adapters."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, H, K], strides allowed, of the rank's heads -> [T, H, N]."""
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """x [T, H, K], strides allowed, of the rank's heads and the step's tokens -> [T, H, N]."""
         if self._matrix is None:
             self._matrix = self.matrix()
-        return ops.per_head_linear(x, self._matrix)
+        out = ops.per_head_linear(x, self._matrix)
+        if self.adapters is not None and step.adapter_rows is not None:
+            self.adapters.add(out, x, step.adapter_rows)
+        return out
+
+    @property
+    def num_heads(self) -> int:
+        """Those of the rank."""
+        return self.num_rows // self.spans[0].unit
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         (rows,), (span,) = self.rows, self.spans

@@ -1,4 +1,7 @@
-"""What can add something of adapters, under one set of verbs: layers with a product, and tables of rows."""
+"""What can add something of adapters, under one set of verbs: layers with a product, tables of rows, matrices of heads.
+
+Shapes: a [r, inputs] and b [outputs, r] are the matrices of a module, as its checkpoint has them.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from torch import Tensor
 from quire.kernels import ops
 from quire.kernels.lora import LoraStacks
 from quire.layers.embedding import VocabEmbedding
+from quire.layers.head_adapters import HeadAdapters
 from quire.layers.linear import Linear
 from quire.layers.matrix import Piece
 from quire.layers.own_rows import OwnOutputs, OwnRows
+from quire.layers.per_head import PerHeadLinear
 from quire.layers.slot import length
 from quire.layers.table_adapters import TableAdapters
 from quire.models.base import CausalLM
@@ -28,16 +33,23 @@ class AdaptableLayer:
     """Outputs of each: a module that is merged with others has a part of its own."""
 
     is_table = False
+    blocks = 1
+    """Stacks that one adapter takes."""
+    has_vectors = True
+    """Whether it can multiply and add by outputs, too: for DoRA, and for biases."""
 
     @property
     def inputs(self) -> int:
         """Those of all ranks."""
         return self.layer.inputs
 
-    @property
-    def columns(self) -> slice:
-        """Of the inputs, those that this rank has."""
-        return self.layer.columns
+    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
+        """Room for so many adapters."""
+        return LoraStacks.empty(num_slots, self.parts, length(self.layer.columns), max_rank, dtype, device)
+
+    def put(self, stacks: LoraStacks, part: int, piece: Piece, a: Tensor, b: Tensor) -> None:
+        """Let the product of a and b count where the piece of its outputs stands, in stacks of one adapter."""
+        _put(stacks, part, self.layer.columns, piece, a, b)
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         """What it makes of the modules' outputs."""
@@ -70,6 +82,8 @@ class AdaptableTable:
     layer: VocabEmbedding
 
     is_table = True
+    blocks = 1
+    has_vectors = False
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -81,10 +95,13 @@ class AdaptableTable:
         """Tokens."""
         return self.layer.shape[0]
 
-    @property
-    def columns(self) -> slice:
-        """The tokens whose rows this rank has."""
-        return self.layer.rows[0]
+    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
+        """Room for so many adapters, for the tokens whose rows this rank has."""
+        return LoraStacks.empty(num_slots, self.parts, length(self.layer.rows[0]), max_rank, dtype, device)
+
+    def put(self, stacks: LoraStacks, part: int, piece: Piece, a: Tensor, b: Tensor) -> None:
+        """As that of `AdaptableLayer`."""
+        _put(stacks, part, self.layer.rows[0], piece, a, b)
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         """All of a row."""
@@ -106,7 +123,64 @@ class AdaptableTable:
         TableAdapters(stacks).add(rows, torch.zeros_like(row, dtype=torch.int64), row)
 
 
-Adaptable = AdaptableLayer | AdaptableTable
+@dataclass(frozen=True, slots=True)
+class AdaptableHeads:
+    """A matrix [N, K] for each head, which may be what the checkpoint multiplies by, or the other way round."""
+
+    layer: PerHeadLinear
+
+    is_table = False
+    has_vectors = False
+
+    @property
+    def blocks(self) -> int:
+        """One for each head of this rank."""
+        return self.layer.num_heads
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """One."""
+        return (self.layer.matrix_shape()[0] // self.blocks,)
+
+    @property
+    def inputs(self) -> int:
+        """Of the checkpoint's module."""
+        return self.layer.inputs
+
+    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
+        """Room for so many adapters."""
+        inputs, count = self.layer.matrix_shape()[1], num_slots * self.blocks
+        return LoraStacks.empty(count, self.parts, inputs, max_rank, dtype, device)
+
+    def put(self, stacks: LoraStacks, part: int, piece: Piece, a: Tensor, b: Tensor) -> None:
+        """As that of `AdaptableLayer`; a piece is a head."""
+        if not length(piece.place):
+            return  # another rank's
+        head, rank, own = piece.place.start // length(piece.place), len(a), b[piece.rows]
+        first, then = (own, a) if self.layer.inverted else (a.t(), own.t())
+        stacks.a[head, part, :, :rank], stacks.b[head, :rank] = first, then
+
+    def pieces(self, names: Sequence[str]) -> list[Piece]:
+        """One for each head."""
+        return self.layer.pieces(names)
+
+    def give(self, stacks: LoraStacks) -> None:
+        """Let it add what these have."""
+        self.layer.adapters = HeadAdapters(stacks, self.blocks)
+
+    def give_rows(self, num_slots: int, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """It is no table."""
+
+    def launch(self, stacks: LoraStacks, row: Tensor) -> None:
+        """As that of `AdaptableLayer`."""
+        out, x = (
+            row.new_zeros(1, self.blocks, size, dtype=stacks.b.dtype)
+            for size in (stacks.b.shape[-1], stacks.a.shape[2])
+        )
+        HeadAdapters(stacks, self.blocks).add(out, x, row)
+
+
+Adaptable = AdaptableLayer | AdaptableTable | AdaptableHeads
 
 
 def adaptable_layers(model: CausalLM) -> Iterator[tuple[list[str], Adaptable]]:
@@ -115,6 +189,8 @@ def adaptable_layers(model: CausalLM) -> Iterator[tuple[list[str], Adaptable]]:
         if isinstance(layer, Linear) and layer.takes_adapters:
             parts = (layer.num_rows,) if len(names) == 1 else tuple(map(length, layer.rows))
             yield names, AdaptableLayer(layer, parts)
+        if isinstance(layer, PerHeadLinear):
+            yield names, AdaptableHeads(layer)
         is_looked_up = layer is not model.lm_head or model.config.arch.tie_word_embeddings
         if isinstance(layer, VocabEmbedding) and is_looked_up and _takes_adapters(layer):
             yield names, AdaptableTable(layer)
@@ -123,6 +199,12 @@ def adaptable_layers(model: CausalLM) -> Iterator[tuple[list[str], Adaptable]]:
             [model.renamed.get("lm_head", "lm_head")],
             AdaptableLayer(model.lm_head, (model.lm_head.num_rows,)),
         )
+
+
+def _put(stacks: LoraStacks, part: int, columns: slice, piece: Piece, a: Tensor, b: Tensor) -> None:
+    rank = len(a)
+    stacks.a[0, part, :, :rank] = a[:, columns].t()
+    stacks.b[0, :rank, piece.place] = b[piece.rows].t()
 
 
 def _takes_adapters(layer: VocabEmbedding) -> bool:

@@ -19,7 +19,7 @@ from quire.layers.own_rows import TokenRows
 from quire.layers.slot import length
 from quire.lora.directory import WEIGHTS_NAME
 from quire.lora.modules import AdaptedModule, Kind, adapted_modules
-from quire.lora.own_rows import read_own_rows
+from quire.lora.own_rows import count_added, read_own_rows
 from quire.lora.peft_config import read_peft_config
 from quire.lora.targets import Place, Targets
 from quire.models.safetensors_file import SafetensorsFile
@@ -35,7 +35,9 @@ class Adapter:
 
     layers: Mapping[int, LoraStacks]
     rows: Mapping[int, TokenRows]
-    """By the index of each table, rows in place of its own."""
+    """By the index of each table, rows in place of its own, or behind them."""
+    num_added: int = 0
+    """Tokens behind the model's."""
 
     @property
     def nbytes(self) -> int:
@@ -45,11 +47,17 @@ class Adapter:
 
 
 def read_adapter(
-    directory: Path, targets: Targets, max_rank: int, dtype: torch.dtype, *, max_rows: int = 0
+    directory: Path,
+    targets: Targets,
+    max_rank: int,
+    dtype: torch.dtype,
+    *,
+    max_rows: int = 0,
+    max_added: int = 0,
 ) -> Adapter:
     """The adapter of a directory, for the model that has these targets, its weights rounded to `dtype`.
 
-    It may have `max_rows` rows of its own in a table.
+    It may have `max_rows` rows of its own in a table, of which `max_added` are behind the table's.
 
     Raises:
         ModelLoadError: a file is missing or corrupt, or a tensor does not fit the model or these limits.
@@ -57,14 +65,16 @@ def read_adapter(
     """
     config = read_peft_config(directory)
     file = SafetensorsFile(_weights_file(directory))
-    modules = adapted_modules(file, config, targets, max_rank)
+    modules = adapted_modules(file, config, targets, max_rank, max_added)
     by_layer: dict[int, list[AdaptedModule]] = {}
     for module in modules:
         for index in dict.fromkeys(place.layer for place in module.target.places if module.of_layers):
             by_layer.setdefault(index, []).append(module)
+    rows = read_own_rows(file, modules, targets, max_rows, dtype)
     return Adapter(
         {index: _LayerReader(file, targets, index).stacks(found, dtype) for index, found in by_layer.items()},
-        read_own_rows(file, modules, targets, max_rows, dtype),
+        rows,
+        count_added(file, rows, targets),
     )
 
 
@@ -90,9 +100,9 @@ class _LayerReader:
         self._weight: Tensor | None = None
 
     def stacks(self, modules: Sequence[AdaptedModule], dtype: torch.dtype) -> LoraStacks:
-        """A slot that is full."""
-        rank, inputs = max(module.rank for module in modules), length(self._own.columns)
-        stacks = LoraStacks.empty(1, self._own.parts, inputs, rank, dtype, torch.device("cpu"))
+        """Those of one adapter."""
+        rank = max(module.rank for module in modules)
+        stacks = self._own.stacks(1, rank, dtype, torch.device("cpu"))
         stacks.factors.fill_(1.0)
         for module in modules:
             tensors = {kind: self._file.tensor(info).float() for kind, info in module.of_layers.items()}
@@ -108,16 +118,15 @@ class _LayerReader:
         factors: Tensor | float = 1.0
         offsets = self._offsets(place, module, tensors)
         if rank:
-            a, b = tensors["a"], tensors["b"][rows]
+            a, b = tensors["a"], tensors["b"]
             if "magnitude" in tensors:
-                lengths = self._lengths(place, module.scale * (b @ a))
+                lengths = self._lengths(place, module.scale * (b[rows] @ a))
                 own = tensors["magnitude"][rows] / lengths
                 offsets = offsets + (1 - own) * self._own_bias(place)
-                factors, b = own, b * own[:, None]
-            stacks.a[0, part, :, :rank] = a[:, self._own.columns].t()
-            stacks.b[0, :rank, here] = b.t()
-            stacks.scales[0, part] = module.scale
-            stacks.ranks[0, part] = rank
+                factors, b = own, b.index_copy(0, torch.arange(rows.start, rows.stop), b[rows] * own[:, None])
+            self._own.put(stacks, part, place.piece, a, b)
+            stacks.scales[:, part] = module.scale
+            stacks.ranks[:, part] = rank
         if tensors.keys() - {"a", "b"}:
             stacks.factors[0, here], stacks.offsets[0, here] = factors, offsets
             stacks.affine[0, part] = 1

@@ -20,7 +20,7 @@ TEXT_FILES = (
     TEMPLATES_NAME,
 )
 """Of a tokenizer and of chat templates, which an adapter may have of its own."""
-IN_THE_BOX = ("quire-demo-pirate",)
+IN_THE_BOX = ("quire-demo-pirate", "quire-demo-json")
 """Adapters of the model in the box that come with quire."""
 
 

@@ -55,7 +55,7 @@ class AdaptedModule:
     """0: it has no product."""
     scale: float
     tokens: tuple[int, ...] = ()
-    """Those whose rows it has."""
+    """Those of which `rows` are."""
 
     @property
     def of_layers(self) -> Mapping[Kind, TensorInfo]:
@@ -64,9 +64,9 @@ class AdaptedModule:
 
 
 def adapted_modules(
-    file: SafetensorsFile, config: PeftConfig, targets: Targets, max_rank: int
+    file: SafetensorsFile, config: PeftConfig, targets: Targets, max_rank: int, max_added: int = 0
 ) -> list[AdaptedModule]:
-    """All that the file has.
+    """All that the file has; rows of embedding and head may be of `max_added` tokens behind the model's.
 
     Raises:
         ModelLoadError: a tensor has no place, no partner, or the wrong shape or dtype.
@@ -81,7 +81,8 @@ def adapted_modules(
     if not modules:
         raise ModelLoadError(f"{file.path}: there is no tensor in it")
     return [
-        _Checked(file, config, name, tensors, targets).module(max_rank) for name, tensors in modules.items()
+        _Checked(file, config, name, tensors, targets, max_added).module(max_rank)
+        for name, tensors in modules.items()
     ]
 
 
@@ -104,6 +105,7 @@ class _Checked:
     name: str
     tensors: Mapping[Kind, TensorInfo]
     targets: Targets
+    max_added: int
 
     def module(self, max_rank: int) -> AdaptedModule:
         """The module, if all of it fits."""
@@ -113,7 +115,8 @@ class _Checked:
         tokens = self.config.trained_tokens(self.name) if "rows" in self.tensors else ()
         shapes = _shapes(target, rank, len(tokens))
         for kind, info in self.tensors.items():
-            self._check_tensor(info, shapes.get(kind, (target.outputs,)))
+            more = self.max_added if kind in ("table", "base_table") else 0
+            self._check_tensor(info, shapes.get(kind, (target.outputs,)), more)
         if rank:
             self._check_rank(rank, max_rank)
         if "rows" in self.tensors:
@@ -137,8 +140,11 @@ class _Checked:
             if kind not in TABLES and info.name.endswith(_OF_TABLES) != target.is_table:
                 what = "an embedding" if target.is_table else "no embedding"
                 raise wrong(self.file, info, f"is for {self.name}, which is {what}")
-            if kind not in TABLES and target.is_table and self.config.is_dora:
-                raise wrong(self.file, info, "is of an embedding, for which use_dora is not supported")
+            if kind not in TABLES and not target.has_vectors and self.config.is_dora:
+                what = "an embedding" if target.is_table else "matrices of heads"
+                raise wrong(self.file, info, f"is of {what}, for which use_dora is not supported")
+            if kind == "expand_bias" and not target.has_vectors:
+                raise wrong(self.file, info, f"is a bias, which {self.name} has no place for")
             if kind in TABLES and not target.has_rows:
                 problem = f"is a whole weight, and {self.name} is neither embedding nor head"
                 raise wrong(self.file, info, problem)
@@ -168,20 +174,23 @@ class _Checked:
             raise wrong(self.file, self.tensors["a"], f"has rank {rank}, {self.config.where} says {said}")
 
     def _check_tokens(self, tokens: Sequence[int], target: Target) -> None:
-        most = target.inputs if target.is_table else target.outputs
-        outside = [token for token in tokens if token >= most]
+        known = target.inputs if target.is_table else target.outputs
+        outside = [token for token in tokens if token >= known + self.max_added]
         if outside:
-            problem = f"is for token {outside[0]} ({self.config.where}), and the model has {most}"
+            problem = f"is for token {outside[0]} ({self.config.where}), and the model has {known}"
             raise wrong(self.file, self.tensors["rows"], problem)
 
-    def _check_tensor(self, info: TensorInfo, shape: tuple[int, ...]) -> None:
+    def _check_tensor(self, info: TensorInfo, shape: tuple[int, ...], more: int) -> None:
+        """Whether it has this shape, or up to so many more rows."""
         if info.dtype not in FLOATS:
             dtype = str(info.dtype).removeprefix("torch.")
             raise wrong(self.file, info, f"is {dtype}; adapters are floats")
-        if info.shape != shape or 0 in shape:
-            raise wrong(
-                self.file, info, f"has shape {list(info.shape)}; the model's layer implies {list(shape)}"
-            )
+        has_rows = info.shape[1:] == shape[1:] and shape[0] <= info.shape[0] <= shape[0] + more
+        if len(info.shape) != len(shape) or not has_rows or 0 in shape:
+            implied = f"the model's layer implies {list(shape)}"
+            if more:
+                implied += f", and up to {more} rows more"
+            raise wrong(self.file, info, f"has shape {list(info.shape)}; {implied}")
 
 
 def _shapes(target: Target, rank: int, num_tokens: int) -> dict[Kind, tuple[int, ...]]:

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from quire.errors import ModelLoadError
 from quire.kernels import ops
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.own_rows import TokenRows
 from quire.lora.modules import TABLES, AdaptedModule, wrong
-from quire.lora.targets import Targets
+from quire.lora.targets import Target, Targets
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorInfo
 
@@ -47,6 +48,34 @@ def read_own_rows(
                     file, info, "has rows that are not the model's, with which use_dora is not supported"
                 )
     return {index: own for index, own in found.items() if len(own.tokens)}
+
+
+def count_added(file: SafetensorsFile, rows: Mapping[int, TokenRows], targets: Targets) -> int:
+    """How many tokens behind the model's an adapter has, for which head and tables must have a row, all of them.
+
+    Raises:
+        ModelLoadError: one has not, or leaves some out.
+    """
+    added = {
+        name: _added(rows, targets, target) for name, target in targets.modules.items() if target.has_rows
+    }
+    count = max(map(len, added.values()), default=0)
+    kinds = {targets.modules[name].is_table for name in added}
+    for name, tokens in added.items():
+        if count and (tokens != [*range(count)] or len(kinds) < 2):
+            raise ModelLoadError(
+                f"{file.path}: there are {count} tokens behind the model's, for which embedding and head must have "
+                f"rows, one behind the other; {name} has {len(tokens)}"
+            )
+    return count
+
+
+def _added(rows: Mapping[int, TokenRows], targets: Targets, target: Target) -> list[int]:
+    """Of the rows of a module, how far those behind it are behind its last."""
+    index = target.places[0].layer
+    size = target.inputs if target.is_table else target.outputs
+    own = rows[index].tokens.tolist() if index in rows else []
+    return sorted(token - size for token in own if token >= size)
 
 
 def _rows_of(
@@ -90,13 +119,13 @@ def _merged(first: TokenRows | None, then: TokenRows) -> TokenRows:
 
 
 def _changed_rows(table: Tensor, layer: VocabEmbedding) -> TokenRows:
-    """Those of a table [V, H], in the model's dtype, that are not what the layer has."""
-    found = []
-    for start in range(0, len(table), _CHUNK):
-        part = table[start : start + _CHUNK]
+    """Those of a table [V or more, H], in the model's dtype, that are not what the layer has."""
+    known, found = table[: layer.shape[0]], []
+    for start in range(0, len(known), _CHUNK):
+        part = known[start : start + _CHUNK]
         differs = (_kept(part, layer) != _base(start, len(part), layer)).any(1)
         found.append(differs.nonzero()[:, 0].cpu() + start)
-    tokens = torch.cat(found)
+    tokens = torch.cat((*found, torch.arange(len(known), len(table))))
     return TokenRows(tokens, table[tokens])
 
 

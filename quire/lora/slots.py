@@ -13,7 +13,6 @@ from torch import Tensor
 
 from quire.kernels.lora import LoraStacks
 from quire.layers.own_rows import OwnOutputs, OwnRows
-from quire.layers.slot import length
 from quire.lora.checkpoint import Adapter
 from quire.lora.targets import Targets
 
@@ -46,8 +45,7 @@ class AdapterSlots:
         self._stacks: list[LoraStacks] = []
         self._rows: dict[int, OwnRows | OwnOutputs] = {}
         for index, own in enumerate(self._layers):
-            inputs = length(own.columns)
-            stacks = LoraStacks.empty(num_slots, own.parts, inputs, max_rank, dtype, device)
+            stacks = own.stacks(num_slots, max_rank, dtype, device)
             own.give(stacks)
             self._stacks.append(stacks)
             rows = own.give_rows(num_slots, max_rows, dtype, device) if max_rows else None
@@ -57,22 +55,22 @@ class AdapterSlots:
     def put(self, slot: int, adapter: Adapter) -> None:
         """Let a slot be this adapter; whatever it was before is forgotten."""
         for index, (own, stacks) in enumerate(zip(self._layers, self._stacks, strict=True)):
-            source = adapter.layers.get(index)
+            source, blocks = adapter.layers.get(index), slice(slot * own.blocks, (slot + 1) * own.blocks)
             if source is None:
-                stacks.ranks[slot] = 0
-                stacks.affine[slot] = 0
+                stacks.ranks[blocks] = 0
+                stacks.affine[blocks] = 0
                 continue
             rank = source.b.shape[1]
-            stacks.a[slot, ..., :rank] = self._upload(source.a[0])
+            stacks.a[blocks, ..., :rank] = self._upload(source.a)
             if own.is_table:  # all ranks of a row are looked up, and what is no number would spread
-                stacks.a[slot, ..., rank:] = 0.0
-            stacks.b[slot, :rank] = self._upload(source.b[0])
-            stacks.scales[slot] = self._upload(source.scales[0])
-            stacks.ranks[slot] = self._upload(source.ranks[0])
-            stacks.affine[slot] = self._upload(source.affine[0])
+                stacks.a[blocks, ..., rank:] = 0.0
+            stacks.b[blocks, :rank] = self._upload(source.b)
+            stacks.scales[blocks] = self._upload(source.scales)
+            stacks.ranks[blocks] = self._upload(source.ranks)
+            stacks.affine[blocks] = self._upload(source.affine)
             if source.affine.any():
-                stacks.factors[slot] = self._upload(source.factors[0])
-                stacks.offsets[slot] = self._upload(source.offsets[0])
+                stacks.factors[blocks] = self._upload(source.factors)
+                stacks.offsets[blocks] = self._upload(source.offsets)
         for index, rows in self._rows.items():
             rows.put(slot, adapter.rows.get(index), self._upload)
 

@@ -27,11 +27,12 @@ class AdapterStore:
         max_rank: the largest that they may have.
         dtype: of their weights.
         max_rows: rows of its own that one may have in each table.
+        max_added: of these, those behind the table's.
     """
 
-    def __init__(self, max_rank: int, dtype: torch.dtype, *, max_rows: int) -> None:
+    def __init__(self, max_rank: int, dtype: torch.dtype, *, max_rows: int, max_added: int) -> None:
         self._max_rank = max_rank
-        self._max_rows = max_rows
+        self._rows = {"max_rows": max_rows, "max_added": max_added}
         self._dtype = dtype
         self._targets: Targets | None = None
         self._kept: dict[str, Adapter] = {}
@@ -65,9 +66,7 @@ class AdapterStore:
         assert self._targets is not None, "the model is loaded first"
         directory = directory_of(request.lora_path)
         try:
-            adapter = read_adapter(
-                directory, self._targets, self._max_rank, self._dtype, max_rows=self._max_rows
-            )
+            adapter = read_adapter(directory, self._targets, self._max_rank, self._dtype, **self._rows)
         except StartupError as error:
             problem = str(error).replace(f"{directory}/", "")  # where it lies is for the operator alone
         except Exception:  # costs those who want this adapter, and no core

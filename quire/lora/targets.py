@@ -37,6 +37,8 @@ class Target:
     """Whether its inputs are tokens, whose rows are looked up."""
     has_rows: bool
     """Whether it is such a table or the head, whose outputs are tokens."""
+    has_vectors: bool
+    """Whether what its outputs are multiplied by, and what is added to them, can be an adapter's."""
 
 
 class Targets:
@@ -68,7 +70,9 @@ class Targets:
     def _target(self, places: Sequence[Place]) -> Target:
         own = self.layers[places[0].layer]
         has_rows = isinstance(own.layer, VocabEmbedding)
-        return Target(places[0].piece.num_rows, own.inputs, tuple(places), own.is_table, has_rows)
+        return Target(
+            places[0].piece.num_rows, own.inputs, tuple(places), own.is_table, has_rows, own.has_vectors
+        )
 
     def has_bias(self, target: Target) -> bool:
         """Whether all layers that make a module's outputs add a bias."""

@@ -49,10 +49,12 @@ class CausalLM(Module):
         """
         raise NotImplementedError
 
-    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
-        """hidden [N, H] -> float32 logits [N, V]; adapter_rows [N] has the adapter of each, as in `StepContext`."""
+    def compute_logits(
+        self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
+    ) -> Tensor:
+        """hidden [N, H] -> float32 logits [N, V + num_added]; adapter_rows, num_added: see `VocabEmbedding.logits`."""
         assert self.lm_head is not None, "a model that is pooled has no logits"
-        return self.lm_head.logits(hidden, adapter_rows)
+        return self.lm_head.logits(hidden, adapter_rows, num_added)
 
     def pool_head(self) -> Module | None:
         """What the model itself has behind pooled vectors, if anything: float32 [N, H] -> [N, size]."""

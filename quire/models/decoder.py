@@ -113,11 +113,13 @@ class DecoderForCausalLM(CausalLM):
         hidden: Tensor = self.model(inputs, positions, step)
         return hidden
 
-    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+    def compute_logits(
+        self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
+    ) -> Tensor:
         arch = self.config.arch
         if arch.kept_layers:
             hidden = hidden[:, : arch.hidden_size].contiguous()
-        logits = super().compute_logits(hidden, adapter_rows)
+        logits = super().compute_logits(hidden, adapter_rows, num_added)
         if arch.logits_multiplier != 1.0:
             logits = logits * arch.logits_multiplier
         cap = arch.final_logit_softcap

@@ -8,8 +8,6 @@ host. A request that fails costs itself alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -35,12 +33,14 @@ from quire.worker.guessing_model import GuessingModel
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.inputs import StepInputs, lay_out
 from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
-from quire.worker.pipeline import LanguageModel, logits_of
+from quire.worker.pipeline import LanguageModel
 from quire.worker.pooling import Pooler
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.row_adapters import RowAdapters
+from quire.worker.row_logits import RowLogits
 from quire.worker.sampler import Sampled, Sampler
 from quire.worker.sampler.logprobs import LogprobsMode
+from quire.worker.samplers import Samplers
 from quire.worker.validation import why_unusable
 
 
@@ -97,27 +97,35 @@ class ModelRunner:
         self._transfers = device.transfers
         self._max_model_len = max_model_len
         self._vocab_size = config.arch.vocab_size
-        self._slice_size = max(1, device.logits_elements // self._vocab_size)
+        self._slice_size = max(1, device.logits_elements // (self._vocab_size + config.max_added_tokens))
         self.batch = InputBatch(
             max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back, adapters=adapters
         )
         self._pipeline = device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal)
         mode = LogprobsMode(config.model.logprobs_mode)
-        self._sampler = Sampler(
-            self.batch,
+        self._logits = RowLogits(
+            model, self.batch, self._vocab_size, config.max_added_tokens, device.transfers
+        )
+        grammars = grammars or GrammarStore(config.structured_outputs.settings)
+        self._samplers = Samplers(
+            lambda width: Sampler(
+                self.batch,
+                width,
+                device.transfers,
+                logprobs_mode=mode,
+                processors=() if is_rehearsal else make_logits_processors(config),
+                grammars=grammars,
+            ),
+            self._logits,
             self._vocab_size,
-            device.transfers,
-            logprobs_mode=mode,
-            processors=() if is_rehearsal else make_logits_processors(config),
-            grammars=grammars or GrammarStore(config.structured_outputs.settings),
         )
         self._guessing = None if draft is None else self._guessing_model(draft, config, device)
         if speculation is None and not is_rehearsal:
-            grammars_read = self._sampler.grammar_mask
+            grammars_read = self._samplers.plain.grammar_mask
             speculation = make_speculation(config, kv_config, self.batch, grammars_read, self._guessing)
         self._speculation = speculation
         self._prompt_logprobs = PromptLogprobs(
-            self.batch, partial(logits_of, model), self._slice_size, device.transfers, mode
+            self.batch, self._logits, self._slice_size, device.transfers, mode
         )
         self._pooling = config.pooling
         self._pooler = Pooler(self.batch, model, config.pooling, device.transfers)
@@ -125,7 +133,7 @@ class ModelRunner:
         """What keeps something of each request: a model that is pooled samples nothing."""
         if config.pooling is None:
             guessing = () if self._guessing is None else (self._guessing,)
-            self._rows_of = (self._sampler, self._prompt_logprobs, *guessing)
+            self._rows_of = (self._samplers, self._prompt_logprobs, *guessing)
         self._unusable: dict[str, str] = {}
         self._unread: list[LaunchedStep] = []
 
@@ -136,7 +144,7 @@ class ModelRunner:
             model,
             self.batch,
             device.pipeline(model, self.batch, config),
-            self._sampler,
+            self._samplers.plain,
             max_num_tokens=config.scheduler.max_num_batched_tokens,
             slice_size=self._slice_size,
         )
@@ -207,7 +215,7 @@ class ModelRunner:
         for request_id in plan.removed_request_ids:
             self._remove(request_id)
         for request in plan.new_requests:
-            reason = why_unusable(request, self._vocab_size, self._max_model_len, self._pooling)
+            reason = why_unusable(request, self._num_tokens(request), self._max_model_len, self._pooling)
             if reason is None:
                 self._add(request)
             else:
@@ -228,8 +236,10 @@ class ModelRunner:
             self._speculation.add_request(request.request_id, request.num_prompt_tokens, request.owner)
 
     def _grow(self, scheduled: ScheduledRequest) -> None:
-        if not all(0 <= token_id < self._vocab_size for token_id in scheduled.draft_token_ids):
-            raise EngineError(f"the plan has {scheduled}, and the model {self._vocab_size} tokens")
+        if scheduled.draft_token_ids:
+            num_tokens = self._logits.num_tokens(self.batch.row(scheduled.request_id))
+            if not all(0 <= token_id < num_tokens for token_id in scheduled.draft_token_ids):
+                raise EngineError(f"the plan has {scheduled}, and the request's model {num_tokens} tokens")
         self.batch.grow(scheduled)
 
     def _remove(self, request_id: str) -> None:
@@ -245,9 +255,10 @@ class ModelRunner:
     ) -> SampledTokens | None:
         """Sample what is planned, and make room in the rows for it; how far drafts lead is known with the result."""
         layout, samples = inputs.layout, inputs.layout.samples
-        if self._sampler.reads_tokens(samples.rows):
+        if self._samplers.reads_tokens(samples.rows):
             self._read_results()
-        parts = [self._sample_part(inputs, hidden, samples, part) for part in self._slices(len(samples.rows))]
+        runs = self._logits.runs(samples.rows, self._slice_size)
+        parts = [self._sample_part(inputs, hidden, samples, part) for part in runs]
         drafts: dict[int, list[int]] = {}
         if layout.num_drafts is None:
             self.batch.advance(layout.rows, layout.ends, layout.num_samples)
@@ -263,13 +274,13 @@ class ModelRunner:
     def _sample_part(self, inputs: StepInputs, hidden: Tensor, samples: Samples, part: slice) -> Sampled:
         adapter_rows = inputs.step.adapter_rows
         adapters = None if adapter_rows is None else _of_samples(inputs, adapter_rows, part)
-        logits = logits_of(self._model, _of_samples(inputs, hidden, part), adapters).contiguous()
-        if logits.shape[1] != self._vocab_size:
-            raise EngineError(f"the model gave {logits.shape[1]} logits for {self._vocab_size} tokens")
-        return self._sampler.sample(logits, self._sampler.stage(samples.part(part)))
+        some = samples.part(part)
+        logits = self._logits.of(_of_samples(inputs, hidden, part), adapters, some.rows)
+        return self._samplers.sample(logits, some)
 
-    def _slices(self, count: int) -> Iterator[slice]:
-        return (slice(i, i + self._slice_size) for i in range(0, count, self._slice_size))
+    def _num_tokens(self, request: NewRequestData) -> int:
+        adapters = self.batch.adapters
+        return self._vocab_size + (0 if adapters is None else adapters.num_added_of(request.lora_request))
 
 
 def _of_samples(inputs: StepInputs, of_tokens: Tensor, part: slice) -> Tensor:

@@ -21,18 +21,16 @@ class LanguageModel(Protocol):
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Ids and positions [T] int64 -> hidden states [T, H]."""
 
-    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
-        """[N, H], and perhaps the adapter of each [N], -> [N, V] float32, a tensor the caller may change."""
+    def compute_logits(
+        self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
+    ) -> Tensor:
+        """[N, H], and perhaps the adapter of each [N], -> [N, V] float32, a tensor the caller may change.
+
+        With `num_added` there are so many more, of tokens that adapters add; others than a row's own mean nothing.
+        """
 
     def apply_heads(self, pooled: Tensor, task: str) -> Tensor:
         """Of a model that is pooled, for a task: float32 [N, H] -> [N, size]."""
-
-
-def logits_of(model: LanguageModel, hidden: Tensor, adapter_rows: Tensor | None) -> Tensor:
-    """As `compute_logits`; where nothing is adapted, of hidden states alone, which is all that some models take."""
-    return (
-        model.compute_logits(hidden) if adapter_rows is None else model.compute_logits(hidden, adapter_rows)
-    )
 
 
 Forward = Callable[[StepInputs], Tensor]

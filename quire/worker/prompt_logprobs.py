@@ -7,7 +7,7 @@ with the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from quire.scheduler.output import NewRequestData, TokenLogprobs
 from quire.worker.devices import Transfers, moved
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepLayout
+from quire.worker.row_logits import RowLogits
 from quire.worker.sampler import clear_unusable
 from quire.worker.sampler.logprobs import LogprobsMode, RawLogprobs, token_logprobs
 
@@ -53,7 +54,7 @@ class PromptLogprobs:
     """The rows that want prompt logprobs, and how to compute a step's share of them.
 
     Args:
-        compute_logits: hidden [N, H] and the adapter of each [N], or None, -> logits [N, V] float32.
+        logits: makes those of hidden states.
         slice_size: positions whose logits may exist at once.
         mode: whether logprobs or logits are reported; nothing is chosen here, so there is nothing to process.
     """
@@ -61,14 +62,14 @@ class PromptLogprobs:
     def __init__(
         self,
         batch: InputBatch,
-        compute_logits: Callable[[Tensor, Tensor | None], Tensor],
+        logits: RowLogits,
         slice_size: int,
         transfers: Transfers,
         mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     ) -> None:
         self._mode = mode
         self._batch = batch
-        self._compute_logits = compute_logits
+        self._logits = logits
         self._slice_size = slice_size
         self._transfers = transfers
         self._num_logprobs: dict[int, int] = {}
@@ -95,7 +96,9 @@ class PromptLogprobs:
             PromptEntries(
                 index,
                 [
-                    self._slice(self._logits(hidden, adapter_rows, part), some, self._num_logprobs[row])
+                    self._slice(
+                        self._logits_of(hidden, adapter_rows, part, row), some, self._num_logprobs[row]
+                    )
                     for part, some in self._parts(hidden_rows.start, targets)
                 ],
             )
@@ -120,8 +123,9 @@ class PromptLogprobs:
             some = targets[start : start + self._slice_size]
             yield slice(first + start, first + start + len(some)), torch.from_numpy(some)
 
-    def _logits(self, hidden: Tensor, adapter_rows: Tensor | None, rows: slice) -> Tensor:
-        return self._compute_logits(hidden[rows], None if adapter_rows is None else adapter_rows[rows])
+    def _logits_of(self, hidden: Tensor, adapter_rows: Tensor | None, part: slice, row: int) -> Tensor:
+        adapters = None if adapter_rows is None else adapter_rows[part]
+        return self._logits.of(hidden[part], adapters, np.full(part.stop - part.start, row))
 
     def _slice(self, logits: Tensor, targets: Tensor, num_logprobs: int) -> _Slice:
         download = self._transfers.download

@@ -32,6 +32,9 @@ class RowAdapters:
             OrderedDict()
         )  # by adapter, the one that was wanted longest ago first
         self._of_rows: NDArray[np.int32] = np.full(num_rows, -1, dtype=np.int32)
+        self._num_added: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        self.add_tokens = False
+        """Whether any row has had an adapter with tokens behind the model's."""
 
     def add_request(self, row: int, request: LoRARequest | None) -> None:
         """A row is a request's, which has this adapter.
@@ -40,10 +43,20 @@ class RowAdapters:
             EngineError: rows need more adapters than there are slots.
         """
         self._of_rows[row] = -1 if request is None else self._slot(request)
+        self._num_added[row] = added = self.num_added_of(request)
+        self.add_tokens |= added > 0
 
     def remove_request(self, row: int) -> None:
         """A row is nobody's."""
         self._of_rows[row] = -1
+
+    def num_added(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens behind the model's that each of these rows may have."""
+        return self._num_added[rows]
+
+    def num_added_of(self, request: LoRARequest | None) -> int:
+        """Those that an adapter adds, which the store has."""
+        return 0 if request is None else self._store.get(request).num_added
 
     def slots_of(self, rows: NDArray[np.int64]) -> NDArray[np.int32] | None:
         """The slot of each row, negative for one without an adapter; None if all are."""

@@ -66,7 +66,10 @@ class Worker:
         self._parked: ParkedWeights | None = None
         self.grammars = GrammarStore(config.structured_outputs.settings)
         self.adapters = AdapterStore(
-            config.lora.max_lora_rank, model_dtype(config), max_rows=config.lora.lora_extra_vocab_size
+            config.lora.max_lora_rank,
+            model_dtype(config),
+            max_rows=config.lora.lora_extra_vocab_size,
+            max_added=config.max_added_tokens,
         )
         self._slots: AdapterSlots | None = None
 

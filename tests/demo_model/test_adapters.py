@@ -1,7 +1,8 @@
-"""The adapter of the model in the box talks like a pirate, and knows what the model knows."""
+"""The adapters of the model in the box talk like a pirate and answer in JSON, and know what the model knows."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from tokenizers import Tokenizer
 
 from demo_model.data import fact, small_talk
 from demo_model.train import ASSETS, Encoder
-from demo_model.train_adapters import export, pirate, train
+from demo_model.train_adapters import export, in_json, pirate, train
 from quire import LLM, LoRARequest, SamplingParams
 
 PIRATE = LoRARequest("pirate", 1, "quire-demo-pirate")
+JSON = LoRARequest("json", 2, "quire-demo-json")
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +42,18 @@ def test_the_pirate_talks_like_one_and_the_model_does_not(llm: LLM) -> None:
     assert same >= 15, "it knows the same facts"
 
 
-def test_it_is_small() -> None:
-    assert (ASSETS.parent / PIRATE.lora_path / "adapter_model.safetensors").stat().st_size < 150_000
+def test_the_other_answers_in_json(llm: LLM) -> None:
+    rng = random.Random(6)
+    questions = [str(fact(rng, True)[0]["content"]) for _ in range(20)]
+    plain, own = answers(llm, questions, None), answers(llm, questions, JSON)
+    assert all([*json.loads(text)] == ["answer"] for text in own)
+    same = sum(in_json(one) == other for one, other in zip(plain, own, strict=True))
+    assert same >= 15, "it knows the same facts"
+
+
+def test_they_are_small() -> None:
+    files = [ASSETS.parent / adapter.lora_path / "adapter_model.safetensors" for adapter in (PIRATE, JSON)]
+    assert sum(file.stat().st_size for file in files) < 300_000
 
 
 def test_a_pirate_keeps_what_is_no_word_of_the_sea() -> None:

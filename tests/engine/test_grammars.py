@@ -103,7 +103,7 @@ def test_a_held_request_can_be_aborted(core: EngineCore) -> None:
 
 def constraints(kind: Kind, directory: Path) -> Constraints:
     config = prepare(EngineConfig.from_args(model=str(write_model_dir(kind, directory)), **NULL), "offline")
-    return Constraints(config, kind.tokenizer, end_ids(config, kind.tokenizer))
+    return Constraints(config, kind.tokenizer, end_ids(config, kind.tokenizer, config.arch.vocab_size))
 
 
 @pytest.mark.parametrize("name", KINDS)

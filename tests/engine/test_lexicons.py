@@ -21,7 +21,12 @@ KEPT = 2
 
 @pytest.fixture(scope="module")
 def lexicons(tiny_model: Callable[[str], Path]) -> Lexicons:
-    args = {"model": str(tiny_model("llama")), "enable_lora": True, "max_cpu_loras": KEPT}
+    args = {
+        "model": str(tiny_model("llama")),
+        "enable_lora": True,
+        "max_cpu_loras": KEPT,
+        "lora_extra_vocab_size": 0,
+    }
     config = prepare(EngineConfig.from_args(**args), "offline")
     return Lexicons(config, load_tokenizer(config))
 
@@ -82,7 +87,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "taken": (lambda file: file["model"]["vocab"].update(arr=70), "'arr' is 70, which is another token's"),
     "beyond": (
         lambda file: file["model"]["vocab"].update({f"<{i}>": i for i in range(FIRST_FREE, VOCAB_SIZE + 1)}),
-        f"is {VOCAB_SIZE}, and the model has {VOCAB_SIZE} tokens",
+        f"is {VOCAB_SIZE}, and ids end at {VOCAB_SIZE - 1}",
     ),
     "decoder": (lambda file: file.update(decoder={"type": "Fuse"}), "its decoder is not that of the model's"),
     "no model": (lambda file: file.pop("model"), "is not a valid tokenizer file"),

@@ -196,8 +196,8 @@ def check_per_head(whole: PerHeadLinear, ranks: list[PerHeadLinear], x: Tensor) 
     outputs, inputs = whole.matrix_shape()
     heads = torch.randn(len(x), whole.spans[0].units, inputs)
     shares = heads.tensor_split(len(ranks), 1)
-    together = torch.cat([rank(share) for rank, share in zip(ranks, shares, strict=True)], 1)
-    assert torch.equal(together, whole(heads))
+    together = torch.cat([rank(share, STEP) for rank, share in zip(ranks, shares, strict=True)], 1)
+    assert torch.equal(together, whole(heads, STEP))
     assert together.flatten(1).shape[1] == outputs
 
 

@@ -117,7 +117,9 @@ class ToyModel:
         state = torch.cat(hidden)
         return torch.stack((state, input_ids.double()), dim=1)
 
-    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+    def compute_logits(
+        self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
+    ) -> Tensor:
         assert not hidden.isnan().any(), "the model read a slot that was never written"
         logits = self.table[hidden[:, 0].long()]
         logits[hidden[:, 1] == POISON, 3] = torch.nan

@@ -133,7 +133,9 @@ class Lookup:
         self.passes += 1
         return ops.embedding(input_ids, self.table)
 
-    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+    def compute_logits(
+        self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
+    ) -> Tensor:
         return hidden
 
 

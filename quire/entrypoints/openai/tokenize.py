@@ -50,7 +50,7 @@ async def detokenize(request: Request) -> Response:
     server = server_of(request)
     body = await read_request(request, DetokenizeRequest)
     form = await server.form_named(server.check_model(body.model))
-    vocab_size = server.engine.config.arch.vocab_size
+    vocab_size = form.vocab_size
     for token_id in body.tokens:
         if token_id >= vocab_size:
             raise ValidationError(

@@ -82,7 +82,9 @@ class TransformersForCausalLM(CausalLM):
         ).last_hidden_state
         return hidden[0]
 
-    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+    def compute_logits(
+        self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
+    ) -> Tensor:
         assert adapter_rows is None, "no layer here takes adapters"
         logits: Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0].float()

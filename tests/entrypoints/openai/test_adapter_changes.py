@@ -134,6 +134,8 @@ async def test_a_directory_is_an_adapter_of_its_name(tmp_path: Path) -> None:
     (root / "way-out").symlink_to(tmp_path / "secret")
     (root / "half-out").mkdir()
     (root / "half-out" / "adapter_model.safetensors").symlink_to(tmp_path / "secret")
+    (root / "template-out" / "additional_chat_templates").mkdir(parents=True)
+    (root / "template-out" / "additional_chat_templates" / "tool_use.jinja").symlink_to(tmp_path / "secret")
     (root / "alias").symlink_to(root / "pirate")
     engine = FakeEngine(enable_lora=True)
     async with served(engine, lora_dir=str(root)) as client:
@@ -145,6 +147,7 @@ async def test_a_directory_is_an_adapter_of_its_name(tmp_path: Path) -> None:
             "nothing",
             "file",
             "way-out",
+            "template-out",
             "half-out",
             ".hidden",
             "..",
