@@ -26,7 +26,7 @@ CANDIDATES   = $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
 FIND_PYTHON  = for p in $(CANDIDATES); do "$$p" -c '$(PROBE)' 2>/dev/null && echo "$$p" && break; done
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve lint test test-more clients sanitize soak gpu-check gpu-bench clean
+.PHONY: help install serve lint test test-more test-every clients sanitize soak gpu-check gpu-bench clean
 
 help:
 	@echo 'make install   create $(VENV) with quire and its development tools (PYTHON=/path/to/python3.x to choose)'
@@ -34,6 +34,7 @@ help:
 	@echo 'make lint      ruff, mypy and the import contracts'
 	@echo 'make test      install, lint, and every quick test, on WORKERS=$(WORKERS) cores'
 	@echo 'make test-more the slower tests, and the kernels as other processors would run them'
+	@echo 'make test-every models of parts that others have as well, in whole engines'
 	@echo 'make clients   stock client libraries against the server, in environments of their own: ARGS='
 	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan, their threads under TSan: ISAS="portable;avx2" TESTS='
 	@echo 'make soak      the long randomised tests; with SECONDS=60 a server under mixed traffic and faults for so long'
@@ -68,7 +69,7 @@ lint: install
 	@echo 'lint: ok'
 
 # Tests run many tiny parallel regions, often beside other processes: threads that spin between them would starve those.
-test test-more clients sanitize soak: export OMP_WAIT_POLICY ?= passive
+test test-more test-every clients sanitize soak: export OMP_WAIT_POLICY ?= passive
 
 test: install lint
 	@$(PYTEST) --durations=10 $(ARGS)
@@ -84,6 +85,9 @@ test-more: install
 	@$(PYTEST) -m "more and not soak" --durations=10 $(ARGS)
 	@OPENBLAS_CORETYPE=Haswell $(PYTEST) -m 'not soak' -k '$(OF_BITS)' $(TRITON_TESTS) $(ARGS)
 	@for isa in $(OTHER_ISAS); do echo "kernels for $$isa"; QUIRE_CPU_ISA=$$isa $(PYTEST) -k '$(OF_BITS) or thread' $(KERNEL_TESTS) $(ARGS) || exit 1; done
+
+test-every: install
+	@$(PYTEST) -m every --durations=10 $(ARGS)
 
 # Clients disagree about the version of OpenAI's package: each of its versions has an environment with those that want it.
 # No client shares one with quire, which they meet over HTTP only.

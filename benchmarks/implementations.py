@@ -1,6 +1,6 @@
 """What a model loses that runs with transformers' code: the same Llama, with ours and with theirs in turn.
 
-    python benchmarks/implementations.py [--rounds 5]
+    python benchmarks/implementations.py [--rounds 5] [--num-layers 8]
 
 Both have the same random weights, in bfloat16; prints the medians, and the share of our own speed that is left.
 """
@@ -69,10 +69,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--num-layers", type=int, default=MODEL["num_hidden_layers"])
+    args = parser.parse_args()
+    model = MODEL | {"num_hidden_layers": args.num_layers}
     taken: dict[tuple[Load, str], list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(MODEL))
+        Path(directory, "config.json").write_text(json.dumps(model))
         llms = {
             name: LLM(
                 directory,
@@ -84,7 +86,7 @@ def main() -> None:
             )
             for name in IMPLEMENTATIONS
         }
-        for number in range(-1, rounds):  # the first is to warm up
+        for number in range(-1, args.rounds):  # the first is to warm up
             for load in LOADS:
                 for name, llm in llms.items():
                     taken[load, name].append(seconds(llm, load, number))

@@ -17,12 +17,14 @@ class TokensPrompt(TypedDict):
     """A prompt as token ids; `prompt` is only echoed in the output.
 
     `second_text_start` is where the second of two texts begins, for a pooling model that tells them apart.
+    `instruction_length` tokens at the start are read, and what is pooled is made of those behind them.
     """
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
     second_text_start: NotRequired[int]
+    instruction_length: NotRequired[int]
 
 
 class PairPrompt(TypedDict):

@@ -77,6 +77,13 @@ def _torch_builds(torch_dir: Path) -> set[str]:
     return {match[1] for match in re.finditer(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"]", text, re.MULTILINE)}
 
 
+class Node(NamedTuple):
+    """A NUMA node, and the processors of each physical core there that this process may use."""
+
+    number: int
+    cores: list[tuple[int, ...]]
+
+
 class Host:
     """What this process may use of its machine's processors and memory.
 
@@ -102,12 +109,35 @@ class Host:
         """Memory that there is, or that a control group grants."""
         return min([self._meminfo("MemTotal:"), *(limit for _, limit in self._groups_of_memory())])
 
+    def own_bytes(self, num_sharers: int = 1) -> int:
+        """Memory that this process has; of mapped files, the part of one of so many processes that map them."""
+        _, resident, *_ = self._statm()
+        return resident - self._mapped() + self._mapped() // num_sharers
+
     def processors(self) -> list[int]:
         """One processor of each physical core that this process may use."""
-        first_of_core: dict[str, int] = {}
+        return [core[0] for core in self.cores()]
+
+    def cores(self) -> list[tuple[int, ...]]:
+        """The processors of each physical core that this process may use."""
+        cores: dict[str, list[int]] = {}
         for cpu in sorted(os.sched_getaffinity(0)):
-            first_of_core.setdefault(self._core_of(cpu), cpu)
-        return list(first_of_core.values())
+            cores.setdefault(self._core_of(cpu), []).append(cpu)
+        return [tuple(cpus) for cpus in cores.values()]
+
+    def nodes(self) -> list[Node]:
+        """The NUMA nodes of these cores; one, where the system knows of none."""
+        number_of = dict(self._numbers_of_nodes())
+        nodes: dict[int, list[tuple[int, ...]]] = {}
+        for core in self.cores():
+            nodes.setdefault(number_of.get(core[0], 0), []).append(core)
+        return [Node(number, nodes[number]) for number in sorted(nodes)]
+
+    def node_bytes(self, number: int) -> int | None:
+        """Memory of a NUMA node; None where the system does not say."""
+        lines = (_read(self._root / f"sys/devices/system/node/node{number}/meminfo") or "").splitlines()
+        found = [line.split() for line in lines if " MemTotal:" in line]
+        return int(found[0][3]) * 1024 if found else None
 
     def num_threads(self) -> tuple[int, str]:
         """Compute threads that keep these processors busy, with the reason."""
@@ -143,8 +173,18 @@ class Host:
 
     def _mapped(self) -> int:
         """Bytes of files in this process's memory: available as the kernel sees it, but in use."""
-        _, _, pages, *_ = (_read(self._root / "proc/self/statm") or "0 0 0").split()
-        return int(pages) * mmap.PAGESIZE
+        return self._statm()[2]
+
+    def _statm(self) -> list[int]:
+        """Bytes of this process's memory: size, resident, and of that what is of files."""
+        pages = (_read(self._root / "proc/self/statm") or "0 0 0").split()
+        return [int(number) * mmap.PAGESIZE for number in pages[:3]]
+
+    def _numbers_of_nodes(self) -> Iterator[tuple[int, int]]:
+        """Each processor, and the number of its node."""
+        for folder in (self._root / "sys/devices/system/node").glob("node[0-9]*"):
+            for cpu in _numbers(_read(folder / "cpulist") or ""):
+                yield cpu, int(folder.name.removeprefix("node"))
 
     def _groups_of_memory(self) -> Iterator[tuple[int, int]]:
         """What is left under each memory limit, and the limit; cached file pages, which the kernel drops first, do not
@@ -186,3 +226,10 @@ def _read(path: Path) -> str | None:
 def _fields(text: str) -> dict[str, int]:
     """Lines of the form "name number [unit]"."""
     return {name: int(value) for name, value, *_ in map(str.split, text.splitlines())}
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """Of a list as the kernel writes it: "0-3,8"."""
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)

@@ -83,7 +83,7 @@ def forgotten() -> Iterator[None]:
 
 
 def test_an_executor_of_a_package_is_named_like_any_other(offer: Offer) -> None:
-    with pytest.raises(ConfigError, match="must be one of uni, null, got 'abacus'"):
+    with pytest.raises(ConfigError, match="must be one of auto, uni, mp, null, got 'abacus'"):
         ParallelConfig(distributed_executor_backend="abacus")
     offer(EXECUTORS.group, f"abacus={__name__}:Abacus")
     assert ParallelConfig(distributed_executor_backend="abacus").distributed_executor_backend == "abacus"
@@ -151,7 +151,7 @@ def test_the_variable_says_which_plug_ins_are_let_in(offer: Offer, monkeypatch: 
     ]:
         monkeypatch.setenv("QUIRE_PLUGINS", value)
         assert EXECUTORS.names()[2:] == expected
-    with pytest.raises(ConfigError, match="must be one of uni, null, got 'abacus'"):
+    with pytest.raises(ConfigError, match="must be one of auto, uni, mp, null, got 'abacus'"):
         resolve_executor("abacus")
 
 

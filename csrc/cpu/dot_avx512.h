@@ -19,7 +19,7 @@ struct Dots512 {
     struct Book {
         __m512i bytes;
         explicit Book(int64_t format)
-            : bytes(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(BookBytes(format).at)))) {}
+            : bytes(_mm512_maskz_broadcast_i32x4(0xffff, _mm_load_si128(reinterpret_cast<const __m128i*>(BookBytes(format).at)))) {}
     };
     static Quads looked_up(Quads codes, const Book& book) { return _mm512_shuffle_epi8(book.bytes, codes); }
     static void add(Sum& sum, Quads weights, const int32_t* x) {

@@ -22,6 +22,13 @@ constexpr int kFloatRows = 2, kIntRows = 2;
 constexpr int kFloatRows = 6, kIntRows = 4;
 #endif
 
+// Panels whose sums with so many rows fit beside each other.
+#ifdef __AVX512F__
+constexpr int kWidePanels = 2;
+#else
+constexpr int kWidePanels = 1;
+#endif
+
 constexpr int64_t kBlockRows = 192;  // activations that are packed together and walked panel after panel
 constexpr int64_t kUnitPanels = 4;  // most panels that a thread works on together
 constexpr int64_t kPartTiles = 4;   // fewest tiles that a block's rows are cut into: weights are unpacked for each

@@ -73,7 +73,7 @@ private:
     }
 
     static void fetch(const BFloat16* weights) {
-        for (int64_t line = 0; line < kDepth / 2; ++line) __builtin_prefetch(weights + kAhead + line * kDepth);
+        for (int64_t line = 0; line < kDepth / 2; ++line) __builtin_prefetch(weights + kAhead * kPanel + line * kDepth);
     }
 
     void multiply_one(Float32* sums, int64_t stride, const Tiling& tiling, int64_t tile, int64_t panel) const {

@@ -6,62 +6,83 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// k values of a panel that are widened together: 16 KiB of float32, half of a first-level cache.
+// k values that are widened together, for a panel or shared by two: 16 KiB of float32, half of a first-level cache.
 constexpr int64_t kWideBlock = 256;
 
 // Tiles of rows from which widening a panel once is cheaper than doing so in every tile.
 constexpr int64_t kWideTiles = 4;
 
-// Weights ahead of the ones in use that a panel is fetched.
-constexpr int64_t kAhead = 1024;
+// Values of k ahead of the one in use whose weights are fetched.
+constexpr int64_t kAhead = 64;
 
-// acc[R] += x[k][R] * w[k][16] for the values of k that stand together in a weight.
-template <int R, class Acc, class W>
-inline void add_products(Acc acc, const Float32* x, const W* w) {
+// acc[R][P] += x[k][R] * w[P][k][16] for the values of k that stand together in a weight. Where registers hold the weights of
+// all panels, each activation is read once.
+template <int R, int P, class W>
+inline __attribute__((always_inline)) void add_products(Lanes16 (&acc)[R][P], const Float32* x, const W* w, int64_t panel_stride) {
     for (int64_t k = 0; k < kTogether<W>; ++k) {
-        const Lanes16 weights = load_row(w, k);
+        if constexpr (kWidePanels > 1) {
+            Lanes16 weights[P];
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p) weights[p] = load_row(w + p * panel_stride, k);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) acc(r) = fma(splat16(x[k * R + r].value), weights, acc(r));
+            for (int r = 0; r < R; ++r) {
+                const Lanes16 value = splat16(x[k * R + r].value);
+#pragma GCC unroll 4
+                for (int p = 0; p < P; ++p) acc[r][p] = fma(value, weights[p], acc[r][p]);
+            }
+        } else {
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p) {
+                const Lanes16 weights = load_row(w + p * panel_stride, k);
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) acc[r][p] = fma(splat16(x[k * R + r].value), weights, acc[r][p]);
+            }
+        }
     }
 }
 
 #ifdef __AVX512BF16__
 
-template <int R, class Acc>
-inline void add_products(Acc acc, const Pair* x, const BFloat16* w) {
-    const Ints16 weights = load_words(w);
+template <int R, int P>
+inline __attribute__((always_inline)) void add_products(Lanes16 (&acc)[R][P], const Pair* x, const BFloat16* w, int64_t panel_stride) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+        const Ints16 weights = load_words(w + p * panel_stride);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) acc(r) = dot(x[r], weights, acc(r));
+        for (int r = 0; r < R; ++r) acc[r][p] = dot(x[r], weights, acc[r][p]);
+    }
 }
 
 #endif
 
-// sums[R][stride] += x[k][R] * w[k][16], for P panels `panel_stride` elements apart; weights that are `ahead` elements further
-// on are fetched: at a panel's end those of the panel that comes next beside the same ones.
-template <int R, int P, class X, class W>
-inline void multiply_tile(Float32* sums, int64_t stride, const X* x, const W* w, int64_t panel_stride, int64_t count,
-                          int64_t ahead, bool fresh) {
+// sums[R][stride] += x[k][R] * w[k][16], for P panels `panel_stride` elements apart; `fetch` is told each k, and has what
+// comes later on its way.
+template <int R, int P, class X, class W, class Fetch>
+inline void multiply_tile(Float32* sums, int64_t stride, const X* x, const W* w, int64_t panel_stride, int64_t count, bool fresh,
+                          Fetch fetch) {
     Lanes16 acc[R][P];
     for (int r = 0; r < R; ++r) {
         for (int p = 0; p < P; ++p) acc[r][p] = fresh ? splat16(0.0f) : load16(sums + r * stride + p * kPanel);
     }
-    const int64_t within = P > 1 && count > ahead / kPanel ? count - ahead / kPanel : count;
-    int64_t k = 0;
-    const auto add_until = [&](int64_t end, int64_t fetched) {
-        for (; k < end; k += kTogether<W>) {
-#pragma GCC unroll 4
-            for (int p = 0; p < P; ++p) {
-                const W* row = w + p * panel_stride + k * kPanel;
-                __builtin_prefetch(row + fetched);
-                add_products<R>([&](int r) -> Lanes16& { return acc[r][p]; }, x + k / kTogether<X> * R, row);
-            }
-        }
-    };
-    add_until(within, ahead);
-    add_until(count, ahead + (P - 1) * panel_stride);
+    for (int64_t k = 0; k < count; k += kTogether<W>) {
+        fetch(k);
+        add_products<R, P>(acc, x + k / kTogether<X> * R, w + k * kPanel, panel_stride);
+    }
     for (int r = 0; r < R; ++r) {
         for (int p = 0; p < P; ++p) store16(sums + r * stride + p * kPanel, acc[r][p]);
     }
+}
+
+// Fetches weights of P panels that are `ahead` values of k further on; of k there are `count` until the panels end, and behind
+// them come those of the panels that are next.
+template <int P, class W>
+inline auto fetch_weights(const W* w, int64_t panel_stride, int64_t count, int64_t ahead) {
+    return [=](int64_t k) {
+        const bool is_behind = P > 1 && k + ahead >= count;
+        const W* at = w + (k + ahead) * kPanel + (is_behind ? (P - 1) * panel_stride : 0);
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) __builtin_prefetch(at + p * panel_stride);
+    };
 }
 
 // Panels of one float type.
@@ -131,7 +152,9 @@ struct FloatKernel {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
         const int64_t stride = count * kPanel, start = tiling.start(tiles.begin), rows = tiling.start(tiles.end) - start;
         if (Panels::kDirect && tiling.tiles == 1) multiply_tile_of_rows(sums, tiling, panel, count);
-        else for (int64_t p = 0; p < count; ++p) multiply_panel(sums + p * kPanel, stride, tiling, tiles, panel + p);
+        else for_panels<1, 1, Rows::kPanels>(count, [&](auto width, int64_t p) {
+            multiply_panels<decltype(width)::value>(sums + p * kPanel, stride, tiling, tiles, panel + p);
+        });
         for (int64_t row = 0; row < rows; ++row) {
             for (int64_t p = 0; p < count; ++p) panels.scale(sums + row * stride + p * kPanel, panel + p);
             finish_row(job, start + row, panel, count, sums + row * stride);
@@ -144,23 +167,27 @@ struct FloatKernel {
             const int64_t depth = panels.depth();
             with_rows<kMostRows>(tiling.rows, [&](auto rows) {
                 constexpr int R = decltype(rows)::value;
-                for_panels<R, kMostRows, 4>(count, [&](auto width, int64_t p) {
-                    multiply_tile<R, decltype(width)::value>(sums + p * kPanel, count * kPanel, activations(0),
-                                                             panels.panel(panel + p), depth * kPanel, depth, kAhead, true);
+                for_panels<R, kMostRows * Rows::kPanels, 4>(count, [&](auto width, int64_t p) {
+                    constexpr int P = decltype(width)::value;
+                    const auto* weights = panels.panel(panel + p);
+                    multiply_tile<R, P>(sums + p * kPanel, count * kPanel, activations(0), weights, depth * kPanel, depth, true,
+                                        fetch_weights<P>(weights, depth * kPanel, depth, kAhead));
                 });
             });
         }
     }
 
     // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way there.
-    void multiply_panel(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel) const {
-        alignas(64) Float32 wide[kWidens ? kWideBlock * kPanel : 1];
+    template <int P>
+    void multiply_panels(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel) const {
+        constexpr int64_t kBlock = kWideBlock / P;
+        alignas(64) Float32 wide[kWidens ? P * kBlock * kPanel : 1];
         const int64_t depth = panels.depth(), first_row = tiling.start(tiles.begin);
         const bool widens = kWidens && (!Panels::kDirect || tiles.end - tiles.begin >= kWideTiles);
-        for (int64_t start = 0; start < depth; start += kWideBlock) {
-            const int64_t size = depth - start < kWideBlock ? depth - start : kWideBlock;
+        for (int64_t start = 0; start < depth; start += kBlock) {
+            const int64_t size = depth - start < kBlock ? depth - start : kBlock;
             if constexpr (kWidens) {
-                if (widens) panels.widen(wide, panel, start, size);
+                for (int p = 0; widens && p < P; ++p) panels.widen(wide + p * kBlock * kPanel, panel + p, start, size);
             }
             for (int64_t index = tiles.begin; index < tiles.end; ++index) {
                 const int64_t row = tiling.start(index);
@@ -168,13 +195,17 @@ struct FloatKernel {
                 with_rows<kMostRows>(tiling.size(index), [&](auto rows) {
                     constexpr int R = decltype(rows)::value;
                     const X* x = activations(row) + start / kTogether<X> * R;
-                    auto multiply = [&](const auto* weights, int64_t ahead) {
-                        multiply_tile<R, 1>(own, stride, x, weights, int64_t{0}, size, ahead, start == 0);
+                    auto multiply = [&](const auto* weights, int64_t panel_stride, auto fetch) {
+                        multiply_tile<R, P>(own, stride, x, weights, panel_stride, size, start == 0, fetch);
                     };
                     if constexpr (kWidens) {
-                        if (widens) return multiply(wide, 0);
+                        const X* next = activations(row + R) + start / kTogether<X> * R;
+                        if (widens) return multiply(wide, kBlock * kPanel, [=](int64_t k) { __builtin_prefetch(next + k * R); });
                     }
-                    if constexpr (Panels::kDirect) multiply(panels.panel(panel) + start * kPanel, kWideBlock * kPanel);
+                    if constexpr (Panels::kDirect) {
+                        const auto* weights = panels.panel(panel) + start * kPanel;
+                        multiply(weights, depth * kPanel, fetch_weights<P>(weights, depth * kPanel, depth - start, kBlock));
+                    }
                 });
             }
         }

@@ -75,8 +75,8 @@ inline const typename Dot::Weights& weights_of(const typename Dot::Weights* pane
     return panel[step];
 }
 
-// acc = starts + x . w over a part of k, whose weights begin at `first`, for P panels `panel_stride` elements apart. The
-// packed weights at `next` are fetched meanwhile.
+// acc = starts + x . w over a part of k, whose weights begin at `first`, for P panels `panel_stride` elements apart. Where
+// registers hold the weights of all panels, each activation is read once. The packed weights at `next` are fetched meanwhile.
 template <int R, int P, Fetch fetch, class Dot, class W>
 inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc)[R][P], const int32_t* starts,
                                                          const int32_t* words, const W* w, int64_t panel_stride,
@@ -86,14 +86,31 @@ inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc
         for (int r = 0; r < R; ++r) acc[r][p] = Dot::start(starts[r]);
     }
     for (int64_t step = 0; step < Dot::kPart / (kQuad * Dot::kQuads); ++step) {
-#pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) {
+        const auto fetched = [&](int p) -> decltype(auto) {
             __builtin_prefetch(next + p * panel_stride + (first + step) * kStepBytes, 0, fetch);
-            const typename Dot::Weights& weights = weights_of<Dot>(w + p * panel_stride, first + step, book);
+            return weights_of<Dot>(w + p * panel_stride, first + step, book);
+        };
+        if constexpr (kWidePanels > 1) {
+            typename Dot::Weights weights[P];
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p) weights[p] = fetched(p);
 #pragma GCC unroll 2
             for (int quad = 0; quad < Dot::kQuads; ++quad) {
 #pragma GCC unroll 12
-                for (int r = 0; r < R; ++r) Dot::add(acc[r][p], weights, quad, words + quad * R + r);
+                for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+                    for (int p = 0; p < P; ++p) Dot::add(acc[r][p], weights[p], quad, words + quad * R + r);
+                }
+            }
+        } else {
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p) {
+                const typename Dot::Weights& weights = fetched(p);
+#pragma GCC unroll 2
+                for (int quad = 0; quad < Dot::kQuads; ++quad) {
+#pragma GCC unroll 12
+                    for (int r = 0; r < R; ++r) Dot::add(acc[r][p], weights, quad, words + quad * R + r);
+                }
             }
         }
         words += Dot::kQuads * R;
@@ -293,7 +310,9 @@ struct IntKernel {
         const int64_t start = tiling.start(tiles.begin), rows = tiling.start(tiles.end) - start;
         for (int64_t i = 0; i < rows * count; ++i) store16(sums + i * kPanel, splat16(0.0f));
         if (tiling.tiles == 1) multiply_tile_of_rows(sums, tiling, panel, count);
-        else for (int64_t p = 0; p < count; ++p) multiply_panel(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p);
+        else for_panels<1, 1, kWidePanels>(count, [&](auto width, int64_t p) {
+            multiply_panels<decltype(width)::value>(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p);
+        });
         finish(start, rows, panel, count, sums);
     }
 
@@ -313,7 +332,7 @@ struct IntKernel {
     void multiply_tile_of_rows(Float32* sums, const Tiling& tiling, int64_t panel, int64_t count) const {
         with_rows<kMostRows>(tiling.rows, [&](auto rows) {
             constexpr int R = decltype(rows)::value;
-            for_panels<R, kMostRows, 1>(count, [&](auto width, int64_t p) {
+            for_panels<R, kMostRows * kWidePanels, 1>(count, [&](auto width, int64_t p) {
                 multiply_chunks<R, decltype(width)::value, kSoon, Dot>(
                     sums + p * kPanel, count * kPanel, packed(tiling, 0, 0), packed_weights(panel + p, 0),
                     panels.steps() * kStepBytes, panels.groups(panel + p, 0), panels.book(), chunks(),
@@ -324,13 +343,15 @@ struct IntKernel {
 
     // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way to the
     // second.
-    void multiply_panel(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel) const {
-        constexpr int64_t kBlockBytes = kWideSteps * kStepBytes;
+    template <int P>
+    void multiply_panels(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel) const {
+        constexpr int64_t kBlock = kBlockChunks / P, kBlockBytes = kBlock * kChunkSteps * kStepBytes;
         const int64_t first_row = tiling.start(tiles.begin);
         const bool unpacks = tiles.end - tiles.begin >= Dot::kUnpackTiles;
+        static_assert(P == 1 || !kUnpacks, "one panel's weights are unpacked together");
         typename Dot::Weights unpacked[kUnpacks ? kWideSteps : 1];
-        for (int64_t chunk = 0; chunk < chunks(); chunk += kBlockChunks) {
-            const int64_t left = chunks() - chunk, size = left < kBlockChunks ? left : kBlockChunks;
+        for (int64_t chunk = 0; chunk < chunks(); chunk += kBlock) {
+            const int64_t left = chunks() - chunk, size = left < kBlock ? left : kBlock;
             const uint8_t* from = packed_weights(panel, chunk);
             if constexpr (kUnpacks) {
                 for (int64_t step = 0; unpacks && step < size * kChunkSteps; ++step) {
@@ -339,15 +360,16 @@ struct IntKernel {
             }
             for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
                 with_rows<kMostRows>(tiling.size(tile), [&](auto rows) {
-                    auto multiply = [&](const auto* weights) {
-                        multiply_chunks<decltype(rows)::value, 1, kLater, Dot>(
-                            sums + (tiling.start(tile) - first_row) * stride, stride, packed(tiling, tile, chunk), weights, int64_t{0},
-                            panels.groups(panel, chunk * kParts), panels.book(), size, from + kBlockBytes);
+                    auto multiply = [&](const auto* weights, int64_t panel_stride) {
+                        multiply_chunks<decltype(rows)::value, P, kLater, Dot>(
+                            sums + (tiling.start(tile) - first_row) * stride, stride, packed(tiling, tile, chunk), weights,
+                            panel_stride, panels.groups(panel, chunk * kParts), panels.book(), size,
+                            from + kBlockBytes);
                     };
                     if constexpr (kUnpacks) {
-                        if (unpacks) return multiply(unpacked);
+                        if (unpacks) return multiply(unpacked, int64_t{0});
                     }
-                    multiply(from);
+                    multiply(from, panels.steps() * kStepBytes);
                 });
             }
         }

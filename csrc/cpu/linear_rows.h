@@ -6,10 +6,11 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// In float32, as they are. `X` holds kTogether<X> values of k; `kMost` rows have their sums in registers.
+// In float32, as they are. `X` holds kTogether<X> values of k; `kMost` rows have their sums with `kPanels`
+// panels in registers.
 struct Exact {
     using X = Float32;
-    static constexpr int kMost = kFloatRows;
+    static constexpr int kMost = kFloatRows, kPanels = kWidePanels;
     static constexpr bool kAsTheyAre = true;
 
     static void take(X* out, const Float32* x, int64_t count) {
@@ -20,7 +21,7 @@ struct Exact {
 // Rounded to bfloat16, and widened again.
 struct Rounded {
     using X = Float32;
-    static constexpr int kMost = kFloatRows;
+    static constexpr int kMost = kFloatRows, kPanels = kWidePanels;
     static constexpr bool kAsTheyAre = false;
 
     static void take(X* out, const Float32* x, int64_t count) {
@@ -40,7 +41,7 @@ constexpr int64_t kTogether<Pair> = 2;
 // Rounded to bfloat16, in pairs.
 struct Paired {
     using X = Pair;
-    static constexpr int kMost = 16;
+    static constexpr int kMost = 16, kPanels = 1;
     static constexpr bool kAsTheyAre = false;
 
     static void take(X* out, const Float32* x, int64_t count) {

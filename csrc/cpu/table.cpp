@@ -104,6 +104,8 @@ int64_t latent_attention(void* out, const void* q, const void* q_rope, const voi
                          int64_t table_width, int64_t heads, int64_t token_stride, int64_t head_stride,
                          int64_t rope_token_stride, int64_t rope_head_stride, int64_t num_blocks, int64_t block_size,
                          int64_t rank, int64_t rope, float scale, int64_t dtype, int64_t cache_dtype);
+int64_t all_reduce(void* out, const void* x, void* segment, int64_t rank, int64_t size, int64_t dtype);
+int64_t all_gather(void* out, const void* x, void* segment, int64_t rank, int64_t rows, int64_t bytes);
 int64_t peak_fma(void* out, int64_t iterations);
 int64_t read_memory(void* out, const void* data, int64_t bytes);
 
@@ -188,6 +190,8 @@ const Kernel kernels[] = {
     QUIRE_ROW(per_head_linear),
     QUIRE_ROW(write_latents),
     QUIRE_ROW(latent_attention),
+    QUIRE_ROW(all_reduce),
+    QUIRE_ROW(all_gather),
     QUIRE_ROW(unusable_rows),
     QUIRE_ROW(mask_logits),
     QUIRE_ROW(apply_penalties),

@@ -29,6 +29,22 @@ inline void pause_core() {
 #endif
 }
 
+// Looks until ready() is true, for no longer than budget() nanoseconds; returns whether it is.
+template <class Budget, class Ready>
+bool spin(Budget budget, Ready ready) {
+    constexpr int kPausesPerLook = 32;  // at the clock
+    int64_t began = 0;
+    for (;;) {
+        for (int i = 0; i < kPausesPerLook; ++i) {
+            if (ready()) return true;
+            pause_core();
+        }
+        const int64_t now = nanoseconds();
+        if (!began) began = now;
+        if (now - began >= budget()) return false;
+    }
+}
+
 // A place where threads wait for something that others bring about with sequentially consistent stores, and then say so.
 class WaitingRoom {
 public:
@@ -61,21 +77,6 @@ public:
     }
 
 private:
-    template <class Budget, class Ready>
-    static bool spin(Budget budget, Ready ready) {
-        constexpr int kPausesPerLook = 32;  // at the clock
-        int64_t began = 0;
-        for (;;) {
-            for (int i = 0; i < kPausesPerLook; ++i) {
-                if (ready()) return true;
-                pause_core();
-            }
-            const int64_t now = nanoseconds();
-            if (!began) began = now;
-            if (now - began >= budget()) return false;
-        }
-    }
-
     std::atomic<int64_t> asleep_{0};
     pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t condition_ = PTHREAD_COND_INITIALIZER;

@@ -24,6 +24,12 @@ class DeviceConfig(Config):
         False,
         "Keep each compute thread but the first on a core of its own: steadier on a machine that runs nothing else.",
     )
+    cpu_numa: str = option(
+        "auto",
+        "auto: replicas have cores of their own, of one NUMA node each where that is possible, and so its memory; off: "
+        "the system places them.",
+        choices=("auto", "off"),
+    )
     enforce_eager: bool = option(
         False, "Run every step kernel by kernel from Python: no CUDA graphs, and no tapes on a CPU."
     )
@@ -47,7 +53,7 @@ class DeviceConfig(Config):
 
 @dataclass(frozen=True)
 class ParallelConfig(Config):
-    """The executor, and over how many ranks it spreads a model."""
+    """The executor, over how many ranks it spreads a model, and how many replicas of all that there are."""
 
     distributed_executor_backend: str = option(
         "auto",
@@ -64,6 +70,66 @@ class ParallelConfig(Config):
         "Form sums that cross ranks of the same four slices whatever --tensor-parallel-size is: 1, 2 and 4 give the "
         "same bits.",
     )
+    data_parallel_size: int = option(
+        1,
+        "Replicas of the model, each an engine core with its ranks, that share the requests (see parallelism.md).",
+        ge=1,
+        short="-dp",
+    )
+    routing_policy: str = option(
+        "prefix",
+        "Which replica gets a request: prefix: where it is computed first, going by what is cached; least_loaded; or "
+        "round_robin.",
+        choices=("prefix", "least_loaded", "round_robin"),
+    )
+    data_parallel_size_local: int | None = option(
+        None, "Of the replicas, those that run here. Default: all, or one with --data-parallel-rank.", ge=1
+    )
+    data_parallel_start_rank: int | None = option(None, "Number of the first replica here. Default: 0.", ge=0)
+    data_parallel_rank: int | None = option(
+        None, "Number of the one replica here, behind a load balancer of your own.", ge=0
+    )
+    data_parallel_hybrid_lb: bool = option(
+        False,
+        "Each host's server has a part of the replicas, and a load balancer of your own is before them.",
+    )
+    data_parallel_external_lb: bool = option(
+        False, "Each replica has a server, and a load balancer of your own is before them."
+    )
+    data_parallel_backend: str = option(
+        "mp", "How replicas are started: mp: as processes of this host.", choices=("mp", "ray")
+    )
+    data_parallel_address: str | None = option(
+        None, "Taken, and of no effect: replicas do not have to find each other."
+    )
+    data_parallel_rpc_port: int | None = option(
+        None, "Taken, and of no effect: replicas do not have to find each other.", ge=1, le=65535
+    )
+
+    @property
+    def num_replicas(self) -> int:
+        """Those that run here."""
+        if self.data_parallel_rank is not None:
+            return 1
+        return self.data_parallel_size_local or self.data_parallel_size
+
+    @property
+    def first_replica(self) -> int:
+        """The number of the first of them."""
+        if self.data_parallel_rank is not None:
+            return self.data_parallel_rank
+        return self.data_parallel_start_rank or 0
+
+
+@dataclass(frozen=True)
+class HostShare:
+    """What one of several replicas may take of their host."""
+
+    num_replicas: int
+    memory_bytes: int
+    """Of what was free before the first of them started."""
+    processors: tuple[int, ...] = ()
+    """That it keeps to; none: it may run anywhere."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.config.arch import ModelArch
 from quire.config.cache import CacheConfig
-from quire.config.device import DeviceConfig, KernelConfig, ParallelConfig
+from quire.config.device import DeviceConfig, HostShare, KernelConfig, ParallelConfig
 from quire.config.fields import Config, field_types, info_named, plain_type
 from quire.config.kv_events import KVEventsConfig
 from quire.config.lora import LoRAConfig
@@ -56,6 +56,8 @@ class EngineConfig:
     """The model that guesses what this one says, prepared as any other; None: no model does."""
     fit_max_model_len: bool = False
     """Whether `max_model_len` is a limit that is to be lowered to what the KV cache can hold."""
+    share: HostShare | None = None
+    """Of the host, where this is one of several replicas; None: the only one."""
 
     @property
     def arch(self) -> ModelArch:

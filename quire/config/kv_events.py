@@ -36,6 +36,13 @@ class KVEventsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     topic: str = ""
     int_block_hashes: bool = True
 
+    def of_replica(self, number: int) -> KVEventsSettings:
+        """Each replica publishes at addresses of its own: TCP ports count up from the first one's."""
+        replay = self.replay_endpoint and _address_of(self.replay_endpoint, number)
+        return msgspec.structs.replace(
+            self, endpoint=_address_of(self.endpoint, number), replay_endpoint=replay
+        )
+
 
 @dataclass(frozen=True)
 class KVEventsConfig(Config):
@@ -77,3 +84,11 @@ def _parse(value: dict[str, Any]) -> KVEventsSettings:
         return msgspec.convert(value, KVEventsSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--kv-events-config: {error}") from None
+
+
+def _address_of(endpoint: str, number: int) -> str:
+    if number == 0:
+        return endpoint
+    base, _, port = endpoint.rpartition(":")
+    is_tcp = endpoint.startswith("tcp://") and port.isdigit()
+    return f"{base}:{int(port) + number}" if is_tcp else f"{endpoint}_dp{number}"

@@ -56,6 +56,7 @@ class PoolingSpec:
         step_token_id: the token that ends a step, for rewards of steps.
         returned_token_ids: the classes that are given out, for rewards of steps; empty: all.
         head: what comes between pooled vectors (or all tokens') and the activation, beside what the model has itself.
+        include_prompt: whether vectors are made of the tokens of those prompts, too.
         own_heads: task -> what comes there for it instead (the words' weights and the vectors of tokens of BGE-M3).
     """
 
@@ -67,6 +68,7 @@ class PoolingSpec:
     matryoshka: tuple[int, ...] = ()
     prompts: tuple[tuple[str, str], ...] = ()
     default_prompt: str | None = None
+    include_prompt: bool = True
     similarity: str = "cosine"
     step_token_id: int | None = None
     returned_token_ids: tuple[int, ...] = ()

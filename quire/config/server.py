@@ -16,7 +16,7 @@ class ServerConfig(Config):
     port: int = option(8000, "Port to listen on; 0: any free one.", ge=0, le=65535)
     api_server_count: int = option(
         1,
-        "Processes that speak HTTP, tokenize and stream, in front of one engine core (see supervision.md).",
+        "Processes that speak HTTP, tokenize and stream, in front of one engine (see supervision.md).",
         ge=1,
         le=64,
     )

@@ -14,23 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
-from quire.distributed.group import Group
+from quire.distributed.group import ANSWER_S, Group
 from quire.errors import RankLostError, StartupError
+from quire.processes import why_silent
 
-ANSWER_S = 30.0
-"""All ranks do the same work at the same time, so one that keeps the others waiting for so long has stopped."""
 LOOK_S = 1.0
 """How long a process whose connections are closed may take to be seen as gone."""
+
+_torch: Any = torch.distributed
+"""Whose types do not say what it exports."""
+Store = Any
+"""`torch.distributed.Store`."""
 
 
 class Gloo(Group):
     """One process of a group.
 
     Args:
-        store: where the ranks find each other, such as `dist.FileStore` or `dist.TCPStore`.
+        store: where the ranks find each other, such as `torch.distributed.FileStore` or `torch.distributed.TCPStore`.
         address: of this host, as the others reach it.
         join_s: how long to wait for the others to come.
 
@@ -42,7 +46,7 @@ class Gloo(Group):
         self,
         rank: int,
         size: int,
-        store: dist.Store,
+        store: Store,
         *,
         address: str = "127.0.0.1",
         join_s: float = 60.0,
@@ -50,11 +54,11 @@ class Gloo(Group):
     ) -> None:
         super().__init__(rank, size)
         self._processes = _meet(rank, size, store, join_s)
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options = _torch.ProcessGroupGloo._Options()
+        options._devices = [_torch.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=answer_s)
         self._answer_s = answer_s
-        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+        self._group: Any = _torch.ProcessGroupGloo(_torch.PrefixStore("gloo", store), rank, size, options)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         own = _as_bytes(x)
@@ -74,7 +78,7 @@ class Gloo(Group):
         gave = [part.nbytes for part in parts]
         if any(int(row.sum()) for row in counts) and row_bytes:
             self._wait(lambda: self._group.alltoall_base(taken, given, came, gave))
-        return [part.view(dtype).view(-1, *rest) for part in taken.split(came)]
+        return [part.view(dtype).view(-1, *rest) for part in torch.split(taken, came)]
 
     def send(self, x: Tensor, to: int) -> None:
         self.check_peer(to)
@@ -98,7 +102,7 @@ class Gloo(Group):
         until = time.monotonic() + LOOK_S
         while True:
             here = [rank for rank in self._others() if self._processes[rank][0] == socket.gethostname()]
-            gone = [rank for rank in here if not _runs(self._processes[rank][1])]
+            gone = [rank for rank in here if why_silent(self._processes[rank][1])]
             if gone or time.monotonic() > until:
                 return RankLostError(gone or self._others(), said)
             time.sleep(0.02)
@@ -107,12 +111,12 @@ class Gloo(Group):
         return [rank for rank in range(self.size) if rank != self.rank]
 
 
-def file_store(path: Path, size: int) -> dist.Store:
+def file_store(path: Path, size: int) -> Store:
     """Where ranks of one host meet: a file, which need not be there yet."""
-    return dist.FileStore(str(path), size)
+    return _torch.FileStore(str(path), size)
 
 
-def _meet(rank: int, size: int, store: dist.Store, join_s: float) -> list[tuple[str, int]]:
+def _meet(rank: int, size: int, store: Store, join_s: float) -> list[tuple[str, int]]:
     """Each rank's host and process."""
     store.set(f"rank.{rank}", f"{os.getpid()} {socket.gethostname()}")
     until, missing = time.monotonic() + join_s, list(range(size))
@@ -130,12 +134,3 @@ def _meet(rank: int, size: int, store: dist.Store, join_s: float) -> list[tuple[
 def _as_bytes(x: Tensor) -> Tensor:
     """The same memory, if x is contiguous: gloo need not know the type of what it moves."""
     return x.contiguous().flatten().view(torch.uint8)
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process of this host is there, and is neither dead nor stopped."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return not Path("/proc/self/stat").exists()
-    return state not in "ZXT"

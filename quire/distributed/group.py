@@ -13,6 +13,9 @@ from torch import Tensor
 
 from quire.errors import EngineError
 
+ANSWER_S = 30.0
+"""All ranks do the same work at the same time, so one that keeps the others waiting for so long has stopped."""
+
 
 class Group(ABC):
     """Moves tensors between ranks, and computes nothing: what is made of them is the affair of ops.
@@ -46,6 +49,10 @@ class Group(ABC):
     def close(self, reason: str = "it has ended") -> None:
         """Leave; the others are told why if they wait for this rank, and the ways allow it. Twice is fine."""
         return None
+
+    def why_not_captured(self) -> str | None:
+        """Why what crosses ranks cannot be part of a graph or a tape: a phrase for people; None if it can."""
+        return "what crosses ranks goes by way of the system"
 
     def check_peer(self, rank: int) -> None:
         """Raises EngineError: it is none of the other ranks."""

@@ -23,11 +23,13 @@ from quire.engine.constraint_checks import ConstraintChecks
 from quire.engine.cores import Cores, CoreWatcher, OwnCores
 from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.gathering import Gathering
+from quire.engine.ledger import Page
+from quire.engine.lexicons import Lexicon
 from quire.engine.messages import CoreMessage, Detach
 from quire.engine.output_stream import Offer, OutputStream
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.pumps import Pumps
-from quire.engine.queue_limits import WaitingSequences
+from quire.engine.queue_limits import SharedWaiting
 from quire.engine.sleep import Rest
 from quire.engine.startup import prepare
 from quire.engine.tokenizer import beside_loop
@@ -60,11 +62,10 @@ class AsyncLLM:
         config: EngineConfig,
         *,
         in_process: bool = False,
-        num_cores: int = 1,
         cores: Cores | None = None,
     ) -> None:
         if cores is None:
-            cores = OwnCores(prepare(config, "server"), num_cores, in_process=in_process)
+            cores = OwnCores(prepare(config, "server"), in_process=in_process)
         self._cores = cores
         self._clients = cores.clients
         with closed_on_error(self._clients):
@@ -74,6 +75,7 @@ class AsyncLLM:
                 takes_callables=in_process,
                 num_cores=len(self._clients),
                 number=cores.front_end,
+                stalls=lambda core: self._clients[core].stalls,
             )
         self._admission = Admission(self._front_end)
         self.tokenizer = self._front_end.tokenizer
@@ -104,9 +106,8 @@ class AsyncLLM:
 
     @property
     def is_ready(self) -> bool:
-        """True while every core has loaded and none is dead or seems to hang, so that a request would begin now."""
-        stalls = any(client.stalls for client in self._clients)
-        return self._front_end.core_ready is not None and not self.errored and not stalls
+        """True once every core has loaded, while one is there and does not seem to hang: a request would begin now."""
+        return self._settled.is_set() and not self.errored and bool(self._front_end.cores_up)
 
     @property
     def errored(self) -> bool:
@@ -164,7 +165,7 @@ class AsyncLLM:
         self._pumps.ensure()
         await self.check_health()
         self._admission.check_queue(sampling_params.n, 0)
-        tokenized = await self._tokenize(prompt)
+        tokenized = await self._tokenize(prompt, lora_request)
         self._admission.check_queue(sampling_params.n, sampling_params.n * len(tokenized.token_ids))
         # A beam search has one output, at the end.
         kind = None if isinstance(sampling_params, BeamSearchParams) else sampling_params.output_kind
@@ -233,7 +234,7 @@ class AsyncLLM:
         await self.check_health()
         window = 2 * self.config.scheduler.max_num_seqs
         self._admission.check_queue(min(len(prompts), window), 0)
-        tokenized = [await self._tokenize(prompt) for prompt in prompts]
+        tokenized = [await self._tokenize(prompt, lora_request) for prompt in prompts]
         self._admission.check_queue(
             min(len(prompts), window), sum(len(one.token_ids) for one in tokenized[:window])
         )
@@ -274,8 +275,19 @@ class AsyncLLM:
         Raises:
             ValidationError: it cannot be used; the message names the file, the tensor and the limit.
         """
+        await self.lexicon_of(lora_request)
         fields = msgspec.to_builtins(lora_request)
         return all(await self._call_each("add_lora", fields))
+
+    async def lexicon_of(self, adapter: LoRARequest | None) -> Lexicon:
+        """By what the texts of an adapter's requests, or of the model's, are token ids; its files are read in a thread.
+
+        Raises:
+            ValidationError: its tokenizer does not fit the model's.
+        """
+        lexicons = self.input_processor.lexicons
+        known = lexicons.known(adapter)
+        return await asyncio.to_thread(lexicons.of, adapter) if known is None else known
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Let go of an adapter, by its `lora_int_id`, when no request has it any more; false if none is there."""
@@ -349,8 +361,9 @@ class AsyncLLM:
             NotFoundError: no core knows any, or they ended too long ago.
         """
         names = self._front_end.known(request_id)
-        asked = [(core, name) for core in range(len(self._clients)) for name in names]
-        return explained([await self._call(core, "explain", name) for core, name in asked], request_id)
+        asked = [(core, name) for core in self._front_end.cores_to_ask for name in names]
+        found = await asyncio.gather(*(self._call(core, "explain", name) for core, name in asked))
+        return explained(found, request_id)
 
     def check_admission(self, num_sequences: int = 1, num_prompt_tokens: int = 0) -> None:
         """Whether a new request may come in, of which nothing is kept; cheap enough to ask before tokenizing.
@@ -368,17 +381,18 @@ class AsyncLLM:
         """
         return await self._call(0, method, *args)
 
-    def watch_core(self, watcher: CoreWatcher) -> None:
-        """Tell somebody of the engine's one core, which it started in a process of its own, and of those after it."""
+    def watch_cores(self, watcher: CoreWatcher) -> None:
+        """Tell somebody of the engine's cores, which it started in processes of their own, and of those after them."""
         self._cores.watch(watcher)
 
     def forget(self, front_end: int) -> None:
         """Another front end of the cores is gone; what it has asked for ends."""
         self._send([(core, Detach(front_end)) for core in range(len(self._clients))])
 
-    def share_queue(self, waiting: WaitingSequences) -> None:
-        """Count what waits there, with what else does; to be called before there are requests."""
-        self.output_processor.waiting = waiting
+    def share(self, page: Page) -> None:
+        """Count what waits, and the cores' loads, with those of other front ends; before there are requests."""
+        self.output_processor.waiting = SharedWaiting(page)
+        self._front_end.router.share(page)
 
     def end(self, reason: str) -> None:
         """There is no core any more, and none will come."""
@@ -407,10 +421,11 @@ class AsyncLLM:
         await asyncio.to_thread(self._front_end.stat_loggers.close)
         self.input_processor.constraints.close()
 
-    async def _tokenize(self, prompt: PromptType) -> TokenizedPrompt:
+    async def _tokenize(self, prompt: PromptType, adapter: LoRARequest | None) -> TokenizedPrompt:
+        await self.lexicon_of(adapter)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         num_chars = len(text) if isinstance(text, str) else 0
-        return await beside_loop(num_chars, self.input_processor.tokenize, prompt)
+        return await beside_loop(num_chars, self.input_processor.tokenize, prompt, adapter=adapter)
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:
         self._pumps.ensure()
@@ -419,7 +434,8 @@ class AsyncLLM:
         return await asyncio.wrap_future(answer)
 
     async def _call_each(self, method: str, *args: Any) -> list[Any]:
-        return [await self._call(core, method, *args) for core in range(len(self._clients))]
+        calls = [self._call(core, method, *args) for core in range(len(self._clients))]
+        return await asyncio.gather(*calls)
 
     def _send(self, messages: list[Outgoing]) -> None:
         for core, message in messages:
@@ -453,15 +469,15 @@ class AsyncLLM:
 
     def _lose(self, core: int, error: QuireError) -> None:
         """A core is dead: go on without it until there is another, or end."""
-        flights = self._front_end.in_flight(core)
+        flights, elsewhere = self._front_end.in_flight(core), self._front_end.in_flight_elsewhere(core)
         try:
             if self._closed.is_set():
                 raise error
-            verdict = self._cores.lost(core, flights, error, was_ready=self._settled.is_set())
+            verdict = self._cores.lost(core, flights, elsewhere, error, was_ready=self._settled.is_set())
         except QuireError as end:
             self._die(end)
             return
-        self._front_end.lose(core, verdict.failed, self._why_it_ends)
+        self._send(self._front_end.lose(core, verdict.failed, self._why_it_ends))
         restart = asyncio.create_task(self._replace(core, verdict.restart_in_s or 0.0))
         self._restarts.add(restart)
         restart.add_done_callback(self._restarts.discard)

@@ -48,7 +48,8 @@ class BeamSearches:
         trace_headers: Mapping[str, str] | None = None,
     ) -> tuple[list[str], list[CoreRequest]]:
         """Begin a search; returns the core ids that its beams will ever have, and what to send."""
-        search = _Search(label, prompt, first, params, sink, self._tokenizer, trace_headers or {})
+        tokenizer = self._tokenizer if prompt.lexicon is None else prompt.lexicon.tokenizer
+        search = _Search(label, prompt, first, params, sink, tokenizer, trace_headers or {})
         self._of_id.update(dict.fromkeys(search.core_ids, search))
         return search.core_ids, [add_message(search.requests())]
 

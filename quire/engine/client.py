@@ -196,11 +196,11 @@ def make_client(config: EngineConfig, *, in_process: bool) -> CoreClient:
     return InProcessClient(config) if in_process else ProcessClient(config)
 
 
-def make_clients(config: EngineConfig, num_cores: int, *, in_process: bool) -> list[CoreClient]:
-    """Clients for so many cores; if one cannot be made, there are none."""
+def make_clients(configs: Sequence[EngineConfig], *, in_process: bool) -> list[CoreClient]:
+    """A client for the core of each configuration; if one cannot be made, there are none."""
     clients: list[CoreClient] = []
     with closed_on_error(clients):
-        clients.extend(make_client(config, in_process=in_process) for _ in range(num_cores))
+        clients.extend(make_client(config, in_process=in_process) for config in configs)
     return clients
 
 

@@ -9,6 +9,7 @@ the log.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -49,6 +50,11 @@ class CoreProcess:
 
     def __init__(self, directory: Path, parent: Parent) -> None:
         self._parent = parent
+        self._config = msgspec.json.decode((directory / "config.json").read_bytes(), type=EngineConfig)
+        if self._config.share is not None and self._config.share.processors:
+            os.sched_setaffinity(
+                0, self._config.share.processors
+            )  # before there are threads, which inherit it
         context = zmq.Context()
         self._inbox = context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
@@ -56,7 +62,6 @@ class CoreProcess:
         self._outboxes = Outboxes(context, directory)
         self._gone: set[int] = set()
         self._decoder = msgspec.msgpack.Decoder(CoreRequest)
-        self._config = msgspec.json.decode((directory / "config.json").read_bytes(), type=EngineConfig)
         self._progress = Progress(directory / PROGRESS)
         configure_logging(self._config.observability.log_level, self._config.observability.log_format)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from quire.engine.attached import AttachedClient, NoCore
 from quire.engine.client import ProcessClient, make_clients
 from quire.engine.core_client import CoreClient
 from quire.engine.remote import CoreAddress, RemoteClient
+from quire.engine.replicas import configs_of_replicas
 from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Blame, Supervisor, Verdict
 from quire.errors import EngineDeadError, QuireError, StartupError
 
@@ -29,11 +30,11 @@ Flights = Mapping[str, Sequence[str]]
 
 
 class CoreWatcher(Protocol):
-    """Somebody else who has to do with a core that another owns."""
+    """Somebody else who has to do with cores that another owns."""
 
-    def core_started(self, address: CoreAddress) -> None: ...
+    def core_started(self, core: int, address: CoreAddress) -> None: ...
 
-    def core_lost(self) -> None: ...
+    def core_lost(self, core: int) -> None: ...
 
 
 class Cores(ABC):
@@ -50,8 +51,10 @@ class Cores(ABC):
     front_end: int = 0
 
     @abstractmethod
-    def lost(self, core: int, flights: Flights, error: QuireError, *, was_ready: bool) -> Verdict:
-        """A core is dead, for this reason; the engine was ready once, or not.
+    def lost(
+        self, core: int, flights: Flights, elsewhere: Set[str], error: QuireError, *, was_ready: bool
+    ) -> Verdict:
+        """A core is dead, for this reason; the engine was ready once, or not. Other cores have requests `elsewhere`.
 
         Raises:
             QuireError: there will be no other.
@@ -71,7 +74,7 @@ class Cores(ABC):
 
     @abstractmethod
     def watch(self, watcher: CoreWatcher) -> None:
-        """Tell somebody of the only core and of those that take its place."""
+        """Tell somebody of the cores and of those that take their places."""
 
 
 def names_in_work(client: CoreClient, flights: Flights) -> set[str]:
@@ -85,26 +88,30 @@ def names_in_work(client: CoreClient, flights: Flights) -> set[str]:
 class OwnCores(Cores):
     """Cores that the engine starts, and starts again when they die in a process of their own."""
 
-    def __init__(self, config: EngineConfig, num_cores: int, *, in_process: bool) -> None:
+    def __init__(self, config: EngineConfig, *, in_process: bool) -> None:
         self.config = config
+        self._configs = configs_of_replicas(config, in_process=in_process)
         self._watcher: CoreWatcher | None = None
         self._supervisor = Supervisor(resume=config.supervision.on_core_death == "resume")
         self._stopped = asyncio.Event()
-        self.clients = make_clients(config, num_cores, in_process=in_process)  # they load while this goes on
+        self.clients = make_clients(self._configs, in_process=in_process)  # they load while this goes on
 
-    def lost(self, core: int, flights: Flights, error: QuireError, *, was_ready: bool) -> Verdict:
+    def lost(
+        self, core: int, flights: Flights, elsewhere: Set[str], error: QuireError, *, was_ready: bool
+    ) -> Verdict:
         client = self.clients[core]
         cannot_start = isinstance(error, StartupError) and not was_ready
         if cannot_start or not isinstance(client, ProcessClient):
             raise error
-        verdict = self._supervisor.died(core, flights.keys(), names_in_work(client, flights))
+        verdict = self._supervisor.died(core, flights.keys(), names_in_work(client, flights), elsewhere)
         if verdict.restart_in_s is None:
             which = f"it was the {MAX_DEATHS + 1}th death in {WINDOW_S / 60:g} minutes"
-            raise EngineDeadError(f"{error}; {which}")
-        num_left = len(flights) - len(verdict.failed)
-        logger.error("%s; a new one starts in %g s, %d requests go on", error, verdict.restart_in_s, num_left)
+            raise EngineDeadError(f"{self._which(core)}{error}; {which}")
+        num_left, delay_s = len(flights) - len(verdict.failed), verdict.restart_in_s
+        message = "%s%s; a new one starts in %g s, %d requests go on"
+        logger.error(message, self._which(core), error, delay_s, num_left)
         if self._watcher is not None:
-            self._watcher.core_lost()
+            self._watcher.core_lost(core)
         return verdict
 
     async def replace(self, core: int, delay_s: float) -> bool:
@@ -114,69 +121,79 @@ class OwnCores(Cores):
                 await self._stopped.wait()
         if self._stopped.is_set():
             return False
-        self.clients[core] = client = await asyncio.to_thread(ProcessClient, self.config)
+        self.clients[core] = client = await asyncio.to_thread(ProcessClient, self._configs[core])
         if self._watcher is not None and not self._stopped.is_set():
-            self._watcher.core_started(client.address)
+            self._watcher.core_started(core, client.address)
         return True
 
     def stop(self) -> None:
         self._stopped.set()
 
+    def _which(self, core: int) -> str:
+        """In front of a message about a core, where there are several."""
+        return f"replica {self.config.parallel.first_replica + core}: " if len(self.clients) > 1 else ""
+
     def watch(self, watcher: CoreWatcher) -> None:
-        (client,) = self.clients
-        assert isinstance(client, ProcessClient), "a core of this process has no other front end"
         self._watcher = watcher
-        watcher.core_started(client.address)
+        for core, client in enumerate(self.clients):
+            assert isinstance(client, ProcessClient), "a core of this process has no other front end"
+            watcher.core_started(core, client.address)
 
 
-class BorrowedCore(Cores):
-    """The core of another process, which says where it is and that it is gone.
+class BorrowedCores(Cores):
+    """The cores of another process, which says where they are and that one is gone.
 
     Args:
         config: as its owner has settled it.
-        front_end: which of the core's front ends this is; not 0, and never one that was before.
+        front_end: which of the cores' front ends this is; not 0, and never one that was before.
     """
 
     def __init__(self, config: EngineConfig, front_end: int) -> None:
         self.config = config
         self.front_end = front_end
-        self.clients = [NoCore()]
+        num_cores = config.parallel.num_replicas
+        self.clients = [NoCore() for _ in range(num_cores)]
         self._blame = Blame(resume=config.supervision.on_core_death == "resume")
-        self._address: CoreAddress | None = None
+        self._addresses: list[CoreAddress | None] = [None] * num_cores
         self._stopped = False
-        self._changed = asyncio.Event()
+        self._changed = [asyncio.Event() for _ in range(num_cores)]
 
-    def core_started(self, address: CoreAddress) -> None:
+    def core_started(self, core: int, address: CoreAddress) -> None:
         """There is a core."""
-        self._address = address
-        self._changed.set()
+        self._addresses[core] = address
+        self._changed[core].set()
 
-    def core_lost(self) -> None:
+    def core_lost(self, core: int) -> None:
         """It is gone, and another may come."""
-        self._address = None
-        if isinstance(self.clients[0], AttachedClient):
-            self.clients[0].leave()
+        self._addresses[core] = None
+        client = self.clients[core]
+        if isinstance(client, AttachedClient):
+            client.leave()
 
-    def lost(self, core: int, flights: Flights, error: QuireError, *, was_ready: bool) -> Verdict:
-        failed = self._blame.failed(core, flights.keys(), names_in_work(self.clients[core], flights))
-        return Verdict(0.0, failed)
+    def lost(
+        self, core: int, flights: Flights, elsewhere: Set[str], error: QuireError, *, was_ready: bool
+    ) -> Verdict:
+        in_work = names_in_work(self.clients[core], flights)
+        return Verdict(0.0, self._blame.failed(flights.keys(), in_work, elsewhere))
 
     async def replace(self, core: int, delay_s: float) -> bool:
         await asyncio.to_thread(self.clients[core].close)
         while not self._stopped:
-            if self._address is not None and (client := self._attached(self._address)) is not None:
+            address = self._addresses[core]
+            if address is not None and (client := self._attached(address)) is not None:
                 self.clients[core] = client
                 return True
-            self._changed.clear()
-            await self._changed.wait()
+            self._changed[core].clear()
+            await self._changed[core].wait()
         return False
 
     def stop(self) -> None:
         self._stopped = True
-        self._changed.set()
+        for changed in self._changed:
+            changed.set()
 
     def watch(self, watcher: CoreWatcher) -> None:
-        raise AssertionError("a borrowed core is lent to nobody else")
+        raise AssertionError("borrowed cores are lent to nobody else")
 
     def _attached(self, address: CoreAddress) -> AttachedClient | None:
         """None if that core is gone already, which we shall hear."""

@@ -39,6 +39,11 @@ class Fitter:
         template, ids = self._settled(self._tokenizer.text_template), self._encode(text)
         return template.around(cut(ids, room_in(template, most, 1), self._side))
 
+    def before_text(self, text: str) -> list[int]:
+        """Tokens of a text that others follow: without the special ones that stand behind a text."""
+        template = self._settled(self._tokenizer.text_template)
+        return [*template.prefix, *self._encode(text)]
+
     def pair(
         self,
         first: str,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.engine.core_ids import CoreIds
 
@@ -42,10 +42,6 @@ class Flights:
         """One that no other request has."""
         return self._core_ids.new(label)
 
-    def emptiest_core(self) -> int:
-        """Which has the fewest sequences; the first of several."""
-        return min(range(len(self._num_sequences)), key=self._num_sequences.__getitem__)
-
     def take_off(self, name: str, flight: Flight, deadline: float | None = None) -> None:
         """A request is handed to its core, and is to end at `deadline`, by the engine's clock, at the latest."""
         self._by_name[name] = flight
@@ -54,6 +50,13 @@ class Flights:
         self._num_sequences[flight.core] += len(flight.core_ids)
         if deadline is not None:
             heapq.heappush(self._deadlines, (deadline, name))
+
+    def move(self, name: str, core: int) -> None:
+        """A request goes on on another core."""
+        flight = self._by_name[name]
+        self._num_sequences[flight.core] -= len(flight.core_ids)
+        self._num_sequences[core] += len(flight.core_ids)
+        self._by_name[name] = replace(flight, core=core)
 
     def land(self, name: str) -> None:
         """A request has ended."""
@@ -80,6 +83,10 @@ class Flights:
     def known(self, label: str) -> list[str]:
         """Core ids of a label's requests on their way, else of its last one that ended."""
         return self._core_ids.known(label)
+
+    def names(self) -> set[str]:
+        """Of the requests on their way."""
+        return set(self._by_name)
 
     # Core ids of those on their way
 

@@ -2,8 +2,8 @@
 
 Invariant: no socket, no thread, no event loop, and time comes from the clock it is given. Every verb that changes
 something returns what is to be sent, each message with the index of its core, and the caller sends it in that order.
-Each request belongs to one core, forks of a request to the same one, and a request is known until its last output (or
-the error that ended the engine) has gone to its sink.
+Each request belongs to one core at a time, forks of a request to the same one, and a request is known until its last
+output (or the error that ended the engine) has gone to its sink.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ from quire.engine.messages import (
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.request_groups import Sink
+from quire.engine.router import Router
+from quire.engine.routing_policies import RoutedRequest
 from quire.engine.sleep import Rest
 from quire.engine.startup import load_tokenizer
 from quire.engine.utility_calls import UtilityCalls
 from quire.errors import NotFoundError, QuireError, UnavailableError, ValidationError
+from quire.kv_cache.hashing import ExtraKeys
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import STAT_LOGGERS
 from quire.metrics.told import StatLoggers
@@ -66,6 +69,7 @@ class FrontEnd:
         strict_length, takes_callables: see `InputProcessor`.
         clock: monotonic seconds, as the cores count them.
         number: which of its cores' front ends this is.
+        stalls: whether a core seems to hang, so that others are asked.
 
     Attributes:
         config: with the context length that the cores have settled, once all of them are ready.
@@ -86,9 +90,11 @@ class FrontEnd:
         num_cores: int = 1,
         clock: Callable[[], float] = time.monotonic,
         number: int = 0,
+        stalls: Callable[[int], bool] = lambda core: False,
     ) -> None:
         self.config = config
         self.clock = clock
+        self._stalls = stalls
         self.tokenizer = load_tokenizer(config)
         self.input_processor = InputProcessor(
             config,
@@ -107,6 +113,7 @@ class FrontEnd:
         self._is_first = number == 0
         self._ready: list[CoreReady | None] = [None] * num_cores
         self._flights = Flights(num_cores, number)
+        self.router = Router(config, num_cores)
         self._calls = UtilityCalls(number)
 
     # Questions
@@ -128,6 +135,18 @@ class FrontEnd:
     def core_ready(self) -> CoreReady | None:
         """What the first core said of itself, once all are ready."""
         return self._ready[0] if None not in self._ready else None
+
+    @property
+    def cores_up(self) -> list[int]:
+        """Those that have loaded, and do not seem to hang."""
+        return [
+            core for core, ready in enumerate(self._ready) if ready is not None and not self._stalls(core)
+        ]
+
+    @property
+    def cores_to_ask(self) -> Sequence[int]:
+        """Those that are up; all, if none is."""
+        return self.cores_up or range(len(self._ready))
 
     def expects(self, core: int) -> bool:
         """Whether there must be more messages of this core: it is awake and has requests, or owes an answer."""
@@ -177,7 +196,7 @@ class FrontEnd:
         trace_headers: Mapping[str, str] | None = None,
         arrived: float | None = None,
     ) -> tuple[str, list[Outgoing]]:
-        """Check a request and give it to the core that has the fewest sequences.
+        """Check a request and give it to the core that the router names.
 
         It has `timeout_s` seconds from when it `arrived`, by the engine's clock; None: now. `trace_headers` come back
         in the statistics of its end. Returns a name for `release`, which no other request has, and what to send.
@@ -200,7 +219,9 @@ class FrontEnd:
             requests = self._checked(name, prompt, params, terms)
             self.output_processor.add_request(label, prompt, requests, watched, trace_headers)
             core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
-        core = self._flights.emptiest_core()
+        keys = ExtraKeys(prompt.cache_salt, None if lora_request is None else lora_request.key)
+        routed = RoutedRequest(prompt.token_ids, len(core_ids), keys, self.config.cache.block_size)
+        core = self.router.route(name, routed, core_ids[0], self.cores_to_ask)
         came = self.clock() if arrived is None else arrived
         deadline = None if timeout_s is None else came + timeout_s
         self._flights.take_off(name, Flight(label, core, core_ids), deadline)
@@ -242,12 +263,16 @@ class FrontEnd:
             ends, stats = self.output_processor.process(message, now)
             messages = self._beam_searches.process(message.updates, now, stats)
             self.stat_loggers.record(stats, message.stats, core)
+            self.router.heard(update.request_id for update in message.updates)
+            if message.stats is not None:
+                self.router.observe(core, message.stats)
             messages += [AbortRequests(ids, reason) for reason, ids in ends.items()]
             return [(core, one) for one in messages]
         if isinstance(message, UtilityResult):
             self._calls.answer(message)
         elif isinstance(message, CoreReady):
             self._ready[core] = message
+            self.router.ready(core, message.num_blocks)
             self._settle()
             self.stat_loggers.core_ready(core, self.config, message.num_blocks)
         return []
@@ -296,12 +321,23 @@ class FrontEnd:
         """Name of each request that this core has -> core ids of its sequences."""
         return self._flights.on(core)
 
-    def lose(self, core: int, failed: Iterable[str], error: QuireError) -> None:
-        """A core is gone and another will take its place; these of its requests, by name, end with this error."""
+    def in_flight_elsewhere(self, core: int) -> set[str]:
+        """Names of the requests that other cores have."""
+        return self._flights.names() - self.in_flight(core).keys()
+
+    def lose(self, core: int, failed: Iterable[str], error: QuireError) -> list[Outgoing]:
+        """A core is gone and another will take its place; these of its requests, by name, end with this error.
+
+        The others go on at once where there are cores that are awake, else in the core that is to come.
+        """
         self._ready[core] = None
+        self.router.lost(core)
         failed = list(failed)
         self._fail(core, [core_id for name in failed for core_id in self._flights.named(name)], error)
-        self.stat_loggers.core_died(core, len(self.in_flight(core)), len(failed))
+        left = self.in_flight(core)
+        self.stat_loggers.core_died(core, len(left), len(failed))
+        cores = [] if self.rest else self.cores_up
+        return [one for name in left for one in self._move(name, cores)] if cores else []
 
     def unfinished(self, core: int) -> list[Outgoing]:
         """What to send to a core that takes the place of this one: all that the old one has left undone.
@@ -309,13 +345,10 @@ class FrontEnd:
         Each request goes on after the tokens that have come, and gets the same tokens, logprobs and text as if nothing
         had happened. No message of the old core may be taken in any more.
         """
-        flights = self.in_flight(core).values()
         owed = self._calls.owed_by(core)
         verbs = self.rest.verbs() if self._is_first else []
         messages: list[CoreRequest] = [self._calls.start(core, method, args)[1] for method, args in verbs]
-        owners = (self.output_processor, self._beam_searches)
-        lost = [owner.resume(core_ids) for core_ids in flights for owner in owners]
-        messages += [add_message(requests) for requests in lost if requests]
+        messages += [one for core_ids in self.in_flight(core).values() for one in self._resumed(core_ids)]
         messages += owed
         return [(core, message) for message in messages]
 
@@ -336,9 +369,21 @@ class FrontEnd:
         def deliver(output: Any) -> None:
             if isinstance(output, Exception) or output.finished:
                 self._flights.land(name)
+                self.router.end(name)
             sink(output)
 
         return deliver
+
+    def _move(self, name: str, cores: Sequence[int]) -> list[Outgoing]:
+        """A request goes on on one of these cores."""
+        core = self.router.move(name, cores)
+        self._flights.move(name, core)
+        return [(core, message) for message in self._resumed(self._flights.named(name))]
+
+    def _resumed(self, core_ids: Sequence[str]) -> list[CoreRequest]:
+        """What a core must be asked for that is to go on with a request."""
+        found = [owner.resume(core_ids) for owner in (self.output_processor, self._beam_searches)]
+        return [add_message(requests) for requests in found if requests]
 
     def _end(self, core_ids: Sequence[str], reason: str) -> list[Outgoing]:
         """End these sequences, which are in flight, and tell their cores."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,12 +16,12 @@ import msgspec
 from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.constraints import Constraints
-from quire.engine.listed_tokens import bad_words_token_ids, find_thinking_markers, indexed_ids
+from quire.engine.lexicons import Lexicon, Lexicons
+from quire.engine.listed_tokens import bad_words_token_ids, indexed_ids
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
 from quire.engine.pooling_inputs import AS_THEY_ARE, PoolingInputs, TextOptions
 from quire.engine.prompt_forms import TokenizedPrompt, check_length, parts_of
 from quire.engine.tokenizer import Tokenizer
-from quire.engine.vocabulary import end_ids
 from quire.errors import ValidationError
 from quire.inputs import PromptType
 from quire.lora_request import LoRARequest
@@ -65,48 +65,61 @@ class InputProcessor:
         # Asked once: finding the plug-ins reads files of every installed package, milliseconds that each request and
         # every stream beside it would wait for.
         self._reads_extra_args = bool(config.model.logits_processors or plugin_names("quire.logits_features"))
-        self._thinking_markers = find_thinking_markers(config, tokenizer)
+        self.lexicons = Lexicons(config, tokenizer)
         self._clock = clock
         self._seeds = random.Random(config.model.seed)
-        self._eos_token_ids = end_ids(config, tokenizer)
-        self.constraints = Constraints(config, tokenizer, self._eos_token_ids)
+        self.constraints = Constraints(config, tokenizer, self.lexicons.model.end_ids)
         self.pooling = None if config.pooling is None else PoolingInputs(config, config.pooling, tokenizer)
 
-    def tokenize(self, prompt: PromptType, options: TextOptions = AS_THEY_ARE) -> TokenizedPrompt:
+    def tokenize(
+        self,
+        prompt: PromptType,
+        options: TextOptions = AS_THEY_ARE,
+        *,
+        adapter: LoRARequest | None = None,
+    ) -> TokenizedPrompt:
         """Bring any form of prompt to token ids; safe to call from several threads.
 
         Args:
             options: for a pooling model.
+            adapter: what it is for.
 
         Raises:
             ValidationError: the prompt has no valid form, is empty, is text without a tokenizer, or text that is
-                too long however it is tokenized.
+                too long however it is tokenized, or the adapter's tokenizer cannot be used.
         """
-        parts = parts_of(prompt)
+        parts, lexicon = parts_of(prompt), self.lexicons.of(adapter)
         if self.pooling is not None:
             return self.pooling.tokenize(parts, options)
         if parts.second_text is not None or parts.second_text_start is not None:
             raise ValidationError("this model generates, and reads no pairs of texts", param="prompt")
-        token_ids = self._encode(parts.text or "") if parts.token_ids is None else list(parts.token_ids)
-        return TokenizedPrompt(token_ids, parts.text, parts.cache_salt)
+        if parts.instruction_length is not None:
+            raise ValidationError(
+                "this model generates; 'instruction_length' is of what is pooled", param="prompt"
+            )
+        token_ids = parts.token_ids
+        token_ids = (
+            self._encode(parts.text or "", lexicon.tokenizer) if token_ids is None else list(token_ids)
+        )
+        return TokenizedPrompt(token_ids, parts.text, parts.cache_salt, lexicon=lexicon)
 
-    def _encode(self, text: str) -> list[int]:
-        if self.tokenizer is None:
+    def _encode(self, text: str, tokenizer: Tokenizer | None) -> list[int]:
+        if tokenizer is None:
             raise ValidationError("text prompts need a tokenizer; pass token ids", param="prompt")
         if not text:
             raise ValidationError("the prompt must not be empty", param="prompt")
-        self.check_text(text)
-        return self.tokenizer.encode(text)
+        self.check_text(text, tokenizer)
+        return tokenizer.encode(text)
 
-    def check_text(self, text: str) -> None:
+    def check_text(self, text: str, tokenizer: Tokenizer | None) -> None:
         """Ask of the whole text of a prompt, before it is tokenized, whether it can fit at all.
 
         Raises:
             ValidationError: it has too many characters, however it is tokenized.
         """
         # A shorter one may have a token for each of its characters.
-        if self.tokenizer is not None and len(text) >= self.config.model.max_model_len:
-            check_length(self.config, self.tokenizer.min_num_tokens(text), "at least ")
+        if tokenizer is not None and len(text) >= self.config.model.max_model_len:
+            check_length(self.config, tokenizer.min_num_tokens(text), "at least ")
 
     def process(
         self,
@@ -132,8 +145,9 @@ class InputProcessor:
             )
         self._check_prompt(prompt)
         self._check_terms(priority, tenant, lora_request)
-        params = self._settle(params, len(prompt.token_ids))
-        self._check_params(params)
+        lexicon = prompt.lexicon or self.lexicons.model
+        params = self._settle(params, len(prompt.token_ids), lexicon)
+        self._check_params(params, lexicon.end_ids)
         if params.structured_outputs is not None:
             self.constraints.check_prompt(prompt.token_ids)
         first = EngineCoreRequest(
@@ -141,7 +155,7 @@ class InputProcessor:
             prompt_token_ids=prompt.token_ids,
             sampling_params=params if params.n == 1 else params.settled(n=1),
             arrival_time=self._clock(),
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=lexicon.end_ids,
             priority=priority,
             cache_salt=prompt.cache_salt,
             tenant=tenant,
@@ -211,6 +225,7 @@ class InputProcessor:
             tenant=tenant,
             pooling_params=self.pooling.settled(params),
             second_text_start=prompt.second_text_start,
+            instruction_length=prompt.instruction_length,
             lora_request=lora_request,
         )
 
@@ -249,7 +264,7 @@ class InputProcessor:
         if priority not in INT64_RANGE:
             raise ValidationError(f"priority must fit in 64 bits, got {priority}", param="priority")
 
-    def _settle(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    def _settle(self, params: SamplingParams, num_prompt_tokens: int, lexicon: Lexicon) -> SamplingParams:
         limit, max_tokens = self.config.model.max_model_len, params.max_tokens
         if max_tokens is not None and max_tokens > limit and self._strict_length:
             raise ValidationError(
@@ -263,12 +278,12 @@ class InputProcessor:
             seed = self._seeds.getrandbits(62)
         params = params.settled(max_tokens=max_tokens, seed=seed)
         if params.bad_words:
-            params = params.settled(bad_words_token_ids=bad_words_token_ids(params, self.tokenizer))
+            params = params.settled(bad_words_token_ids=bad_words_token_ids(params, lexicon.tokenizer))
         if params.thinking_token_budget is not None and params.thinking_markers is None:
-            params = params.settled(thinking_markers=self._thinking_markers)
+            params = params.settled(thinking_markers=lexicon.thinking_markers)
         return params
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams, end_ids: Sequence[int]) -> None:
         limit = self.config.model.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
@@ -283,7 +298,7 @@ class InputProcessor:
         check_listed_ids(params.num_listed_ids, params.n)
         for name, ids in indexed_ids(params).items():
             self._check_ids(name, ids)
-        self._check_some_token_is_left(params)
+        self._check_some_token_is_left(params, end_ids)
         self._check_custom(params)
         if params.thinking_token_budget is not None and params.thinking_markers is None:
             raise ValidationError(
@@ -312,11 +327,11 @@ class InputProcessor:
                 param="extra_args",
             )
 
-    def _check_some_token_is_left(self, params: SamplingParams) -> None:
+    def _check_some_token_is_left(self, params: SamplingParams, end_ids: Sequence[int]) -> None:
         """`min_tokens` forbids the tokens that end a generation: without any other, nothing could be generated."""
         if not params.min_tokens:
             return
-        ends = {*self._eos_token_ids, *params.stop_token_ids}
+        ends = {*end_ids, *params.stop_token_ids}
         allowed = params.allowed_token_ids
         if allowed is not None and ends.issuperset(allowed):
             raise ValidationError(

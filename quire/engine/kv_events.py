@@ -51,7 +51,8 @@ class KVEventPublisher:
         ConfigError: an address cannot be used.
     """
 
-    def __init__(self, settings: KVEventsSettings) -> None:
+    def __init__(self, settings: KVEventsSettings, replica: int = 0) -> None:
+        self._replica = replica
         self._topic = settings.topic.encode()
         self._uses_ints = settings.int_block_hashes
         self._encoder = msgspec.msgpack.Encoder()
@@ -76,7 +77,7 @@ class KVEventPublisher:
             for event in events:
                 _shorten(event)
         number = self._num_batches.to_bytes(NUMBER_BYTES, "big")
-        batch = (number, self._encoder.encode(KVEventBatch(ts, events)))
+        batch = (number, self._encoder.encode(KVEventBatch(ts, events, self._replica)))
         self._num_batches += 1
         with self._recent_in_use:
             self._recent.append(batch)
@@ -113,7 +114,10 @@ class KVEventPublisher:
 
 def create_publisher(config: EngineConfig) -> KVEventPublisher | None:
     """The publisher that `--kv-events-config` asks for, if any."""
-    return KVEventPublisher(config.kv_events.settings) if config.kv_events.enabled else None
+    if not config.kv_events.enabled:
+        return None
+    rank = config.parallel.first_replica
+    return KVEventPublisher(config.kv_events.settings.of_replica(rank), rank)
 
 
 def answer_replays(router: zmq.Socket[bytes], since: Callable[[int], list[Batch]]) -> None:

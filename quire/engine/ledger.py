@@ -36,6 +36,17 @@ class Column(IntEnum):
     """Turns of the process's event loop, as its pulse."""
 
 
+class Load(IntEnum):
+    """What is counted of each core of the engine, behind that."""
+
+    SEQUENCES = 0
+    """In flight."""
+    WAITING_TOKENS = 1
+    """Of prompts without news so far: what is to be computed of them, less what is taken to be cached."""
+    KV_USE = 2
+    """Share of the KV cache that running requests hold; written by the process that is told statistics."""
+
+
 class Ledger:
     """Doubles in a file without a name that children inherit; or, for one process, in its own memory.
 
@@ -43,23 +54,26 @@ class Ledger:
         num_pages: processes.
         num_tenants: accounts.
         file: of so many cells, all 0 in the first process.
+        num_cores: those of the engine.
     """
 
-    def __init__(self, num_pages: int, num_tenants: int = 0, file: IO[bytes] | None = None) -> None:
+    def __init__(
+        self, num_pages: int, num_tenants: int = 0, file: IO[bytes] | None = None, num_cores: int = 1
+    ) -> None:
         self.num_pages, self.num_tenants = num_pages, num_tenants
-        self._width = len(Column) + num_tenants
+        self._width = _width(num_tenants, num_cores)
         self._file = file
         size = WORD * (num_pages * self._width + num_tenants * ACCOUNT)
         memory = bytearray(size) if file is None else mmap.mmap(file.fileno(), size)
         self._cells = memoryview(memory).cast("d")
 
     @staticmethod
-    def create(num_pages: int, num_tenants: int) -> Ledger:
+    def create(num_pages: int, num_tenants: int, num_cores: int = 1) -> Ledger:
         """One to be shared."""
         file = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the ledger lives)
-        file.write(bytes(WORD * (num_pages * (len(Column) + num_tenants) + num_tenants * ACCOUNT)))
+        file.write(bytes(WORD * (num_pages * _width(num_tenants, num_cores) + num_tenants * ACCOUNT)))
         file.flush()
-        return Ledger(num_pages, num_tenants, file)
+        return Ledger(num_pages, num_tenants, file, num_cores)
 
     def fileno(self) -> int:
         assert self._file is not None, "this one is shared with nobody"
@@ -87,6 +101,12 @@ class Ledger:
 
     def add(self, index: int, column: int, amount: float) -> None:
         self._cells[index * self._width + column] += amount
+
+    def put(self, index: int, column: int, value: float) -> None:
+        self._cells[index * self._width + column] = value
+
+    def load_column(self, core: int, load: Load) -> int:
+        return _width(self.num_tenants, core) + load
 
     def account(self, tenant: int) -> memoryview[float]:
         """The numbers of a tenant, all 0 at first; to be read and written under the lock."""
@@ -118,6 +138,15 @@ class Page:
         """On the own page."""
         self.ledger.add(self.index, column, amount)
 
+    def put(self, column: int, value: float) -> None:
+        """On the own page."""
+        self.ledger.put(self.index, column, value)
+
     def total(self, column: int) -> float:
         """On all pages."""
         return self.ledger.total(column)
+
+
+def _width(num_tenants: int, num_cores: int) -> int:
+    """Numbers of a page."""
+    return len(Column) + num_tenants + num_cores * len(Load)

@@ -19,6 +19,7 @@ from quire.engine.client import closed_on_error, make_clients
 from quire.engine.front_end import FrontEnd, Outgoing, explained
 from quire.engine.interrupts import HeldInterrupts
 from quire.engine.messages import CoreReady
+from quire.engine.replicas import configs_of_replicas
 from quire.engine.sleep import check_level, check_mode, check_tags
 from quire.engine.startup import prepare
 from quire.errors import ConflictError, EngineDeadError, QuireError, ValidationError
@@ -31,23 +32,26 @@ from quire.scheduler.explain import Explanation
 
 
 class LLMEngine:
-    """Requests in, outputs out; the cores run in this process unless `in_process=False`.
+    """Requests in, outputs out; the core runs in this process unless `in_process=False`, replicas in their own.
 
     Raises:
         StartupError: the engine cannot start; the message says why.
         ConflictError: from any method while another thread is in one; use `AsyncLLM` for several callers.
     """
 
-    def __init__(self, config: EngineConfig, *, in_process: bool = True, num_cores: int = 1) -> None:
+    def __init__(self, config: EngineConfig, *, in_process: bool | None = None) -> None:
         config = prepare(config, "offline")
+        if in_process is None:
+            in_process = config.parallel.num_replicas == 1
+        configs = configs_of_replicas(config, in_process=in_process)
         self._one_thread = OneThread()
         self._outputs: list[Any] = []
-        self._clients = make_clients(config, num_cores, in_process=in_process)
+        self._clients = make_clients(configs, in_process=in_process)
         with closed_on_error(self._clients):
             self._front_end = FrontEnd(
-                config, strict_length=False, takes_callables=in_process, num_cores=num_cores
+                config, strict_length=False, takes_callables=in_process, num_cores=len(configs)
             )
-            for core in range(num_cores):
+            for core in range(len(configs)):
                 self._receive(core)
         self.tokenizer = self._front_end.tokenizer
         self.input_processor = self._front_end.input_processor
@@ -92,7 +96,7 @@ class LLMEngine:
             ValidationError: the prompt, a parameter or the id cannot be honoured; nothing was queued.
         """
         arrived = self._front_end.clock()
-        tokenized = self.input_processor.tokenize(prompt)
+        tokenized = self.input_processor.tokenize(prompt, adapter=lora_request)
         if isinstance(params, SamplingParams):
             params = self.input_processor.constraints.settled(params)
         with self._one_thread, HeldInterrupts():
@@ -162,6 +166,7 @@ class LLMEngine:
         Raises:
             ValidationError: it cannot be used; the message names the file, the tensor and the limit.
         """
+        self.input_processor.lexicons.of(lora_request)
         fields = msgspec.to_builtins(lora_request)
         return all(self._call_each("add_lora", fields))
 

@@ -17,7 +17,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -32,6 +32,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     Its tokens are computed with the adapter of `lora_request`.
     With `pooling_params` nothing is generated, whatever `sampling_params` say: the one update has what is pooled.
     At `second_text_start` the second of two texts begins, in a model that tells the tokens of one from the other's.
+    What is pooled is made of the tokens behind the first `instruction_length`.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     num_beams: int = 0
     beam: int = 0
     second_text_start: int | None = None
+    instruction_length: int | None = None
     lora_request: LoRARequest | None = None
 
 

@@ -46,7 +46,8 @@ class OutputProcessor:
         trace_headers: Mapping[str, str] | None = None,
     ) -> None:
         """Expect updates for these core requests; `request_id` is what the outputs carry."""
-        sequences = [SequenceState(index, core, self._tokenizer) for index, core in enumerate(core_requests)]
+        tokenizer = self._tokenizer if prompt.lexicon is None else prompt.lexicon.tokenizer
+        sequences = [SequenceState(index, core, tokenizer) for index, core in enumerate(core_requests)]
         pools = core_requests[0].pooling_params is not None
         group = (PooledGroup if pools else RequestGroup)(
             request_id, prompt, core_requests[0].sampling_params, sink, sequences, trace_headers or {}

@@ -7,7 +7,7 @@ around it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -105,7 +105,9 @@ class PoolingInputs:
         if most is None:
             self._check_text(text)
         encoded = self._fitter(options).text(text, most)
-        return TokenizedPrompt(encoded.token_ids, parts.text, parts.cache_salt)
+        return self._with_instruction(
+            TokenizedPrompt(encoded.token_ids, parts.text, parts.cache_salt), options
+        )
 
     def pairs(
         self, pairs: Iterable[tuple[str, str]], options: TextOptions, cache_salt: str | None = None
@@ -131,19 +133,34 @@ class PoolingInputs:
         """
         whole = self._whole_text(text, options)
         pieces = self._fitter(options).windows(whole, self.config.model.max_model_len)
-        return [TokenizedPrompt(ids, text) for ids in pieces]
+        first, *others = (TokenizedPrompt(ids, text) for ids in pieces)
+        return [self._with_instruction(first, options), *others]
 
     def _cut(
         self, parts: PromptParts, ids: list[int], most: int | None, options: TextOptions
     ) -> TokenizedPrompt:
         """Token ids that came as such, of which nobody knows which are special."""
         if most is None or len(ids) <= most:
-            return TokenizedPrompt(list(ids), parts.text, parts.cache_salt, parts.second_text_start)
+            return TokenizedPrompt(
+                list(ids), parts.text, parts.cache_salt, parts.second_text_start, parts.instruction_length
+            )
+        if parts.instruction_length is not None:
+            raise ValidationError(
+                "token ids with an instruction cannot be cut", param="truncate_prompt_tokens"
+            )
         if parts.second_text_start is not None:
             raise ValidationError(
                 "token ids of two texts cannot be cut; send the texts", param="truncate_prompt_tokens"
             )
         return TokenizedPrompt(cut(ids, most, self._side(options)), parts.text, parts.cache_salt)
+
+    def _with_instruction(self, prompt: TokenizedPrompt, options: TextOptions) -> TokenizedPrompt:
+        """Says which tokens are those of the model's prompt, if vectors are not made of them."""
+        before = self._prompt(options)
+        if self.spec.include_prompt or not before:
+            return prompt
+        length = len(self._fitter(options).before_text(before))
+        return replace(prompt, instruction_length=min(length, len(prompt.token_ids) - 1) or None)
 
     def _side(self, options: TextOptions) -> str:
         own = "right" if self._tokenizer is None else self._tokenizer.truncation_side
@@ -159,12 +176,16 @@ class PoolingInputs:
     def _whole_text(self, text: str, options: TextOptions) -> str:
         """With the model's prompt before it."""
         _check_empty(text)
+        return self._prompt(options) + text
+
+    def _prompt(self, options: TextOptions) -> str:
+        """What the model wants to stand before a text."""
         name = self.spec.default_prompt if options.prompt_name is None else options.prompt_name
         known = dict(self.spec.prompts)
         if name and name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise ValidationError(f"the model has no prompt {name!r:.100}; {has}", param="prompt_name")
-        return known.get(name or "", "") + text
+        return known.get(name or "", "")
 
     def _most(self, options: TextOptions) -> int | None:
         """Tokens to which a prompt is cut."""

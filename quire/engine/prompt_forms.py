@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.engine.lexicons import Lexicon
 from quire.errors import ContextLengthError, ValidationError
 from quire.inputs import PromptType, TokensPrompt
 
@@ -18,11 +19,14 @@ class TokenizedPrompt:
     text: str | None
     cache_salt: str | None = None
     second_text_start: int | None = None
+    instruction_length: int | None = None
+    lexicon: Lexicon | None = None
+    """Of the adapter that it was tokenized for; None: the model's."""
 
     def as_prompt(self) -> TokensPrompt:
         """As callers pass it."""
         prompt = TokensPrompt(prompt_token_ids=self.token_ids)
-        for name in ("cache_salt", "second_text_start"):
+        for name in ("cache_salt", "second_text_start", "instruction_length"):
             if (value := getattr(self, name)) is not None:
                 prompt[name] = value
         if self.text is not None:
@@ -39,6 +43,7 @@ class PromptParts:
     cache_salt: str | None = None
     second_text: str | None = None
     second_text_start: int | None = None
+    instruction_length: int | None = None
 
 
 def parts_of(prompt: PromptType) -> PromptParts:
@@ -60,6 +65,7 @@ def parts_of(prompt: PromptType) -> PromptParts:
 
 def _parts_of_dict(prompt: dict[str, Any]) -> PromptParts:
     salt, start = prompt.pop("cache_salt", None), prompt.pop("second_text_start", None)
+    instruction = prompt.pop("instruction_length", None)
     token_ids = prompt.pop("prompt_token_ids", None)
     text, second = prompt.pop("prompt", None), prompt.pop("second_prompt", None)
     if prompt:
@@ -75,12 +81,13 @@ def _parts_of_dict(prompt: dict[str, Any]) -> PromptParts:
         )
     if second is not None and token_ids is not None:
         raise ValidationError("'second_prompt' needs 'prompt', and no 'prompt_token_ids'", param="prompt")
-    if start is not None and (token_ids is None or type(start) is not int or not 0 < start < len(token_ids)):
-        raise ValidationError(
-            "'second_text_start' must be the index of one of 'prompt_token_ids', and not of the first",
-            param="prompt",
-        )
-    return PromptParts(text, token_ids, salt, second, start)
+    for name, place in (("second_text_start", start), ("instruction_length", instruction)):
+        if place is not None and not (token_ids and type(place) is int and 0 < place < len(token_ids)):
+            raise ValidationError(
+                f"{name!r} must be the index of one of 'prompt_token_ids', and not of the first",
+                param="prompt",
+            )
+    return PromptParts(text, token_ids, salt, second, start, instruction)
 
 
 def check_length(config: EngineConfig, num_tokens: int, how_exact: str = "") -> None:

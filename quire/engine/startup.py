@@ -18,6 +18,7 @@ from quire.config.engine import engine_fields
 from quire.engine.draft_heads import with_draft_heads
 from quire.engine.draft_model import check_draft_model, check_guessing, draft_model_config
 from quire.engine.rank_checks import check_ranks
+from quire.engine.replicas import check_replicas
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError, StartupError
 from quire.kernels import cpu
@@ -102,6 +103,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.quantization.check(config.device.device, encoded=config.arch.quantization is not None)
     config.lora.check()
     check_ranks(config)
+    check_replicas(config)
     config.kv_events.check(enable_prefix_caching=config.cache.enable_prefix_caching)
     _check_batch_invariant(config)
     if arch.part_of is not None:
@@ -324,6 +326,14 @@ def _why_no_threads(config: EngineConfig) -> str | None:
     return None if config.device.device == "cpu" else f"the device is {config.device.device}"
 
 
+def _why_one_replica(config: EngineConfig) -> str | None:
+    return "there is one replica here" if config.parallel.num_replicas == 1 else None
+
+
+def _why_no_address(config: EngineConfig) -> str:
+    return "replicas do not have to find each other"
+
+
 def _unless_policy(name: str) -> Callable[[EngineConfig], str | None]:
     def why(config: EngineConfig) -> str | None:
         policy = config.scheduler.scheduling_policy
@@ -357,5 +367,7 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[EngineConfig], str | Non
     (("preemption_mode",), _why_no_swapping),
     (("matmul_precision",), _why_one_precision),
     (("batch_invariant",), _why_invariant),
+    (("routing_policy", "cpu_numa"), _why_one_replica),
+    (("data_parallel_address", "data_parallel_rpc_port"), _why_no_address),
 )
 """Fields, and why they would do nothing; None: they do what they say."""

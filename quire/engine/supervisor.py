@@ -1,14 +1,14 @@
 """`Supervisor`: what to do about a core that died.
 
 Invariant: pure but for the clock it is given; it decides, and whoever asked restarts. Nothing is restarted for ever: a
-request is given to a third core only if it was not being worked on when two died, and the 4th death within WINDOW_S is
-the engine's.
+request is given to a third core only if it was not being worked on when two died, and the 4th death of one core within
+WINDOW_S is the engine's.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
@@ -35,14 +35,17 @@ class Blame:
 
     def __init__(self, *, resume: bool) -> None:
         self._resume = resume
-        self._suspects: dict[int, Set[str]] = {}
+        self._suspects: Set[str] = frozenset()
 
-    def failed(self, core: int, in_flight: Set[str], in_work: Set[str]) -> frozenset[str]:
-        """A core has died that had these requests in flight, and of them these in work: who does not go on."""
+    def failed(self, in_flight: Set[str], in_work: Set[str], elsewhere: Set[str]) -> frozenset[str]:
+        """A core has died that had these requests in flight, and of them these in work: who does not go on.
+
+        Others are in flight `elsewhere`, on cores to which they may have gone from one that died.
+        """
         if not self._resume:
             return frozenset(in_flight)
-        suspects = self._suspects.get(core, frozenset())
-        self._suspects[core] = (suspects | in_work) & in_flight
+        suspects = self._suspects
+        self._suspects = (suspects | in_work) & (in_flight | elsewhere)
         return frozenset(suspects & in_work)
 
 
@@ -57,14 +60,16 @@ class Supervisor:
     def __init__(self, *, resume: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._blame = Blame(resume=resume)
         self._clock = clock
-        self._deaths: deque[float] = deque()
+        self._deaths: defaultdict[int, deque[float]] = defaultdict(deque)
 
-    def died(self, core: int, in_flight: Set[str], in_work: Set[str]) -> Verdict:
-        """A core has died that had these requests in flight, and of them these in work."""
-        now = self._clock()
-        while self._deaths and self._deaths[0] <= now - WINDOW_S:
-            self._deaths.popleft()
-        self._deaths.append(now)
-        if len(self._deaths) > MAX_DEATHS:
+    def died(
+        self, core: int, in_flight: Set[str], in_work: Set[str], elsewhere: Set[str] = frozenset()
+    ) -> Verdict:
+        """A core has died that had these requests in flight, and of them these in work; others are `elsewhere`."""
+        now, deaths = self._clock(), self._deaths[core]
+        while deaths and deaths[0] <= now - WINDOW_S:
+            deaths.popleft()
+        deaths.append(now)
+        if len(deaths) > MAX_DEATHS:
             return Verdict(None)
-        return Verdict(BACKOFF_S[len(self._deaths) - 1], self._blame.failed(core, in_flight, in_work))
+        return Verdict(BACKOFF_S[len(deaths) - 1], self._blame.failed(in_flight, in_work, elsewhere))

@@ -1,16 +1,13 @@
 """`Tokenizer`: text to token ids and back, on the `tokenizers` library alone.
 
-Invariant: never imports torch. Transformers is imported only for a model without `tokenizer.json`, to convert
-its tokenizer once. Instances hold no per-call state, so threads may share one. Text of tokens is always the UTF-8 of
-their bytes (`token_bytes`), decoded whole or step by step (`place_after`).
+Invariant: never imports torch. Instances hold no per-call state, so threads may share one. Text of tokens is always
+the UTF-8 of their bytes (`token_bytes`), decoded whole or step by step (`place_after`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import json
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +19,18 @@ import tokenizers
 from quire.engine.special_tokens import Template, read_template
 from quire.engine.text_bound import max_chars_per_token
 from quire.engine.token_bytes import TextPlace, TokenBytes
-from quire.errors import ModelLoadError, ValidationError
+from quire.engine.tokenizer_files import (
+    DEFAULT_TEMPLATE,
+    TOKENIZER_NAME,
+    literal_in,
+    read_backend,
+    read_chat_templates,
+    read_settings,
+)
+from quire.errors import ValidationError
 from quire.models.gguf.model import is_gguf
 from quire.models.gguf.tokenizer import read_tokenizer
 
-logger = logging.getLogger(__name__)
-
-DEFAULT_TEMPLATE = "default"
 REPLACEMENT = "\ufffd"
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,12 +60,16 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         settings: dict[str, Any],
         chat_templates: Mapping[str, str] | None = None,
+        *,
+        file: Path | None = None,
     ) -> None:
         self._backend = backend
+        self.file = file
+        """Its tokenizer.json, if it is from one."""
         self.chat_templates = dict(chat_templates or {})
         """By name; most models have but one, the default."""
-        self.bos_token = _token_text(settings.get("bos_token"))
-        self.eos_token = _token_text(settings.get("eos_token"))
+        self.bos_token = literal_in(settings, "bos_token")
+        self.eos_token = literal_in(settings, "eos_token")
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.truncation_side: str = "left" if settings.get("truncation_side") == "left" else "right"
 
@@ -77,8 +83,9 @@ class Tokenizer:
         if is_gguf(directory):
             found = read_tokenizer(directory)
             return Tokenizer(found.backend, found.settings, found.chat_templates)
-        settings = _read_json(directory / "tokenizer_config.json")
-        return Tokenizer(_load_backend(directory), settings, _chat_templates(directory, settings))
+        settings, file = read_settings(directory), directory / TOKENIZER_NAME
+        templates = read_chat_templates(directory, settings)
+        return Tokenizer(read_backend(directory), settings, templates, file=file if file.is_file() else None)
 
     @property
     def chat_template(self) -> str | None:
@@ -97,6 +104,12 @@ class Tokenizer:
         """Each token by its name, and its id."""
         names: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return names
+
+    def spells_as(self, other: Tokenizer) -> bool:
+        """Whether tokens of the same names are the same text in both."""
+        mine, theirs = self._backend.decoder, other._backend.decoder
+        states = [None if decoder is None else decoder.__getstate__() for decoder in (mine, theirs)]
+        return states[0] == states[1]
 
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary."""
@@ -212,66 +225,3 @@ class Tokenizer:
         plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
         plain.encode_special_tokens = True
         return plain
-
-
-def _load_backend(directory: Path) -> tokenizers.Tokenizer:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        return _convert_with_transformers(directory)
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for every defect of the file
-        raise ModelLoadError(f"{path} is not a valid tokenizer file: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def _convert_with_transformers(directory: Path) -> tokenizers.Tokenizer:
-    hint = "name another one with --tokenizer, or use --skip-tokenizer-init to work on token ids"
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ModelLoadError(
-            f"{directory} has no tokenizer.json, and transformers, which could convert its tokenizer, is not "
-            f"installed (pip install 'quire[hf]'); {hint}"
-        ) from error
-    try:
-        converted = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelLoadError(f"{directory} has no tokenizer that quire can read ({error}); {hint}") from error
-    backend = getattr(converted, "backend_tokenizer", None)
-    if not isinstance(backend, tokenizers.Tokenizer):
-        raise ModelLoadError(f"the tokenizer in {directory} has no fast form; {hint}")
-    logger.info("converted the tokenizer in %s with transformers: it has no tokenizer.json", directory)
-    return backend
-
-
-def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Every place in which checkpoints keep templates; a file of its own goes before a setting."""
-    found = settings.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
-    if not isinstance(found, list):
-        found = [{"name": DEFAULT_TEMPLATE, "template": found}]
-    named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-    files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
-    files[DEFAULT_TEMPLATE] = directory / "chat_template.jinja"
-    named |= {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
-    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
-
-
-def _token_text(token: Any) -> str | None:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object")
-    return content

@@ -5,6 +5,7 @@ Invariant: outputs come back in the order of the prompts; the engine core runs i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,12 @@ from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.formats.choice import choose
-from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
-from quire.entrypoints.chat.template import ChatTemplate
+from quire.entrypoints.chat.formats.events import Tools
+from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
 from quire.entrypoints.offline import as_prompts, per_prompt
 from quire.entrypoints.offline_pooling import OfflinePooling
+from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
 from quire.errors import EngineError, ValidationError
 from quire.inputs import ChatMessage, PromptType
 from quire.logits_processors import place_of
@@ -53,11 +55,12 @@ class LLM(OfflinePooling):
     ) -> None:
         if "logits_processors" in engine_args:
             engine_args["logits_processors"] = tuple(map(place_of, engine_args["logits_processors"] or ()))
-        self._parsers = tool_call_parser, reasoning_parser
-        choose(*self._parsers, None)  # an unknown name is told before the model is loaded
+        choose(tool_call_parser, reasoning_parser, None)  # an unknown name is told before the model is loaded
         super().__init__(LLMEngine(EngineConfig.from_args(model=model, **engine_args)))
-        self._chat_template = chat_template
-        self._templates: dict[str | None, ChatTemplate] = {}
+        self._form_options = FormOptions(
+            chat_template, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser
+        )
+        self._forms: dict[str | None, TextForms] = {}
 
     def generate(
         self,
@@ -110,39 +113,40 @@ class LLM(OfflinePooling):
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; the model's chat template turns each into a prompt.
+        """Answer one conversation or several; the model's chat template, or its adapter's, turns each into a prompt.
 
-        Each completion has an `answer`: its text told apart into content, reasoning and calls of the tools.
+        `chat_template` goes before all others. Each completion has an `answer`: its text told apart into content,
+        reasoning and calls of the tools.
 
         Raises:
             ValidationError: the model has no chat template, or a message cannot be rendered.
         """
-        tokenizer = self.get_tokenizer()
-        template = self._template(chat_template or self._chat_template)
-        formats = ModelFormat(choose(*self._parsers, template.all_sources), tokenizer)
         schemas = None if tools is None else tool_schemas(tools)
-        if schemas and formats.formats.tools is not None:
-            check_names(schemas, formats.formats.tools)
         conversations = [list(conversation) for conversation in _as_conversations(messages)]
+        adapters = per_prompt("lora_request", lora_request, conversations)
+        forms = [self._form(adapter, chat_template, schemas) for adapter in adapters]
         chats = [
-            template.compose(
+            form.chat_template.compose(
                 conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
             )
-            for conversation in conversations
+            for form, conversation in zip(forms, conversations, strict=True)
         ]
-        prompts: list[PromptType] = [chat.encode(tokenizer) for chat in chats]
+        prompts: list[PromptType] = [
+            chat.encode(form.tokenizer) for form, chat in zip(forms, chats, strict=True)
+        ]
         params = per_prompt("sampling_params", sampling_params or self.get_default_sampling_params(), prompts)
         pairs = zip(chats, conversations, strict=True)
         ends = [PromptEnd.of(chat.text, one, continues=continue_final_message) for chat, one in pairs]
-        settled = [formats.settled(one, end) for one, end in zip(params, ends, strict=True)]
-        outputs = self.generate(prompts, settled, use_tqdm=use_tqdm, lora_request=lora_request)
-        for output, end in zip(outputs, ends, strict=True):
+        formats = [form.answer_format for form in forms]
+        settled = [one.settled(own, end) for one, own, end in zip(formats, params, ends, strict=True)]
+        outputs = self.generate(prompts, settled, use_tqdm=use_tqdm, lora_request=adapters)
+        for output, one, end in zip(outputs, formats, ends, strict=True):
             for completion in output.outputs:
-                completion.answer = formats.read(completion.text, end, schemas)
+                completion.answer = one.read(completion.text, end, schemas)
         return outputs
 
     def beam_search(
@@ -172,7 +176,11 @@ class LLM(OfflinePooling):
         pairs = list(zip(all_prompts, per_prompt("lora_request", lora_request, all_prompts), strict=True))
         parts = [pairs[start : start + size] for start in range(0, len(pairs), size)]
         outputs = [one for part in parts for one in self._search(part, params, use_tqdm)]
-        return [beam_search_output(output, self.llm_engine.tokenizer, params) for output in outputs]
+        lexicons = self.llm_engine.input_processor.lexicons
+        return [
+            beam_search_output(output, lexicons.of(adapter).tokenizer, params)
+            for output, (_, adapter) in zip(outputs, pairs, strict=True)
+        ]
 
     def _search(
         self,
@@ -191,10 +199,18 @@ class LLM(OfflinePooling):
         """The model's own sampling defaults (generation_config.json with overrides)."""
         return SamplingParams(**self.llm_engine.input_processor.default_sampling_params)
 
-    def _template(self, override: str | None) -> ChatTemplate:
-        if override not in self._templates:
-            self._templates[override] = ChatTemplate.from_tokenizer(self.get_tokenizer(), override)
-        return self._templates[override]
+    def _form(self, adapter: LoRARequest | None, chat_template: str | None, tools: Tools | None) -> TextForm:
+        """What the texts of a chat look like; these tools can be called in it."""
+        self.get_tokenizer()
+        lexicons, options = self.llm_engine.input_processor.lexicons, self._form_options
+        if chat_template not in self._forms:
+            if chat_template is not None:
+                options = dataclasses.replace(options, chat_template=chat_template, for_adapters=True)
+            self._forms[chat_template] = TextForms(lexicons.model, options)
+        form = self._forms[chat_template].of(lexicons.of(adapter))
+        if tools and (tool_format := form.answer_format.formats.tools) is not None:
+            check_names(tools, tool_format)
+        return form
 
 
 def beam_search_output(

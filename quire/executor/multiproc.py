@@ -101,7 +101,8 @@ class MultiprocExecutor(Executor):
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         """What each rank returns."""
-        return self._ranks.call(method, *args).result()
+        answers: list[Any] = self._ranks.call(method, *args).result()
+        return answers
 
     def _prepare_grammar(self, params: StructuredOutputsParams, prepared: Answers) -> None:
         try:

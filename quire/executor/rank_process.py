@@ -26,7 +26,9 @@ import msgspec
 from quire.config import EngineConfig
 from quire.distributed.agreement import check_same
 from quire.distributed.group import ALONE, Group
+from quire.distributed.shared_memory import share_memory
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped, ToRank
+from quire.kernels import cpu
 from quire.kv_cache.plain import decode_kv_config, encode_specs
 from quire.layers.shard import Shard
 from quire.logging_setup import configure_logging
@@ -93,7 +95,8 @@ class RankProcess:
         from quire.distributed.gloo import Gloo, file_store  # which one rank does not need
 
         store = file_store(self._directory / "ranks", self._size)
-        self._group = Gloo(self._rank, self._size, store, join_s=JOIN_S)
+        group = Gloo(self._rank, self._size, store, join_s=JOIN_S)
+        self._group = share_memory(group, able=cpu.available())
         check_same(
             self._group,
             {

@@ -27,12 +27,14 @@ import msgspec
 from quire.config import EngineConfig
 from quire.errors import RankLostError, StartupError
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped
-from quire.processes import exit_reason
+from quire.processes import STOPPED, exit_reason, why_silent
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 PROGRAM = ("-m", "quire.executor.rank_process")
 CLOSE_TIMEOUT_S = 5.0
 WAIT_MS = 500
+LOOKS_AT_STOPPED = 10
+"""After so many times WAIT_MS without a word from anybody a rank that is stopped is given up."""
 DEATH_S = 1.0
 """How long a rank that others have lost may take to be seen as dead."""
 
@@ -74,6 +76,8 @@ class Ranks:
         self._calls: dict[int, tuple[Answers, dict[int, Returned | Failed]]] = {}
         self._num_calls = 0
         self._lost: Exception | None = None
+        self._stopped: dict[int, int] = {}
+        """How often in turn a rank was seen to be stopped."""
         try:
             self._directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
             (self._directory / "config.json").write_bytes(msgspec.json.encode(config))
@@ -114,13 +118,16 @@ class Ranks:
         """Take in what ranks have said; wait a while if they have said nothing.
 
         Raises:
-            RankLostError: a rank has ended; so will this raise from now on.
+            RankLostError: a rank has ended, or is stopped; so will this raise from now on.
             EngineError: a step failed on one.
         """
         if self._lost is not None:
             raise self._lost
-        for fd, _ in self._poll.poll(WAIT_MS if wait else 0):
+        ready = self._poll.poll(WAIT_MS if wait else 0)
+        for fd, _ in ready:
             self._hear(self._by_fd[fd])
+        if wait and not ready:
+            self._look()
 
     def have_met(self) -> None:
         """All ranks know each other and have read what they are to do."""
@@ -133,6 +140,8 @@ class Ranks:
             connection.close()
         self._connections = []
         for process in self._processes:
+            if why_silent(process.pid) is not None:
+                process.kill()
             try:
                 process.wait(CLOSE_TIMEOUT_S)
             except subprocess.TimeoutExpired:
@@ -168,6 +177,14 @@ class Ranks:
             self._fail(self._cause(message, rank))
         else:
             self._note(rank, message)
+
+    def _look(self) -> None:
+        """Of a rank that is stopped, and not by whoever stops the core as well, nobody would ever hear."""
+        stopped = [rank for rank, pid in enumerate(self.pids) if why_silent(pid) == STOPPED]
+        self._stopped = {rank: self._stopped.get(rank, 0) + 1 for rank in stopped}
+        for rank in stopped:
+            if self._stopped[rank] >= LOOKS_AT_STOPPED:
+                self._fail(RankLostError([rank], f"process {self.pids[rank]} {STOPPED}"))
 
     def _note(self, rank: int, answer: Returned | Failed) -> None:
         assert answer.number is not None

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.distributed.group import Group
+from quire.distributed.shared_memory import SharedMemory
 from quire.errors import ConfigError
 from quire.kernels import (
     cpu,
@@ -215,6 +216,11 @@ def _experts_in_panels(_x: Tensor, _chosen: Tensor, _weights: Tensor, of: Expert
 def _experts_in_rows(_x: Tensor, _chosen: Tensor, _weights: Tensor, of: ExpertWeights) -> bool:
     """Whether experts are packed in the layout of GPUs."""
     return of.layout == "rows"
+
+
+def _in_shared_memory(_x: Tensor, group: Group, *_args: Any, **_options: Any) -> bool:
+    """Whether ranks have memory in common."""
+    return isinstance(group, SharedMemory)
 
 
 # Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head
@@ -647,7 +653,7 @@ def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
 # order; a rank that is lost is a RankLostError on the others. In a group of one, nothing is done.
 
 
-@op()
+@op(_cpu("collectives.all_reduce", _in_shared_memory))
 def all_reduce(x: Tensor, /, group: Group) -> Tensor:
     """The sum of all ranks' x, of any shape and float dtype, with the same bits on every rank.
 
@@ -656,7 +662,7 @@ def all_reduce(x: Tensor, /, group: Group) -> Tensor:
     return reference_collectives.all_reduce(x, group)
 
 
-@op()
+@op(_cpu("collectives.all_gather", _in_shared_memory))
 def all_gather(x: Tensor, /, group: Group, dim: int = -1) -> Tensor:
     """All ranks' x, of one shape, one behind the other along `dim`, in the order of ranks."""
     return reference_collectives.all_gather(x, group, dim)

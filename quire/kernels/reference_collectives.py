@@ -29,5 +29,5 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def all_to_all(x: Tensor, counts: Sequence[int], group: Group) -> tuple[Tensor, list[int]]:
-    parts = group.all_to_all(x.split(list(counts)))
+    parts = group.all_to_all(torch.split(x, list(counts)))
     return torch.cat(parts), [len(part) for part in parts]

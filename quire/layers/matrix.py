@@ -97,7 +97,7 @@ class MatrixLayer(Layer):
 
     def why_not_captured(self) -> str | None:
         """See `Capturable`."""
-        return None if self.group is None else "what crosses ranks cannot be captured yet"
+        return None if self.group is None else self.group.why_not_captured()
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield from self.method.slots(self, names)

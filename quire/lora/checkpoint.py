@@ -17,9 +17,10 @@ from quire.kernels import reference
 from quire.kernels.lora import LoraStacks
 from quire.layers.own_rows import TokenRows
 from quire.layers.slot import length
+from quire.lora.directory import WEIGHTS_NAME
 from quire.lora.modules import AdaptedModule, Kind, adapted_modules
 from quire.lora.own_rows import read_own_rows
-from quire.lora.peft_config import WEIGHTS_NAME, read_peft_config
+from quire.lora.peft_config import read_peft_config
 from quire.lora.targets import Place, Targets
 from quire.models.safetensors_file import SafetensorsFile
 
@@ -39,7 +40,8 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         """Memory of its weights."""
-        return sum(part.nbytes for part in (*self.layers.values(), *self.rows.values()))
+        stacks, rows = self.layers.values(), self.rows.values()
+        return sum(one.nbytes for one in stacks) + sum(one.nbytes for one in rows)
 
 
 def read_adapter(

@@ -13,9 +13,9 @@ from math import sqrt
 from pathlib import Path
 
 from quire.errors import ModelLoadError
+from quire.lora.directory import CONFIG_NAME
 from quire.models.json_object import JsonObject, read_json_object
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 MAX_FILE_RANK = 4096
 
 _OF_TRAINING = frozenset(

@@ -7,30 +7,17 @@ say (`quire.engine.adapter_holds`): an adapter stays until it is dropped.
 from __future__ import annotations
 
 import logging
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
-import quire
 from quire.errors import StartupError, ValidationError
 from quire.lora.checkpoint import Adapter, read_adapter
+from quire.lora.directory import directory_of
 from quire.lora.targets import Targets
 from quire.lora_request import LoRARequest
 
 logger = logging.getLogger(__name__)
-
-IN_THE_BOX = ("quire-demo-pirate",)
-"""Adapters of the model in the box that come with quire."""
-
-
-def directory_of(path: str) -> Path:
-    """Where an adapter is: a directory, or the name of one in the box."""
-    directory = Path(os.path.expanduser(path))  # which leaves alone what is no user's home
-    if path in IN_THE_BOX and not directory.exists():
-        return Path(quire.__path__[0]) / "assets" / path
-    return directory
 
 
 class AdapterStore:

@@ -14,6 +14,8 @@ from quire.layers.slot import length
 from quire.lora.adaptable import Adaptable, adaptable_layers
 from quire.models.base import CausalLM
 
+HEAD = "lm_head"
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -42,6 +44,7 @@ class Targets:
 
     def __init__(self, model: CausalLM) -> None:
         self._part_of = model.config.arch.part_of
+        self._head = model.renamed.get(HEAD, HEAD)
         found = list(adaptable_layers(model))
         self.layers = [own for _, own in found]
         places: dict[str, list[Place]] = {}
@@ -55,8 +58,12 @@ class Targets:
         }
 
     def name_of(self, module: str) -> str:
-        """What a module is called here, by its name in the whole model that the checkpoint is of."""
-        return module if self._part_of is None else self._part_of.name_alone(module)
+        """What a module is called here, by its name in the whole model that the checkpoint is of.
+
+        The head may go by transformers' name for it, which some checkpoints are older than.
+        """
+        own = module if self._part_of is None else self._part_of.name_alone(module)
+        return self._head if own == HEAD else own
 
     def _target(self, places: Sequence[Place]) -> Target:
         own = self.layers[places[0].layer]

@@ -42,40 +42,54 @@ class PrometheusStatLogger(StatLogger):
         model_name: label of most metrics.
         max_model_len: bounds the token histograms.
         registry: where the metrics are registered.
+        first_engine: the label of the first core; the others count up from it.
+        num_engines: cores that are known from the beginning.
     """
 
-    def __init__(self, model_name: str, max_model_len: int, *, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        max_model_len: int,
+        *,
+        registry: CollectorRegistry,
+        first_engine: int = 0,
+        num_engines: int = 1,
+    ) -> None:
         self._model_name = model_name
+        self._first_engine = first_engine
         names = [metric.name for metric in METRICS if metric.labels[:2] == ENGINE]
         self._families = {name: make_family(name, registry, max_model_len) for name in names}
         self._cache_config = make_family("cache_config_info", registry)
         self._lora_requests = make_family("lora_requests_info", registry)
-        self._adapters: AdapterStats | None = None
+        self._adapters: dict[int, AdapterStats] = {}
         rejections = make_family("admission_rejections", registry)
         self._rejections = {
             limit: rejections.labels(model_name, limit) for limit in BY_NAME["admission_rejections"].values
         }
         self._cores: dict[int, CoreMetrics] = {}
         self._cache_labels: dict[int, tuple[str, ...]] = {}
-        self._core(0)
+        for core in range(num_engines):
+            self._core(core)
 
     def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
         metrics = self._core(core)
         metrics.record_iteration(iteration)
         if scheduler is not None:
             metrics.record_scheduler(scheduler)
-            if scheduler.adapters is not None and scheduler.adapters != self._adapters:
-                self._record_adapters(scheduler.adapters)
+            if scheduler.adapters is not None and scheduler.adapters != self._adapters.get(core):
+                self._adapters[core] = scheduler.adapters
+                self._record_adapters(scheduler.adapters.max_loras)
 
     def core_ready(self, core: int, config: EngineConfig, num_blocks: int) -> None:
         self._core(core).record_ready()
         fields = [str(getattr(config.cache, field)) for field in CACHE_CONFIG_LABELS.values()]
         self._drop_cache_config(core)
-        self._cache_labels[core] = (*fields, str(num_blocks), str(core))
+        self._cache_labels[core] = (*fields, str(num_blocks), self._label(core))
         self._cache_config.labels(*self._cache_labels[core]).set(1)
 
     def core_died(self, core: int, num_resumed: int, num_failed: int) -> None:
-        self._core(core).record_death(num_resumed, num_failed)
+        num_waiting = num_resumed if len(self._cores) == 1 else 0  # where there are others, they wait there
+        self._core(core).record_death(num_resumed, num_failed, num_waiting)
         self._drop_cache_config(core)
 
     def rested(self, state: str) -> None:
@@ -85,17 +99,21 @@ class PrometheusStatLogger(StatLogger):
     def refused(self, limit: str) -> None:
         self._rejections[limit].inc()
 
-    def _record_adapters(self, adapters: AdapterStats) -> None:
-        """One series, whatever names there were before."""
-        self._adapters = adapters
+    def _record_adapters(self, max_loras: int) -> None:
+        """One series for all cores, whatever names there were before."""
         self._lora_requests.clear()
-        labels = str(adapters.max_loras), ",".join(adapters.running), ",".join(adapters.waiting)
+        running = {name for one in self._adapters.values() for name in one.running}
+        waiting = {name for one in self._adapters.values() for name in one.waiting}
+        labels = str(max_loras), ",".join(sorted(running)), ",".join(sorted(waiting))
         self._lora_requests.labels(*labels).set(time.time())
 
     def _core(self, core: int) -> CoreMetrics:
         if core not in self._cores:
-            self._cores[core] = CoreMetrics(self._families, self._model_name, str(core))
+            self._cores[core] = CoreMetrics(self._families, self._model_name, self._label(core))
         return self._cores[core]
+
+    def _label(self, core: int) -> str:
+        return str(self._first_engine + core)
 
     def _drop_cache_config(self, core: int) -> None:
         """The next core may have another number of blocks."""
@@ -173,15 +191,15 @@ class CoreMetrics:
         for one in SLEEP_STATES:
             self._by_value["engine_sleep_state", one].set(one == state)
 
-    def record_death(self, num_resumed: int, num_failed: int) -> None:
-        """What went with the core is gone, and the next one counts from zero."""
-        self._last = SchedulerStats(num_waiting=num_resumed, num_held=num_resumed)
+    def record_death(self, num_resumed: int, num_failed: int, num_waiting: int) -> None:
+        """What went with the core is gone, and the next one counts from zero; so many wait for it."""
+        self._last = SchedulerStats(num_waiting=num_waiting, num_held=num_waiting)
         self._inc("engine_core_deaths", 1)
         self._inc("engine_core_resumed_requests", num_resumed)
         self._inc("engine_core_failed_requests", num_failed)
         for name in ("engine_core_up", *GAUGES):
             self.set(name, 0)
-        self._set_waiting(num_resumed, num_resumed)
+        self._set_waiting(num_waiting, num_waiting)
 
     def _set_waiting(self, num_waiting: int, num_deferred: int) -> None:
         self.set("num_requests_waiting", num_waiting)

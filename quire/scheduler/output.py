@@ -27,7 +27,8 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     before a preemption); `block_ids` are all its blocks; `num_computed_tokens` tokens are in the cache already.
     The worker has the adapter of its `lora_request`. Running requests have at most `max_loras` different ones.
     One with `pooling_params` samples nothing, whatever `sampling_params` say, and gets what is pooled of its prompt;
-    tokens from `second_text_start` on are of a second text (token type 1).
+    tokens from `second_text_start` on are of a second text (token type 1), and the first `instruction_length` are read
+    and not pooled.
     `owner` is its tenant and its cache salt: what it generates may help others of the same owner only.
     """
 
@@ -40,6 +41,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     eos_token_ids: list[int] = []
     pooling_params: PoolingParams | None = None
     second_text_start: int | None = None
+    instruction_length: int | None = None
     owner: tuple[str, str | None] = ("", None)
     lora_request: LoRARequest | None = None
 

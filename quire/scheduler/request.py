@@ -48,6 +48,7 @@ class Request:
         prompt_token_ids: the list as it was given, which the forks of a prompt share; nobody changes it.
         pooling_params: what is wanted instead of tokens; with them it ends with its prompt, and samples nothing.
         second_text_start: where the second of two texts begins in the prompt.
+        instruction_length: tokens at the prompt's start that are read and not pooled.
         token_ids: all known tokens, `num_prompt_tokens` of the prompt and then the generated ones.
         num_computed_tokens: how many tokens are computed; the scheduler lets this catch up.
         num_placeholder_tokens: tokens that steps in flight sample; they follow `token_ids` and can be planned.
@@ -79,6 +80,7 @@ class Request:
         "extra_keys",
         "finish_reason",
         "fork_of",
+        "instruction_length",
         "lora_request",
         "num_beams",
         "num_cached_tokens",
@@ -125,6 +127,7 @@ class Request:
         num_beams: int = 0,
         beam: int = 0,
         second_text_start: int | None = None,
+        instruction_length: int | None = None,
         lora_request: LoRARequest | None = None,
     ) -> None:
         self.request_id = request_id
@@ -134,6 +137,7 @@ class Request:
         self.sampling_params = sampling_params
         self.pooling_params = pooling_params
         self.second_text_start = second_text_start
+        self.instruction_length = instruction_length
         self.arrival_time = arrival_time
         self.eos_token_ids = list(eos_token_ids)
         self.priority = priority

@@ -83,6 +83,7 @@ class StepPlan:
             eos_token_ids=request.eos_token_ids,
             pooling_params=request.pooling_params,
             second_text_start=request.second_text_start,
+            instruction_length=request.instruction_length,
             owner=(request.tenant, request.cache_salt),
             lora_request=request.lora_request,
         )

@@ -124,7 +124,12 @@ class CpuMemory:
         return max(0, int(UNASKED_SHARE * self._free_bytes(config)) - sum(self._working_bytes(config)))
 
     def _free_bytes(self, config: EngineConfig) -> int:
-        return max(0, self._host.available_bytes() - config.cache.swap_space_bytes)
+        """A replica has its share, whatever the others have taken of theirs."""
+        free = self._host.available_bytes()
+        if config.share is not None:
+            taken = self._host.own_bytes(config.share.num_replicas) * config.parallel.tensor_parallel_size
+            free = min(free, config.share.memory_bytes - taken)
+        return max(0, free - config.cache.swap_space_bytes)
 
     def _working_bytes(self, config: EngineConfig) -> tuple[int, int]:
         """What the largest step takes, and what recorded steps keep."""

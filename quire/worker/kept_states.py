@@ -53,4 +53,5 @@ class KeptStates:
 def positions_of(starts: Rows, counts: Rows) -> Rows:
     """[N] the positions of all tokens: `counts` [R] of each request, from `starts` [R] on."""
     before = counts.cumsum() - counts
-    return np.arange(counts.sum()) + (starts - before).repeat(counts)
+    positions: Rows = np.arange(counts.sum()) + (starts - before).repeat(counts)
+    return positions

@@ -58,6 +58,8 @@ class _Wanted:
 
     params: PoolingParams
     task: str
+    instruction_length: int
+    """Tokens at the start that are not pooled."""
     parts: list[Tensor] = field(default_factory=list)
 
 
@@ -117,7 +119,8 @@ class Pooler:
             return
         if request.num_computed_tokens and spec.reads_every_token(params):
             raise EngineError(f"{request.request_id} is pooled, and not computed from its first token on")
-        self._wanted[row] = _Wanted(params, spec.task_of(params))
+        length = min(request.instruction_length or 0, request.num_prompt_tokens - 1)
+        self._wanted[row] = _Wanted(params, spec.task_of(params), length)
 
     def remove_request(self, row: int) -> None:
         """Forget a row."""
@@ -151,12 +154,16 @@ class Pooler:
     ) -> dict[int, list[Tensor]]:
         """A vector each, of those that end, by their indices in the step."""
         assert self._reduction is not None, "a request that wants a vector is refused where there is none"
-        chunks = _chunks(layout, np.array(indices))
+        lengths = np.array([self._wanted[int(layout.rows[index])].instruction_length for index in indices])
+        is_pooled = layout.ends[indices] > lengths
+        if not is_pooled.any():
+            return {}
+        chunks = _chunks(layout, np.array(indices)[is_pooled], lengths[is_pooled])
         vectors = self._reduction.reduce(hidden, chunks)
         if not len(vectors):
             return {}
         numbers = self._transfers.download(self._model.apply_heads(vectors, task))
-        ended = np.array(indices)[chunks.is_last].tolist()
+        ended = np.array(indices)[is_pooled][chunks.is_last].tolist()
         return {index: [vector] for index, vector in zip(ended, numbers, strict=True)}
 
     def _tokens(
@@ -189,13 +196,13 @@ class Pooler:
         return tagged
 
 
-def _chunks(layout: StepLayout, indices: NDArray[np.int64]) -> Chunks:
-    """Of some requests of a step."""
-    starts = layout.starts[indices]
+def _chunks(layout: StepLayout, indices: NDArray[np.int64], lengths: NDArray[np.int64]) -> Chunks:
+    """Of some requests of a step, what stands behind their instructions of such lengths."""
+    starts = np.maximum(layout.starts[indices], lengths)
     return Chunks(
         layout.rows[indices],
-        layout.query_start_loc[indices],
-        starts,
+        layout.query_start_loc[indices] + starts - layout.starts[indices],
+        starts - lengths,
         layout.ends[indices] - starts,
         layout.pools[indices],
     )

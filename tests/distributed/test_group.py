@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -18,11 +21,16 @@ from torch import Tensor
 from quire.distributed.gloo import Gloo, file_store
 from quire.distributed.group import ALONE, Group
 from quire.distributed.in_process import InProcess
+from quire.distributed.shared_memory import MOST_RANKS, SharedMemory, share_memory
 from quire.errors import EngineError, RankLostError, StartupError
 from quire.kernels import ops
+from quire.kernels.cpu import library
+from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.reference_collectives import tree_sum
+from tests.fixtures.threads import shuffle
 
 SIZES = [2, 3, 4]
+needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 DTYPES = [torch.float32, torch.bfloat16, torch.int32]
 
 
@@ -44,7 +52,12 @@ def gloo(size: int, directory: Path) -> Sequence[Group]:
         return list(threads.map(join, range(size)))
 
 
-@pytest.fixture(params=[in_process, gloo], ids=["in_process", "gloo"])
+def shared_memory(size: int, directory: Path) -> Sequence[Group]:
+    """With so small pieces that most tensors take several."""
+    return on_all(InProcess.group(size, timeout_s=20), lambda group: share_memory(group, piece_bytes=64))
+
+
+@pytest.fixture(params=[in_process, gloo, shared_memory], ids=lambda make: make.__name__)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], Sequence[Group]]]:
     made: list[Group] = []
 
@@ -70,11 +83,20 @@ def test_collectives(size: int, make: Callable[[int], Sequence[Group]]) -> None:
             parts = [numbers(rank, *shape, dtype=dtype) for rank in range(size)]
             for gathered in on_all(groups, lambda group, parts=parts: group.all_gather(parts[group.rank])):
                 assert all(map(torch.equal, gathered, parts))
-    parts = [numbers(rank, 4, 6).t() for rank in range(size)]  # strided
-    for total in on_all(groups, lambda group: ops.all_reduce(parts[group.rank], group)):
-        assert torch.equal(total, tree_sum(parts))
-    for row in on_all(groups, lambda group: ops.all_gather(parts[group.rank], group)):
-        assert torch.equal(row, torch.cat(parts, -1))
+            check_ops(groups, parts)
+    check_ops(groups, [numbers(rank, 4, 6).t() for rank in range(size)])  # strided
+
+
+def check_ops(groups: Sequence[Group], parts: Sequence[Tensor]) -> None:
+    """Bit for bit."""
+
+    def work(group: Group) -> list[Tensor]:
+        own = parts[group.rank]
+        return [ops.all_reduce(own, group), *(ops.all_gather(own, group, dim) for dim in range(own.dim()))]
+
+    want = [tree_sum(parts), *(torch.cat(list(parts), dim) for dim in range(parts[0].dim()))]
+    for got in on_all(groups, work):
+        assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -151,6 +173,80 @@ def test_all_ranks_hear_who_left_and_why() -> None:
     assert "rank 2 is lost; it says: out of memory" in second
 
 
+def common(size: int, **options: Any) -> list[SharedMemory]:
+    """Ranks that are threads, with memory in common."""
+    groups = on_all(InProcess.group(size, timeout_s=20), lambda group: share_memory(group, **options))
+    assert all(isinstance(group, SharedMemory) for group in groups), "this machine has memfd"
+    return groups
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_sums_in_shared_memory_of_all_sizes(size: int) -> None:
+    groups = common(size)
+    for count in (1, 7, 1024, 100_003, 1 << 20) if size == 2 else (7, 100_003):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            check_ops(groups, [numbers(rank, count, dtype=dtype) for rank in range(size)])
+
+
+@needs_kernels
+def test_threads_share_what_crosses_ranks(restore_threads: None) -> None:
+    set_num_threads(3)
+    shuffle(5)
+    check_ops(common(2), [numbers(rank, 3, 100_003) for rank in range(2)])
+
+
+@needs_kernels
+def test_all_hear_who_left_shared_memory_and_why() -> None:
+    groups = common(3)
+
+    def work(group: Group) -> str:
+        if group.rank == 2:
+            group.close("out of memory: " + "é" * 100)
+            return ""
+        with pytest.raises(RankLostError) as lost:
+            ops.all_reduce(torch.zeros(3), group)
+        group.close()
+        return str(lost.value)
+
+    for said in on_all(groups, work)[:2]:
+        assert said.startswith("rank 2 is lost; it says: out of memory: ééé")
+
+
+@needs_kernels
+def test_a_rank_that_runs_and_does_not_come_is_named() -> None:
+    first, _ = common(2, answer_s=0.2)
+    with pytest.raises(
+        RankLostError, match=r"rank 1 is lost; it says: process \d+ did not answer within 0.2 s"
+    ):
+        ops.all_gather(torch.zeros(3), first)
+
+
+def test_shared_memory_has_no_name_and_goes_with_those_who_have_it() -> None:
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count("quire-ranks")
+
+    gc.collect()
+    before = maps()
+    groups = common(2)
+    assert maps() == before + 2
+    assert not list(Path("/dev/shm").glob("*quire-ranks*"))
+    del groups
+    gc.collect()
+    assert maps() == before
+
+
+def test_ranks_that_cannot_all_have_the_memory_go_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    for able in ([True, False], [False, True]):
+        groups = InProcess.group(2, timeout_s=20)
+        assert on_all(groups, lambda group, able=able: share_memory(group, able=able[group.rank])) == groups
+    many = InProcess.group(MOST_RANKS + 1, timeout_s=20)
+    assert on_all(many, share_memory) == many
+    monkeypatch.setattr(os, "memfd_create", lambda name: os.open(os.devnull, os.O_RDWR))  # of no size
+    groups = InProcess.group(2, timeout_s=20)
+    assert on_all(groups, share_memory) == groups
+
+
 def test_a_rank_that_is_silent_is_named() -> None:
     first, _ = InProcess.group(2, timeout_s=0.05)
     with pytest.raises(RankLostError, match=r"rank 1 is lost; it says: no answer within 0.05 s"):
@@ -180,25 +276,42 @@ VICTIM = """
 import sys, time
 from pathlib import Path
 from quire.distributed.gloo import Gloo, file_store
+from quire.distributed.shared_memory import share_memory
 group = Gloo(1, 3, file_store(Path(sys.argv[1]), 3))
+if sys.argv[2] == "shared_memory":
+    group = share_memory(group)
 print("joined", flush=True)
 time.sleep(600)
 """
 
 
-def test_a_process_that_is_killed_is_named_by_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "signal_", "said"),
+    [
+        ("gloo", signal.SIGKILL, ""),
+        ("shared_memory", signal.SIGKILL, r"process \d+ has ended"),
+        ("shared_memory", signal.SIGSTOP, r"process \d+ is stopped"),
+    ],
+    ids=["gloo, killed", "shared memory, killed", "shared memory, stopped"],
+)
+def test_a_process_that_is_killed_or_stopped_is_named_by_all(
+    kind: str, signal_: int, said: str, tmp_path: Path
+) -> None:
     victim = subprocess.Popen(
-        [sys.executable, "-c", VICTIM, str(tmp_path / "meet")],
+        [sys.executable, "-c", VICTIM, str(tmp_path / "meet"), kind],
         stdout=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    joined = threading.Event()
+    struck = threading.Event()
 
     def work(rank: int) -> str:
-        group = Gloo(rank, 3, file_store(tmp_path / "meet", 3), join_s=200)
-        joined.wait()
-        with pytest.raises(RankLostError) as lost:
-            group.all_gather(torch.zeros(1))
+        group: Group = Gloo(rank, 3, file_store(tmp_path / "meet", 3), join_s=200)
+        if kind == "shared_memory":
+            group = share_memory(group)
+        struck.wait()
+        for _ in range(2):  # what is lost stays lost
+            with pytest.raises(RankLostError) as lost:
+                ops.all_reduce(torch.zeros(1), group)
         group.close()
         return str(lost.value)
 
@@ -206,8 +319,13 @@ def test_a_process_that_is_killed_is_named_by_all(tmp_path: Path) -> None:
         losses = [threads.submit(work, rank) for rank in (0, 2)]
         assert victim.stdout is not None
         assert victim.stdout.readline() == b"joined\n"
-        victim.kill()
-        victim.wait()
-        joined.set()
-        assert [loss.result().startswith("rank 1 is lost; it says: ") for loss in losses] == [True, True]
+        victim.send_signal(signal_)
+        if signal_ == signal.SIGKILL:
+            victim.wait()
+        struck.set()
+        assert [bool(re.match(f"rank 1 is lost; it says: {said}", loss.result())) for loss in losses] == [
+            True
+        ] * 2
+    victim.kill()
+    victim.wait()
     victim.stdout.close()

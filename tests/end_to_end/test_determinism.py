@@ -20,7 +20,7 @@ from quire.kernels.cpu import library
 from quire.outputs import RequestOutput
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
-from tests.fixtures.quick import quick
+from tests.fixtures.quick import quick, quick_models
 from tests.fixtures.tiny_families import SCARCE_BLOCKS, STATE_BLOCKS, TINY_FAMILIES
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
@@ -181,8 +181,7 @@ def test_families_of_every_kind(family: str, engine: Callable[..., LLM], restore
 
 
 @pytest.mark.item(42)
-@pytest.mark.more
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", quick_models(OTHERS, ()))
 def test_every_other_family(family: str, engine: Callable[..., LLM], restore_threads: None) -> None:
     make = functools.partial(engine, "float32", family)
     limits = STEP_LIMITS if family in STATE_BLOCKS else {}

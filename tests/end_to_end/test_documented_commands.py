@@ -31,7 +31,8 @@ SMALLER = (
     (r"served.py", "served.py --num-rounds 1 --num-prompts 4"),
     (r"structured.py", "structured.py --num-rounds 1 --num-tokens 8"),
     (r"kv_waste.py", "kv_waste.py --num-requests 20"),
-    (r"implementations.py", "implementations.py --rounds 1"),
+    (r"implementations.py", "implementations.py --rounds 1 --num-layers 1"),
+    (r"benchmarks.adapters", "benchmarks.adapters benchmarks/models/dummy-0.5b --rounds 1"),
     (r"benchmarks.overhead", "benchmarks.overhead --requests 4"),
     (r"Once upon a time", "The capital of France is"),
 )

@@ -15,6 +15,7 @@ from quire import LLM, SamplingParams
 from quire.inputs import PromptType
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
+from tests.fixtures.quick import quick, quick_models
 from tests.fixtures.tiny_families import SCARCE_BLOCKS, TINY_FAMILIES
 from tests.fixtures.tiny_models import VOCAB_SIZE, oracle_of
 
@@ -34,7 +35,8 @@ FAMILIES = (
     "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
-OTHERS += ["afmoe", "bert", "modernbert-decoder"]
+HOSTED = ["afmoe", "bert", "modernbert-decoder"]
+"""What transformers' own code runs, and `FAMILIES` have not."""
 LENGTHS = (1, 3, 8, 15, 16, 17, 40, 90)
 NUM_BLOCKS = {"gemma2": 25, "gemma3": 17, "modernbert-decoder": 26} | SCARCE_BLOCKS
 """A cache in which requests are preempted; where layers differ, there are more blocks of fewer layers."""
@@ -76,9 +78,7 @@ def generate(llm: LLM) -> tuple[list[list[int]], dict[str, Any]]:
     return [output.outputs[0].token_ids for output in outputs], stats
 
 
-@pytest.mark.parametrize(
-    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
-)
+@pytest.mark.parametrize("name", [*quick_models([*FAMILIES, *OTHERS], FAMILIES), *quick(HOSTED, ())])
 def test_greedy_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
     directory = tiny_model(name)
     roomy = engine(directory)

@@ -85,6 +85,27 @@ def test_an_embedder_gives_the_oracles_vectors_and_the_same_bits_in_any_batch(
         assert [one.tobytes() for one in others] == [one.tobytes() for one in whole]
 
 
+@pytest.mark.parametrize("pooling", ["mean_tokens+cls_token", "lasttoken+max_tokens"])
+def test_an_instruction_is_read_and_not_pooled(pooling: str, tmp_path: Path) -> None:
+    model = write_model("qwen3", tmp_path, "Qwen3ForCausalLM")
+    write_sentence_transformer(tmp_path, pooling=pooling)
+    ways, length = [name for name in POOLED if name in pooling.split("+")], 10
+    texts = prompts((11, 17, 40))
+    hidden = [one[length:] for one in hidden_states(model.model, texts)]
+    whole = pool(pooling_core(tmp_path), texts, instruction_length=length)
+    assert_close(whole, [torch.cat([POOLED[way](one) for way in ways]) for one in hidden])
+    cut = pool(pooling_core(tmp_path, **CUT), texts, instruction_length=length)
+    assert not cpu.available() or [one.tobytes() for one in cut] == [one.tobytes() for one in whole]
+
+
+def test_of_a_prompt_that_is_an_instruction_alone_the_last_token_is_pooled(tmp_path: Path) -> None:
+    model = write_model("qwen3", tmp_path, "Qwen3ForCausalLM")
+    write_sentence_transformer(tmp_path)
+    (text,) = prompts((5,))
+    found = pool(pooling_core(tmp_path), [text], instruction_length=9)
+    assert_close(found, [hidden_states(model.model, [text])[0][-1]])
+
+
 def test_a_prefix_is_used_for_the_last_token_and_not_for_all(tmp_path: Path) -> None:
     write_model("qwen3", tmp_path, "Qwen3Model")
     core = pooling_core(tmp_path)

@@ -261,8 +261,8 @@ async def test_time_runs_while_a_prompt_is_tokenized(
 
 
 async def test_two_cores_give_what_one_gives(engine: AsyncLLM, null_model_dir: Path) -> None:
-    config = EngineConfig.from_args(model=str(null_model_dir), distributed_executor_backend="null")
-    two = AsyncLLM(config, in_process=True, num_cores=2)
+    args = {"model": str(null_model_dir), "distributed_executor_backend": "null", "data_parallel_size": 2}
+    two = AsyncLLM(EngineConfig.from_args(**args), in_process=True)
     await two.wait_ready()
     prompts = [[index, 3] for index in range(6)]
     together = await asyncio.gather(*(collect(two, prompt, params(seed=1)) for prompt in prompts))

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.cores import BorrowedCore
+from quire.engine.cores import BorrowedCores
 from quire.engine.ledger import Ledger
-from quire.engine.queue_limits import SharedWaiting
 from quire.engine.remote import CoreAddress
 from quire.errors import EngineDeadError, EngineError, UnavailableError
 from quire.metrics.stats import IterationStats, StatLogger
@@ -30,17 +29,19 @@ class Lending:
     """Tells every borrower where the core is, as the first API process does."""
 
     def __init__(self) -> None:
-        self.borrowers: list[BorrowedCore] = []
+        self.borrowers: list[BorrowedCores] = []
         self.addresses: list[CoreAddress] = []
+        self.cores: dict[int, CoreAddress] = {}
 
-    def core_started(self, address: CoreAddress) -> None:
+    def core_started(self, core: int, address: CoreAddress) -> None:
         self.addresses.append(address)
+        self.cores[core] = address
         for borrower in self.borrowers:
-            borrower.core_started(address)
+            borrower.core_started(core, address)
 
-    def core_lost(self) -> None:
+    def core_lost(self, core: int) -> None:
         for borrower in self.borrowers:
-            borrower.core_lost()
+            borrower.core_lost(core)
 
 
 @asynccontextmanager
@@ -50,7 +51,7 @@ async def front_ends(
     """An engine that owns its core, and others that share it."""
     owner = await started(model, **({"scheduler": scheduler} if scheduler else {}), **args)
     lending = Lending()
-    owner.watch_core(lending)
+    owner.watch_cores(lending)
     others = [await joined(owner, lending, number) for number in range(1, num_others + 1)]
     try:
         yield owner, others
@@ -60,9 +61,10 @@ async def front_ends(
 
 
 async def joined(owner: AsyncLLM, lending: Lending, number: int) -> AsyncLLM:
-    cores = BorrowedCore(owner.config, number)
+    cores = BorrowedCores(owner.config, number)
     lending.borrowers.append(cores)
-    cores.core_started(lending.addresses[-1])
+    for core, address in lending.cores.items():
+        cores.core_started(core, address)
     engine = AsyncLLM(owner.config, cores=cores)
     await engine.wait_ready()
     return engine
@@ -93,6 +95,22 @@ async def test_requests_of_one_label_at_several_front_ends_are_several_requests(
         )
         assert together == [wanted for wanted in alone for _ in engines]
         assert await running(others[0]) == 0
+
+
+async def test_all_front_ends_use_all_replicas_and_lose_nothing_with_one(null_model_dir: Path) -> None:
+    async with front_ends(null_model_dir, 1, data_parallel_size=2) as (owner, (other,)):
+        ledger = Ledger(2, num_cores=2)
+        for index, engine in enumerate((owner, other)):
+            engine.share(ledger.page(index))
+        alone = [await tokens(owner, prompt, n=2) for prompt in PROMPTS]
+        tasks = [asyncio.create_task(tokens(one, p, n=2)) for p in PROMPTS for one in (owner, other)]
+        await begun(owner, 2 * len(PROMPTS))
+        await begun(other, 2 * len(PROMPTS))
+        used = [core for core in range(2) for engine in (owner, other) if engine._front_end.in_flight(core)]
+        assert {*used} == {0, 1}, "each front end sees where the other's requests went"
+        os.kill(owner._clients[1].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        assert await asyncio.gather(*tasks) == [wanted for wanted in alone for _ in range(2)]
+        assert await tokens(other, PROMPTS[0], n=2) == alone[0]
 
 
 async def test_each_front_end_knows_its_own_requests_and_the_core_all(null_model_dir: Path) -> None:
@@ -227,15 +245,15 @@ async def test_a_front_end_that_hears_of_no_core_waits_and_one_that_is_gone_alre
 ) -> None:
     async with front_ends(null_model_dir, 0) as (owner, _):
         lending = Lending()
-        owner.watch_core(lending)
-        cores = BorrowedCore(owner.config, 1)
+        owner.watch_cores(lending)
+        cores = BorrowedCores(owner.config, 1)
         engine = AsyncLLM(owner.config, cores=cores)
         waits = asyncio.create_task(engine.wait_ready())
-        cores.core_started(CoreAddress(str(tmp_path / "nowhere"), 1))
+        cores.core_started(0, CoreAddress(str(tmp_path / "nowhere"), 1))
         await asyncio.sleep(0.05)
         assert not waits.done()
-        cores.core_lost()
-        cores.core_started(lending.addresses[-1])
+        cores.core_lost(0)
+        cores.core_started(0, lending.addresses[-1])
         await waits
         assert len((await tokens(engine, [1]))[0]) == 60
         await engine.shutdown()
@@ -243,7 +261,7 @@ async def test_a_front_end_that_hears_of_no_core_waits_and_one_that_is_gone_alre
 
 async def test_a_front_end_that_never_heard_of_a_core_can_be_ended(null_model_dir: Path) -> None:
     async with front_ends(null_model_dir, 0) as (owner, _):
-        engine = AsyncLLM(owner.config, cores=BorrowedCore(owner.config, 1))
+        engine = AsyncLLM(owner.config, cores=BorrowedCores(owner.config, 1))
         waits = asyncio.create_task(engine.wait_ready())
         await asyncio.sleep(0.01)
         engine.end("there is none")
@@ -272,7 +290,7 @@ async def test_the_queue_limit_is_one_for_all_front_ends(null_model_dir: Path) -
     async with front_ends(null_model_dir, 1, **args) as (owner, (other,)):
         ledger = Ledger(2)
         for index, engine in enumerate((owner, other)):
-            engine.share_queue(SharedWaiting(ledger.page(index)))
+            engine.share(ledger.page(index))
         process_of(owner).send_signal(signal.SIGSTOP)
         tasks = [asyncio.create_task(tokens(engine, [1, 2])) for engine in (owner, other, other)]
         await begun(other, 2)

@@ -76,10 +76,12 @@ class Cores:
         raise AssertionError("the requests do not come to an end")
 
     def replace(self, index: int) -> None:
-        """The core dies and a new one takes its place."""
+        """The core dies, the others go on with what it had, and a new one takes its place."""
         self.cores[index].shutdown()
+        self.send(self.front_end.lose(index, [], EngineError("the core died")))
         self.cores[index] = EngineCore(self.config)
         self.send(self.front_end.unfinished(index))
+        self.front_end.take_in(index, self.cores[index].ready)
 
     def last(self, label: str) -> RequestOutput:
         output = self.outputs[label][-1]
@@ -333,6 +335,35 @@ def test_a_dead_engine_tells_everybody_once_and_takes_nothing_more() -> None:
 
 # A core that is replaced
 
+
+def test_requests_of_a_core_that_is_gone_go_on_at_once_on_others_and_new_ones_pass_it_by() -> None:
+    cores = Cores(num_cores=2)
+    for label in "abcd":
+        cores.add(label, [1, 2], max_tokens=30, ignore_eos=True)
+    cores.step()
+    cores.sent.clear()
+    cores.send(cores.front_end.lose(0, [], EngineError("the core died")))
+    moved = [message.request.request_id for core, message in cores.sent if isinstance(message, AddRequest)]
+    assert moved == ["a-0", "c-2"]
+    assert {core for core, _ in cores.sent} == {1}
+    cores.add("e", [1, 2], max_tokens=3)
+    assert cores.sent[-1][0] == 1
+    assert not cores.front_end.in_flight(0)
+    cores.run()
+    assert cores.front_end.unfinished(0) == []
+
+
+def test_a_core_that_seems_to_hang_is_passed_by_unless_all_do() -> None:
+    cores = Cores(num_cores=2)
+    hanging = {0}
+    cores.front_end._stalls = hanging.__contains__
+    for label in "ab":
+        cores.add(label, [1], max_tokens=3)
+    hanging.add(1)
+    cores.add("c", [1], max_tokens=3)
+    assert [core for core, _ in cores.sent] == [1, 1, 0]
+
+
 REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
     ([3, 1, 4, 1, 5, 9, 2, 6], {"temperature": 0.0, "logprobs": 2}),
     ([3, 1, 4, 1, 5], {"n": 3, "seed": 4, "logprobs": 1, "output_kind": RequestOutputKind.FINAL_ONLY}),
@@ -392,18 +423,23 @@ def test_a_core_is_replaced_and_nobody_sees_a_difference(
     st.lists(st.integers(0, 3), max_size=6),
     st.sampled_from([{}, {"async_scheduling": True, "max_steps_in_flight": 3}]),
     st.sampled_from([6, 24]),
+    st.integers(1, 3),
 )
 def test_cores_replaced_at_any_moments_make_what_each_request_is_alone(
-    requests: list[tuple[list[int], SamplingParams]], drops: list[int], loop: dict[str, Any], budget: int
+    requests: list[tuple[list[int], SamplingParams]],
+    drops: list[int],
+    loop: dict[str, Any],
+    budget: int,
+    num_cores: int,
 ) -> None:
-    """Each number of `drops` is how many steps a core lives."""
-    cores = Cores(max_num_batched_tokens=budget, max_num_seqs=4, block_size=4, **loop)
+    """Each number of `drops` is how many steps go by until a core dies, each in its turn."""
+    cores = Cores(num_cores, max_num_batched_tokens=budget, max_num_seqs=4, block_size=4, **loop)
     for index, (prompt, params) in enumerate(requests):
         cores.add(f"r{index}", prompt, **msgspec.structs.asdict(params))
-    for num_steps in drops:
+    for index, num_steps in enumerate(drops):
         for _ in range(num_steps):
             cores.step()
-        cores.replace(0)
+        cores.replace(index % num_cores)
     cores.run()
     for index, (prompt, params) in enumerate(requests):
         outputs = cores.outputs[f"r{index}"]

@@ -340,10 +340,8 @@ def test_a_deadline_ends_a_request_and_frees_what_it_holds(engine: LLMEngine) ->
 
 
 def test_two_cores_give_what_one_gives(null_model_dir: Path, engine: LLMEngine) -> None:
-    config = EngineConfig.from_args(
-        model=str(null_model_dir), distributed_executor_backend="null", max_num_seqs=4
-    )
-    two = LLMEngine(config, num_cores=2)
+    args = {"distributed_executor_backend": "null", "max_num_seqs": 4, "data_parallel_size": 2}
+    two = LLMEngine(EngineConfig.from_args(model=str(null_model_dir), **args), in_process=True)
     sampling = params(temperature=1.0, seed=5, n=2)
     assert [o.outputs for o in run_all(two, sampling)] == [o.outputs for o in run_all(engine, sampling)]
     for core in range(2):

@@ -228,6 +228,23 @@ def test_a_text_gets_the_prompt_that_is_named_or_the_models_own(pair_model_dir: 
     assert inputs.prompt_named(("nothing",)) is None
 
 
+def test_a_prompt_that_is_not_pooled_is_known_by_its_length(pair_model_dir: Path) -> None:
+    spec = dataclasses.replace(EMBEDDER, include_prompt=False)
+    inputs, query = inputs_of(spec, pair_model_dir), TextOptions(prompt_name="query")
+    assert inputs.tokenize(parts_of("x"), query).instruction_length == 4, "with what stands before any text"
+    assert inputs.tokenize(parts_of("x")).instruction_length is None
+    first, *others = inputs.windows("x" * 2 * CONTEXT, query)
+    assert (first.instruction_length, {one.instruction_length for one in others}) == (4, {None})
+    shortest = TextOptions(3, prompt_name="query")
+    assert inputs.tokenize(parts_of("x"), shortest).instruction_length == 2, "something is always pooled"
+    same = parts_of(inputs.tokenize(parts_of("x"), query).as_prompt())
+    assert inputs.tokenize(same).instruction_length == 4
+    with pytest.raises(ValidationError, match="with an instruction cannot be cut"):
+        inputs.tokenize(same, TextOptions(5))
+    inputs.spec = EMBEDDER
+    assert inputs.tokenize(parts_of("x"), query).instruction_length is None
+
+
 def test_a_text_is_cut_only_if_that_is_asked_for(pair_model_dir: Path) -> None:
     inputs, long = inputs_of(EMBEDDER, pair_model_dir), "abc" * 100
     assert len(inputs.tokenize(parts_of(long)).token_ids) == len(long) + 2
@@ -252,6 +269,10 @@ def test_a_pair_is_one_prompt_that_knows_where_the_second_text_begins(pair_model
         ({"prompt": "a", "second_prompt": ""}, "must not be empty"),
         ({"prompt_token_ids": [1], "second_prompt": "a"}, "needs 'prompt'"),
         ({"prompt_token_ids": [1, 2], "second_text_start": 2}, "index of one of"),
+        (
+            {"prompt_token_ids": [1, 2], "instruction_length": 0},
+            "'instruction_length' must be the index of one of",
+        ),
         ({"second_prompt": "a"}, "needs 'prompt'"),
     ):
         with pytest.raises(ValidationError, match=message):

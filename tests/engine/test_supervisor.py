@@ -45,12 +45,20 @@ def test_who_was_in_work_in_two_deaths_is_to_blame_and_who_only_waited_is_not() 
     assert supervisor.died(0, left, left).failed == left
 
 
-def test_cores_are_blamed_apart_and_those_who_ended_are_forgotten() -> None:
+def test_who_kills_one_core_and_then_another_is_to_blame_and_those_who_ended_are_forgotten() -> None:
     supervisor = Supervisor(resume=True, clock=Clock())
-    assert supervisor.died(0, {"a"}, {"a"}).failed == set()
-    assert supervisor.died(1, {"b"}, {"b"}).failed == set()
-    supervisor.died(0, set(), set())
-    assert supervisor._blame._suspects == {0: set(), 1: {"b"}}
+    assert supervisor.died(0, {"a", "b"}, {"a", "b"}).failed == set()
+    assert supervisor.died(1, {"a"}, {"a"}, elsewhere={"b"}).failed == {"a"}
+    supervisor.died(0, set(), set(), elsewhere={"b"})
+    assert supervisor._blame._suspects == {"b"}
+
+
+def test_deaths_of_each_core_are_counted_apart() -> None:
+    supervisor = Supervisor(resume=True, clock=Clock())
+    for delay in BACKOFF_S:
+        for core in range(3):
+            assert supervisor.died(core, set(), set()).restart_in_s == delay
+    assert supervisor.died(1, set(), set()).restart_in_s is None
 
 
 def test_without_resumption_all_that_the_core_had_ends() -> None:

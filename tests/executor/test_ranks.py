@@ -149,6 +149,17 @@ def test_a_rank_that_ends_is_named_now_and_later(mortal: Ranks) -> None:
         mortal.output()
 
 
+def test_a_rank_that_is_stopped_is_given_up_and_killed(
+    mortal: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.executor.ranks.LOOKS_AT_STOPPED", 2)
+    os.kill(mortal.pids[0], signal.SIGSTOP)
+    mortal.step(plan(0))
+    for _ in range(2):
+        with pytest.raises(RankLostError, match=r"rank 0 is lost; it says: process \d+ is stopped"):
+            mortal.output()
+
+
 def test_of_a_rank_that_was_lost_and_those_who_lost_it_the_first_is_named(mortal: Ranks) -> None:
     mortal.step(plan(LOSES))
     with pytest.raises(RankLostError, match=r"rank 1 is lost; it says: process \d+: killed by signal 9"):

@@ -1,5 +1,6 @@
 """Arguments for every op, by op name, and the comparison of an implementation with its oracle on them."""
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.distributed.group import ALONE, Group
+from quire.distributed.shared_memory import share_memory
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.kernels.experts import ExpertWeights
@@ -598,15 +600,18 @@ class Mirror(Group):
 
 @cases
 def all_reduce(dtype: torch.dtype) -> Iterator[Arguments]:
-    for group in (ALONE, Mirror()):
+    for group in (ALONE, Mirror(), share_memory(ALONE, piece_bytes=64)):
         yield (randn(3, 5, dtype=dtype), group), {}
+        yield (randn(0, 5, dtype=dtype), group), {}
+        yield (randn(7, 2, 60, dtype=dtype), group), {}
 
 
 @cases
 def all_gather(dtype: torch.dtype) -> Iterator[Arguments]:
-    for group in (ALONE, Mirror()):
+    for group in (ALONE, Mirror(), share_memory(ALONE, piece_bytes=64)):
         yield (randn(3, 5, dtype=dtype), group), {}
         yield (randn(3, 5, dtype=dtype), group), {"dim": 0}
+        yield (randn(7, 2, 60, dtype=dtype), group), {"dim": 1}
 
 
 @cases
@@ -634,14 +639,28 @@ def compare(
     accepts: Callable[..., bool] | None = None,
 ) -> None:
     """Both functions on clones of each case's arguments: equal results, equal effects on the arguments."""
-    torch.manual_seed(0)
-    for args, kwargs in CASES[op.name](dtype):
-        ours, theirs = move((args, kwargs), device), move((args, kwargs), device)
-        if accepts is not None and not accepts(*ours[0], **ours[1]):
+    for arguments, wanted in told_by_the_oracle(op.name, dtype, device):
+        args, kwargs = move(arguments, device)
+        if accepts is not None and not accepts(*args, **kwargs):
             continue
-        results = function(*ours[0], **ours[1]), op.oracle(*theirs[0], **theirs[1])
-        for got, want in zip(tensors((results[0], ours)), tensors((results[1], theirs)), strict=True):
+        result = function(*args, **kwargs)
+        for got, want in zip(tensors((result, (args, kwargs))), wanted, strict=True):
             close(got, want, dtype)
+
+
+@functools.cache
+def told_by_the_oracle(name: str, dtype: torch.dtype, device: str) -> list[tuple[Arguments, list[Tensor]]]:
+    """Each case of an op with what is wanted: the oracle's results, and the arguments as it leaves them.
+
+    Made once for all implementations and instruction sets, since it takes longer than they do.
+    """
+    torch.manual_seed(0)
+    found = []
+    for arguments in CASES[name](dtype):
+        args, kwargs = move(arguments, device)
+        result = ops.TABLE[name].oracle(*args, **kwargs)
+        found.append((arguments, tensors((result, (args, kwargs)))))
+    return found
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:

@@ -80,7 +80,7 @@ def checkpoints(tmp_path: Path, tiny_model: Callable[[str], Path]) -> tuple[Path
     return tmp_path / "nibbles", tmp_path / "floats"
 
 
-@pytest.mark.parametrize("shard", [Shard(), Shard(0, 2), Shard(1, 2)], ids=str)
+@pytest.mark.parametrize("shard", [Shard(), Shard(0, 2), Shard(1, 2)], ids=("whole", "first", "second"))
 def test_a_method_of_ones_own_reads_a_quantised_checkpoint(
     shard: Shard, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from quire.lora.checkpoint import read_adapter
 from quire.lora.slots import AdapterSlots
 from quire.lora.targets import Targets
 from quire.models.base import CausalLM
+from tests.fixtures.quick import quick_models
 from tests.fixtures.tiny_families import TINY_FAMILIES
 from tests.fixtures.tiny_models import TINY_MODELS, oracle_of
 from tests.lora.adapters import linear_shapes, merged_oracle, table_shapes, write_adapter
@@ -44,7 +45,7 @@ def target_shapes(model_dir: Path, targets: Targets, tables: bool = True) -> dic
     """All modules of transformers' model that adapters can change."""
     oracle = oracle_of(model_dir)
     shapes = linear_shapes(oracle) | (table_shapes(oracle) if tables else {})
-    return {name: shape for name, shape in shapes.items() if name in targets.modules}
+    return {name: shape for name, shape in shapes.items() if targets.name_of(name) in targets.modules}
 
 
 @torch.inference_mode()
@@ -52,9 +53,7 @@ def logits(oracle: Any, sequences: list[list[int]]) -> list[Tensor]:
     return [oracle(torch.tensor([sequence])).logits[0] for sequence in sequences]
 
 
-@pytest.mark.parametrize(
-    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
-)
+@pytest.mark.parametrize("name", quick_models([*FAMILIES, *OTHERS], FAMILIES))
 def test_logits_equal_those_of_merged_weights(
     name: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -62,7 +61,7 @@ def test_logits_equal_those_of_merged_weights(
     model, targets, slots = with_slots(tiny_model(name))
     oracle = oracle_of(tiny_model(name))
     shapes = linear_shapes(oracle) | table_shapes(oracle)
-    left = {module for module in shapes if module not in targets.modules}
+    left = {module for module in shapes if targets.name_of(module) not in targets.modules}
     assert all(module.endswith(NOT_TARGETS) for module in left), left
     adapter = write_adapter(tmp_path / "a", {n: shape for n, shape in shapes.items() if n not in left})
     slots.put(1, read_adapter(adapter, targets, 16, torch.float32))

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from quire.errors import StartupError
 from quire.lora.checkpoint import read_adapter
-from quire.lora.peft_config import CONFIG_NAME, WEIGHTS_NAME
+from quire.lora.directory import CONFIG_NAME, WEIGHTS_NAME
 from quire.lora.targets import Targets
 from tests.lora.adapters import write_adapter
 from tests.models.harness import load_tiny
 
 Q = "model.layers.0.self_attn.q_proj"
+K = "model.layers.0.self_attn.k_proj"
 A, B = f"base_model.model.{Q}.lora_A.weight", f"base_model.model.{Q}.lora_B.weight"
 TABLE = "base_model.model.model.embed_tokens"
 SHAPES = {Q: (64, 64), "model.layers.1.mlp.up_proj": (96, 64)}
@@ -104,7 +105,7 @@ def test_of_a_tensor(
         ("model.norm.bias", "is for model.norm, which is no layer of the model that adapters can change"),
         ("model.embed_tokens.lora_embedding_A", f"is there without {TABLE}.lora_embedding_B"),
         ("model.embed_tokens.lora_A.weight", "is for model.embed_tokens, which is an embedding"),
-        (f"{Q}.lora_embedding_A", f"is for {Q}, which is no embedding"),
+        (f"{K}.lora_embedding_A", f"is for {K}, which is no embedding"),
         ("lm_head.weight", "has shape [4, 64]; the model's layer implies [264, 64]"),
         (f"{Q}.weight", f"is a whole weight, and {Q} is neither embedding nor head"),
         ("model.norm.weight", "is for model.norm, which is no layer of the model that adapters can change"),

@@ -74,6 +74,7 @@ def test_the_files_of_sentence_transformers_are_read_in_full(
 ) -> None:
     write_config(tmp_path, matryoshka_dimensions=[32, 16])
     write_modules(tmp_path, TRANSFORMER, POOLING, DENSE, NORMALIZE)
+    write_json(tmp_path / "1_Pooling/config.json", MEAN | {"include_prompt": False})
     activation = "torch.nn.modules.linear.Identity"
     dense = {"in_features": 64, "out_features": 40, "bias": False, "activation_function": activation}
     write_json(tmp_path / "2_Dense/config.json", dense)
@@ -90,6 +91,7 @@ def test_the_files_of_sentence_transformers_are_read_in_full(
         matryoshka=(16, 32),
         prompts=(("query", "Q: "),),
         default_prompt="query",
+        include_prompt=False,
         similarity="dot",
         head=(HeadLayer("2_Dense/linear", 64, 40, bias=False),),
     )
@@ -136,7 +138,11 @@ REFUSED_FILES: dict[str, tuple[str, Any, str]] = {
     "order": ("modules.json", [TRANSFORMER, NORMALIZE, POOLING], "must be a Transformer, then"),
     "no-list": ("modules.json", {}, "must hold a JSON list"),
     "outside": ("modules.json", [TRANSFORMER, POOLING | {"path": "../1_Pooling"}], "path must be"),
-    "no-prompt": ("1_Pooling/config.json", MEAN | {"include_prompt": False}, "include_prompt = false"),
+    "no-prompt": (
+        "1_Pooling/config.json",
+        {"pooling_mode": "weightedmean", "include_prompt": False},
+        "include_prompt = false",
+    ),
     "mode": ("1_Pooling/config.json", {"pooling_mode": ["cls", "median"]}, "pooling_mode"),
     "width": ("2_Dense/config.json", {"in_features": 63, "out_features": 8}, "in_features is 63"),
     "activation": (

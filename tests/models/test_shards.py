@@ -36,6 +36,7 @@ from quire.models.staged_copy import StagedCopy
 from quire.models.weights import SINGLE_NAME
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
+from tests.fixtures.quick import quick_models
 from tests.fixtures.tiny_families import TINY_FAMILIES
 from tests.fixtures.tiny_models import TINY_MODELS
 from tests.models.harness import load_tiny, prepared_config
@@ -47,7 +48,7 @@ FAMILIES = [
     "opt", "opt-post-norm", "opt-no-bias", "gpt2", "falcon-40b", "qwen2moe", "deepseekv3",
 ]  # fmt: skip
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES, "bloom-six-heads"})
-EVERY_FAMILY = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.more) for name in OTHERS)]
+EVERY_FAMILY = quick_models([*FAMILIES, *OTHERS], FAMILIES)
 LARGER = {
     128: (
         "hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "laurel_rank", "hidden_size_per_layer_input",

@@ -22,7 +22,7 @@ from quire.models.base import CausalLM
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.staged_copy import NUM_BUFFERS, GpuCopyStream, StagedCopy
 from quire.models.weights import SINGLE_NAME
-from tests.fixtures.quick import SOME_MODELS, quick
+from tests.fixtures.quick import SOME_MODELS, quick_models
 from tests.fixtures.tiny_models import TINY_MODELS
 from tests.models.harness import load_tiny
 
@@ -140,7 +140,7 @@ def same(ours: CausalLM, theirs: CausalLM) -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("name", quick(sorted(TINY_MODELS), SOME_MODELS))
+@pytest.mark.parametrize("name", quick_models(sorted(TINY_MODELS), SOME_MODELS))
 @pytest.mark.parametrize("buffer_bytes", [1000, 1 << 20])
 def test_models_have_the_bits_of_the_plain_way(
     name: str,

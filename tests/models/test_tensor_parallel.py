@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.distributed.group import ALONE
 from quire.distributed.in_process import InProcess
+from quire.distributed.shared_memory import share_memory
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
 from quire.layers.kv_cache import kv_cache_specs, why_not_captured
@@ -104,11 +106,13 @@ def test_a_rank_holds_its_share(tiny_model: Callable[[str], Path]) -> None:
             assert own_heads == heads
 
 
-def test_steps_of_several_ranks_are_not_taped(tiny_model: Callable[[str], Path]) -> None:
-    """A tape would play the kernels and leave out what crosses ranks."""
+def test_steps_are_taped_where_kernels_cross_ranks(tiny_model: Callable[[str], Path]) -> None:
+    """Any other tape would play the kernels and leave out what crosses."""
+    shared, alone = share_memory(ALONE), prepared_config(tiny_model("llama"))
+    assert why_not_captured(load_model(alone, Shard(0, 2, shared))) is None
     assert (
         together(tiny_model("llama"), 2, why_not_captured)
-        == ["what crosses ranks cannot be captured yet"] * 2
+        == ["what crosses ranks goes by way of the system"] * 2
     )
 
 

@@ -20,7 +20,7 @@ from quire.layers.slot import Part, Slot
 from quire.models.base import CausalLM
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.weights import INDEX_NAME, SINGLE_NAME, RandomWeights
-from tests.fixtures.quick import SOME_MODELS, quick
+from tests.fixtures.quick import SOME_MODELS, quick_models
 from tests.fixtures.tiny_models import TINY_MODELS
 from tests.models.harness import load_tiny, logits_of
 
@@ -234,7 +234,7 @@ def test_the_pages_of_a_finished_layer_are_given_back(
     assert sorted(released) == sorted(load_file(directory / SINGLE_NAME))
 
 
-@pytest.mark.parametrize("name", quick(sorted(TINY_MODELS), SOME_MODELS))
+@pytest.mark.parametrize("name", quick_models(sorted(TINY_MODELS), SOME_MODELS))
 def test_dummy_weights_need_only_a_config(name: str, copy_of: Callable[[str], Path]) -> None:
     directory = copy_of(name)
     (directory / SINGLE_NAME).unlink()

@@ -26,6 +26,7 @@ from quire.worker.inputs import StepInputs, StepLayout
 from quire.worker.taped_forward import TapedForward
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
+from tests.fixtures.quick import mark_of
 from tests.fixtures.tiny_families import TINY_FAMILIES
 from tests.worker.harness import tiny_config
 
@@ -66,7 +67,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[taped_forward.Tape]:
     ("family", "dtype"),
     [
         *itertools.product(FAMILIES, ["float32", "bfloat16", "float16"]),
-        *(pytest.param(name, "float32", marks=pytest.mark.more) for name in OTHERS),
+        *(pytest.param(name, "float32", marks=mark_of(name)) for name in OTHERS),
     ],
 )
 def test_every_family_gives_the_same_with_tapes(

@@ -61,8 +61,9 @@ async def count_tokens(request: Request) -> Response:
     server = server_of(request)
     body = await read_request(request, CountTokensRequest)
     note_ignored(body, given(body, WITHOUT_EFFECT))
-    server.check_model(body.model)
+    form = await server.form_named(server.check_model(body.model))
     with renamed(CHAT_NAMES):
         chat = as_chat(request, prompt_fields(body))
-        prompt = await chat_prompt(server, chat, with_tools=tools_in_use(server, chat) is not None)
+        tools = tools_in_use(server, form, chat)
+        prompt = await chat_prompt(server, form, chat, with_tools=tools is not None)
     return json_response(TokenCount(len(prompt.token_ids)))

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 import click
 
 from quire.config import DEMO_MODEL
+from quire.engine.placement import shown
 from quire.entrypoints.cli import machine
 from quire.errors import StartupError
+from quire.platforms import Host
 from quire.version import __version__, version_of
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
@@ -54,11 +56,25 @@ def machine_section() -> Section:
     facts = {
         "CPU": machine.cpu_model(),
         "cores": f"{machine.num_cores()} available to this process",
+        **node_facts(Host()),
         "instruction sets": " ".join(machine.instruction_sets()) or machine.UNKNOWN,
         "memory": "{:.1f} GiB, {:.1f} GiB available".format(*memory) if memory else machine.UNKNOWN,
         "system": platform.platform(),
     }
     return Section("Machine", facts)
+
+
+def node_facts(host: Host) -> dict[str, str]:
+    """Of each NUMA node: the processors that this process may use, and memory; replicas keep to nodes."""
+    return {
+        f"NUMA node {node.number}": f"processors {shown([cpu for core in node.cores for cpu in core])} "
+        f"({len(node.cores)} physical cores), {_gib(host.node_bytes(node.number))} of memory"
+        for node in host.nodes()
+    }
+
+
+def _gib(num_bytes: int | None) -> str:
+    return machine.UNKNOWN if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
 
 
 def versions_section() -> Section:

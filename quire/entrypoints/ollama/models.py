@@ -23,6 +23,7 @@ from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import ServerState, server_of
+from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
 from quire.pooling_params import EMBED
 
@@ -81,7 +82,7 @@ async def show(request: Request) -> Response:
         f"{arch.model_type}.attention.head_count_kv": arch.num_kv_heads,
         f"{arch.model_type}.vocab_size": arch.vocab_size,
     }
-    template, formats = _template(server)
+    template, formats = _template(await server.form_named(name))
     can = _capabilities(server, formats)
     shown = ShownModel(f"FROM {name}", f"num_ctx {context}", template, _details(server), info, can, STARTED)
     return json_response(shown)
@@ -104,10 +105,10 @@ def _capabilities(server: ServerState, formats: AnswerFormat) -> list[str]:
     return ["completion", *(name for name, form in own.items() if form is not None)]
 
 
-def _template(server: ServerState) -> tuple[str, AnswerFormat]:
+def _template(form: TextForm) -> tuple[str, AnswerFormat]:
     """The chat template, and what of an answer is understood besides its text."""
     try:
-        return server.chat_template.source, server.answer_format.formats
+        return form.chat_template.source, form.answer_format.formats
     except ValidationError:  # a model without one, or a server without a tokenizer
         return "", AnswerFormat()
 

@@ -73,7 +73,7 @@ async def _respond(
     writer = LineWriter(body.model, is_chat=is_chat, with_logprobs=body.logprobs)
     note_ignored(body, [*given(body, WITHOUT_EFFECT), *ignored_options(body.options)])
     if not fields["messages"]:
-        check_translated(request, {**fields, "messages": NOTHING_TO_SAY}, CHAT_NAMES)
+        await check_translated(request, {**fields, "messages": NOTHING_TO_SAY}, CHAT_NAMES)
         return json_response(writer.loaded("load"))
     answer_id = f"ollama-{request_id_of(request.scope)}"
     return await respond_translated(request, fields, writer, answer_id, CHAT_NAMES)

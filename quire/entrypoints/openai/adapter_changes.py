@@ -11,7 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.openai.adapters import check_name
@@ -35,6 +35,9 @@ class Names(Protocol):
 
     @property
     def model_names(self) -> tuple[str, ...]: ...
+
+    async def form_of(self, adapter: LoRARequest | None) -> Any:
+        """Read the tokenizer and the chat template of an adapter, if they are its own."""
 
     async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
         """Have all processes serve these."""
@@ -69,7 +72,7 @@ class AdapterChanges:
         problems = []
         for request in self._names.adapters.values():
             try:
-                await self._engine.add_lora(request)
+                await self._check(request)
             except ValidationError as error:
                 problems.append(f"{error} ({request.lora_path})")
         if problems:
@@ -129,8 +132,13 @@ class AdapterChanges:
 
     async def _read(self, name: str, path: str) -> None:
         request = LoRARequest(name, next(self._numbers), path)
-        await self._engine.add_lora(request)
+        await self._check(request)
         await self._names.share_adapters({**self._names.adapters, name: request})
+
+    async def _check(self, request: LoRARequest) -> None:
+        """Raises ValidationError: the adapter cannot be used."""
+        await self._names.form_of(request)
+        await self._engine.add_lora(request)
 
 
 class _Alone:

@@ -139,9 +139,7 @@ def build_app(
     state = ServerState(engine, config, registry, keys, InFlight(disconnects.inc), QUESTIONS, DECISIONS)
     meters = Meters(state.keys.tenants, page=page)
     engine.add_stat_logger(meters)
-    engine.add_stat_logger(
-        PrometheusStatLogger(state.model_names[0], engine.config.model.max_model_len, registry=registry)
-    )
+    engine.add_stat_logger(_prometheus(state))
     app = FastAPI(
         middleware=_middleware(state, meters),
         openapi_url=None,  # FastAPI's pages load scripts from elsewhere, and its document has no errors; ours: openapi/
@@ -155,6 +153,17 @@ def build_app(
     for router in (*offered, *controls, not_offered_by(FAMILIES, spec)):
         app.include_router(router)
     return app
+
+
+def _prometheus(state: ServerState) -> PrometheusStatLogger:
+    engine = state.engine.config
+    return PrometheusStatLogger(
+        state.model_names[0],
+        engine.model.max_model_len,
+        registry=state.registry,
+        first_engine=engine.parallel.first_replica,
+        num_engines=engine.parallel.num_replicas,
+    )
 
 
 def routers(config: ServerConfig, spec: PoolingSpec | None = None) -> list[APIRouter]:

@@ -14,6 +14,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.entrypoints.chat.formats.events import Tools
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder, ChoicePart
@@ -86,20 +87,23 @@ class ChatAnswer:
         self._model = server.check_model(request.model)
         self._adapter = server.adapters.get(self._model)  # now: it may be unloaded at any time
         self._created = int(time.time())
-        self._tools = tools_in_use(server, request)
+        self._form = server.form
+        self._tools: Tools | None = None
         self._begin = PromptEnd()
         self._choices: dict[int, ChatChoiceBuilder] = {}
 
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
+        self._form = await self._server.form_of(self._adapter)
+        self._tools = tools_in_use(self._server, self._form, request)
         engine.check_admission()
-        room, answers = engine.config.model.max_model_len, self._server.answer_format
+        room, answers = engine.config.model.max_model_len, self._form.answer_format
         params = beam_search_params(request, room, answers.shown_ids) or chat_params(
             request, engine.input_processor.default_sampling_params
         )
-        chat = await chat_prompt(self._server, request, with_tools=self._tools is not None)
+        chat = await chat_prompt(self._server, self._form, request, with_tools=self._tools is not None)
         self._begin = chat.end
-        constraint = tool_constraint(self._server, request, self._tools, chat.end)
+        constraint = tool_constraint(self._form, request, self._tools, chat.end)
         if isinstance(params, SamplingParams):
             params = answers.settled(params, chat.end).settled(structured_outputs=constraint)
         elif constraint is not None:
@@ -250,7 +254,7 @@ class ChatAnswer:
         return builder
 
     def _new_builder(self) -> ChatChoiceBuilder:
-        formats = self._server.answer_format
+        formats = self._form.answer_format
         return ChatChoiceBuilder(
             formats.reader(self._begin, self._tools),
             formats.counter(self._begin, self._tools),
@@ -261,7 +265,7 @@ class ChatAnswer:
     @property
     def _reasoning_tokens(self) -> int | None:
         """Of all choices; None if the model does not reason."""
-        if self._server.answer_format.formats.reasoning is None:
+        if self._form.answer_format.formats.reasoning is None:
             return None
         return sum(builder.num_reasoning_tokens for builder in self._choices.values())
 

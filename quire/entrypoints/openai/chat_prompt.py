@@ -14,6 +14,7 @@ from quire.entrypoints.chat.template import OWN_VARIABLES, ChatTemplate
 from quire.entrypoints.openai.prompts import check_text
 from quire.entrypoints.openai.protocol.requests import ChatFields
 from quire.entrypoints.openai.state import ServerState
+from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
 
 NOT_FOR_THE_MODEL = {"function": {"strict"}}
@@ -30,7 +31,9 @@ class ChatPrompt:
     end: PromptEnd
 
 
-async def chat_prompt(server: ServerState, fields: ChatFields, *, with_tools: bool = True) -> ChatPrompt:
+async def chat_prompt(
+    server: ServerState, form: TextForm, fields: ChatFields, *, with_tools: bool = True
+) -> ChatPrompt:
     """Render and tokenize off the event loop.
 
     Raises:
@@ -41,7 +44,7 @@ async def chat_prompt(server: ServerState, fields: ChatFields, *, with_tools: bo
             "continue_final_message and add_generation_prompt cannot both be true",
             param="add_generation_prompt",
         )
-    template, tokenizer = server.chat_template, server.tokenizer
+    template, tokenizer = form.chat_template, form.tokenizer
     options: dict[str, Any] = {
         "tools": [
             tool.model_dump(exclude_none=True, exclude=NOT_FOR_THE_MODEL) for tool in fields.tools or []
@@ -63,7 +66,7 @@ async def chat_prompt(server: ServerState, fields: ChatFields, *, with_tools: bo
         raise ValidationError(
             f"the chat template takes longer than {limit:g} s for these messages", param="messages"
         ) from None
-    check_text(server, chat.text, fields)
+    check_text(server, form, chat.text, fields)
     token_ids = await beside_loop(len(chat.text), chat.encode, tokenizer)
     end = PromptEnd.of(chat.text, fields.messages, continues=fields.continue_final_message)
     return ChatPrompt(token_ids, end)

@@ -65,19 +65,21 @@ class CompletionAnswer:
         self._tenant = tenant
         self._model = server.check_model(request.model)
         self._adapter = server.adapters.get(self._model)  # now: it may be unloaded at any time
+        self._form = server.form
         self._created = int(time.time())
         self._num_chars: dict[int, int] = {}
         self._prompt_positions: dict[int, PromptPositions] = {}
 
     async def start(self) -> Outputs:
         engine, request = self._server.engine, self._request
+        self._form = await self._server.form_of(self._adapter)
         engine.check_admission()
         check_ranking(request, engine.config.model.logprobs_mode)
         defaults, detokenize = engine.input_processor.default_sampling_params, engine.tokenizer is not None
-        if request.suffix and (ends := self._server.fill_in.end_ids):
+        if request.suffix and (ends := self._form.fill_in.end_ids):
             request.stop_token_ids = [*(request.stop_token_ids or ()), *ends]
         params = beam_search_params(request, 0) or completion_params(request, defaults, detokenize=detokenize)
-        prompts = await completion_prompts(self._server, request)
+        prompts = await completion_prompts(self._server, self._form, request)
         room = engine.input_processor.room
         note_max_tokens(request, params, [room(len(prompt["prompt_token_ids"])) for prompt in prompts])
         interval = engine.config.scheduler.stream_interval
@@ -178,15 +180,15 @@ class CompletionAnswer:
         if output.prompt is not None:
             return output.prompt
         skip = self._request.skip_special_tokens
-        return self._server.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
+        return self._form.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
 
     def _prompt_logprobs(self, output: RequestOutput) -> list[PromptPosition | None] | None:
         asked = self._request.prompt_logprobs is not None  # else they may be there for the echo
         return prompt_logprobs_json(output.prompt_logprobs) if asked else None
 
     def _token_text(self, token_id: int) -> str:
-        tokenizer = self._server.engine.tokenizer
-        return tokenizer.token_text(token_id) if tokenizer else id_text(token_id)
+        has_texts = self._server.engine.tokenizer is not None
+        return self._form.tokenizer.token_text(token_id) if has_texts else id_text(token_id)
 
 
 class CompletionFrames:

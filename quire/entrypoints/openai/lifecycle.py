@@ -193,10 +193,9 @@ class Lifecycle:
             stats.log()
 
     def _ready_text(self) -> str:
-        config, tokenizer = self._state.config, self._state.engine.tokenizer
-        has_template = tokenizer is not None and bool(config.chat_template or tokenizer.chat_template)
+        config = self._state.config
         url = base_url(config.host, self._listener.getsockname()[1], config.root_path)
-        greeting = greeting_of(self._state.engine.config.pooling, has_chat=has_template)
+        greeting = greeting_of(self._state.engine.config.pooling, has_chat=self._state.form.has_chat)
         return ready_text(url, self._state.model_names[0], greeting, needs_key=self._needs_key)
 
 

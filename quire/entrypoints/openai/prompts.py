@@ -10,10 +10,11 @@ from typing import Any
 
 from quire.engine.input_processor import check_listed_ids
 from quire.engine.tokenizer import beside_loop
-from quire.entrypoints.openai.fill_in import FillIn
+from quire.entrypoints.fill_in import FillIn
 from quire.entrypoints.openai.protocol.requests import CompletionRequest, GenerationRequest, RequestModel
 from quire.entrypoints.openai.protocol.shapes import MAX_PROMPTS
 from quire.entrypoints.openai.state import ServerState
+from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
 from quire.inputs import TokensPrompt
 
@@ -21,7 +22,9 @@ MAX_SEQUENCES = 1024
 FORM = "{name} must be text, a list of texts, a list of token ids, or a list of lists of token ids"
 
 
-async def completion_prompts(server: ServerState, request: CompletionRequest) -> list[TokensPrompt]:
+async def completion_prompts(
+    server: ServerState, form: TextForm, request: CompletionRequest
+) -> list[TokensPrompt]:
     """One engine prompt per prompt of the request, in order.
 
     Raises:
@@ -39,14 +42,14 @@ async def completion_prompts(server: ServerState, request: CompletionRequest) ->
     check_listed_ids(sum(len(one or ()) for one in lists), len(prompts) * num_each)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     for text in texts:
-        check_text(server, text, request)
+        check_text(server, form, text, request)
     num_chars = sum(map(len, texts))
     if request.suffix:
-        _check_suffix(server, request, prompts)
+        _check_suffix(server, form, request, prompts)
         num_chars += len(request.suffix) * len(prompts)
-        tokenized = await beside_loop(num_chars, _fill_in, server.fill_in, texts, request)
+        tokenized = await beside_loop(num_chars, _fill_in, form.fill_in, texts, request)
     else:
-        tokenized = await beside_loop(num_chars, _tokenize_all, server, prompts, request.add_special_tokens)
+        tokenized = await beside_loop(num_chars, _tokenize_all, form, prompts, request.add_special_tokens)
     return [with_options(prompt, request) for prompt in tokenized]
 
 
@@ -67,14 +70,14 @@ def split_prompts(prompt: Any, name: str = "prompt", most: int = MAX_PROMPTS) ->
     return prompts
 
 
-def check_text(server: ServerState, text: str, request: RequestModel) -> None:
+def check_text(server: ServerState, form: TextForm, text: str, request: RequestModel) -> None:
     """Refuse a text that is too long however it is tokenized; one that will be cut, or only counted, may be that.
 
     Raises:
         ValidationError: with the least number of tokens that it has.
     """
     if isinstance(request, GenerationRequest) and request.truncate_prompt_tokens is None:
-        server.engine.input_processor.check_text(text)
+        server.engine.input_processor.check_text(text, form.tokenizer)
 
 
 def with_options(prompt: TokensPrompt, request: GenerationRequest) -> TokensPrompt:
@@ -94,12 +97,14 @@ def _check_prompt(prompt: Any, name: str) -> None:
         raise ValidationError(f"the {name} must not be empty", param=name)
 
 
-def _check_suffix(server: ServerState, request: CompletionRequest, prompts: list[str | list[int]]) -> None:
+def _check_suffix(
+    server: ServerState, form: TextForm, request: CompletionRequest, prompts: list[str | list[int]]
+) -> None:
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise ValidationError("suffix needs prompts that are text", param="suffix")
     if request.echo:
         raise ValidationError("echo cannot be combined with suffix", param="echo")
-    check_text(server, request.suffix or "", request)
+    check_text(server, form, request.suffix or "", request)
 
 
 def _fill_in(fill_in: FillIn, texts: list[str], request: CompletionRequest) -> list[TokensPrompt]:
@@ -110,12 +115,12 @@ def _fill_in(fill_in: FillIn, texts: list[str], request: CompletionRequest) -> l
 
 
 def _tokenize_all(
-    server: ServerState, prompts: list[str | list[int]], add_special_tokens: bool
+    form: TextForm, prompts: list[str | list[int]], add_special_tokens: bool
 ) -> list[TokensPrompt]:
     tokenized = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            token_ids = server.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            token_ids = form.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             tokenized.append(TokensPrompt(prompt_token_ids=token_ids, prompt=prompt))
         else:
             tokenized.append(TokensPrompt(prompt_token_ids=prompt))

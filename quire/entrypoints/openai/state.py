@@ -16,14 +16,12 @@ from starlette.requests import Request
 
 from quire.config import ServerConfig
 from quire.entrypoints.chat.formats.choice import choose
-from quire.entrypoints.chat.formats.model import ModelFormat
-from quire.entrypoints.chat.template import ChatTemplate
 from quire.entrypoints.openai.adapter_changes import AdapterChanges, make_resolvers
 from quire.entrypoints.openai.adapters import may_be_name, named_adapters
 from quire.entrypoints.openai.bounded_threads import BoundedThreads
-from quire.entrypoints.openai.fill_in import FillIn
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring
+from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
 from quire.errors import ConfigError, NotFoundError, ValidationError
 from quire.io_processors import IOProcessor, make_io_processor
 from quire.lora_request import LoRARequest
@@ -32,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
-    from quire.engine.tokenizer import Tokenizer
 
 
 class Question(Protocol):
@@ -77,12 +74,13 @@ class ServerState:
     adapter_changes: AdapterChanges = field(init=False)
     """For the process that decides for all."""
     preparation: BoundedThreads = field(default_factory=BoundedThreads)
-    """For the chat template at start-up, when the machine has much to do."""
+    """For chat templates that are new, when the machine may have much to do."""
     draining: bool = False
     io_processor: IOProcessor | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.io_processor = make_io_processor(self.engine.config)
+        self._forms = TextForms(self.engine.input_processor.lexicons.model, _form_options(self.config))
         self.renders = BoundedThreads(self.config.chat_template_timeout)
         self.adapters = named_adapters(self.config.lora_modules, self.engine.config, self.model_names)
         resolvers = make_resolvers(self.engine.config, self.config)
@@ -110,36 +108,39 @@ class ServerState:
         return (*self.model_names, *self.adapters)
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """Raises ValidationError if the server works on token ids only."""
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None:
-            raise ValidationError("this server has no tokenizer (--skip-tokenizer-init); send token ids")
-        return tokenizer
+    def form(self) -> TextForm:
+        """What the texts of the base model look like."""
+        return self._forms.model
 
-    @functools.cached_property
-    def chat_template(self) -> ChatTemplate:
-        """Raises ValidationError if the model has none, ConfigError if it is not valid."""
-        config = self.config
-        return ChatTemplate.from_tokenizer(
-            self.tokenizer, config.chat_template, config.chat_template_content_format
-        )
-
-    @functools.cached_property
-    def fill_in(self) -> FillIn:
-        """Raises ValidationError if the model was not made to fill in the middle."""
-        return FillIn(self.tokenizer)
-
-    @functools.cached_property
-    def answer_format(self) -> ModelFormat:
-        """How the model writes tool calls and reasoning.
+    async def form_of(self, adapter: LoRARequest | None) -> TextForm:
+        """What the texts of an adapter's requests look like, or of the base model's.
 
         Raises:
-            ConfigError: a parser is named that is none; and as `chat_template`.
+            ValidationError: the adapter's tokenizer or chat template cannot be used.
         """
-        config = self.config
-        formats = choose(config.tool_call_parser, config.reasoning_parser, self.chat_template.all_sources)
-        return ModelFormat(formats, self.tokenizer)
+        form = self._forms.of(await self.engine.lexicon_of(adapter))
+        if adapter is not None and form is not self.form and not form.is_made:
+            try:
+                await self._make(form)
+            except ConfigError as error:
+                raise ValidationError(
+                    f"adapter {adapter.lora_name!r}: {error}", param="lora_request"
+                ) from None
+        return form
+
+    async def form_named(self, model: str | None) -> TextForm:
+        """That of a model by its name. Raises as `form_of`."""
+        return await self.form_of(self.adapters.get(model or ""))
+
+    async def _make(self, form: TextForm) -> None:
+        """Raises ConfigError: the chat template is not valid, or runs for ever, or a parser is named that is none."""
+        try:
+            await self.preparation.run(form.make)
+        except TimeoutError:
+            limit = self.preparation.limit_s
+            raise ConfigError(
+                f"the chat template takes longer than {limit:g} s for one short message"
+            ) from None
 
     @functools.cached_property
     def idle_fields(self) -> frozenset[str]:
@@ -176,23 +177,16 @@ class ServerState:
         Raises:
             ConfigError: it is not valid, or runs for ever, or a parser is named that is none.
         """
-        tokenizer = self.engine.tokenizer
         choose(
             self.config.tool_call_parser, self.config.reasoning_parser, None
         )  # the names, whatever the model has
-        if tokenizer is None or not (self.config.chat_template or tokenizer.chat_template):
-            if self.config.default_chat_template_kwargs:
-                raise ConfigError("--default-chat-template-kwargs needs a model with a chat template")
-            return
-        try:
-            template = await self.preparation.run(lambda: self.chat_template)
-            template.check_defaults(self.config.default_chat_template_kwargs)
-            logger.info("%s", self.answer_format.formats.told())
-        except TimeoutError:
-            limit = self.preparation.limit_s
-            raise ConfigError(
-                f"the chat template takes longer than {limit:g} s for one short message"
-            ) from None
+        defaults = self.config.default_chat_template_kwargs
+        if self.form.has_chat:
+            await self._make(self.form)
+            self.form.chat_template.check_defaults(defaults)
+            logger.info("%s", self.form.answer_format.formats.told())
+        elif defaults:
+            raise ConfigError("--default-chat-template-kwargs needs a model with a chat template")
 
     async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
         """Serve these, in all processes, of which this is the first."""
@@ -230,3 +224,12 @@ def server_of(request: Request) -> ServerState:
     state = request.app.state.server
     assert isinstance(state, ServerState)
     return state
+
+
+def _form_options(config: ServerConfig) -> FormOptions:
+    return FormOptions(
+        config.chat_template,
+        config.chat_template_content_format,
+        config.tool_call_parser,
+        config.reasoning_parser,
+    )

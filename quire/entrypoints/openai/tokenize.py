@@ -15,6 +15,7 @@ from quire.entrypoints.openai.parsing import checked, read_request
 from quire.entrypoints.openai.protocol.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from quire.entrypoints.openai.protocol.responses import Detokenized, Tokenized, TokenizerInfo
 from quire.entrypoints.openai.state import ServerState, server_of
+from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
 
 router = APIRouter()
@@ -30,16 +31,16 @@ async def tokenize(request: Request) -> Response:
     raw = await read_json(request)
     if raw.get("messages") is not None:
         chat = checked(request, raw, TokenizeChatRequest)
-        server.check_model(chat.model)
-        token_ids = (await chat_prompt(server, chat)).token_ids
-        return await _tokenized(server, token_ids, chat.return_token_strs)
+        form = await server.form_named(server.check_model(chat.model))
+        token_ids = (await chat_prompt(server, form, chat)).token_ids
+        return await _tokenized(server, form, token_ids, chat.return_token_strs)
     body = checked(request, raw, TokenizeRequest)
-    server.check_model(body.model)
-    encode = server.tokenizer.encode
+    form = await server.form_named(server.check_model(body.model))
+    encode = form.tokenizer.encode
     token_ids = await beside_loop(
         len(body.prompt), encode, body.prompt, add_special_tokens=body.add_special_tokens
     )
-    return await _tokenized(server, token_ids, body.return_token_strs)
+    return await _tokenized(server, form, token_ids, body.return_token_strs)
 
 
 @router.post("/detokenize")
@@ -48,14 +49,14 @@ async def detokenize(request: Request) -> Response:
     """Text of token ids, special tokens included."""
     server = server_of(request)
     body = await read_request(request, DetokenizeRequest)
-    server.check_model(body.model)
+    form = await server.form_named(server.check_model(body.model))
     vocab_size = server.engine.config.arch.vocab_size
     for token_id in body.tokens:
         if token_id >= vocab_size:
             raise ValidationError(
                 f"tokens has {token_id}, but token ids are integers in [0, {vocab_size - 1}]", param="tokens"
             )
-    decode = server.tokenizer.decode
+    decode = form.tokenizer.decode
     text = await beside_loop(len(body.tokens), decode, body.tokens, skip_special_tokens=False)
     return json_response(Detokenized(text))
 
@@ -65,13 +66,12 @@ async def detokenize(request: Request) -> Response:
 async def tokenizer_info(request: Request) -> Response:
     """What a client needs to make prompts of its own."""
     server = server_of(request)
-    tokenizer, config = server.tokenizer, server.engine.config
-    has_template = server.config.chat_template or tokenizer.chat_template
+    tokenizer, config = server.form.tokenizer, server.engine.config
     return json_response(
         TokenizerInfo(
             bos_token=tokenizer.bos_token,
             eos_token=tokenizer.eos_token,
-            chat_template=server.chat_template.source if has_template else None,
+            chat_template=server.form.chat_template.source if server.form.has_chat else None,
             special_tokens=sorted(tokenizer.special_tokens),
             vocab_size=config.arch.vocab_size,
             model_max_length=config.model.max_model_len,
@@ -79,11 +79,11 @@ async def tokenizer_info(request: Request) -> Response:
     )
 
 
-async def _tokenized(server: ServerState, token_ids: list[int], with_texts: bool) -> Response:
-    texts = await beside_loop(len(token_ids), _texts, server, token_ids) if with_texts else None
+async def _tokenized(server: ServerState, form: TextForm, token_ids: list[int], with_texts: bool) -> Response:
+    texts = await beside_loop(len(token_ids), _texts, form, token_ids) if with_texts else None
     max_model_len = server.engine.config.model.max_model_len
     return json_response(Tokenized(len(token_ids), max_model_len, token_ids, texts))
 
 
-def _texts(server: ServerState, token_ids: list[int]) -> list[str]:
-    return list(map(server.tokenizer.token_text, token_ids))
+def _texts(form: TextForm, token_ids: list[int]) -> list[str]:
+    return list(map(form.tokenizer.token_text, token_ids))

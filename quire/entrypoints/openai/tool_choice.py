@@ -11,12 +11,13 @@ from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
 from quire.entrypoints.openai.protocol.constraints import constraint_of
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, Tool
 from quire.entrypoints.openai.state import ServerState
+from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.structural_tag import as_format, as_tag
 
 
-def tools_in_use(server: ServerState, request: ChatCompletionRequest) -> Tools | None:
+def tools_in_use(server: ServerState, form: TextForm, request: ChatCompletionRequest) -> Tools | None:
     """The tools that the model is shown, and whose calls are looked for in its answer; None if there are none.
 
     Raises:
@@ -32,7 +33,7 @@ def tools_in_use(server: ServerState, request: ChatCompletionRequest) -> Tools |
         limit = f"the limit is {server.config.max_tools}"
         raise ValidationError(f"tools has {len(request.tools)} tools, {limit}", param="tools")
     tools = tool_schemas([tool.model_dump() for tool in request.tools])
-    tool_format = server.answer_format.formats.tools
+    tool_format = form.answer_format.formats.tools
     if tool_format is None:
         raise ValidationError(
             "this server does not know how the model writes tool calls; --tool-call-parser says it",
@@ -43,7 +44,7 @@ def tools_in_use(server: ServerState, request: ChatCompletionRequest) -> Tools |
 
 
 def tool_constraint(
-    server: ServerState, request: ChatCompletionRequest, tools: Tools | None, begin: PromptEnd
+    form: TextForm, request: ChatCompletionRequest, tools: Tools | None, begin: PromptEnd
 ) -> StructuredOutputsParams | None:
     """What an answer that begins there must be: calls if they are asked for, or what the request says of its text, or
     text with calls of its strict tools.
@@ -55,8 +56,8 @@ def tool_constraint(
     must_call = request.tool_choice not in (None, "auto")
     is_strict = any(tool.function.strict for tool in request.tools or [])
     if tools is None or not (must_call or wanted or is_strict):
-        return server.answer_format.text_constraint(wanted, begin)
-    grammar, calls = server.answer_format.grammar(begin), _calls(server, request, must_call=must_call)
+        return form.answer_format.text_constraint(wanted, begin)
+    grammar, calls = form.answer_format.grammar(begin), _calls(form, request, must_call=must_call)
     if must_call:
         return as_tag(grammar.calls(calls), wanted)
     if wanted is None:
@@ -64,7 +65,7 @@ def tool_constraint(
     return as_tag(grammar.text_or_calls(as_format(wanted), calls), wanted)
 
 
-def _calls(server: ServerState, request: ChatCompletionRequest, *, must_call: bool) -> Calls:
+def _calls(form: TextForm, request: ChatCompletionRequest, *, must_call: bool) -> Calls:
     at_most_one = isinstance(request.tool_choice, dict) or not request.parallel_tool_calls
     if not must_call:
         functions = [
@@ -72,7 +73,7 @@ def _calls(server: ServerState, request: ChatCompletionRequest, *, must_call: bo
             for index, tool in enumerate(request.tools or [])
         ]
         return Calls(functions, at_most_one)
-    row = server.answer_format.formats.tools
+    row = form.answer_format.formats.tools
     assert row is not None, "`tools_in_use` has looked for it"
     functions = [
         _required(row, _function(index, tool, strict=True), is_lenient=tool.function.strict is False)

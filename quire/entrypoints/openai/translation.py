@@ -152,7 +152,7 @@ async def respond_translated(
         return await respond(request, chat, TranslatedAnswer(answer, writer), writer.wire)
 
 
-def check_translated(request: Request, fields: dict[str, Any], names: Mapping[str, str]) -> None:
+async def check_translated(request: Request, fields: dict[str, Any], names: Mapping[str, str]) -> None:
     """Refuse what `respond_translated` would refuse, where there is nothing to answer.
 
     Raises:
@@ -161,7 +161,8 @@ def check_translated(request: Request, fields: dict[str, Any], names: Mapping[st
     with renamed(names):
         chat, server = as_chat(request, fields), server_of(request)
         apply_terms(request, chat)
-        tool_constraint(server, chat, tools_in_use(server, chat), PromptEnd())
+        form = await server.form_named(server.check_model(chat.model))
+        tool_constraint(form, chat, tools_in_use(server, form, chat), PromptEnd())
         processor = server.engine.input_processor
         with client_names(chat):
             params = chat_params(chat, processor.default_sampling_params)

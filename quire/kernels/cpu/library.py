@@ -80,6 +80,8 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "per_head_linear": ("out x data scales zeros scratch", "qqqqqqqqqqqq"),
     "write_latents": ("q rows norm positions cos_sin_cache cache slot_mapping", "qqqqqqqqqqdqqq"),
     "latent_attention": ("out q q_rope cache query_start_loc seq_lens block_tables", "qqqqqqqqqqqqdqq"),
+    "all_reduce": ("out x segment", "qqq"),
+    "all_gather": ("out x segment", "qqq"),
     "unusable_rows": ("out logits", "qq"),
     "mask_logits": ("logits rows words", "qqq"),
     "apply_penalties": ("logits indices repetition subtracted", "qq"),

@@ -29,7 +29,7 @@ def _rows_of_slot(adapter_rows, slot, rows, BLOCK_M: tl.constexpr):
     return row, mine, tl.max(mine.to(tl.int32), 0) > 0
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["adapter_rows"])
 def _shrink(
     shrunk, x, adapter_rows, a, ranks, rows, inputs, most, parts, x_row, steps_per_part,
     IN_FLOAT32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr,
@@ -58,7 +58,7 @@ def _shrink(
     tl.store(shrunk + place, sums, mask=mine[:, None])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["adapter_rows"])
 def _expand(
     out, shrunk, adapter_rows, b, scales, ranks, affine, factors, offsets, ends, rows, outputs, most, parts, parts_of_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,

@@ -16,7 +16,7 @@ from quire.config.arch import CheckpointNames
 from quire.layers.base import Layer, model_dtype, parameter
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear
-from quire.layers.norm import block_norm
+from quire.layers.norm import LayerNorm, RMSNorm, block_norm
 from quire.layers.slot import Slot
 from quire.layers.step import StepContext
 from quire.models.blocks import Block
@@ -46,6 +46,7 @@ class Eagle3Block(Block):
     """A Llama's layer whose attention reads embeddings beside states, each normed by itself."""
 
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    hidden_norm: RMSNorm | LayerNorm
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
@@ -63,7 +64,12 @@ class EagleHead(AutoregressiveHead):
 
     merged = _MERGED
     renamed = _RENAMED
-    unused = (r"^embed_tokens\.", r"^lm_head\.", r"^layers\.0\.input_layernorm\.", r"\.inv_freq$")
+    unused: tuple[str, ...] = (
+        r"^embed_tokens\.",
+        r"^lm_head\.",
+        r"^layers\.0\.input_layernorm\.",
+        r"\.inv_freq$",
+    )
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
@@ -88,7 +94,7 @@ class Eagle3Head(AutoregressiveHead):
     """`midlayer(embedding, state)`, where the target's states are `fc` of three; its head reads normed states."""
 
     merged = _MERGED
-    unused = (r"^embed_tokens\.", r"^t2d$", r"\.inv_freq$")
+    unused: tuple[str, ...] = (r"^embed_tokens\.", r"^t2d$", r"\.inv_freq$")
     lm_head: VocabEmbedding
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
@@ -120,8 +126,8 @@ class Eagle3Head(AutoregressiveHead):
         x, residual = self.midlayer(embedded, states, positions, step)
         return torch.add(x, residual)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        logits = self.lm_head.logits(self.norm(hidden))
+    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+        logits = self.lm_head.logits(self.norm(hidden), adapter_rows)
         if self.d2t is None:
             return logits
         spread = logits.new_full((len(logits), self.config.arch.vocab_size), -torch.inf)

@@ -46,5 +46,7 @@ class MTPHead(AutoregressiveHead):
         x, residual = self.block(joined, None, positions, step)
         return self.head_norm.add(x, residual)[0] if self.mtp.gives_normed else torch.add(x, residual)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return super().compute_logits(hidden if self.mtp.gives_normed else self.head_norm(hidden))
+    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+        return super().compute_logits(
+            hidden if self.mtp.gives_normed else self.head_norm(hidden), adapter_rows
+        )

@@ -62,6 +62,7 @@ class SentenceTransformer:
     max_seq_length: int | None = None
     prompts: tuple[tuple[str, str], ...] = ()
     default_prompt: str | None = None
+    include_prompt: bool = True
     similarity: str = "cosine"
 
 
@@ -89,10 +90,13 @@ def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
         raise ModelLoadError(
             f"{model_dir / MODULES}: the model is in the folder {folders['Transformer']!r}; it must be beside this file"
         )
-    pooling, where = "all", str(model_dir / MODULES)
+    pooling, where, include_prompt = "all", str(model_dir / MODULES), True
     if "Pooling" in folders:
         config = read_json_object(model_dir / folders["Pooling"] / "config.json")
         pooling, where = _pooling(config), config.where
+        include_prompt = config.flag("include_prompt", True)
+        if not include_prompt and "weighted_mean" in pooling:
+            raise config.unsupported("include_prompt", "true where tokens are weighted by their positions")
     about = _optional(model_dir / "config_sentence_transformers.json")
     default_prompt = about.text("default_prompt_name") if "default_prompt_name" in about else None
     prompts = _prompts(about)
@@ -106,6 +110,7 @@ def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
         max_seq_length=_max_seq_length(model_dir),
         prompts=prompts,
         default_prompt=default_prompt,
+        include_prompt=include_prompt,
         similarity=about.choice("similarity_fn_name", SIMILARITIES, "cosine"),
     )
 
@@ -130,7 +135,6 @@ def _optional(path: Path) -> JsonObject:
 
 def _pooling(config: JsonObject) -> str:
     """As `quire.config.pooling.PoolingSpec` has it, from either form of the file: a word, or a flag for each."""
-    config.only("include_prompt", True)
     if "pooling_mode" in config:
         mode = config.get("pooling_mode")
         modes = mode if isinstance(mode, list) else [mode]

@@ -155,6 +155,7 @@ def _embedder(
         matryoshka=matryoshka,
         prompts=layout.prompts,
         default_prompt=layout.default_prompt,
+        include_prompt=layout.include_prompt,
         similarity=layout.similarity,
         head=layout.head,
         own_heads=own_heads,

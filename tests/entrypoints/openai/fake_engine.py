@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.config import EngineConfig, ModelArch
 from quire.engine.input_processor import InputProcessor
+from quire.engine.lexicons import Lexicon
 from quire.engine.output_stream import Offer
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.errors import EngineDeadError, NotFoundError, QuireError, UnavailableError, ValidationError
@@ -43,11 +44,15 @@ class FakeTokenizer:
     eos_token = "<|im_end|>"
     eos_token_id = 257
     special_tokens = frozenset(SPECIAL)
+    file = None
     is_bytewise = begins_bytewise = True
 
     def __init__(self, chat_template: str | None = TEMPLATE) -> None:
-        self.chat_template = chat_template
         self.chat_templates = {} if chat_template is None else {"default": chat_template}
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
 
     def has_text(self, ids: list[int]) -> bool:
         return any(i < 256 for i in ids)
@@ -123,6 +128,9 @@ class FakeEngine:
     def errored(self) -> bool:
         return self.dead_error is not None
 
+    async def lexicon_of(self, adapter: LoRARequest | None) -> Lexicon:
+        return self.input_processor.lexicons.of(adapter)
+
     def add_stat_logger(self, stat_logger: StatLogger) -> None:
         self.stat_loggers.append(stat_logger)
 
@@ -195,7 +203,7 @@ class FakeEngine:
         offer: Offer | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
-        tokenized = self.input_processor.tokenize(prompt)
+        tokenized = self.input_processor.tokenize(prompt, adapter=lora_request)
         if isinstance(sampling_params, BeamSearchParams):
             sampling_params = self._recited(tokenized, sampling_params)
         sampling_params = self.input_processor.constraints.settled(sampling_params)

@@ -75,3 +75,36 @@ def test_what_is_no_adapter_is_refused_at_start(module: str, problem: str, direc
         build_app(FakeEngine(enable_lora=True), config)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--lora-modules needs --enable-lora"):
         build_app(FakeEngine(), config)  # type: ignore[arg-type]
+
+
+async def test_a_chat_has_the_template_of_its_adapter(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("Arr, {{ messages[0].content }}!")
+    engine = FakeEngine(enable_lora=True)
+    async with client_for(engine, lora_modules=(f"pirate={directory}",)) as client:
+        for model, prompt in {"pirate": "Arr, hi!", "fake-model": "<|im_start|>user"}.items():
+            ids = []
+            for path in ("/v1/chat/completions", "/tokenize"):
+                reply = await client.post(
+                    path, json={"messages": HI, "model": model, "return_token_ids": True}
+                )
+                body = reply.json()
+                ids.append(body.get("prompt_token_ids") or body["tokens"])
+            assert ids[0] == ids[1]
+            assert engine.tokenizer is not None
+            assert engine.tokenizer.decode(ids[0], skip_special_tokens=False).startswith(prompt)
+        body = {"messages": HI, "model": "pirate", "max_tokens": 9}
+        count = (await client.post("/v1/messages/count_tokens", json=body)).json()
+        assert count["input_tokens"] == len("Arr, hi!")
+        shown = (await client.post("/api/show", json={"model": "pirate"})).json()
+        assert shown["template"].startswith("Arr")
+
+
+async def test_a_template_that_does_not_work_is_refused_at_load(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{% if %}")
+    async with client_for(FakeEngine(enable_lora=True), admin_api_key="admin") as client:
+        client.headers["authorization"] = "Bearer admin"
+        body = {"lora_name": "pirate", "lora_path": str(directory)}
+        reply = await client.post("/v1/load_lora_adapter", json=body)
+        assert reply.status_code == 400
+        assert "adapter 'pirate': the chat template is not valid Jinja" in reply.text
+        assert len((await client.get("/v1/models")).json()["data"]) == 1

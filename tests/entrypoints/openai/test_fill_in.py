@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.engine.token_bytes import BYTE_OF_CHAR
 from quire.engine.tokenizer import Tokenizer
-from quire.entrypoints.openai.fill_in import LAYOUTS, PREFIX, SUFFIX, FillIn, Layout
+from quire.entrypoints.fill_in import LAYOUTS, PREFIX, SUFFIX, FillIn, Layout
 from quire.errors import ValidationError
 
 

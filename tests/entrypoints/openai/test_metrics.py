@@ -24,9 +24,13 @@ from tests.entrypoints.openai.serving import client_for, events, live_server
 @contextlib.asynccontextmanager
 async def serving(num_cores: int = 1, **server_args: Any) -> AsyncIterator[httpx.AsyncClient]:
     config = EngineConfig.from_args(
-        model="quire-demo", distributed_executor_backend="null", max_model_len=256, block_size=4
+        model="quire-demo",
+        distributed_executor_backend="null",
+        max_model_len=256,
+        block_size=4,
+        data_parallel_size=num_cores,
     )
-    engine = AsyncLLM(config, in_process=True, num_cores=num_cores)
+    engine = AsyncLLM(config, in_process=True)
     try:
         await engine.wait_ready()
         transport = httpx.ASGITransport(build_app(engine, ServerConfig(**server_args)))

@@ -110,7 +110,7 @@ async def test_client_request_id_is_no_key(client: httpx.AsyncClient) -> None:
 
 
 def test_the_formats_of_answers_are_chosen_by_the_template(engine: FakeEngine) -> None:
-    formats = build_app(engine, ServerConfig()).state.server.answer_format.formats  # type: ignore[arg-type]
+    formats = build_app(engine, ServerConfig()).state.server.form.answer_format.formats  # type: ignore[arg-type]
     assert formats.tools is TOOL_FORMATS.resolve("hermes")
     assert formats.reasoning is None
 

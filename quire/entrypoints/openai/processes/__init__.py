@@ -1,1 +1,1 @@
-"""Several API processes on one port in front of one engine core."""
+"""Several API processes on one port in front of one engine."""

@@ -1,4 +1,4 @@
-"""The first of several API processes: it binds the port, owns the core and the other processes, and serves like them.
+"""The first of several API processes: it binds the port, owns the cores and the other processes, and serves like them.
 
 Invariant: signals are its business alone, and its exit code is the server's. Its end is everybody's.
 """
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from quire.config import ServerConfig
 from quire.engine.ledger import Column, Ledger
-from quire.engine.queue_limits import SharedWaiting
 from quire.entrypoints.openai.api_server import http_config
 from quire.entrypoints.openai.app import build_app, keyring
 from quire.entrypoints.openai.census import SharedCensus
@@ -31,16 +30,17 @@ if TYPE_CHECKING:
 async def serve_first(engine: AsyncLLM, config: ServerConfig, listener: socket.socket) -> int:
     """Serve; returns the process's exit code. The caller shuts the engine down."""
     keys = keyring(config)
-    ledger = Ledger.create(config.api_server_count, len(keys.tenants))
+    num_cores = engine.config.parallel.num_replicas
+    ledger = Ledger.create(config.api_server_count, len(keys.tenants), num_cores)
     page = ledger.page(FIRST)
-    engine.share_queue(SharedWaiting(page))
+    engine.share(page)
     app = build_app(engine, config, keys=keys, page=page)
     http = HttpServer(http_config(app, config, SharedCensus(page, whole=bool(config.max_connections))))
     state: ServerState = app.state.server
     hello = Hello(FIRST, config.api_server_count, FIRST, engine.config, config, keys.tenants)
     house = House(state, engine, ledger, hello)
     state.siblings = house
-    engine.watch_core(house)
+    engine.watch_cores(house)
     engine.sleep_with(house)
     house.open()
     with closing(ledger):

@@ -1,7 +1,7 @@
 """`House`: the API processes of a server besides the first, as the first sees them.
 
 Invariant: there is one process per page of the ledger, or one is about to be started, until the house closes; what one
-of them had in the core ends with it. They learn of the core from here, and each goes on with its own requests.
+of them had in a core ends with it. They learn of the cores from here, and each goes on with its own requests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STEADY_S = 60.0
 
 
 class Owner(Protocol):
-    """Of the core: who forgets what another front end has asked for."""
+    """Of the cores: who forgets what another front end has asked for."""
 
     def forget(self, front_end: int) -> None: ...
 
@@ -67,7 +67,7 @@ class House:
         self._numbers = itertools.count(1)
         self._members: dict[int, Member] = {}
         self._keepers: list[asyncio.Task[None]] = []
-        self._core: CoreAddress | None = None
+        self._cores: dict[int, CoreAddress] = {}
         self._resting = Resting(Rest(), dozes=False)
         self._buried: list[Any] = []
         self._closing = False
@@ -98,17 +98,17 @@ class House:
         self._tell_all(Adapters(dict(adapters)))
         await self.num_unfinished()  # who answers this has heard what was said before
 
-    # The core
+    # The cores
 
-    def core_started(self, address: CoreAddress) -> None:
-        self._core = address
-        self._tell_all(CoreStarted(address))
+    def core_started(self, core: int, address: CoreAddress) -> None:
+        self._cores[core] = address
+        self._tell_all(CoreStarted(core, address))
 
-    def core_lost(self) -> None:
-        self._core = None
-        self._tell_all(CoreLost())
+    def core_lost(self, core: int) -> None:
+        self._cores.pop(core, None)
+        self._tell_all(CoreLost(core))
 
-    # Sleep: they are the core's other front ends
+    # Sleep: they are the cores' other front ends
 
     async def rest(self, rest: Rest, *, dozes: bool) -> None:
         self._resting = Resting(rest, dozes)
@@ -196,8 +196,8 @@ class House:
         pulse = Pulse(self._ledger, page, process.pid)
         self._members[page] = member = Member(page, front_end, process, pulse, channel, door)
         channel.tell(_for(self._hello, page, front_end))
-        if self._core is not None:
-            channel.tell(CoreStarted(self._core))
+        for core, address in self._cores.items():
+            channel.tell(CoreStarted(core, address))
         channel.tell(self._resting)
         channel.tell(Adapters(dict(self._state.adapters)))
         if self._closing:  # the end has come meanwhile

@@ -13,9 +13,8 @@ from contextlib import suppress
 from typing import IO, Any
 
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.cores import BorrowedCore
+from quire.engine.cores import BorrowedCores
 from quire.engine.ledger import Column, Ledger, Page
-from quire.engine.queue_limits import SharedWaiting
 from quire.entrypoints.openai.api_server import http_config
 from quire.entrypoints.openai.app import build_app
 from quire.entrypoints.openai.census import Census, SharedCensus
@@ -49,16 +48,16 @@ logger = logging.getLogger(__name__)
 class MemberLifecycle(Lifecycle):
     """Does what the first process says, and says nothing itself that the first one says for all."""
 
-    def __init__(self, state: ServerState, http: HttpServer, core: BorrowedCore) -> None:
+    def __init__(self, state: ServerState, http: HttpServer, cores: BorrowedCores) -> None:
         super().__init__(state, http, socket.socket(), needs_key=False)
-        self._core = core
+        self._cores = cores
 
     def take_in(self, message: Message) -> None:
         """Act on a word of the first process."""
         if isinstance(message, CoreStarted):
-            self._core.core_started(message.address)
+            self._cores.core_started(message.core, message.address)
         elif isinstance(message, CoreLost):
-            self._core.core_lost()
+            self._cores.core_lost(message.core)
         elif isinstance(message, Resting):
             self._state.engine.rest(message.rest, dozes=message.dozes)
         elif isinstance(message, Adapters):
@@ -124,20 +123,21 @@ class Membership:
     """This process, from the first word it hears to its exit code."""
 
     def __init__(self, hello: Hello, channel: Channel, door: socket.socket, ledger: IO[bytes]) -> None:
-        page = Ledger(hello.num_pages, len(hello.tenants), ledger).page(hello.page)
-        core = BorrowedCore(hello.engine, hello.front_end)
+        num_cores = hello.engine.parallel.num_replicas
+        page = Ledger(hello.num_pages, len(hello.tenants), ledger, num_cores).page(hello.page)
+        cores = BorrowedCores(hello.engine, hello.front_end)
         census = SharedCensus(page, whole=bool(hello.server.max_connections))
         self._channel = channel
         self._page = page
-        self._engine = AsyncLLM(hello.engine, cores=core)
-        self._engine.share_queue(SharedWaiting(page))
+        self._engine = AsyncLLM(hello.engine, cores=cores)
+        self._engine.share(page)
         self._engine.add_stat_logger(TokenCounts(page))
         app = build_app(self._engine, hello.server, keys=Keyring(hello.tenants), page=page)
         self.state: ServerState = app.state.server
         self.state.siblings = First(channel)
         self._http = HttpServer(http_config(app, hello.server, census))
         self._back_door = _back_door(door, self._http, census)
-        self.lifecycle = MemberLifecycle(self.state, self._http, core)
+        self.lifecycle = MemberLifecycle(self.state, self._http, cores)
 
     async def run(self) -> int:
         works = self._listen(), self._open(), beat(self._page)

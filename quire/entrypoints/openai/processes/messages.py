@@ -43,11 +43,14 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 class CoreStarted(msgspec.Struct, tag="core_started", frozen=True):
     """There is a core, and this is where."""
 
+    core: int
     address: CoreAddress
 
 
 class CoreLost(msgspec.Struct, tag="core_lost", frozen=True):
-    """The core is gone; there may be another."""
+    """A core is gone; there may be another."""
+
+    core: int
 
 
 class Resting(msgspec.Struct, tag="resting", frozen=True):

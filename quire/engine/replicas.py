@@ -1,0 +1,131 @@
+"""The replicas of an engine: what each core's configuration says that is its own.
+
+Invariant: found out once, before the first of them starts, so that a replica which takes another's place has the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+
+from quire.config import EngineConfig
+from quire.config.device import HostShare
+from quire.engine.placement import Core, divided, nodes_of, shown
+from quire.errors import ConfigError
+from quire.platforms import Host
+
+logger = logging.getLogger(__name__)
+
+
+def configs_of_replicas(
+    config: EngineConfig, *, in_process: bool, host: Host | None = None
+) -> list[EngineConfig]:
+    """A configuration for each core of an engine, in order; those in this process share all that it has."""
+    first, num = config.parallel.first_replica, config.parallel.num_replicas
+    if num == 1:
+        return [config]
+    configs = [config.evolve(data_parallel_rank=number) for number in range(first, first + num)]
+    if in_process:
+        return configs
+    host = host or Host()
+    memory_bytes = host.available_bytes() // num
+    if config.device.cpu_numa == "off":
+        num_threads = host.num_threads()[0] // num
+        return [_with_share(one, HostShare(num, memory_bytes), num_threads) for one in configs]
+    parts = divided(host.nodes(), num)
+    return [
+        _placed(one, cores, HostShare(num, memory_bytes), host)
+        for one, cores in zip(configs, parts, strict=True)
+    ]
+
+
+def _placed(config: EngineConfig, cores: list[Core], share: HostShare, host: Host) -> EngineConfig:
+    """A replica on these cores, and so with the memory beside them, which the system gives first."""
+    processors = tuple(sorted(cpu for core in cores for cpu in core))
+    logger.info(
+        "replica %d: processors %s of NUMA node %s, %d MiB of memory",
+        config.parallel.first_replica,
+        shown(processors),
+        ", ".join(str(number) for number in nodes_of(cores, host.nodes())),
+        share.memory_bytes >> 20,
+    )
+    num_threads = host.num_threads()[0] * len(cores) // len(host.cores())
+    return _with_share(config, replace(share, processors=processors), num_threads)
+
+
+def _with_share(config: EngineConfig, share: HostShare, num_threads: int) -> EngineConfig:
+    """A replica with this share, and so many threads unless the user has said how many."""
+    config = replace(config, share=share)
+    if config.device.cpu_threads or os.environ.get("OMP_NUM_THREADS"):
+        return config
+    return config.evolve(cpu_threads=max(num_threads // config.parallel.tensor_parallel_size, 1))
+
+
+def check_replicas(config: EngineConfig, host: Host | None = None) -> None:
+    """Replicas are for this host, and for what can be divided among them.
+
+    Raises:
+        ConfigError: names the option, and says what to do.
+    """
+    parallel = config.parallel
+    if parallel.data_parallel_backend != "mp":
+        raise ConfigError(
+            "--data-parallel-backend ray would start replicas on other hosts, which is not there yet; start a server "
+            "on each host with --data-parallel-hybrid-lb"
+        )
+    _check_numbers(config)
+    num = parallel.num_replicas
+    if num == 1:
+        return
+    if config.device.device != "cpu":
+        raise ConfigError(
+            f"--data-parallel-size is {num}, which wants --device cpu, not {config.device.device}"
+        )
+    num_cores = len((host or Host()).cores())
+    if num > num_cores and parallel.distributed_executor_backend != "null":
+        raise ConfigError(
+            f"--data-parallel-size is {num}, and there are cores for {num_cores} replicas; each needs one of its own"
+        )
+
+
+def _check_numbers(config: EngineConfig) -> None:
+    """Which of the replicas run here must be said without a doubt."""
+    parallel = config.parallel
+    size, local, rank = (
+        parallel.data_parallel_size,
+        parallel.data_parallel_size_local,
+        parallel.data_parallel_rank,
+    )
+    start = parallel.data_parallel_start_rank
+    if parallel.data_parallel_external_lb and rank is None:
+        raise ConfigError(
+            "--data-parallel-external-lb wants --data-parallel-rank, the number of the replica here"
+        )
+    if rank is not None:
+        others = {
+            "--data-parallel-hybrid-lb": parallel.data_parallel_hybrid_lb,
+            "--data-parallel-start-rank": start is not None,
+            "--data-parallel-size-local": local not in (None, 1),
+        }
+        for option, is_given in others.items():
+            if is_given:
+                raise ConfigError(
+                    f"--data-parallel-rank names the one replica here, which {option} contradicts"
+                )
+        if rank >= size:
+            raise ConfigError(
+                f"--data-parallel-rank is {rank}, and --data-parallel-size {size} counts from 0"
+            )
+        return
+    num, first = parallel.num_replicas, parallel.first_replica
+    if first + num > size:
+        raise ConfigError(
+            f"replicas {first} to {first + num - 1} are to run here (--data-parallel-start-rank, "
+            f"--data-parallel-size-local), and --data-parallel-size is {size}"
+        )
+    if num < size and not parallel.data_parallel_hybrid_lb:
+        raise ConfigError(
+            f"--data-parallel-size-local is {num} of {size}: one server does not reach replicas of other hosts yet; "
+            "start one on each with --data-parallel-hybrid-lb, and a load balancer before them"
+        )

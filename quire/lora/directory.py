@@ -1,0 +1,32 @@
+"""Where an adapter's files are, and which of them are read.
+
+Invariant: torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import quire
+
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+TEMPLATES_NAME = "additional_chat_templates"
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    TEMPLATES_NAME,
+)
+"""Of a tokenizer and of chat templates, which an adapter may have of its own."""
+IN_THE_BOX = ("quire-demo-pirate",)
+"""Adapters of the model in the box that come with quire."""
+
+
+def directory_of(path: str) -> Path:
+    """Where an adapter is: a directory, or the name of one in the box."""
+    directory = Path(os.path.expanduser(path))  # which leaves alone what is no user's home
+    if path in IN_THE_BOX and not directory.exists():
+        return Path(quire.__path__[0]) / "assets" / path
+    return directory

@@ -1,0 +1,218 @@
+"""Which core gets a request, and what is counted of it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.config import EngineConfig
+from quire.engine.ledger import Ledger, Load
+from quire.engine.recent import Recent, RecentPrefixes
+from quire.engine.router import Router
+from quire.engine.routing_policies import ADAPTER_TOKENS, SEQUENCE_TOKENS, RoutedRequest
+from quire.kv_cache.hashing import ExtraKeys, extend_hashes
+from quire.scheduler.output import SchedulerStats
+
+BLOCK = 4
+NUM_CORES = 3
+
+
+def prompt(*blocks: int, tail: int = 1) -> list[int]:
+    """One of such blocks, and a few tokens behind them."""
+    return [token for block in blocks for token in (block,) * BLOCK] + [7] * tail
+
+
+def routed(token_ids: list[int], num_sequences: int = 1, keys: ExtraKeys = ExtraKeys(None)) -> RoutedRequest:  # noqa: B008
+    return RoutedRequest(token_ids, num_sequences, keys, BLOCK)
+
+
+def with_adapter(token_ids: list[int], adapter: str) -> RoutedRequest:
+    return routed(token_ids, keys=ExtraKeys(None, adapter))
+
+
+class Routers:
+    """A router with cores that have loaded, and requests that are numbered."""
+
+    def __init__(self, num_cores: int = NUM_CORES, num_blocks: int = 1000, **args: Any) -> None:
+        self.router = Router(EngineConfig.from_args(block_size=BLOCK, **args), num_cores)
+        self.cores = list(range(num_cores))
+        self.num_sent = 0
+        for core in self.cores:
+            self.router.ready(core, num_blocks)
+
+    def send(self, request: RoutedRequest | list[int], cores: list[int] | None = None) -> int:
+        name = f"r{self.num_sent}"
+        self.num_sent += 1
+        request = request if isinstance(request, RoutedRequest) else routed(request)
+        return self.router.route(name, request, f"{name}.0", self.cores if cores is None else cores)
+
+    def load(self, core: int, load: Load) -> float:
+        return self.router._policy.loads.of(core, load)
+
+
+@given(st.integers(0, 5), st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=20))
+def test_recent_keys_are_those_of_the_last_uses(max_keys: int, uses: list[list[int]]) -> None:
+    recent: Recent[int] = Recent(max_keys)
+    order: list[int] = []
+    for keys in uses:
+        recent.use(keys)
+        for key in keys:
+            order = [other for other in order if other != key] + [key]
+    kept = order[len(order) - min(max_keys, len(order)) :]
+    assert [key for key in range(10) if key in recent] == sorted(kept)
+
+
+@given(st.integers(0, 12), st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=30))
+def test_the_known_prefix_is_that_of_a_search_from_the_start(
+    max_blocks: int, prompts: list[list[int]]
+) -> None:
+    prefixes = RecentPrefixes(max_blocks)
+    for blocks in prompts:
+        hashes: list[bytes] = []
+        extend_hashes(hashes, prompt(*blocks), BLOCK, ExtraKeys(None))
+        in_order = [block in prefixes._blocks for block in hashes]
+        assert in_order == sorted(in_order, reverse=True), "a block is there without one before it"
+        assert prefixes.num_known(hashes) == sum(in_order)
+        prefixes.use(hashes)
+        assert prefixes.num_known(hashes) == min(len(hashes), max_blocks)
+        assert len(prefixes._blocks) <= max_blocks
+
+
+@pytest.mark.parametrize("policy", ["prefix", "round_robin", "least_loaded"])
+@given(data=st.data())
+def test_what_is_counted_is_what_is_in_flight(policy: str, data: st.DataObject) -> None:
+    routers = Routers(routing_policy=policy)
+    router, in_flight, unheard = routers.router, dict[str, tuple[int, int]](), set[str]()
+    for _ in range(data.draw(st.integers(0, 30))):
+        verb = data.draw(st.sampled_from(["send", "hear", "end", "move"]))
+        if verb == "send":
+            num = data.draw(st.integers(1, 3))
+            name = f"r{routers.num_sent}"
+            core = routers.send(routed(prompt(*data.draw(st.lists(st.integers(0, 2), max_size=3))), num))
+            in_flight[name] = core, num
+            unheard.add(name)
+        elif in_flight:
+            name = data.draw(st.sampled_from(sorted(in_flight)))
+            if verb == "hear":
+                router.heard([f"{name}.0", "nobody"])
+                unheard.discard(name)
+            elif verb == "end":
+                router.end(name)
+                del in_flight[name]
+                unheard.discard(name)
+            else:
+                others = [core for core in routers.cores if core != in_flight[name][0]]
+                in_flight[name] = router.move(name, others), in_flight[name][1]
+                assert in_flight[name][0] in others
+                unheard.add(name)
+        for core in routers.cores:
+            assert routers.load(core, Load.SEQUENCES) == sum(n for at, n in in_flight.values() if at == core)
+            waits = any(in_flight[name][0] == core for name in unheard)
+            assert (routers.load(core, Load.WAITING_TOKENS) > 0) == waits
+
+
+def test_prompts_follow_their_prefix_until_waiting_takes_longer_than_computing_it_anew() -> None:
+    routers = Routers(num_cores=2)
+    long = list(range(1, 41))
+    first = routers.send(prompt(*long))
+    routers.router.heard(["r0.0"])
+    sent = 1
+    while routers.send(prompt(*long, sent + 100)) == first:
+        routers.router.heard([f"r{sent}.0"])
+        sent += 1
+    saved = len(long) * BLOCK
+    assert saved / SEQUENCE_TOKENS <= sent <= saved / SEQUENCE_TOKENS + 1
+    routers.router.heard([f"r{sent}.0"])
+    assert routers.send(prompt(*long, 99)) != first, "now it is there, too, where less is to do"
+
+
+def test_a_prompt_that_is_as_good_anywhere_goes_where_every_router_says() -> None:
+    rng, homes = random.Random(0), set()
+    for _ in range(20):
+        ids = prompt(*(rng.randrange(100) for _ in range(5)))
+        (home,) = {Routers().send(ids) for _ in range(3)}
+        homes.add(home)
+        others = [core for core in range(NUM_CORES) if core != home]
+        assert Routers().send(ids, others) in others
+    assert homes == {0, 1, 2}
+    assert Routers().send([1]) == 0
+
+
+def test_salts_and_adapters_part_prefixes_and_adapters_stay_where_they_are() -> None:
+    routers = Routers(num_cores=2, enable_lora=True, max_loras=1)
+    ids = prompt(*range(200))
+    home = routers.send(ids)
+    routers.router.end("r0")
+    assert routers.router._policy.num_uncached(routed(ids), home) == 1
+    for keys in (ExtraKeys("salt"), ExtraKeys(None, "1:a")):
+        assert routers.router._policy.num_uncached(routed(ids, keys=keys), home) == len(ids)
+    first = routers.send(with_adapter([1], "1:a"))
+    assert ADAPTER_TOKENS > SEQUENCE_TOKENS
+    assert routers.send(with_adapter([2], "1:a")) == first
+    second = routers.send(with_adapter([1], "2:b"))
+    assert second != first, "it has less to do, and neither has the adapter"
+    assert routers.send(with_adapter([2], "2:b")) == second
+    routers.router.ready(second, 1000)
+    routers.router.end("r1")
+    assert routers.send(with_adapter([2], "2:b")) == first, "nobody has it, and there is less to do"
+
+
+def test_a_full_cache_is_passed_by_and_one_that_is_gone_is_forgotten() -> None:
+    routers = Routers(num_cores=2, num_blocks=100)
+    ids = prompt(*range(20))
+    home = routers.send(ids)
+    routers.router.end("r0")
+    assert routers.send(ids) == home
+    routers.router.end("r1")
+    routers.router.observe(home, SchedulerStats(kv_cache_usage=1.0))
+    assert routers.send(prompt(*range(20), 5, tail=3)) != home
+    routers.router.end("r2")
+    routers.router.lost(1 - home)
+    routers.router.ready(1 - home, 100)
+    routers.router.observe(home, SchedulerStats(kv_cache_usage=0.0))
+    assert routers.router._policy.num_uncached(routed(ids), 1 - home) == len(ids)
+    assert routers.send(ids) == home
+
+
+def test_without_a_prefix_cache_only_the_load_counts() -> None:
+    routers = Routers(num_cores=2, enable_prefix_caching=False)
+    ids = prompt(*range(20))
+    first = routers.send(ids)
+    assert routers.send(ids) == 1 - first
+    assert routers.router._policy.num_uncached(routed(ids), first) == len(ids)
+
+
+def test_round_robin_takes_turns_among_those_that_are_there() -> None:
+    routers = Routers(routing_policy="round_robin")
+    assert [routers.send([1]) for _ in range(4)] == [0, 1, 2, 0]
+    assert [routers.send([1], [0, 2]) for _ in range(3)] == [2, 0, 2]
+
+
+def test_the_least_loaded_has_the_fewest_sequences_then_the_fewest_tokens_that_wait() -> None:
+    routers = Routers(routing_policy="least_loaded")
+    sizes = [(50, 2), (5, 1), (9, 1), (3, 1), (1, 1), (1, 1)]
+    assert [routers.send(routed([1] * length, num)) for length, num in sizes] == [0, 1, 2, 1, 2, 1]
+    assert routers.router._policy.loads.of(0, Load.WAITING_TOKENS) == 50
+
+
+def test_several_front_ends_see_the_loads_of_all_and_one_that_is_gone_has_none() -> None:
+    ledger = Ledger(2, num_tenants=3, num_cores=2)
+    one, other = Routers(2, routing_policy="least_loaded"), Routers(2, routing_policy="least_loaded")
+    for page, routers in enumerate((one, other)):
+        routers.router.share(ledger.page(page))
+    assert [one.send([1]), other.send([1]), other.send([1]), one.send([1])] == [0, 1, 0, 1]
+    ledger.clear(1)
+    assert [one.load(core, Load.SEQUENCES) for core in range(2)] == [1, 1]
+    one.router.observe(1, SchedulerStats(kv_cache_usage=0.5))
+    assert other.load(1, Load.KV_USE) == 0.5
+
+
+def test_one_core_is_asked_without_a_look_at_the_prompt() -> None:
+    routers = Routers(num_cores=1)
+    request = routed(prompt(*range(50)))
+    assert routers.send(request) == 0
+    assert "hashes" not in vars(request)
