@@ -140,8 +140,11 @@ class GuessingModel:
         return np.concatenate(found)
 
 
-def layout_of(rows: Rows, starts: Rows, ends: Rows) -> StepLayout:
-    """The tokens `starts` to `ends` [R] of each row, as a step that only generates, so that short ones are taped."""
+def layout_of(rows: Rows, starts: Rows, ends: Rows, num_prompt_tokens: Rows) -> StepLayout:
+    """The tokens `starts` to `ends` [R] of each row, as a step that samples behind all of them.
+
+    Those behind prompts are of few sizes, and so taped.
+    """
     num_tokens = ends - starts
     query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
     num_tokens.cumsum(out=query_start_loc[1:])
@@ -154,7 +157,7 @@ def layout_of(rows: Rows, starts: Rows, ends: Rows) -> StepLayout:
         sampling=np.arange(len(rows)).repeat(num_tokens),
         logits_indices=np.arange(num_tokens.sum()),
         pools=np.zeros(len(rows), dtype=np.bool_),
-        is_behind_prompts=True,
+        is_behind_prompts=bool((starts + 1 >= num_prompt_tokens).all()),
     )
 
 
