@@ -83,5 +83,5 @@ class DraftModel(GuessingModel):
 
     def _forward(self, rows: Rows, starts: Rows, ends: Rows) -> Tensor:
         """Compute tokens `starts` to `ends` of each row; hidden states [R, H] behind the last ones."""
-        layout = layout_of(rows, starts, ends)
+        layout = layout_of(rows, starts, ends, self._batch.num_prompt_tokens[rows])
         return last_of_each(self._pipeline.forward(self._pipeline.gather(layout)), layout)

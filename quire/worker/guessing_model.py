@@ -140,8 +140,11 @@ class GuessingModel:
         return np.concatenate(found)
 
 
-def layout_of(rows: Rows, starts: Rows, ends: Rows) -> StepLayout:
-    """The tokens `starts` to `ends` [R] of each row, as a step that only generates, so that short ones are taped."""
+def layout_of(rows: Rows, starts: Rows, ends: Rows, num_prompt_tokens: Rows) -> StepLayout:
+    """The tokens `starts` to `ends` [R] of each row, as a step that samples behind the last of them.
+
+    Those behind prompts come in few sizes, and so are taped.
+    """
     num_tokens = ends - starts
     query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
     num_tokens.cumsum(out=query_start_loc[1:])
@@ -150,14 +153,14 @@ def layout_of(rows: Rows, starts: Rows, ends: Rows) -> StepLayout:
         starts,
         ends,
         query_start_loc,
-        num_samples=num_tokens,
-        sampling=np.arange(len(rows)).repeat(num_tokens),
-        logits_indices=np.arange(num_tokens.sum()),
+        num_samples=np.ones_like(rows),
+        sampling=np.arange(len(rows)),
+        logits_indices=query_start_loc[1:] - 1,
         pools=np.zeros(len(rows), dtype=np.bool_),
-        is_behind_prompts=True,
+        catches_up=bool((starts + 1 >= num_prompt_tokens).all()),
     )
 
 
 def last_of_each(hidden: Tensor, layout: StepLayout) -> Tensor:
     """Of hidden states [T, H], those of the last token of each request, [R, H]."""
-    return hidden[torch.from_numpy(layout.query_start_loc[1:] - 1)]
+    return hidden[torch.from_numpy(layout.logits_indices)]

@@ -65,9 +65,8 @@ class HeadChain(GuessingModel):
 
     def _meet_prompts(self, layout: StepLayout, known: Rows, states: Tensor) -> None:
         """Compute, of a step's tokens, those up to `known` [R], behind which the next token is known."""
-        firsts = np.maximum(
-            layout.starts, self._kept.firsts[layout.rows]
-        )  # what was computed again, it has met
+        # What the target has computed again, the head has met.
+        firsts = np.maximum(layout.starts, self._kept.firsts[layout.rows])
         which = known > firsts
         if not which.any():
             return
@@ -102,7 +101,7 @@ class HeadChain(GuessingModel):
 
         `states` [T, H] are those before these tokens, and at these positions.
         """
-        layout = layout_of(rows, starts, ends)
+        layout = layout_of(rows, starts, ends, self._batch.num_prompt_tokens[rows])
         inputs, counts = self._pipeline.gather(layout), ends - starts
         ids = self._batch.token_ids[rows.repeat(counts), positions_of(starts, counts) + 1].astype(np.int64)
         step = replace(inputs.step, intermediate={STATES: states})

@@ -84,7 +84,7 @@ class InputBatch:
         self.device_tokens: Tensor | None = None
         """`token_ids` as a device keeps them, if one does: whatever stands before a sample is there in time."""
         self.adapters = adapters
-        self._rolls_back = rolls_back
+        self.rolls_back = rolls_back
         self._num_added = 0
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
@@ -208,7 +208,7 @@ class InputBatch:
         same = first.generations == self.generations[first.rows]
         rows = first.rows[same]
         self.num_tokens[rows] = first.columns[same] + num_kept[same]
-        if self._rolls_back:
+        if self.rolls_back:
             self.num_computed_tokens[rows] += num_kept[same] - 1
 
     def output_indices(self, samples: Samples) -> NDArray[np.int64]:

@@ -44,8 +44,8 @@ class StepLayout:
     """[R] whether a request is pooled with this step, the last of its prompt."""
     num_drafts: NDArray[np.int64] | None = None
     """[R]; None: there are none."""
-    is_behind_prompts: bool = False
-    """Whether no token of the step is one of a prompt, but perhaps the last: some are drafts, or were."""
+    catches_up: bool = False
+    """Whether requests may compute several tokens that they have generated, and none of their prompts but the last."""
 
     @property
     def num_tokens(self) -> int:
@@ -72,7 +72,7 @@ class StepLayout:
     @property
     def only_generates(self) -> bool:
         """Whether nothing of a prompt is computed but perhaps its last token: what is taped, or costs a step alike."""
-        return self.is_one_token_each or self.is_behind_prompts
+        return self.is_one_token_each or self.is_all_sampled or self.catches_up
 
     @property
     def samples(self) -> Samples:
@@ -120,7 +120,7 @@ def lay_out(batch: InputBatch, scheduled: Sequence[ScheduledRequest]) -> StepLay
     sampling = np.arange(len(rows)).repeat(num_samples)
     first_to_last = query_start_loc[1:] - num_samples.cumsum()
     logits_indices = np.arange(len(sampling)) + first_to_last[sampling]
-    is_behind_prompts = bool((starts + 1 >= batch.num_prompt_tokens[rows]).all())
+    catches_up = not batch.rolls_back and bool((starts + 1 >= batch.num_prompt_tokens[rows]).all())
     return StepLayout(
         rows,
         starts,
@@ -131,7 +131,7 @@ def lay_out(batch: InputBatch, scheduled: Sequence[ScheduledRequest]) -> StepLay
         logits_indices,
         pools,
         num_drafts,
-        is_behind_prompts,
+        catches_up,
     )
 
 

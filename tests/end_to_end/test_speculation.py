@@ -115,11 +115,11 @@ def test_random_requests_of_every_method_are_as_without(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("family", ["llama-tied-bias", "gemma3", "qwen2moe", "qwen3next"])
+@pytest.mark.parametrize("family", ["llama-tied-bias", "gemma3", "qwen2moe"])
 def test_five_hundred_random_requests_are_as_without(
     family: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
 ) -> None:
-    drafted, accepted = compare(range(100, 109), tiny_model, family, tmp_path)
+    drafted, accepted = compare(range(100, 112), tiny_model, family, tmp_path)
     assert drafted > accepted > 300
 
 

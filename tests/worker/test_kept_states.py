@@ -17,7 +17,7 @@ def test_states_are_those_that_were_computed_last() -> None:
         rows = draw.permutation(6)[: draw.integers(1, 7)]
         starts = num_computed[rows]
         ends = starts + draw.integers(1, 6, len(rows))
-        layout = layout_of(rows, starts, ends)
+        layout = layout_of(rows, starts, ends, num_prompt_tokens=starts)
         states = torch.arange(layout.num_tokens + 2).float()[:, None] + 100 * number
         kept.keep(layout, starts, states)
         places = zip(rows.repeat(ends - starts), positions_of(starts, ends - starts), strict=True)

@@ -113,10 +113,7 @@ def step(ids: list[int], starts: list[int], *, drafts: bool = False) -> StepInpu
     num_samples = lengths if drafts else np.ones_like(lengths)
     sampling = rows.repeat(num_samples)
     behind = np.arange(len(ids)) if drafts else first[1:] - 1
-    pools, is_behind_prompts = rows < 0, drafts
-    layout = StepLayout(
-        rows, ends - lengths, ends, first, num_samples, sampling, behind, pools, None, is_behind_prompts
-    )
+    layout = StepLayout(rows, ends - lengths, ends, first, num_samples, sampling, behind, rows < 0)
     return StepInputs(
         layout, torch.tensor(ids), positions, torch.from_numpy(behind), StepContext((metadata,))
     )
