@@ -58,5 +58,7 @@ class AutoregressiveHead(CausalLM):
         """The states behind tokens, by their embeddings and the states before them, all [T, H]."""
         raise NotImplementedError
 
-    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
-        return self.target.compute_logits(hidden, adapter_rows)
+    def compute_logits(
+        self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
+    ) -> Tensor:
+        return self.target.compute_logits(hidden, adapter_rows, num_added)

@@ -126,8 +126,10 @@ class Eagle3Head(AutoregressiveHead):
         x, residual = self.midlayer(embedded, states, positions, step)
         return torch.add(x, residual)
 
-    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
-        logits = self.lm_head.logits(self.norm(hidden), adapter_rows)
+    def compute_logits(
+        self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
+    ) -> Tensor:
+        logits = self.lm_head.logits(self.norm(hidden), adapter_rows, num_added)
         if self.d2t is None:
             return logits
         spread = logits.new_full((len(logits), self.config.arch.vocab_size), -torch.inf)

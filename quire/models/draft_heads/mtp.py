@@ -46,7 +46,9 @@ class MTPHead(AutoregressiveHead):
         x, residual = self.block(joined, None, positions, step)
         return self.head_norm.add(x, residual)[0] if self.mtp.gives_normed else torch.add(x, residual)
 
-    def compute_logits(self, hidden: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+    def compute_logits(
+        self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
+    ) -> Tensor:
         return super().compute_logits(
-            hidden if self.mtp.gives_normed else self.head_norm(hidden), adapter_rows
+            hidden if self.mtp.gives_normed else self.head_norm(hidden), adapter_rows, num_added
         )
