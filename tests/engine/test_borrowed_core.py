@@ -20,7 +20,8 @@ from quire.engine.remote import CoreAddress
 from quire.errors import EngineDeadError, EngineError, UnavailableError
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.scheduler.output import SchedulerStats
-from tests.engine.test_restart import POISON, Poisoned, collect, params, process_of, started
+from tests.engine.slow_schedulers import POISON, Poisoned
+from tests.engine.test_restart import collect, params, process_of, started
 
 PROMPTS = [[1, 2, 3], [3, 1, 4, 1, 5], [2, 7] * 20, [8] * 3]
 

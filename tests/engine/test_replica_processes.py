@@ -18,7 +18,8 @@ from quire.engine.startup import prepare
 from quire.entrypoints.llm import LLM
 from quire.errors import EngineError, StartupError
 from quire.sampling_params import SamplingParams
-from tests.engine.test_restart import POISON, Poisoned, collect, expected, params, run_all, started
+from tests.engine.slow_schedulers import POISON, Poisoned
+from tests.engine.test_restart import collect, expected, params, run_all, started
 
 
 def pid_of(engine: AsyncLLM, core: int) -> int:

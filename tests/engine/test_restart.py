@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,26 +21,7 @@ from quire.metrics.prometheus import PrometheusStatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.scheduler import Scheduler
-
-POISON = 99
-STEP_S = 0.005
-
-
-class Slow(Scheduler):
-    """Takes its time, so that a core can be met in the middle of its work."""
-
-    def schedule(self, now: float) -> Any:
-        time.sleep(STEP_S)
-        return super().schedule(now)
-
-
-class Poisoned(Slow):
-    """Dies of a request whose prompt begins with POISON."""
-
-    def update_from_output(self, plan: Any, output: Any, now: float) -> Any:
-        if any(data.token_ids[0] == POISON for data in plan.new_requests):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().update_from_output(plan, output, now)
+from tests.engine.slow_schedulers import POISON, Poisoned, Slow
 
 
 async def started(

@@ -22,7 +22,8 @@ from quire.engine.trace import read_trace
 from quire.errors import ConflictError, UnavailableError, ValidationError
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_restart import Slow, started
+from tests.engine.slow_schedulers import Slow
+from tests.engine.test_restart import started
 from tests.engine.whole_engine import WholeEngine, alone, check_result
 
 MODEL = Path(DEMO_MODEL)
