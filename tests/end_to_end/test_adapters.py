@@ -103,6 +103,7 @@ def test_adapters_come_and_go_in_all_processes(tiny_model: Callable[[str], Path]
         server.stop()
 
 
+@pytest.mark.more
 def test_a_server_does_not_start_with_adapters_that_cannot_be_used(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from quire.engine.parent import LOOK_S
 from quire.engine.startup import prepare
 from quire.scheduler.scheduler import Scheduler
 from tests.engine.slow_schedulers import NeverThere
+from tests.fixtures.quick import quick
 
 GONE_WITHIN_S = 5.0
 PARENT = """
@@ -94,7 +95,10 @@ def check_that_nothing_is_left(
 
 
 @pytest.mark.item(46)
-@pytest.mark.parametrize(("kill_after_s", "when_ready"), [(0.0, False), (0.4, False), (0.1, True)])
+@pytest.mark.parametrize(
+    ("kill_after_s", "when_ready"),
+    quick([(0.0, False), (0.4, False), (0.1, True)], [(0.0, False), (0.1, True)]),
+)
 def test_nothing_is_left_of_the_core_of_a_killed_parent(
     kill_after_s: float, when_ready: bool, null_model_dir: Path
 ) -> None:

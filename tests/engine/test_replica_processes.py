@@ -78,6 +78,7 @@ async def check_verbs(engine: AsyncLLM) -> None:
     assert len(await engine.explain("r3")) == 1
 
 
+@pytest.mark.more
 async def test_who_kills_one_replica_and_then_another_ends_and_others_go_on(null_model_dir: Path) -> None:
     """Who was in work with it both times ends, too; who was on the second replica goes on."""
     engine = await started(null_model_dir, Poisoned, data_parallel_size=2)

@@ -248,6 +248,7 @@ async def test_a_core_that_cannot_be_started_again_is_a_death(
     await engine.shutdown()
 
 
+@pytest.mark.more
 async def test_nothing_is_left_of_an_engine_that_is_shut_down_while_a_core_restarts(
     null_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
