@@ -314,25 +314,28 @@ DEEP = ("x", "", 1, True, None, [], ["a"], {}, {"a": 1}, [{}])
 @pytest.mark.parametrize("path", list(RICH))
 @pytest.mark.parametrize("unknown", ["ignore", "reject"])
 async def test_every_place_in_a_request_is_read_as_its_schema_says(path: str, unknown: str) -> None:
-    """Any value in any place of a conversation with a tool call, however deep; and each place without its value."""
+    """Any value in any place of a conversation with a tool call, however deep; and each place without its value.
+
+    That unknown fields are refused changes nothing about the values of known ones, so there a few will do.
+    """
     validator, rich = body_validator(document(unknown_fields=unknown), path), RICH[path]
     async with client_for(FakeEngine(), unknown_fields=unknown) as client:
         first = await client.post(path, json=rich)
         assert unknown == "reject" or (first.status_code == 200 and validator.is_valid(rich)), first.text
-        for body in _changed(rich):
+        for body in _changed(rich, DEEP if unknown == "ignore" else DEEP[::3]):
             response = await client.post(path, json=body)
             fits, taken = validator.is_valid(body), response.status_code == 200
             assert fits or not taken, f"{body} is taken"
             assert taken or not fits or is_relation(response.text, body), f"{body}: {response.text}"
 
 
-def _changed(node: Any) -> Iterator[Any]:
+def _changed(node: Any, values: Sequence[Any]) -> Iterator[Any]:
     """Copies of a value with one place in it changed."""
     places = list(
         node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     )
     for key, value in places:
-        for changed in (*DEEP, *_changed(value)):
+        for changed in (*values, *_changed(value, values)):
             copied = copy.copy(node)
             copied[key] = changed
             yield copied
