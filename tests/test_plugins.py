@@ -229,6 +229,7 @@ def test_an_installed_package_registers_its_model_in_the_core_process_too(packag
     assert "tokens [" in done.stdout, done.stderr
 
 
+@pytest.mark.more
 def test_what_the_program_registers_reaches_the_core_process(package: Path) -> None:
     done = run_program(package, "my_classes:MyModel", QUIRE_PLUGINS="")
     assert "tokens [" in done.stdout, done.stderr
@@ -239,6 +240,7 @@ def test_without_the_plug_in_the_model_is_unknown(package: Path) -> None:
     assert "architecture 'MyArch' is not supported" in done.stderr
 
 
+@pytest.mark.more
 def test_a_class_that_another_process_cannot_import_is_named(package: Path) -> None:
     done = run_program(package, "no_such_module:MyModel", QUIRE_PLUGINS="")
     assert "what serves MyArch, 'no_such_module:MyModel', cannot be imported by this process" in done.stderr

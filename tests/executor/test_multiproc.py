@@ -84,6 +84,7 @@ def directories() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("quire-ranks-*"))
 
 
+@pytest.mark.more
 def test_one_rank_has_the_bits_of_a_worker_in_the_core(
     alone: dict[str, RequestOutput], tiny_model: Callable[[str], Path]
 ) -> None:

@@ -100,6 +100,7 @@ def test_models_run_from_what_is_written(
     assert 0 < errors.median() < 0.05
 
 
+@pytest.mark.more
 def test_the_model_in_the_box_bears_gptq_better_than_rounding(tmp_path: Path) -> None:
     from quire.models.checkpoint import resolve_model_dir
 

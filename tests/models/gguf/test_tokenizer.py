@@ -30,6 +30,7 @@ TEXT = (
     "-- ... ¿qué? “quoted” /path/to €5 $10 50% a/b\\c #tag @user <b> {x: [1]} e\u0301 \ufeff \u200b ÅÅ ǅ ªº ʰ ͅ"
 )
 WORDS = TEXT.split()
+CHARACTERS = [*range(1, 0xD800), *range(0x10000, 0x10400)]
 SPACES = (" ", "  ", "   ", "\n", "\n\n", " \n", "\t", "\r\n", "\u00a0", "\u3000", "")
 
 
@@ -43,7 +44,7 @@ def strings(count: int = 5000) -> list[str]:
         if kind < 0.05:
             return draw.choice(SPECIAL)
         if kind < 0.15:
-            return "".join(chr(draw.choice([*range(1, 0xD800), *range(0x10000, 0x10400)])) for _ in range(3))
+            return "".join(chr(draw.choice(CHARACTERS)) for _ in range(3))
         return draw.choice(WORDS)
 
     return ["".join(piece() + draw.choice(SPACES) for _ in range(draw.randrange(12))) for _ in range(count)]
