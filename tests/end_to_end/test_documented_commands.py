@@ -34,6 +34,7 @@ SMALLER = (
     (r"implementations.py", "implementations.py --rounds 1 --num-layers 1"),
     (r"benchmarks.adapters", "benchmarks.adapters benchmarks/models/dummy-0.5b --rounds 1"),
     (r"benchmarks.overhead", "benchmarks.overhead --requests 4"),
+    (r"benchmarks.copied_text", "benchmarks.copied_text --num-tokens 16 --num-rounds 1"),
     (r"Once upon a time", "The capital of France is"),
 )
 """The same command with less work, or about something that the model in the box knows."""
