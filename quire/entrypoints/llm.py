@@ -34,7 +34,7 @@ class LLM(OfflinePooling):
     """A model loaded for offline use.
 
     Args:
-        model: local directory, GGUF file, Hugging Face id, or the toy model in the box.
+        model: local directory, GGUF file, Hugging Face id (of GGUF owner/name:Q4_K_M), or the toy model in the box.
         tool_call_parser, reasoning_parser: formats of the model's answers; "auto" goes by its chat template.
         engine_args: any field of the engine's configuration, for example `max_model_len=2048` or `seed=1`;
             `logits_processors` may be classes, too (`quire.logits_processors`).
