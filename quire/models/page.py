@@ -95,7 +95,7 @@ Before the first request the model is run without data, which shows what attends
 then, with the reason: attention that is not called through transformers' interface, that hands over a mask, biases or
 sinks, or that looks ahead; encoders; a layer of which two tokens know without attention (convolutions, states);
 checkpoints whose tensors are computed into the model's and not copied. `tests/models/test_transformers_backend.py`
-runs 30 such architectures (BERT and RoBERTa as decoders, BioGPT, BitNet, ModernBERT's decoder, Laguna ...).
+runs 20 such architectures (BERT and RoBERTa as decoders, BioGPT, BitNet, ModernBERT's decoder, Laguna ...).
 
 - It is somewhat slower than a row of the table, by torch between kernels: on a CPU steps of one token for each request
   are recorded where the model computes nothing but tensors from tensors, on a GPU there are no graphs.
