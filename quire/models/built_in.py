@@ -175,7 +175,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "MiniCPM 1 and 2, MiniCPM 4 without sparse attention",
             oracle="Granite of transformers",
         ),
-        BuiltIn("MiniMaxForCausalLM", "minimax:read_minimax", "MiniMax-Text-01"),
+        BuiltIn("MiniMaxForCausalLM", "minimax:read_minimax", "MiniMax-Text-01 in the form of transformers"),
         BuiltIn("MiniMaxM2ForCausalLM", "minimax:read_minimax_m2", "MiniMax M2 and M2.1"),
         BuiltIn("Ministral3ForCausalLM", "llama:read_ministral3", "Ministral 3 3B to 14B (text)"),
         BuiltIn("MinistralForCausalLM", "llama:read_ministral", "Ministral 8B"),

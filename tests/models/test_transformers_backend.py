@@ -19,7 +19,7 @@ from tests.models.harness import load_tiny, logits_of, prepared_config
 from tests.models.test_parity import assert_close, oracle_logits, prompts
 
 LENGTHS = (1, 5, 40)
-QUICK = ("bert", "camembert", "modernbert-decoder")
+QUICK = ("bert", "camembert", "gemma4", "modernbert-decoder")
 """Those of `HOSTED` that are no minute's matter; the others are `more`."""
 
 
@@ -44,7 +44,7 @@ def test_logits_equal_those_of_transformers_itself(name: str, tiny_model: Callab
     "name",
     [
         *("llama-tied-bias", "gemma3", "llama-yarn", "phi3-window-partial", "stablelm-parallel"),
-        *("mixtral", "nanochat-biased", "phimoe"),
+        *("mixtral", "nanochat-biased", "phimoe", "diffllama", "gptoss"),
     ],
 )
 def test_a_family_of_ours_has_the_same_logits_either_way(
