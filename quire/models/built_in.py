@@ -190,7 +190,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn(
             "NemotronHForCausalLM",
             "mamba_hybrids:read_nemotron_h",
-            "Nemotron-H, Nemotron Nano 2, without experts",
+            "Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
         ),
         BuiltIn("Olmo2ForCausalLM", "olmo:read_olmo2", "OLMo 2"),
         BuiltIn("Olmo3ForCausalLM", "olmo:read_olmo3", "OLMo 3"),

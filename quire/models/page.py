@@ -74,6 +74,8 @@ NOTES = """
 - gpt-oss's experts may be floats or in MXFP4, and no other [quantised form](quantized_checkpoints.md).
 - Llama 4 has one expert for each token.
 - Gemma 3n's MLPs are of one size in all layers.
+- Nemotron 3's experts have no gate, and no kernel for all of them: they are called one by one, without tapes or graphs.
+  Those that work on latents (`moe_latent_size`: Super and Ultra) are refused.
 - A checkpoint of a model that sees or hears says by `tie_word_embeddings` beside `text_config` whether its head is the
   table of tokens, else inside it. Where both are wrong, give it with `--hf-overrides`.
 - MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.

@@ -44,7 +44,9 @@ FAMILIES = (
     "qwen2moe",
     "deepseekv3",
 )
-OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
+UNTAPED = {"nemotronh"}
+"""Experts without a gate are called one by one, as many as were chosen."""
+OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES} - UNTAPED)
 ROOM = 1 << 12
 
 
