@@ -85,6 +85,7 @@ class AwaitedSamples(NamedTuple):
         """They come to the host."""
         return self
 
+    @torch.inference_mode()
     def read(self) -> SamplerOutput:
         """Wait for the last stage."""
         ops.recv(self.codes, self.group, self.group.size - 1)
