@@ -4,6 +4,7 @@ Invariant: which stage has a layer follows from the model's layers and `--pipeli
 without a word; the checkpoint's tensors of other stages are those of the whole model that this one has no slots for.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,6 +19,8 @@ from quire.layers.kv_cache import cache_users
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.decoder import DecoderForCausalLM
+
+logger = logging.getLogger(__name__)
 
 OPTION = "--pipeline-parallel-size"
 STAGED: frozenset[type[nn.Module]] = frozenset({DecoderForCausalLM})
@@ -73,6 +76,7 @@ def take_stage(model: CausalLM, stage: Stage) -> None:
         )
     counts = model.config.parallel.stage_sizes or balanced(_layer_bytes(model), stage.of)
     first, end = list(pairwise([0, *accumulate(counts)]))[stage.index]
+    logger.info("stage %d of %d: layers %d to %d of %d", stage.index, stage.of, first, end - 1, sum(counts))
     names = model.checkpoint_slots().keys()
     for number, _ in enumerate(model.model.layers):
         if not first <= number < end:

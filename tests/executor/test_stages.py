@@ -30,7 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_stages_have_the_bits_of_one_process(
     case: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of forks, grammars, logprobs of prompts, and chunks of requests that preempt each other, cold, warm, after sleep."""
+    """Of forks, grammars, logprobs of prompts, and chunks of requests that preempt others; cold, warm and woken."""
     monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
     monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
     stages, options = CASES[case]
